@@ -11,7 +11,8 @@ export const set = (fields) => (Object.assign(state, fields), changed());
 const KEY = "mlx-mtp.key";
 export const setKey = (key) => (sessionStorage.setItem(KEY, key), connect());
 
-class ApiError extends Error {
+/** An error; `param` is the field of the request that it is about. */
+export class ApiError extends Error {
   constructor(message, fields = {}) {
     super(message);
     Object.assign(this, fields);

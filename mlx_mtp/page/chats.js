@@ -1,6 +1,6 @@
 // Conversations: trees of messages, kept in this browser alone, and the requests that grow them.
 
-import { api, changed, events, state, withConnection } from "./api.js";
+import { ApiError, api, changed, events, state, withConnection } from "./api.js";
 
 const PREFIX = "mlx-mtp.chat.";
 const SAVE_SECONDS = 1;
@@ -14,7 +14,7 @@ export const current = () => chats.get(view.id) ?? made();
 
 // A chat's settings, as they are typed: the field of the request, its name, and what it does.
 const number = (text) => Number(text);
-export const SETTINGS = [
+const SETTINGS = [
   { name: "system", label: "System prompt", kind: "text", help: "What the model is told before everything else." },
   { name: "temperature", label: "Temperature", parse: number, step: 0.1, help: "0 always takes the most probable token." },
   { name: "top_p", label: "Top p", parse: number, step: 0.05, help: "Keep the most probable tokens that add up to this." },
@@ -55,18 +55,17 @@ export function settingOf(param) {
 
 export function parsedJson(setting, text) {
   if (!text?.trim()) return undefined;
-  const label = setting.label;
+  const fail = (why) => {
+    throw new ApiError(`${setting.label}: this ${why}`, { param: setting.name });
+  };
   let value;
   try {
     value = JSON.parse(text);
   } catch (error) {
-    throw Object.assign(new Error(`${label}: this is not JSON: ${error.message}`), { param: setting.name });
+    fail(`is not JSON: ${error.message}`);
   }
-  const isList = Array.isArray(value);
-  if (typeof value !== "object" || value === null || isList !== (setting.name === "tools")) {
-    const form = setting.name === "tools" ? "a list of functions" : "an object";
-    throw Object.assign(new Error(`${label}: this must be ${form}.`), { param: setting.name });
-  }
+  const isTools = setting.name === "tools";
+  if (!(value instanceof Object) || Array.isArray(value) !== isTools) fail(`must be ${isTools ? "a list of functions" : "an object"}.`);
   return value;
 }
 
@@ -281,7 +280,7 @@ async function stream(node, body, signal) {
   node.state = "sent";
   changed();
   for await (const chunk of events(await api("/v1/chat/completions", { body, signal }))) {
-    if (chunk.error) throw Object.assign(new Error(chunk.error.message), { param: chunk.error.param });
+    if (chunk.error) throw new ApiError(chunk.error.message, chunk.error);
     node.seed = chunk.seed;
     node.timings = chunk.timings ?? node.timings;
     const [choice] = chunk.choices;

@@ -72,7 +72,7 @@ export function Drafts({ steps }) {
   return html`<div class="drafts">
     <${Legend} steps=${steps} />
     <div class="tokens" tabindex="0" role="group" aria-label="The answer's tokens by step; arrow keys choose a step"
-      onKeyDown=${onKey} onPointerOver=${onPoint} onClick=${onPoint}>
+      onKeyDown=${onKey} onPointerMove=${onPoint} onClick=${onPoint}>
       ${steps.map(([texts, drafts, accepted], index) => html`<span key=${index} data-step=${index}
         class="of-step ${index === at ? "chosen" : ""}">${texts.map((text, position) =>
           html`<span class="token ${position < accepted ? classOf(drafts[position][1], position) : ""}">${text}</span>`)}</span>`)}

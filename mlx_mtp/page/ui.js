@@ -31,7 +31,7 @@ export function useRedraw(subscribe) {
 }
 
 /** The clipboard is for pages that came from this machine or over TLS; elsewhere one selects. */
-export function Copy({ text, label = "Copy" }) {
+export function Copy({ text }) {
   const [done, setDone] = useState(false);
   if (!navigator.clipboard) return null;
   const copy = async () => {
@@ -39,7 +39,7 @@ export function Copy({ text, label = "Copy" }) {
     setDone(true);
     setTimeout(() => setDone(false), 1500);
   };
-  return html`<button class="small" type="button" onClick=${copy}>${done ? "Copied" : label}</button>`;
+  return html`<button class="small" type="button" onClick=${copy}>${done ? "Copied" : "Copy"}</button>`;
 }
 
 export function Failure({ children }) {

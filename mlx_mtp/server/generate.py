@@ -63,7 +63,6 @@ class Admitted(Generic[Body]):
     ) -> Generation:
         context = self.context
         limit = context.engine.info.max_model_len
-
         with_tokens = self.params.top_logprobs is not None
 
         def encode(prompt: str | list[int]) -> tuple[tuple[int, ...], Echo | None]:
@@ -79,8 +78,7 @@ class Admitted(Generic[Body]):
             name = context.tokenizer.token_bytes
             return token_ids, echo_of(prompt, token_ids, name, with_tokens=with_tokens)
 
-        texts = [suffix, *(prompt for prompt in prompts if isinstance(prompt, str))]
-        size = sum(map(len, texts))
+        size = len(suffix) + sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         async with context.in_time(self.scope):
             encoded = await context.prompter.in_turn(
                 size, self.client, lambda: list(map(encode, prompts))
@@ -110,20 +108,33 @@ class Admitted(Generic[Body]):
         if words:
             bad_words = await asyncio.to_thread(tokenizer.bad_words, words, shown)
         requests = engine_requests(
-            *(self.answer_id, prompts, params, options, limit),
+            self.answer_id,
+            prompts,
+            params,
+            options,
+            limit,
             grammar=grammar,
             bad_words=bad_words,
             client=self.client,
         )
-        rules = options.stop, params.min_tokens, options.include_stop
-        texts = (Detokenizer(shown, *rules) for _ in requests)
         streams = [
-            OutputStream(i, text, make_parser(), echoes[i // options.n])
-            for i, text in enumerate(texts)
+            OutputStream(
+                index,
+                Detokenizer(shown, options.stop, params.min_tokens, options.include_stop),
+                make_parser(),
+                echoes[index // options.n],
+            )
+            for index in range(len(requests))
         ]
-        parts = context.dispatcher, context.metrics, requests, streams
-        arrived = context.arrived(self.scope)
-        return Generation(*parts, options.n, context.config.request_timeout, arrived)
+        return Generation(
+            context.dispatcher,
+            context.metrics,
+            requests,
+            streams,
+            options.n,
+            context.config.request_timeout,
+            context.arrived(self.scope),
+        )
 
 
 async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Body]:

@@ -7,19 +7,15 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_mtp import __version__
 from mlx_mtp.errors import ForbiddenError, NotFoundError, QueueFullError, RequestCancelledError
-from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
-from mlx_mtp.server.generation import Dispatcher
-from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS
+from mlx_mtp.server.context import Context
 from mlx_mtp.server.progress import report
 from mlx_mtp.server.text import cut
 from mlx_mtp.server.writer import event
-
-if TYPE_CHECKING:
-    from mlx_mtp.engine.engine import Engine
 
 SECONDS = 0.5  # between two messages
 _SAMPLE_SECONDS, _MOST_SAMPLES = 2.0, 150  # of the history: five minutes
@@ -30,16 +26,10 @@ MOST_WATCHERS = 64
 class Live:
     """One message for all that watch, made only while somebody does."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        limiter: RequestLimiter,
-        metrics: Metrics,
-        dispatcher: Dispatcher,
-        names: Sequence[str],
-    ) -> None:
-        self._engine, self._limiter, self._metrics = engine, limiter, metrics
-        self._dispatcher, self._names = dispatcher, names
+    def __init__(self, context: Context) -> None:
+        self._engine, self._limiter = context.engine, context.limiter
+        self._metrics, self._dispatcher = context.metrics, context.dispatcher
+        self._names = context.model_names
         self._history: deque[dict[str, float]] = deque(maxlen=_MOST_SAMPLES)
         self._began = time.time()
         self._num_watchers = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client import generate_latest as as_text
@@ -194,43 +194,36 @@ class Metrics(Collector):
             kind: type[CounterMetricFamily | GaugeMetricFamily],
             name: str,
             text: str,
-            label: str,
-            values: Iterable[tuple[object, float]],
+            labels: Sequence[str],
+            samples: Iterable[tuple[Any, ...]],  # the labels' values, then the sample's
         ) -> Metric:
-            family = kind(PREFIX + name, text, labels=[label])
-            for key, value in values:
-                family.add_metric([str(key)], value)
-            return family
-
-        def by_place(name: str, text: str, totals: Mapping[str, Sequence[int]]) -> Metric:
-            family = CounterMetricFamily(PREFIX + name, text, labels=["position", "source"])
-            for source, counts in totals.items():
-                for position, count in enumerate(counts):
-                    family.add_metric([str(position), source], count)
+            family = kind(PREFIX + name, text, labels=labels)
+            for *values, value in samples:
+                family.add_metric(list(map(str, values)), value)
             return family
 
         if self._engine.info.draft_sources:
             text = "1: the last step was planned without drafts."
             yield GaugeMetricFamily(PREFIX + "spec_decode_parked", text, stats.parked)
             text = "Drafts per row and step chosen last for this batch size."
-            yield labelled(GaugeMetricFamily, "spec_decode_depth", text, "batch_size", stats.depths)
+            labels = ["batch_size"]
+            yield labelled(GaugeMetricFamily, "spec_decode_depth", text, labels, stats.depths)
         text = "Requests rejected before any work was done for them."
         rejected = [(reason, self._limiter.rejected[reason]) for reason in REASONS]
-        yield labelled(CounterMetricFamily, "requests_rejected", text, "reason", rejected)
+        yield labelled(CounterMetricFamily, "requests_rejected", text, ["reason"], rejected)
         for what, totals in (
             ("accepted", stats.num_accepted_tokens_per_pos),
             ("draft", stats.num_draft_tokens_per_pos),
         ):
             name = f"spec_decode_num_{what}_tokens_per_pos"
             text = f"Drafts {'verified' if what == 'draft' else what}, by position and source."
-            yield by_place(name, text, totals)
+            places = [(n, source, v) for source, vs in totals.items() for n, v in enumerate(vs)]
+            yield labelled(CounterMetricFamily, name, text, ["position", "source"], places)
         name, text = "prefix_cache_evicted", "Prefixes evicted from memory, by reason."
         evicted = stats.prefix_cache.evicted.items()
-        yield labelled(CounterMetricFamily, name, text, "reason", evicted)
+        yield labelled(CounterMetricFamily, name, text, ["reason"], evicted)
         text = "1; what the server is made of."
-        build = GaugeMetricFamily(PREFIX + "build_info", text, labels=[*_BUILD])
-        build.add_metric([*_BUILD.values()], 1)
-        yield build
+        yield labelled(GaugeMetricFamily, "build_info", text, [*_BUILD], [(*_BUILD.values(), 1)])
 
 
 def _version(package: str) -> str:

@@ -62,14 +62,17 @@ class Prompter:
 
         def work() -> Prompt:
             text, mark = self.render(conversation)
-            options: dict[str, Any] = {"limit": limit, "add_special_tokens": False}
-            token_ids = self.encode(text, "messages", mark=mark, **options)
-            form, added = self.output_format, self.tokenizer.added_tokens
-            thinking, spec = form.opens_thinking(text), None
+            token_ids = self.encode(
+                text, "messages", limit=limit, add_special_tokens=False, mark=mark
+            )
+            thinking, spec = self.output_format.opens_thinking(text), None
             if with_grammar:
-                style = self.as_standard
                 spec = answer_grammar(
-                    conversation, form, added, thinking=thinking, as_standard=style
+                    conversation,
+                    self.output_format,
+                    self.tokenizer.added_tokens,
+                    thinking=thinking,
+                    as_standard=self.as_standard,
                 )
             return Prompt(token_ids, thinking, spec)
 
@@ -144,15 +147,16 @@ class Prompter:
         mark = None
         if self.special_as_text:
             chat_of, mark = marked(chat_of, self.tokenizer.added_tokens)
-        options: dict[str, Any] = {
-            "template": template,
-            "generation_prompt": conversation.generation_prompt,
-            "continue_final": conversation.continue_final,
-        }
-        if self.workers is None:
-            return self.tokenizer.render_chat(*chat_of, **options), mark
-        render = partial(self._ask, "messages", "render_chat", self.seconds)
-        return render(*chat_of, **options), mark
+        render: Callable[..., str] = self.tokenizer.render_chat
+        if self.workers is not None:
+            render = partial(self._ask, "messages", "render_chat", self.seconds)
+        text = render(
+            *chat_of,
+            template=template,
+            generation_prompt=conversation.generation_prompt,
+            continue_final=conversation.continue_final,
+        )
+        return text, mark
 
 
 def make_prompter(tokenizer: Tokenizer, config: ServerConfig) -> Prompter:

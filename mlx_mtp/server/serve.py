@@ -53,8 +53,7 @@ def create_app(
 ) -> FastAPI:
     """Build the application, which starts and stops the engine, with the model's defaults."""
     context = Context(engine, tokenizer, config, defaults)
-    parts = engine, context.limiter, context.metrics, context.dispatcher
-    live = Live(*parts, context.model_names)
+    live = Live(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -68,9 +68,6 @@ class ThinkingFields(WireModel):
 
     def _wishes(self) -> list[tuple[str, Wish]]:
         values = {field: getattr(self, field) for field in ThinkingFields.model_fields}
-        values["reasoning_effort"] = _effort(self.reasoning_effort)
+        if self.reasoning_effort is not None:
+            values["reasoning_effort"] = Wish(effort=self.reasoning_effort)
         return [(field, value) for field, value in values.items() if isinstance(value, Wish)]
-
-
-def _effort(word: Effort | None) -> Wish | None:
-    return None if word is None else Wish(effort=word)

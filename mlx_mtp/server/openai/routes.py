@@ -147,6 +147,10 @@ class ChatWriter(_OpenAIWriter):
     empty: ClassVar[Any] = {}
     prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
 
+    def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
+        super().__init__(admitted, generation)
+        self._hides_reasoning = admitted.body.hides_reasoning
+
     def opening(self) -> Iterable[bytes]:
         for stream in self.generation.streams:
             message = {"role": "assistant", "content": ""}
@@ -156,10 +160,6 @@ class ChatWriter(_OpenAIWriter):
         if not self._with_ids:
             return {}
         return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
-
-    def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
-        super().__init__(admitted, generation)
-        self._hides_reasoning = admitted.body.hides_reasoning
 
     def start(self, block: Block) -> Iterable[bytes]:
         if block.kind == "call":

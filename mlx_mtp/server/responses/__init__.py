@@ -1,1 +1,1 @@
-"""OpenAI's responses, without any state."""
+"""OpenAI's responses."""
