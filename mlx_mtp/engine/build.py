@@ -14,6 +14,7 @@ from mlx_mtp.cache.prefix_files import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig, check_settings
 from mlx_mtp.engine.calibration import CostKeeper
+from mlx_mtp.engine.chunk_calibration import ChunkCalibration
 from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_file import fingerprint
@@ -95,7 +96,9 @@ def build_engine(
         costs = StepCosts()
         mark = fingerprint(model, None if ids is None else len(ids), sources)
         drafts = DraftsByWorth(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
-        keeper = CostKeeper(costs, chunks, config, cache_dir, mark, sources)
+        keeper = CostKeeper(
+            costs, ChunkCalibration(chunks, config), config, cache_dir, mark, sources
+        )
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
