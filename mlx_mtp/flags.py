@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
             if action.dest in self._given and not isinstance(action, argparse._AppendAction):
                 raise argparse.ArgumentError(action, "it is given twice")
             self._given.add(action.dest)
-        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+        return super()._get_values(action, arg_strings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
