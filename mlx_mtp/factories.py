@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import backend, logs
-from mlx_mtp.config import EngineConfig, from_options
+from mlx_mtp.config import EngineConfig
 from mlx_mtp.errors import MissingHeadError
-from mlx_mtp.options import wants_exact
 
 logger = logging.getLogger(__name__)
 
@@ -82,12 +81,6 @@ def draft_ids(
     return draft_vocabulary(options.mtp_draft_vocab, tokenizer, size)
 
 
-def engine_config(loaded: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
-    """The engine's settings from a command line and `given`, and whether it is exact."""
-    exact = loaded.is_exact(wants_exact(options))
-    return from_options(EngineConfig, options, exact=exact, **given)
-
-
 def engine(
     loaded: LoadedModel,
     tokenizer: Tokenizer,
@@ -98,7 +91,7 @@ def engine(
     """Build an engine that is not started yet, by default for one sequence at a time."""
     import platformdirs
 
-    from mlx_mtp.engine.build import build_engine
+    from mlx_mtp.engine.build import build_engine, engine_config
 
     return build_engine(
         loaded,

@@ -116,9 +116,9 @@ def _parts(options: argparse.Namespace, loaded: LoadedModel, links: Any) -> dict
 
     What can't fit, or a directory that can't be used, is an error before weights are read.
     """
-    from mlx_mtp.engine.build import prefix_store
+    from mlx_mtp.engine.build import engine_config, prefix_store
 
-    limits, store = factories.engine_config(loaded, options), None
+    limits, store = engine_config(loaded, options), None
     memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
     limits = replace(
         limits,

@@ -149,11 +149,12 @@ def test_teacher_forced_acceptance(bundled, kind, low, high, count):
 
 def test_sixteen_tool_requests_at_once(bundled):
     """The one model writes calls as JSON, the other as tags."""
-    tool, cities, encode = DATA["weather_tool"], DATA["cities"], bundled.tokenizer.encode_chat
+    tool, cities, tokenizer = DATA["weather_tool"], DATA["cities"], bundled.tokenizer
     wanted = []
     for city in cities:
         message = {"role": "user", "content": f"What is the weather in {city} in celsius?"}
-        wanted.append(request(city, encode([message], tools=[tool]), greedy(120)))
+        ids = tokenizer.encode(tokenizer.render_chat([message], [tool]), add_special_tokens=False)
+        wanted.append(request(city, ids, greedy(120)))
     assert len(wanted) == 16
     got = drive(bundled.model, wanted).run()
     form = OutputFormat.choose(bundled.tokenizer.template)

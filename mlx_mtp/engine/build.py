@@ -1,18 +1,26 @@
 """From a loaded model to an engine."""
 
+import argparse
 import logging
 import platform
 from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp import __version__
 from mlx_mtp.cache.prefix_files import fingerprint as prefix_fingerprint
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig, check_settings
+from mlx_mtp.config import (
+    MAX_COPY_TOKENS,
+    MAX_DRAFT_TOKENS,
+    EngineConfig,
+    check_settings,
+    from_options,
+)
 from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.chunk_calibration import ChunkCalibration
 from mlx_mtp.engine.chunks import ChunkCosts
@@ -36,6 +44,7 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.fixed_rows import choices, use_fixed_rows
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.options import wants_exact
 from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.draft_sources import make_proposer
@@ -45,6 +54,12 @@ from mlx_mtp.speculative.worth import DraftPolicy, DraftsByWorth, FixedDepth
 from mlx_mtp.world import own_folder
 
 logger = logging.getLogger(__name__)
+
+
+def engine_config(model: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
+    """The settings that a command line and `given` ask for, and whether the engine is exact."""
+    exact = model.is_exact(wants_exact(options))
+    return from_options(EngineConfig, options, exact=exact, **given)
 
 
 def build_engine(

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from pydantic import BaseModel, Field, NonNegativeFloat
+from pydantic import BaseModel, Field, NonNegativeFloat, ValidationError
 
 from mlx_mtp import __version__
 from mlx_mtp.models.loaded import LoadedModel
@@ -84,7 +84,8 @@ class CostFile:
             return nothing
         except (OSError, ValueError) as error:
             # It will be replaced by what this run measures.
-            logger.warning("%s is not used: %s", self.path, str(error).partition("\n")[0])
+            why = "it is damaged" if isinstance(error, ValidationError) else error
+            logger.warning("%s is not used: %s", self.path, why)
             return nothing
         steps = {size: {**sources} for size, sources in file.seconds.items()}
         self._saved = Measured(steps, file.chunks, file.per_context)

@@ -150,7 +150,7 @@ class Shape(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """A kernel and mlx's operations for it; both take a shape, and the inputs of N tokens.
+    """A kernel and mlx's operations for it; both take a shape, and inputs, the first [N, ..].
 
     Where the shape has heads a warp has a head of a token, else a threadgroup has a token.
     """
@@ -168,9 +168,9 @@ class Operation:
             self.name, inputs, self.outputs, self.body, self._check, self._applies
         )
 
-    def __call__(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
+    def __call__(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
         used = self.fits(shape, inputs[0].dtype)
-        return self.launch(shape, rows, *inputs) if used else self.portable(shape, *inputs)
+        return (self.launch if used else self.portable)(shape, *inputs)
 
     def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:
         """Whether the kernel computes this here."""
@@ -179,9 +179,9 @@ class Operation:
     def _applies(self, shape: Shape) -> bool:
         return shape.dim % gpu.LANES == 0 and shape.rotated % (2 * gpu.LANES) == 0
 
-    def launch(self, shape: Shape, rows: int, *inputs: mx.array) -> list[mx.array]:
+    def launch(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
         """By the kernel."""
-        dtype, heads = inputs[0].dtype, shape.heads + shape.keys
+        rows, dtype, heads = inputs[0].shape[0], inputs[0].dtype, shape.heads + shape.keys
         warps = heads or min(_MOST_WARPS, shape.dim // 32)
         template: dict[str, Any] = {"InT": dtype}
         template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
@@ -202,7 +202,7 @@ class Operation:
             inputs.append(drawn if name == "weights" else drawn.astype(dtype))
             if name == "positions":
                 inputs[-1] = mx.array([0, 7, 3000], dtype=mx.int32)
-        found = self.launch(shape, _CHECKED_ROWS, *inputs)
+        found = self.launch(shape, *inputs)
         mx.eval(found)
         with mx.stream(mx.cpu):
             exact = [a.astype(mx.float32) if a.dtype == dtype else a for a in inputs]
@@ -323,4 +323,4 @@ def rotate(
         shape = shape._replace(keys=0)
     (known, *_) = both = [each for each in (queries, keys) if each is not None]
     q, k = both if len(both) == 2 else (known, known)
-    return ROTATE.launch(shape, len(positions), q, k, q_weight, k_weight, positions)
+    return ROTATE.launch(shape, q, k, q_weight, k_weight, positions)

@@ -107,9 +107,9 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
         """[N, H]."""
-        rows, heads, dim = outputs.shape
+        _, heads, dim = outputs.shape
         shape = norms.Shape(dim, self.norm.eps, heads, ratio=z.shape[2])
-        normed = norms.GATED_NORM(shape, rows, outputs, z, self.norm.weight)[0]
+        normed = norms.GATED_NORM(shape, outputs, z, self.norm.weight)[0]
         return summed(self.out_proj(normed))
 
 
@@ -150,7 +150,7 @@ class PartedLayer(nn.Module):
         norm = self.post_attention_layernorm
         width = norms.Shape(x.shape[-1], norm.eps)
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)
-        x, normed = norms.ADD_NORM(width, x.shape[0], x, attended, norm.weight)
+        x, normed = norms.ADD_NORM(width, x, attended, norm.weight)
         return add_mlp(x, normed, self.mlp, next_norm, norm.eps)
 
     @cached_property

@@ -19,22 +19,22 @@ def add_mlp(
             halves = slice(rows // 2), slice(rows // 2, None)
             parts = [add_mlp(x[own], normed[own], mlp, weight, eps) for own in halves]
             return [mx.concatenate(list(pair)) for pair in zip(*parts)]
-        way = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
-        if router.fits(way, x.dtype):
-            found, weights = _mixture(normed, mlp, way)
+        kind = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
+        if router.fits(kind, x.dtype):
+            found, weights = _mixture(normed, mlp, kind)
             if world().size == 1:
                 mixed = width._replace(chosen=mlp.top_k + 1)
-                return norms.MIX_NORM(mixed, rows, x, found, weights, weight)
+                return norms.MIX_NORM(mixed, x, found, weights, weight)
             # Between what several ranks compute and a norm is a sum over them.
             part = norms.add_up(found, weights)
-            return norms.ADD_NORM(width, rows, x, summed(part), weight)
-    return norms.ADD_NORM(width, rows, x, summed(mlp(normed)), weight)
+            return norms.ADD_NORM(width, x, summed(part), weight)
+    return norms.ADD_NORM(width, x, summed(mlp(normed)), weight)
 
 
-def _mixture(x: mx.array, mlp: nn.Module, way: router.Router) -> tuple[mx.array, mx.array]:
+def _mixture(x: mx.array, mlp: nn.Module, kind: router.Router) -> tuple[mx.array, mx.array]:
     """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
-    routes = router.launch(logits, gate, way)
+    routes = router.launch(logits, gate, kind)
     if type(mlp) is FewRowsMixture:
         found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
     else:

@@ -112,8 +112,8 @@ def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
     }
     if getattr(args, "num_experts", 0):
         chosen = args.num_experts_per_tok
-        way = router.Router(args.num_experts, chosen, args.norm_topk_prob)
-        yield _case("router kernel / mlx", router.KERNEL, way, dtype)
+        kind = router.Router(args.num_experts, chosen, args.norm_topk_prob)
+        yield _case("router kernel / mlx", router.KERNEL, kind, dtype)
         shapes[norms.MIX_NORM] = width._replace(chosen=chosen + 1)
     for each, shape in shapes.items():
         yield _case(f"{each.name.replace('_', ' ')} kernel / mlx", each.kernel, shape, dtype)

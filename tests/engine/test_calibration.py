@@ -241,4 +241,4 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
             path.write_bytes(content)
         caplog.clear()
         assert not any(kept.file.load()), content and content[:80]
-        assert str(path) in caplog.text
+        assert str(path) in caplog.text and "_File" not in caplog.text

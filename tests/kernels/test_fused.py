@@ -41,9 +41,9 @@ def test_norms(emulated, operation, shape, caplog):
             yield a if axis is None else mx.split(a, 3, axis=axis)[row]
 
     alone = operation.sizes(shape, 1)
-    together = operation.launch(shape, 3, *inputs)
+    together = operation.launch(shape, *inputs)
     for row in range(3):
-        found = operation.launch(shape, 1, *of_row(inputs, alone[0], row))
+        found = operation.launch(shape, *of_row(inputs, alone[0], row))
         for a, b in zip(found, of_row(together, alone[1], row), strict=True):
             assert mx.array_equal(a, b)
 
@@ -63,17 +63,17 @@ def test_only_queries_or_keys(emulated):
 @pytest.mark.parametrize("normalize", [True, False])
 def test_router(emulated, normalize):
     """Rows up to all that a launch takes, equal logits among them."""
-    way = Router(64, 5, normalize)
-    assert router.fits(way, mx.float32) and router.fits(way, mx.bfloat16)
+    kind = Router(64, 5, normalize)
+    assert router.fits(kind, mx.float32) and router.fits(kind, mx.bfloat16)
     draw = np.random.default_rng(2)
     logits = mx.array(draw.integers(-40, 40, (gpu.MOST_ROWS + 6, 64)).astype(np.float32) / 4)
     gate = mx.contiguous(logits[:, :1])
     for rows in (1, 3, gpu.MOST_ROWS + 6):
         inputs = logits[:rows], gate[:rows]
-        found, true = router.launch(*inputs, way), router.portable(*inputs, way)
+        found, true = router.launch(*inputs, kind), router.portable(*inputs, kind)
         for ours, theirs in zip(found, true, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    assert mx.array_equal(found.weights[:3], router.launch(logits[:3], gate[:3], way).weights)
+    assert mx.array_equal(found.weights[:3], router.launch(logits[:3], gate[:3], kind).weights)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
