@@ -156,6 +156,11 @@ class EngineConfig:
     draft_source: str = "mtp"  # A name in `speculative/draft_sources.py`.
 
     @property
+    def decode_pause(self) -> float:
+        """Most seconds of a chunk beside running rows; 0: time cuts none, nor what is exact."""
+        return 0.0 if self.exact else self.max_decode_pause / 1e3
+
+    @property
     def copies(self) -> bool:
         """Whether drafts may be copied: their number is to be chosen."""
         return "copy" in self.drafts and self.num_draft_tokens == "auto"

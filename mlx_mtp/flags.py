@@ -36,6 +36,7 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Reject what is left over here, so that the error names the subcommand's help."""
+        self._given = set[str]()
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             known = [name for name in self._option_string_actions if name.startswith("--")]
@@ -43,22 +44,19 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(rest)}{''.join(hints)}")
         return found, rest
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """What is no list is given once, in whatever form: argparse takes the last silently."""
+        if arg_strings or action.option_strings:  # else an argument that is left out
+            if action.dest in self._given and not isinstance(action, argparse._AppendAction):
+                raise argparse.ArgumentError(action, "it is given twice")
+            self._given.add(action.dest)
+        return super()._get_values(action, arg_strings)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             words = [str(each) for each in action.choices]
             told = hint(str(value), words) or f" (choose from {', '.join(words)})"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{told}")
-
-
-class Once(argparse.Action):
-    """What may be given in two forms is given in one of them."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
-    ) -> None:
-        if getattr(namespace, self.dest, None) is not None:
-            parser.error(f"{self.metavar} is given twice: {getattr(namespace, self.dest)}, {value}")
-        setattr(namespace, self.dest, value)
 
 
 def hint(word: str, known: Iterable[str]) -> str:
@@ -149,7 +147,7 @@ def add_flags(
             continue
         if not reads_environment:
             parser.set_defaults(**{flag.key: flag.default})
-        options |= {"action": Once, "default": argparse.SUPPRESS}
+        options["default"] = argparse.SUPPRESS
         groups[group].add_argument(flag.name, nargs="?", **options)
         options["help"] = argparse.SUPPRESS
         groups[group].add_argument(f"--{flag.name}", **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, Once, add_flags, text
+from mlx_mtp.flags import Flag, add_flags, text
 
 MODE_NAMES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 _MODEL = Flag("model MODEL", "", text)
@@ -34,7 +34,8 @@ def add_subcommands(subparsers: Any) -> None:
     adding.set_defaults(run=_run)
     add = adding.add_argument
     add_flags(adding, replace(_MODEL, help="the MLX model, a directory or a hub id"))
-    add("--mlx-model-path", action=Once, dest="model", help=argparse.SUPPRESS)
+    default: Any = argparse.SUPPRESS
+    add("--mlx-model-path", dest="model", default=default, help=argparse.SUPPRESS)
     add("--source-model", metavar="DIR_OR_HUB_ID", help=_SOURCE)
     _add_shared(adding, *["the model's own"] * 3)
     add("--output", type=Path, metavar="DIR", help=_OUTPUT + "as it is")

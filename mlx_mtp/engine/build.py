@@ -22,6 +22,7 @@ from mlx_mtp.config import (
     from_options,
 )
 from mlx_mtp.engine.calibration import CostKeeper
+from mlx_mtp.engine.chunk_calibration import ChunkCalibration
 from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_file import fingerprint
@@ -110,7 +111,9 @@ def build_engine(
         costs = StepCosts()
         mark = fingerprint(model, None if ids is None else len(ids), sources)
         drafts = DraftsByWorth(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
-        keeper = CostKeeper(costs, chunks, config, cache_dir, mark, sources)
+        keeper = CostKeeper(
+            costs, ChunkCalibration(chunks, config), config, cache_dir, mark, sources
+        )
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),

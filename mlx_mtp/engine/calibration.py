@@ -4,11 +4,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
-from mlx_mtp.engine.chunks import ChunkCosts
+from mlx_mtp.engine.chunk_calibration import ChunkCalibration
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_file import CostFile, Measured
 from mlx_mtp.engine.request import Request
@@ -167,7 +168,7 @@ class CostKeeper:
     def __init__(
         self,
         costs: StepCosts,
-        chunks: ChunkCosts,
+        chunks: ChunkCalibration,
         config: EngineConfig,
         folder: Path | None,
         fingerprint: str,
@@ -178,10 +179,12 @@ class CostKeeper:
         self._costs, self._chunks = costs, chunks
         self._clock = clock
         self._saved_at = clock()
+        left = config.calibration_seconds - chunks.seconds_left
+        config = replace(config, calibration_seconds=left)
         known = self.file.load()
         if any(known):
             costs.load(known.steps)
-            chunks.load(known.chunks, known.per_context)
+            chunks.costs.load(known.chunks, known.per_context)
             logger.debug("Costs of an earlier run: %s", known)
         cells = cells_to_measure(known.steps, config.max_num_seqs, sources)
         self._calibration = Calibration(costs, config, cells)
@@ -189,7 +192,7 @@ class CostKeeper:
     @property
     def busy(self) -> bool:
         """There is something to measure while nobody asks."""
-        return not self._calibration.over
+        return not (self._chunks.over and self._calibration.over)
 
     def begin(self) -> None:
         """A thread begins."""
@@ -197,7 +200,7 @@ class CostKeeper:
 
     def step(self, runner: ModelRunner) -> None:
         """Measure for one step."""
-        self._calibration.step(runner)
+        (self._calibration if self._chunks.over else self._chunks).step(runner)
         if not self.busy:
             logger.info("Step costs are measured.")
             logger.debug("Step costs: %s", self._costs.table())
@@ -213,4 +216,4 @@ class CostKeeper:
 
     def save(self) -> None:
         self._saved_at = self._clock()
-        self.file.save(Measured(self._costs.table(), *self._chunks.table()))
+        self.file.save(Measured(self._costs.table(), *self._chunks.costs.table()))

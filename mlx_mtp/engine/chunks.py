@@ -14,6 +14,7 @@ _MARGIN = 0.9  # of a pause that is planned: chunks of one length differ
 _BETTER = 0.95  # of the time per token: what a shorter chunk has to reach to be preferred
 _LEAST_RISE = 0.5  # of the time per token: what one more token takes at least
 _FIRST = 512  # tokens: longer ones are tried from here on, and shorter ones
+_SHORTEST = 16  # tokens: what shorter ones take is not measured by itself
 _LEAST_SPEED = 0.5  # of the most tokens per second: less is not accepted for a short pause
 
 
@@ -89,6 +90,17 @@ class ChunkCosts:
         allowed = [n for n in self.lengths if units[n] <= slowest]
         fits = [n for n in allowed if n * units[n] <= _MARGIN * seconds]
         return max(fits, default=min(allowed))
+
+    def next_unmeasured(self, seconds: float) -> int | None:
+        """The shortest length with too few measurements, if it is expected to take no longer.
+
+        The first one is given in any case: nothing is known then.
+        """
+        left = (n for n in reversed(self._halves) if n >= _SHORTEST and self._counts[n] < _FEWEST)
+        length = next(left, None)
+        if length is None or not self._units or self.seconds(length, 0) <= seconds:
+            return length
+        return None
 
     def table(self) -> tuple[dict[int, float], float]:
         """What was measured, for `load`."""

@@ -25,8 +25,7 @@ class Prefills:
 
     def __init__(self, config: EngineConfig, costs: ChunkCosts | None = None) -> None:
         self._step = config.prefill_step_size
-        # Time must not cut what is to be exact.
-        self._pause = 0.0 if config.exact else config.max_decode_pause / 1e3
+        self._pause = config.decode_pause
         self._costs = costs or ChunkCosts(self._step)
         self._groups: list[Group] = []  # the oldest first
         self._credit = 0.0  # seconds of others' chunks that the oldest has waited for

@@ -39,7 +39,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._proposer = proposer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
         self.batches = Batches()
         self._num_steps = self._num_tokens = 0  # of prompts, since the cache was cleared last
@@ -115,7 +115,7 @@ class ModelRunner:
         computed_of = zip(sequences, arrays.num_computed.tolist())
         rows = [StepRow(s, count, num_cached=count) for s, count in computed_of]
         step = InFlightStep(rows, is_prefill=True)
-        step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self._vocab_size)
+        step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self.vocab_size)
         mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
@@ -211,7 +211,7 @@ class ModelRunner:
         if self._proposer is not None:
             ids, prompts = [s.request_id for s in sequences], [s.prompt for s in sequences]
             state = self._proposer.make_state(ids, prompts, cache)
-        return Batch(sequences, cache, state, self._vocab_size)
+        return Batch(sequences, cache, state, self.vocab_size)
 
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound."""

@@ -18,6 +18,7 @@ from mlx_mtp.engine.calibration import (
     CostKeeper,
     cells_to_measure,
 )
+from mlx_mtp.engine.chunk_calibration import ChunkCalibration
 from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.cost_file import fingerprint
 from mlx_mtp.engine.runner import ModelRunner
@@ -43,7 +44,8 @@ def keeper(folder, table=None, mark=MARK, **more) -> CostKeeper:
     costs, chunks = StepCosts(), ChunkCosts(512)
     costs.load(table or {})
     chunks.load(*CHUNKS if table else ({}, 0.0))
-    return CostKeeper(costs, chunks, EngineConfig(), folder, mark, **more)
+    config = EngineConfig()
+    return CostKeeper(costs, ChunkCalibration(chunks, config), config, folder, mark, **more)
 
 
 def measured(costs: StepCosts) -> set[Cell]:
@@ -107,8 +109,9 @@ def test_what_an_earlier_run_measured_is_not_measured_again_but_for_one_row():
 
 
 def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
+    """Chunks are measured first, then decode steps."""
     model = tiny_models["qwen3_5"]
-    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
+    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64, max_decode_pause=1000.0)
     client = Client(build_engine(model, config, VOCAB, ()))
     steps, original = [], CostKeeper.step
 
