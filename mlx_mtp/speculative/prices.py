@@ -7,8 +7,8 @@ kind that ran just before it, so a hot machine or a longer context changes nothi
 import math
 import statistics
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
@@ -26,7 +26,8 @@ _LEAST = 0.03  # of a draft, whatever was measured: noise, where that is less
 _READING = 8  # steps of a reading: their low median, for a step is often late and never early
 _FEWEST = 3  # steps that a reading needs when the kind changes before it is full
 _RECENT = 64  # readings further apart are not compared: too much may have changed
-_MOST_TRUST = 8
+_COMPARISONS = 8  # of a kind that count
+_NOISE = 0.1  # of a comparison
 _PRIOR_WEIGHT = 0.02  # of `_SLOPE` beside what was measured at a distance of 1
 _DONORS = 6  # numbers of rows that missing costs are inferred from, at most
 
@@ -44,10 +45,16 @@ class Shape(NamedTuple):
     copying: bool  # some were copied, for which the step before had to be read first
 
 
-@dataclass(slots=True)
 class _Cell:
-    cost: float
-    trust: int = 1  # the number of comparisons behind it
+    """The latest comparisons of a kind. Their median is its cost: some are of a busy moment."""
+
+    def __init__(self, cost: float) -> None:
+        self.latest = deque([cost], maxlen=_COMPARISONS)
+        self.cost = cost
+
+    def add(self, cost: float) -> None:
+        self.latest.append(cost)
+        self.cost = statistics.median(self.latest)
 
 
 class _Reading(NamedTuple):
@@ -126,6 +133,12 @@ class StepCosts:
         near = (cells for size, cells in self._cells.items() if 0.6 < size / rows < 1.6)
         return any((HEAD, depth) in cells for cells in near)
 
+    def doubt(self, rows: int, *drafts: int) -> float:
+        """How wrong the ratio of these kinds' costs may be, by the comparisons behind them."""
+        cells = self._cells.get(rows, {})
+        counts = [len(cells[HEAD, n].latest) if (HEAD, n) in cells else 0 for n in drafts if n]
+        return _NOISE / math.sqrt(0.5 + min(counts, default=0))
+
     def table(self) -> Table:
         table: Table = {}
         for rows, cells in sorted(self._cells.items()):
@@ -138,8 +151,8 @@ class StepCosts:
         for rows, sources in table.items():
             if plain := sources.get(HEAD, {}).get(0):
                 kinds = ((s, x, cost) for s, curve in sources.items() for x, cost in curve.items())
-                found = {(s, x): _Cell(cost / plain) for s, x, cost in kinds if x in KNOTS}
-                self._cells.setdefault(rows, {}).update(found)
+                own = self._cells.setdefault(rows, {})
+                own |= {(s, x): _Cell(cost / plain) for s, x, cost in kinds if x in KNOTS}
         self._prices.clear()
 
     def _read(self) -> None:
@@ -155,9 +168,10 @@ class StepCosts:
         cost = self._cost(rows, last.kind) * seconds / last.seconds
         if kind == _PLAIN:  # The measure of all others: the one before is what is known better now.
             kind, cost = last.kind, last.seconds / seconds
-        cell = cells.setdefault(kind, _Cell(cost, trust=0))
-        cell.cost += (cost - cell.cost) / (1 + cell.trust)
-        cell.trust = min(cell.trust + 1, _MOST_TRUST)
+        if kind in cells:
+            cells[kind].add(cost)
+        else:
+            cells[kind] = _Cell(cost)
         self._prices.clear()
 
     def _cost(self, rows: int, kind: Kind) -> float:

@@ -25,7 +25,7 @@ _STEPS_PER_REVIEW = 8  # a review takes 0.2 ms of the host's time at 16 rows, 1 
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, one a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
 _LEAST_REST = 50  # steps between two probes
-_LEAST_LOSS = 0.05  # of a probe's step: prices and acceptance may be wrong
+_LEAST_LOSS = 0.03  # of a probe's step: acceptance may be wrong, too
 
 
 @dataclass(eq=False, slots=True)
@@ -245,23 +245,25 @@ class DraftsByWorth:
         """A draft more or less for some steps, if rest has paid for it.
 
         In turns to see whether one draft more is accepted, what it costs, and what one less costs.
-        The last two are left out where not even half or twice the price would change the choice.
+        Prices are taken to be as low as they may be; the last two turns are left out where even
+        that would not change the choice.
         """
         turn, self._num_probes = self._num_probes % 3, self._num_probes + 1
-        depth = round(sum(self._choice.head) / now.num_rows) + (-1 if turn == 2 else 1)
+        depth = round(sum(self._choice.head) / now.num_rows)
         known = self._costs.knows(now.num_rows, 0)
-        depth = depth if known else 0
-        if not 0 <= depth <= self._most or even[depth].head == self._choice.head:
+        other = depth + (-1 if turn == 2 else 1) if known else 0
+        if not 0 <= other <= self._most or even[other].head == self._choice.head:
             return
-        gain = now.tokens[depth] / now.num_tokens - 1.0
-        price = now.costs[depth] / now.cost - 1.0
-        if known and turn and gain < (2.0 if turn == 2 else 0.5) * price:
+        gain = now.tokens[other] / now.num_tokens - 1.0
+        price = now.costs[other] / now.cost - 1.0
+        price -= self._costs.doubt(now.num_rows, depth, other)
+        if known and turn and gain < price:
             return
         affordable = int(self._rested * _PROBE_SHARE / max(price - gain, _LEAST_LOSS))
         if affordable < (1 if known and turn == 0 else _PROBE_STEPS):
             self._num_probes -= 1  # Its turn comes again.
             return
-        self._probe, self._probing = even[depth], min(affordable, _PROBE_STEPS)
+        self._probe, self._probing = even[other], min(affordable, _PROBE_STEPS)
         self._rested = 0
 
 
