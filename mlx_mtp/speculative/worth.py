@@ -145,10 +145,15 @@ def best_choice(
             tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
             costs = prices.costs(len(offers), passes, copying=copying)
             speeds = list(map(truediv, tokens, costs))
-            speed = max(speeds)
+            kinds = [copied for *_, copied in offers]
+            if copying and True not in kinds:
+                continue
+            # With fewer offers nothing is copied, and such a step has another price.
+            first = kinds.index(True) + 1 if copying else 0
+            speed = max(speeds[first:])
             if speed > best.speed:
                 counts = [0] * rows, [0] * rows
-                for _, minus, row, copied in offers[: speeds.index(speed)]:
+                for _, minus, row, copied in offers[: speeds.index(speed, first)]:
                     counts[copied][row] = -minus
                 best = Choice(tuple(counts[False]), tuple(counts[True]), speed)
     return best

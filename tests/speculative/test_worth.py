@@ -373,6 +373,14 @@ def test_the_greedy_choice_is_the_best_of_all(table):
     assert sum(gained) > 0.995 * len(gained)
 
 
+def test_a_choice_that_copies_nothing_does_not_cost_what_copying_does():
+    """Though that seems to be cheaper: the two are measured apart."""
+    verify = [1 + 0.07 * n for n in range(33)], [1.1 + 0.05 * n for n in range(33)]
+    prices = Prices(verify, [0.0] * 9)
+    head = [[0.98**n for n in range(1, 9)]] * 2
+    assert best_choice(prices, head, [[0.3], []]) == best_choice(prices, head, [[], []])
+
+
 class Mix(Machine):
     """Rows of which every other one copies well, and whose heads differ."""
 
