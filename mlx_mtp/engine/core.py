@@ -64,8 +64,8 @@ class EngineCore:
         plan = self._scheduler.schedule()
         self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
         self._last_plan = plan
-        steps, seconds = self._run(plan)
-        outputs = self._scheduler.update(steps, seconds)
+        steps = self._run(plan)
+        outputs = self._scheduler.update(steps)
         self.runner.save_ends(steps)
         if not self._in_flight:
             self.runner.prefixes.settle()
@@ -84,8 +84,8 @@ class EngineCore:
         finally:
             self.runner.prefixes.clear()
 
-    def _run(self, plan: StepPlan) -> tuple[list[InFlightStep], float | None]:
-        """The steps that have been read, and what a decode step took if that is known."""
+    def _run(self, plan: StepPlan) -> list[InFlightStep]:
+        """Launch a plan; returns the steps that have been read."""
         began = self._clock()
         launched = self.runner.run(plan)
         for step in launched:
@@ -102,7 +102,10 @@ class EngineCore:
             now = self._clock()
             # The device begins it when it has been launched and what was before it has ended.
             step.seconds, self._read_at = now - max(self._read_at, step.launched_at), now
-        return steps, self._timer.lap(ready, launched)
+        cost = self._timer.lap(ready, launched)
+        for step in ready:
+            step.cost = cost
+        return steps
 
 
 class StepTimer:

@@ -98,17 +98,15 @@ class Scheduler:
         live = frozenset(s for s in self._admitted() if not s.finished)
         return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode))
 
-    def update(
-        self, steps: Iterable[InFlightStep], seconds: float | None = None
-    ) -> list[RequestOutput]:
-        """Update the requests from steps that were read; `seconds` is the cost of the one step."""
+    def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
+        """Update the requests from steps that were read."""
         outputs, self._begun = self._begun, []
         for step in steps:
-            self._observe(step, seconds)
+            self._observe(step)
             outputs += filter(None, map(self._update_row, step.rows))
         return outputs
 
-    def _observe(self, step: InFlightStep, seconds: float | None) -> None:
+    def _observe(self, step: InFlightStep) -> None:
         rows = [row for row in step.rows if row.error is None]
         if step.is_prefill:
             self._totals.prompt_tokens += sum(row.num_positions for row in rows)
@@ -126,7 +124,7 @@ class Scheduler:
             proposed = max(row.num_proposed for row in step.rows)
             copied = any(row.copied for row in step.rows)
             shape = Shape(len(rows), verified, proposed, copied)
-            self._drafts.observe(DecodeStep(shape, outcomes, seconds))
+            self._drafts.observe(DecodeStep(shape, outcomes, step.cost))
 
     def _source(self, row: StepRow) -> str:
         return COPY if row.copied else self._config.draft_source

@@ -113,6 +113,7 @@ class InFlightStep:
     done: mx.array | None = None  # of a chunk: is there when all of it has been computed
     launched_at: float = 0.0  # by the core's clock
     seconds: float | None = None  # from the end of what was before it on the device to its own
+    cost: float | None = None  # of a decode step, in seconds, where that is known (see `StepTimer`)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

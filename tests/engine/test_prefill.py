@@ -333,7 +333,7 @@ def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
     runner = SimpleNamespace(run=run, read=read, prefixes=PrefixCache(), save_ends=lambda _: None)
     plan = StepPlan(((row, 0, 1),), (row,), frozenset({row}))
     scheduler = SimpleNamespace(
-        num_waiting=0, schedule=lambda: plan, update=lambda steps, _: found.extend(steps) or []
+        num_waiting=0, schedule=lambda: plan, update=lambda steps: found.extend(steps) or []
     )
     core = EngineCore(scheduler, runner, overlap=overlap, clock=lambda: world.now)
     for _ in range(6):
