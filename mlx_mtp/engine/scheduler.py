@@ -188,12 +188,12 @@ class Scheduler:
             return {}, {}, False
         self._last_size = len(rows)
         choice = self._drafts.choose([s.drafting for s in rows], steady=not chunk)
-        runs: dict[Sequence, Many[int]] = {}
+        copies: dict[Sequence, Many[int]] = {}
         # What can be copied depends on the last token.
         if not any(s.in_flight for s in decode):
-            runs = {s: s.to_copy(n) for s, n in zip(decode, choice.copied) if n}
-        runs = {s: run for s, run in runs.items() if run}
-        return dict(zip(rows, choice.head)), runs, any(choice.copied)
+            wanted = zip(decode, choice.copied)
+            copies = {s: run for s, count in wanted if count and (run := s.to_copy(count))}
+        return dict(zip(rows, choice.head)), copies, any(choice.copied)
 
     def _look_for_copies(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting
