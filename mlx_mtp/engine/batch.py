@@ -43,7 +43,7 @@ class Batch:
         self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing any more
         self.last_hidden = mx.zeros((count, 1, 0))  # [B, 1, H], post-norm, of the last position
         self.stop_ids = _padded([s.stop_ids for s in sequences])  # int32 [B, S], padded with -1
-        self.guide = GrammarMasks(())  # of the step that is being launched; false if there are none
+        self.masks = GrammarMasks(())  # of the step that is being launched; false: nothing masked
 
     def __len__(self) -> int:
         return len(self.sequences)

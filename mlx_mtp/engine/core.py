@@ -60,7 +60,7 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         if self._scheduler.num_waiting:
-            self.runner.prefixes.settle()
+            self.runner.prefixes.commit_ends()
         plan = self._scheduler.schedule()
         self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
         self._last_plan = plan
@@ -68,10 +68,10 @@ class EngineCore:
         outputs = self._scheduler.update(steps)
         self.runner.save_ends(steps)
         if not self._in_flight:
-            self.runner.prefixes.settle()
+            self.runner.prefixes.commit_ends()
         return outputs
 
-    def rest(self) -> None:
+    def release(self) -> None:
         assert self.idle
         self._last_plan = None
         self._timer = StepTimer(self._clock)

@@ -63,7 +63,7 @@ class PrefixCache:
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
-        """Copy the caches of rows that have ended, until `settle`; they lack the last token."""
+        """Copy the caches of rows that have ended, for `commit_ends`; they lack the last token."""
         for row, sequence in enumerate(batch.sequences):
             if sequence in ended:
                 self._ends += self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
@@ -75,7 +75,7 @@ class PrefixCache:
         if self.copies is not None:
             self.copies.clear()
 
-    def settle(self) -> None:
+    def commit_ends(self) -> None:
         """Insert the copied ends of answers, for the next lookup."""
         self.commit(self._ends)
 

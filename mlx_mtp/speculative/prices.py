@@ -96,7 +96,7 @@ class StepCosts:
         knot = min(KNOTS, key=lambda each: abs(each - drafts / rows))
         at = rows, (COPY if copying else HEAD, knot)
         if self._at != at:
-            self.settle()
+            self.end_reading()
             self._at = at
         # As it were at the knot, with as many passes as drafts, or none beside what is copied.
         if drafts != knot * rows or passes != (0 if copying else knot):
@@ -106,7 +106,7 @@ class StepCosts:
         if len(self._samples) == _READING:
             self._read()
 
-    def settle(self) -> None:
+    def end_reading(self) -> None:
         if len(self._samples) >= _FEWEST:
             self._read()
         self._samples.clear()
