@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.copies import Copier
@@ -88,24 +88,8 @@ class DraftChoice(NamedTuple):
     tokens: tuple[float, ...]
 
 
-class DraftPolicy(Protocol):
-    """Chooses drafts for the rows whose requests leave that open.
-
-    `choices` has the last drafts per row by number of rows, probes left out.
-    """
-
-    choices: dict[int, float]
-    reason: DraftChoice | None  # of the last choice, if there was one
-
-    def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
-        """For these rows; steady: they are those of the step before, and it only decodes."""
-
-    def observe(self, step: DecodeStep) -> None:
-        """Learn from a step, one or two steps after it was planned."""
-
-
 class FixedDepth:
-    """A `DraftPolicy` of k drafts of the head for each row."""
+    """A policy of k drafts of the head for each row whose request leaves that open."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
@@ -155,14 +139,14 @@ def best_choice(
 
 
 class DraftsByWorth:
-    """A `DraftPolicy` that follows cost (`costs`, updated here) and acceptance."""
+    """A policy that follows cost (`costs`, updated here) and acceptance."""
 
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
         self._costs, self._most = costs, most  # drafts of the head for a row; 0: there is none
         self._pool = HeadRates(most)
         self._tokens = _ANSWERS * _FIRST_ANSWER  # of the latest answers
-        self.choices: dict[int, float] = {}
-        self.reason: DraftChoice | None = None
+        self.choices: dict[int, float] = {}  # the last drafts per row by number of rows
+        self.reason: DraftChoice | None = None  # of the last choice, if there was one
         self._choice = Choice((), ())
         self._depth: int | None = 0  # of all rows in the choice; None: they differ
         self._since_review = 0
@@ -170,6 +154,7 @@ class DraftsByWorth:
         self._rested = _LEAST_REST  # steps since a probe; the first one waits for nothing
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
+        """For these rows; steady: they are those of the step before, and it only decodes."""
         steady = steady and len(rows) == len(self._choice.head)
         copying = any(self._choice.copied)
         # A run that is begun goes on behind what the step in flight brings.
@@ -191,6 +176,7 @@ class DraftsByWorth:
         return self._probe
 
     def observe(self, step: DecodeStep) -> None:
+        """Learn from a step, one or two steps after it was planned."""
         for row, source, drafts, tokens in step.outcomes:
             self._tokens += tokens
             if not tokens:
@@ -263,6 +249,9 @@ class DraftsByWorth:
             return
         self._probe, self._probing = even[depth], min(affordable, _PROBE_STEPS)
         self._rested = 0
+
+
+DraftPolicy = FixedDepth | DraftsByWorth
 
 
 def even_choice(rows: Sequence[DraftRow], depth: int) -> Choice:
