@@ -98,7 +98,7 @@ class EngineCore:
             ready, self._in_flight = [*ready, *launched], []
         steps = []
         for step in ready:
-            steps += self.runner.read([step])
+            steps += self.runner.read(step)
             now = self._clock()
             # The device begins it when it has been launched and what was before it has ended.
             step.seconds, self._read_at = now - max(self._read_at, step.launched_at), now

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -73,8 +72,8 @@ class LeadRunner(ModelRunner):
         self.prefixes.links.send(self._step(plan))
         return self._checked(super().run(plan))
 
-    def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
-        return self._checked(super().read(launched))
+    def read(self, step: InFlightStep) -> list[InFlightStep]:
+        return self._checked(super().read(step))
 
     def compare(self) -> None:
         self.prefixes.links.send(Compare())

@@ -57,23 +57,22 @@ class ModelRunner:
             launched.append(self._guard(plan.decode, lambda: self._decode(plan)))
         return launched
 
-    def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
-        """Wait for steps and read them; a failure on the device ends the rows with an error."""
-        steps = []
-        for step in launched:
-            steps.append(step)
-            try:
-                step.read()
-            except Exception as error:
-                logger.exception("A step failed on the device")
-                failure = self._as_step_error(error)
-                step.fail(failure)
-                dropped = self.batches.drop(step.sequences)
-                others = tuple(s for s in dropped if s not in step.sequences)
-                steps.append(_failed(others, failure))
-            else:
-                self.prefixes.commit(step.saves)
-        return steps
+    def read(self, step: InFlightStep) -> list[InFlightStep]:
+        """Wait for a step and read it; a failure on the device ends the rows with an error.
+
+        Returns it, and behind one that failed another of the rows that are lost with it.
+        """
+        try:
+            step.read()
+        except Exception as error:
+            logger.exception("A step failed on the device")
+            failure = self._as_step_error(error)
+            step.fail(failure)
+            dropped = self.batches.drop(step.sequences)
+            others = tuple(s for s in dropped if s not in step.sequences)
+            return [step, _failed(others, failure)]
+        self.prefixes.commit(step.saves)
+        return [step]
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
         """Copy the caches of rows that have just ended."""

@@ -325,8 +325,8 @@ def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
         world.now += 0.001  # Launching takes less than what is launched.
         return steps
 
-    def read(steps: list[InFlightStep]) -> list[InFlightStep]:
-        (step,), (_, end) = steps, world.in_flight.pop(0)
+    def read(step: InFlightStep) -> list[InFlightStep]:
+        _, end = world.in_flight.pop(0)
         world.now = max(world.now, end)
         return [step]
 
