@@ -9,7 +9,7 @@ from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.prefill import Prefills
-from mlx_mtp.engine.request import Draft, FinishReason, RequestOutput
+from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.stats import EngineStats, Prefill
@@ -169,9 +169,7 @@ class Scheduler:
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=tuple(Draft(token, self._source(row)) for token in row.drafts)
-            if sequence.request.trace
-            else None,
+            drafts=row.drafts if sequence.request.trace else None,
             progress=sequence.progress if is_first else None,
         )
 
