@@ -12,7 +12,7 @@ from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.engine.stats import EngineStats, Prefill
+from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
 from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.prices import COPY, Shape
@@ -65,11 +65,7 @@ class Scheduler:
             num_requests_running=len(rows),
             num_requests_waiting=self.num_waiting,
             kv_usage=self._usage([s.num_cached for s in rows]),
-            prefills=tuple(
-                Prefill(s.request_id, s.admitted_at, s.num_cached, s.num_prompt)
-                for s in rows
-                if s.status is Status.PREFILLING
-            ),
+            prefills={s.request_id: s.progress for s in rows if s.status is Status.PREFILLING},
             depths=tuple(sorted(depths.items())),
             choice=self._drafts.reason,
             parked=depths.get(self._last_size) == 0,
@@ -170,7 +166,7 @@ class Scheduler:
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
             drafts=row.drafts if sequence.request.trace else None,
-            progress=sequence.progress if is_first else None,
+            progress=sequence.progress if is_first and sequence.request.progress else None,
         )
 
     def _choose_drafts(
@@ -269,5 +265,6 @@ class Scheduler:
 
 def _report(sequence: Sequence) -> RequestOutput | None:
     """How much of a prompt is computed, if that was asked for."""
-    progress = sequence.progress
-    return progress and RequestOutput(sequence.request_id, progress=progress)
+    if not sequence.request.progress:
+        return None
+    return RequestOutput(sequence.request_id, progress=sequence.progress)

@@ -88,10 +88,7 @@ class Sequence:
         return self.num_cached + self._positions_in_flight
 
     @property
-    def progress(self) -> Progress | None:
-        """How much of its prompt has been computed, if that was asked for."""
-        if not self.request.progress:
-            return None
+    def progress(self) -> Progress:
         return Progress(self.num_prompt, self.num_reused, self.num_cached, self.admitted_at)
 
     def to_copy(self, count: int) -> Many[int]:
