@@ -89,7 +89,7 @@ class _Follower:
                 sequence = self._rows[note.row]
                 batch = next(b for b in self.runner.batches.all if sequence in b.sequences)
                 row = batch.sequences.index(sequence)
-                segments, snapshot = take(batch, row, note.start, note.end, note.bits)
-                self.parts.add(note.names, (*segments, snapshot))
+                entry = take(batch, row, note.start, note.end, note.bits)
+                self.parts.add(note.names, entry)
             else:
                 self.parts.follow(note)

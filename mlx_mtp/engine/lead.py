@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from mlx_mtp.cache.prefix_tree import Node
+from mlx_mtp.cache.prefix_state import Entry
 from mlx_mtp.engine.batch import Batch, hidden_states
 from mlx_mtp.engine.links import Links
 from mlx_mtp.engine.messages import Compare, Release, Row, Step, Take
@@ -55,11 +55,11 @@ class LeadPrefixes(PrefixCache):
 
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
         saves = []
-        for sequence, of, segments, snapshot in super()._copy(batch, row, tokens):
-            *kv, states = map(self.notes.named, (*segments, snapshot))
-            start, names = kv[0].start if kv else len(of), names_of([*kv, states])
-            self.notes.add(Take(self.rows[sequence], start, len(of), self._bits, names))
-            saves.append(Save(sequence, of, [*kv], states))
+        for sequence, of, entry in super()._copy(batch, row, tokens):
+            named: Entry = [*map(self.notes.named, entry)]
+            place = self.rows[sequence], named[0].start, len(of)
+            self.notes.add(Take(*place, self._bits, names_of(named)))
+            saves.append(Save(sequence, of, named))
         return saves
 
 
@@ -101,7 +101,7 @@ class LeadRunner(ModelRunner):
             self.prefixes.notes.take(),
             {number: Row.of(s) for s, number in new.items()},
             {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
-            {numbers[s]: _names(s.prefix) for s in chunk if s.prefix is not None},
+            {numbers[s]: names_of(s.prefix.entry()) for s in chunk if s.prefix is not None},
             frozenset(numbers[s] for s in plan.live),
             tuple((numbers[s], start, length) for s, start, length in plan.chunk),
             tuple(numbers[s] for s in plan.decode),
@@ -115,8 +115,3 @@ class LeadRunner(ModelRunner):
                 time.sleep(_NOTICE_SECONDS)  # A rank that has gone is better told by its link.
                 self.prefixes.links.fail(f"a step failed on rank 0: {step.error}")
         return steps
-
-
-def _names(prefix: Node) -> tuple[int, ...]:
-    segments, snapshot = prefix.entry()
-    return names_of([*segments, snapshot])
