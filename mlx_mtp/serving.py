@@ -21,12 +21,7 @@ from mlx_mtp import factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, width_of
-from mlx_mtp.options import (
-    BUNDLED_NAME,
-    PREFIX_CACHE_DIR_SIZE,
-    check_serve,
-    wants_head,
-)
+from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.memory import MemoryPlan
@@ -126,8 +121,7 @@ def _parts(options: argparse.Namespace, loaded: LoadedModel, links: Any) -> dict
         prefill_step_size=memory.prefill_step_size,
     )
     if options.prefix_cache_dir is not None:
-        size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
-        path = Path(options.prefix_cache_dir).expanduser()
+        path, size = Path(options.prefix_cache_dir).expanduser(), options.prefix_cache_dir_size
         store = prefix_store(loaded, limits, options.dtype, path, size, links)
     return {"config": limits, "memory": memory, "store": store, "links": links}
 
