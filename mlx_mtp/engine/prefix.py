@@ -86,7 +86,7 @@ class PrefixCache:
             if sequence.finished and not sequence.ended:
                 # It may have failed in the step before, which this one began with.
                 continue
-            lasting = len(tokens) == sequence.first_turn
+            lasting = sequence.turns[:1] == [len(tokens)]
             try:
                 mx.eval([segment.arrays for segment in entry])
                 self.tree.insert(sequence.salt, tokens, entry, lasting)

@@ -54,8 +54,7 @@ class PrefixReuse:
             if self._reader not in (None, sequence):
                 return True
             self._reader = sequence
-            prefix, ends = sequence.prompt[:length], self._turn_ends
-            lasting = prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
+            lasting = sequence.turns[:1] == [length]
             state = self.tree.fetch(sequence.salt, sequence.key[:length], lasting)
             if state is Fetch.COMING:
                 return True
@@ -82,9 +81,10 @@ class PrefixReuse:
         """It should wait: for one of these prompts, which are computed, or for its turn to read."""
         if sequence.number is None:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
+            sequence.turns = turns(sequence.prompt, self._turn_ends)
             if self._exact:
-                ends = turns(sequence.prompt, self._turn_ends)
-                sequence.cuts = cuts(sequence.num_prompt, ends, self._step, self._min_gain)
+                gaps = self._step, self._min_gain
+                sequence.cuts = cuts(sequence.num_prompt, sequence.turns, *gaps)
                 sequence.key = by_chunk(sequence.prompt, sequence.cuts)
         if not self._looks_up(sequence):
             return False
@@ -111,10 +111,9 @@ class PrefixReuse:
             self.tree.touch(node)
             self.tree.pin(node)
         start = 0 if node is None else node.end
-        ends, end = turns(sequence.prompt, self._turn_ends), sequence.num_prompt
         gaps = min(self._step, MOST_STEP), self._min_gain
-        points = save_points(end, start, ends, *gaps, sequence.cuts)
-        sequence.begin(node, points if self.tree.limit else [], ends[0] if ends else None)
+        points = save_points(sequence.num_prompt, start, sequence.turns, *gaps, sequence.cuts)
+        sequence.begin(node, points if self.tree.limit else [])
         self.num_queries += sequence.num_prompt if self._looks_up(sequence) else 0
         self.num_hits += start
 

@@ -48,9 +48,9 @@ class Sequence:
         self.prefix: Node | None = None  # that its prefill continues, until it has been copied
         self.key = self.prompt  # what the cache knows its prompt by
         self.num_reused = 0  # tokens of that prefix
+        self.turns: list[int] = []  # where the messages of its prompt end, ascending lengths
         self.save_points: list[int] = []  # prefixes of its prompt to be saved, ascending lengths
         self.cuts: list[int] | None = None  # where its chunks end if it is computed exactly
-        self.first_turn: int | None = None  # where the first message of its prompt ends
         self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
         # Optimistic requests share what they compute with each other alone.
         self.salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
@@ -97,9 +97,8 @@ class Sequence:
         run = self.drafting.copier.run[: min(count, self.max_new_tokens - len(self.output) - 1)]
         return run if self.constraint is None else run[: self.constraint.num_allowed(run)]
 
-    def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
+    def begin(self, prefix: Node | None, save_points: list[int]) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""
-        self.first_turn = first_turn
         self.prefix = prefix
         self.num_reused = self.num_computed = self.num_cached = 0 if prefix is None else prefix.end
         self.save_points = save_points
