@@ -42,12 +42,12 @@ class EngineCore:
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """How long there is nothing to do unless something new arrives; None: without end."""
+        """How long to wait for a new request before the next step; None: until one comes."""
         if self.idle:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self._scheduler.reuse.seconds_left  # None is admitted: all wait for the disk.
+        return self._scheduler.reuse.seconds_left  # All requests wait for the disk.
 
     def add(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)

@@ -48,7 +48,7 @@ class PrefixReuse:
         return self.tree.match(sequence.salt, sequence.key)
 
     def must_read(self, sequence: Sequence) -> bool:
-        """It should wait: its prefix is read from the disk. Call it again until it need not."""
+        """Whether it waits for its prefix to be read from the disk; call it until it doesn't."""
         while length := self._on_disk(sequence):
             self._reads.add(sequence)
             if self._reader not in (None, sequence):
@@ -70,7 +70,7 @@ class PrefixReuse:
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
     def waits(self, sequence: Sequence) -> bool:
-        """What it was held back for is still to come. (A read under way must be polled.)"""
+        """What it was held back for is still missing. (A read under way must be polled.)"""
         leader, point = sequence.awaited or (None, 0)
         if leader is not None and not leader.finished and point in leader.save_points:
             return True
@@ -78,7 +78,7 @@ class PrefixReuse:
         return waits_for_disk and self._reader not in (None, sequence)
 
     def held_back(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
-        """It should wait: for one of these prompts, which are computed, or for its turn to read."""
+        """Whether it waits for one of these prompts to be computed, or for its turn to read."""
         if sequence.number is None:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
             sequence.turns = turns(sequence.prompt, self._turn_ends)

@@ -43,11 +43,11 @@ class Scheduler:
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
-        self._held: list[Sequence] = []  # another request computes their prefix, or it is read
+        self._held: list[Sequence] = []  # until another has computed their prefix, or it is read
         self._prefills = prefills or Prefills(config)
         self._running: list[Sequence] = []
         self._last_size = 0
-        self._begun: list[RequestOutput] = []  # reports of prompts that were admitted
+        self._begun: list[RequestOutput] = []  # progress of the prompts that were just admitted
 
     @property
     def num_waiting(self) -> int:
@@ -172,9 +172,9 @@ class Scheduler:
     def _choose_drafts(
         self, chunk: PrefillChunk, decode: tuple[Sequence, ...]
     ) -> tuple[dict[Sequence, int], dict[Sequence, Many[int]], bool]:
-        """The head's drafts for the next window, what is copied into this one, whether to copy.
+        """Drafts of the head for the next window, tokens to copy into this one, whether rows copy.
 
-        Of the rows that decode, or will when this step has run.
+        By row that decodes, or will when this step has run.
         """
         ending = (s for s, start, length in chunk if start + length == s.num_prompt)
         rows = [*decode, *ending]
@@ -210,7 +210,7 @@ class Scheduler:
             self._prefills.drop(sequence)
 
     def _admit(self, step: int) -> None:
-        """Form a group of the first waiting prompts whose padded chunk has no more tokens."""
+        """Admit the first waiting prompts, a group whose padded chunk has at most `step` tokens."""
         room = self._config.max_num_seqs - len(self._admitted())
         if self._config.exact:
             room = min(room, 1)  # A prompt is computed alone.
@@ -233,10 +233,10 @@ class Scheduler:
             self._prefills.add(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The first that there is memory for; those that wait for their prefix are set aside.
+        """The next request, if there is memory for it; those that wait for a prefix are set aside.
 
-        None overtakes a request that waits for memory: running rows end some time and none joins
-        them meanwhile, so a stream of small requests can't hold a large one up.
+        None overtakes one that waits for memory: running rows end some time and none joins them
+        meanwhile, so a stream of small requests can't hold a large one up.
         """
         reuse = self.reuse
         self._put_back()
@@ -256,6 +256,7 @@ class Scheduler:
         return None
 
     def _put_back(self) -> None:
+        """Queue the requests again, in their order, whose wait for a prefix is over."""
         held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
         self._held = [s for s in held if self.reuse.waits(s)]
         for sequence in held:

@@ -55,7 +55,7 @@ class Sequence:
         # Optimistic requests share what they compute with each other alone.
         self.salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
         self.number: int | None = None  # its place in the queue, once it has been considered
-        self.awaited: tuple[Sequence, int] | None = None  # what computes its prefix, up to where
+        self.awaited: tuple[Sequence, int] | None = None  # who computes its prefix, and its length
         self.skips_disk = False  # the disk was too slow, or memory had no room
 
     @property

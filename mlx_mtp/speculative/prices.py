@@ -107,6 +107,7 @@ class StepCosts:
             self._read()
 
     def end_reading(self) -> None:
+        """Steps of another kind follow: use the samples, if they are enough."""
         if len(self._samples) >= _FEWEST:
             self._read()
         self._samples.clear()
@@ -134,7 +135,7 @@ class StepCosts:
         return table
 
     def load(self, table: Table) -> None:
-        """In any unit: what has no step without drafts beside it isn't used."""
+        """Take over costs in any unit, of numbers of rows whose cost without drafts is known."""
         for rows, sources in table.items():
             if plain := sources.get(HEAD, {}).get(0):
                 kinds = ((s, x, cost) for s, curve in sources.items() for x, cost in curve.items())
