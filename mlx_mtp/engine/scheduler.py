@@ -80,7 +80,7 @@ class Scheduler:
             if request_id in (None, sequence.request_id):
                 sequence.status = Status.FINISHED
                 self.reuse.release(sequence)
-        self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
+        self._waiting.drop_finished()
         self._held = [s for s in self._held if not s.finished]
 
     def schedule(self) -> StepPlan:
