@@ -175,6 +175,7 @@ class Parts:
 
     def follow(self, note: Note) -> None:
         """Do what is noted."""
+        store = self._store
         match note:
             case Drop(name):
                 del self._segments[name]
@@ -183,22 +184,18 @@ class Parts:
             case Load(names):
                 self.add(names, self._found)
                 self._found = []
-            case _:
-                assert self._store is not None, "rank 0 has a directory"
-                self._follow_store(self._store, note)
-
-    def _follow_store(self, store: PrefixStore, note: Note) -> None:
-        match note:
-            case Keep(salt, tokens, names):
+            case Keep(salt, tokens, names) if store is not None:
                 store.keep(salt, tokens, [self._segments[name] for name in names])
-            case Stored(salt, tokens, dropped):
+            case Stored(salt, tokens, dropped) if store is not None:
                 (store.drop_snapshot if dropped else store.touch)(salt, tokens)
-            case Read():
+            case Read() if store is not None:
                 self._asked, self._found = note, []
                 self.poll()
-            case Forget():
+            case Forget() if store is not None:
                 self._asked, self._found = None, []
                 store.forget()
+            case _:
+                raise RankError("rank 0 has a directory of prefixes, and this rank none")
 
     def poll(self) -> None:
         """Tell rank 0 how a read went, once that is known."""
