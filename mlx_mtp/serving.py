@@ -93,9 +93,9 @@ def serve(
         gc.collect()
         gc.freeze()
         engine.launch()  # Where it can't answer there is nothing to serve.
-        plan = memory.lines(options.max_num_seqs)
-        told = kept, answers_text(limits, loaded)
-        text = banner(config, loaded, engine.info, info, plan, *told, width_of(sys.stdout))
+        plan, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
+        width = width_of(sys.stdout)
+        text = banner(config, loaded, engine.info, info, plan, kept, answers, width)
 
         def ready() -> None:
             on_ready(server, config.port) if on_ready else _announce(text)

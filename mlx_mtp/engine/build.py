@@ -126,11 +126,11 @@ def build_engine(
         memory={} if memory is None else memory.parts(),
         draft_sources=sources,
     )
-    of_cache = config.prefix_cache_size, config.kv_cache_quantization
-    make_runner, prefixes = ModelRunner, PrefixCache(*of_cache, store)
+    size, bits = config.prefix_cache_size, config.kv_cache_quantization
+    make_runner, prefixes = ModelRunner, PrefixCache(size, bits, store)
     if links is not None:
         assert store is None or isinstance(store, LeadStore)
-        make_runner, prefixes = LeadRunner, LeadPrefixes(links, *of_cache, store)
+        make_runner, prefixes = LeadRunner, LeadPrefixes(links, size, bits, store)
     if config.copies:
         # Earlier answers are kept where earlier prompts are.
         prefixes.copies = Copies(config.draft_answers_size if config.prefix_cache_size else 0)

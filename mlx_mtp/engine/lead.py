@@ -57,8 +57,8 @@ class LeadPrefixes(PrefixCache):
         saves = []
         for sequence, of, entry in super()._copy(batch, row, tokens):
             named: Entry = [*map(self.notes.named, entry)]
-            place = self.rows[sequence], named[0].start, len(of)
-            self.notes.add(Take(*place, self._bits, names_of(named)))
+            start, names = named[0].start, names_of(named)
+            self.notes.add(Take(self.rows[sequence], start, len(of), self._bits, names))
             saves.append(Save(sequence, of, named))
         return saves
 

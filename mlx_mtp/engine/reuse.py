@@ -83,8 +83,9 @@ class PrefixReuse:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
             sequence.turns = turns(sequence.prompt, self._turn_ends)
             if self._exact:
-                gaps = self._step, self._min_gain
-                sequence.cuts = cuts(sequence.num_prompt, sequence.turns, *gaps)
+                sequence.cuts = cuts(
+                    sequence.num_prompt, sequence.turns, self._step, self._min_gain
+                )
                 sequence.key = by_chunk(sequence.prompt, sequence.cuts)
         if not self._looks_up(sequence):
             return False
@@ -111,8 +112,14 @@ class PrefixReuse:
             self.tree.touch(node)
             self.tree.pin(node)
         start = 0 if node is None else node.end
-        gaps = min(self._step, MOST_STEP), self._min_gain
-        points = save_points(sequence.num_prompt, start, sequence.turns, *gaps, sequence.cuts)
+        points = save_points(
+            sequence.num_prompt,
+            start,
+            sequence.turns,
+            min(self._step, MOST_STEP),
+            self._min_gain,
+            sequence.cuts,
+        )
         sequence.begin(node, points if self.tree.limit else [])
         self.num_queries += sequence.num_prompt if self._looks_up(sequence) else 0
         self.num_hits += start
@@ -124,9 +131,13 @@ class PrefixReuse:
             sequence.prefix = None
 
     def stats(self) -> PrefixCacheStats:
-        nbytes = self.tree.nbytes + self.tree.fetched_nbytes
-        totals = self.num_queries, self.num_hits, nbytes, len(self.tree)
-        return PrefixCacheStats(*totals, evicted=dict(self.tree.evicted))
+        return PrefixCacheStats(
+            queries=self.num_queries,
+            hits=self.num_hits,
+            nbytes=self.tree.nbytes + self.tree.fetched_nbytes,
+            num_entries=len(self.tree),
+            evicted=dict(self.tree.evicted),
+        )
 
     def _looks_up(self, sequence: Sequence) -> bool:
         """Not for logprobs of its prompt: hidden states of a cached prefix are not kept."""

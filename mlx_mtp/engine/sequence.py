@@ -30,8 +30,10 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.stop_ids = stop_ids
         self.max_new_tokens = max_new_tokens
-        by_text, allowed = (request.grammar, request.bad_words), request.sampling.allowed_token_ids
-        self.constraint = Constraint(*by_text, allowed) if any(by_text) else None
+        self.constraint: Constraint | None = None
+        if request.grammar is not None or request.bad_words is not None:
+            allowed = request.sampling.allowed_token_ids
+            self.constraint = Constraint(request.grammar, request.bad_words, allowed)
         self.drafting = DraftRow(request.num_draft_tokens)
         self.status = Status.WAITING
         self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
