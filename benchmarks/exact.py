@@ -39,8 +39,9 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.published import SHAPES
+from mlx_mtp.sampling.grammar_masks import TokenSampler
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.sampling.sampler import Sampler, TokenSampler
+from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.speculative.proposer import Computed, HeadState, MTPProposer
 

@@ -126,8 +126,11 @@ def write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
         name: mx.random.normal((array.shape[0], more, array.shape[2])).astype(array.dtype)
         for name, array in node.kv.arrays.items()
     }
-    segment = Segment(node.end, len(prompt), arrays)
-    assert prefixes.tree.insert(root_key(None), prompt, [segment], node.snapshot)
+    entry = [
+        Segment(node.end, len(prompt), arrays),
+        Segment(len(prompt), len(prompt), node.snapshot.arrays),
+    ]
+    assert prefixes.tree.insert(root_key(None), prompt, entry)
     store.close(_PATIENCE)
 
 

@@ -8,11 +8,8 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
 
 BUNDLED_NAME = "mlx-mtp-demo"
-PREFIX_CACHE_DIR_SIZE = 16 * 10**9
-"""Default of --prefix-cache-dir-size, in bytes."""
 ANSWER_TOKENS = 512
 """Most tokens of an answer of `generate` without --max-tokens."""
-LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _HEADINGS = (
     *("model", "multi-token prediction", "server", "memory and prefix cache", "limits"),
@@ -48,7 +45,7 @@ _LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="in
 _LOG_FORMAT = Flag(
     "server: --log-format",
     "how to write the log; json: an object on each line",
-    LOG_FORMATS,
+    ("text", "json"),
     default="text",
 )
 
@@ -89,6 +86,7 @@ SERVE_FLAGS = _in_order(
         "memory and prefix cache: --prefix-cache-dir-size SIZE",
         "most disk space to use in --prefix-cache-dir",
         size,
+        default=16 * 10**9,
         default_text="16GB",
     ),
     Flag(
@@ -206,7 +204,7 @@ def check_serve(options: argparse.Namespace) -> None:
                 "--exact does not: leave one of them out."
             )
     flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
-    if options.prefix_cache_dir is None and options.prefix_cache_dir_size is not None:
+    if options.prefix_cache_dir is None and "prefix_cache_dir_size" in options.given:
         raise UsageError(f"{of_size} needs {flag}, which is not given.")
     if options.prefix_cache_size == 0:
         bits = f"stores in {options.kv_cache_quantization} bits"

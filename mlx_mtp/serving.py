@@ -21,12 +21,7 @@ from mlx_mtp import factories
 from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, width_of
-from mlx_mtp.options import (
-    BUNDLED_NAME,
-    PREFIX_CACHE_DIR_SIZE,
-    check_serve,
-    wants_head,
-)
+from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.memory import MemoryPlan
@@ -98,9 +93,9 @@ def serve(
         gc.collect()
         gc.freeze()
         engine.launch()  # Where it can't answer there is nothing to serve.
-        plan = memory.lines(options.max_num_seqs)
-        told = kept, answers_text(limits, loaded)
-        text = banner(config, loaded, engine.info, info, plan, *told, width_of(sys.stdout))
+        plan, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
+        width = width_of(sys.stdout)
+        text = banner(config, loaded, engine.info, info, plan, kept, answers, width)
 
         def ready() -> None:
             on_ready(server, config.port) if on_ready else _announce(text)
@@ -126,8 +121,7 @@ def _parts(options: argparse.Namespace, loaded: LoadedModel, links: Any) -> dict
         prefill_step_size=memory.prefill_step_size,
     )
     if options.prefix_cache_dir is not None:
-        size = options.prefix_cache_dir_size or PREFIX_CACHE_DIR_SIZE
-        path = Path(options.prefix_cache_dir).expanduser()
+        path, size = Path(options.prefix_cache_dir).expanduser(), options.prefix_cache_dir_size
         store = prefix_store(loaded, limits, options.dtype, path, size, links)
     return {"config": limits, "memory": memory, "store": store, "links": links}
 

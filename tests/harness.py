@@ -220,7 +220,7 @@ class Driver:
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
         self.copies = Copies(1 << 20) if copies is None and config.copies else copies
         parts = model, proposer, self.vocab_size, self.prefixes
-        self.runner = LeadRunner(links, *parts) if links is not None else ModelRunner(*parts)
+        self.runner = (ModelRunner if links is None else LeadRunner)(*parts)
         self.scheduler = Scheduler(
             config, depth, self.reuse, copies=self.copies, prefills=prefills(config)
         )

@@ -55,8 +55,8 @@ class Segment:
         return Segment(start, end, arrays, self.bits)
 
 
-# The KV of a prefix in its order, and the snapshot at its end.
-Entry = tuple[list[Segment], Segment]
+Entry = list[Segment]
+"""The KV of a prefix in its order, if any, and the snapshot at its end."""
 
 
 def join(segments: Sequence[Segment], start: int) -> Segment:
@@ -98,13 +98,13 @@ def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Se
 
 def restore(batch: BatchCache, rows: Sequence[Entry]) -> mx.array:
     """Fill empty caches with a prefix for each row; returns the last hidden states, [B, 1, H]."""
-    batch.offset = mx.array([segments[-1].end for segments, _ in rows], dtype=mx.int32)
+    batch.offset = mx.array([entry[-1].end for entry in rows], dtype=mx.int32)
     for name, cache in _caches(RaggedKVCache, batch):
-        for place, (segments, _) in zip(batch.layout.places, rows, strict=True):
-            for segment in segments:
+        for place, entry in zip(batch.layout.places, rows, strict=True):
+            for segment in entry[:-1]:
                 keys, values = (_loaded(segment, f"{name}.{part}") for part in _KV)
                 cache.put(place, _row(name, segment.start), keys, values)
-    snapshots = [snapshot.arrays for _, snapshot in rows]
+    snapshots = [entry[-1].arrays for entry in rows]
     for name, recurrent in _caches(GatedDeltaCache, batch):
         recurrent.state = mx.stack([s[f"{name}.state"] for s in snapshots])
         recurrent.history = mx.stack([s[f"{name}.history"] for s in snapshots])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.cache.prefix_files import PrefixDirectory, StoredFile, pack, unpack
-from mlx_mtp.cache.prefix_state import Segment, join
+from mlx_mtp.cache.prefix_state import Entry, Segment, join
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 
 logger = logging.getLogger(__name__)
@@ -78,10 +78,9 @@ class PrefixStore:
             prefixes = reversed(self._prefixes(salt, tokens))
             return next((end for end, key in prefixes if key + "s" in self._files), 0)
 
-    def keep(
-        self, salt: str, tokens: Sequence[int], segments: Sequence[Segment], snapshot: Segment
-    ) -> None:
+    def keep(self, salt: str, tokens: Sequence[int], entry: Entry) -> None:
         """Write what is not here of a prefix, in the background; its bytes are copied now."""
+        *segments, snapshot = entry
         with self._lock:
             prefixes = self._prefixes(salt, tokens)
             start, parent = max(
@@ -107,7 +106,7 @@ class PrefixStore:
 
     def fetch(
         self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
-    ) -> Fetch | list[Segment]:
+    ) -> Fetch | Entry:
         """A prefix's KV from the token `start` or one before it on, and its snapshot behind it.
 
         Or how far it has come; to be called again while it is COMING. `make_room` is called with

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlx_mtp.cache.prefix_state import Segment
+    from mlx_mtp.cache.prefix_state import Entry, Segment
     from mlx_mtp.cache.prefix_store import PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ class Node:
     def prefix(self) -> Tokens:
         return tuple(chain.from_iterable(node.tokens for node in self.path()))
 
-    def entry(self) -> tuple[list[Segment], Segment]:
+    def entry(self) -> Entry:
         assert self.snapshot is not None
-        return [node.kv for node in self.path() if node.kv is not None], self.snapshot
+        return [*(node.kv for node in self.path() if node.kv is not None), self.snapshot]
 
 
 class PrefixTree:
@@ -119,15 +119,14 @@ class PrefixTree:
         self._pins -= Counter([node])
         self._prune(node)
 
-    def insert(
-        self, salt: str, tokens: Tokens, kv: list[Segment], snapshot: Segment, lasting: bool = False
-    ) -> bool:
+    def insert(self, salt: str, tokens: Tokens, entry: Entry, lasting: bool = False) -> bool:
         """Add an entry; False: it has no room, or the KV before its own is not here any more.
 
-        `kv` is what should not be here yet. A `lasting` entry stays when its chain is thinned.
+        Its KV is what should not be here yet. A `lasting` one stays when its chain is thinned.
         """
+        *kv, snapshot = entry
         node, covered = self._walk(salt, tokens)
-        if covered < (kv[0].start if kv else len(tokens)):
+        if covered < entry[0].start:
             return False
         rest = [segment for segment in kv if segment.end > covered]
         if rest and rest[0].start < covered:
@@ -147,7 +146,7 @@ class PrefixTree:
         self._entries.move_to_end(node)
         node.lasting |= lasting
         if self.disk is not None:
-            self.disk.keep(salt, tokens, *node.entry())
+            self.disk.keep(salt, tokens, node.entry())
         self._thin(node)
         return True
 
@@ -177,7 +176,7 @@ class PrefixTree:
         try:
             found = self.disk.fetch(salt, tokens, covered, self._make_room)
             if not isinstance(found, Fetch):
-                kept = self.insert(salt, tokens, found[:-1], found[-1], lasting)
+                kept = self.insert(salt, tokens, found, lasting)
                 found = Fetch.HERE if kept else Fetch.GONE
         except Exception:
             logger.exception("A prefix could not be read; its tokens are computed instead")

@@ -43,7 +43,7 @@ class Batch:
         self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing any more
         self.last_hidden = mx.zeros((count, 1, 0))  # [B, 1, H], post-norm, of the last position
         self.stop_ids = _padded([s.stop_ids for s in sequences])  # int32 [B, S], padded with -1
-        self.guide = GrammarMasks(())  # of the step that is being launched; false if there are none
+        self.masks = GrammarMasks(())  # of the step that is being launched; false: nothing masked
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -135,6 +135,11 @@ class Batches:
         self.ready: list[Batch] = []
         self.decoding: Batch | None = None
 
+    @property
+    def all(self) -> list[Batch]:
+        running = [] if self.decoding is None else [self.decoding]
+        return [*running, *self.ready, *self.prefilling]
+
     def take(self, rows: Many[Sequence]) -> Batch | None:
         """The group of these prompts, until it is stored again; None before its first chunk."""
         found = next((b for b in self.prefilling if b.sequences == [*rows]), None)
@@ -174,9 +179,7 @@ class Batches:
 
     def drop(self, rows: Many[Sequence]) -> list[Sequence]:
         """Drop every batch that any of these rows is in; returns the rows of those batches."""
-        running = [] if self.decoding is None else [self.decoding]
-        batches = (*running, *self.ready, *self.prefilling)
-        hit = [b for b in batches if any(s in rows for s in b.sequences)]
+        hit = [b for b in self.all if any(s in rows for s in b.sequences)]
         if self.decoding in hit:
             self.decoding = None
         self.ready = [b for b in self.ready if b not in hit]

@@ -126,12 +126,11 @@ def build_engine(
         memory={} if memory is None else memory.parts(),
         draft_sources=sources,
     )
-    of_cache = config.prefix_cache_size, config.kv_cache_quantization
-    shared = None
+    size, bits = config.prefix_cache_size, config.kv_cache_quantization
+    make_runner, prefixes = ModelRunner, PrefixCache(size, bits, store)
     if links is not None:
         assert store is None or isinstance(store, LeadStore)
-        shared = LeadPrefixes(links, *of_cache, store)
-    prefixes = shared or PrefixCache(*of_cache, store)
+        make_runner, prefixes = LeadRunner, LeadPrefixes(links, size, bits, store)
     if config.copies:
         # Earlier answers are kept where earlier prompts are.
         prefixes.copies = Copies(config.draft_answers_size if config.prefix_cache_size else 0)
@@ -144,10 +143,7 @@ def build_engine(
         usage = None if memory is None else memory.usage
         prefills = Prefills(config, chunks)
         scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
-        if links is None or shared is None:
-            runner = ModelRunner(model, proposer, vocab_size, prefixes)
-        else:
-            runner = LeadRunner(links, model, proposer, vocab_size, shared)
+        runner = make_runner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
     checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens and proposer else 0)

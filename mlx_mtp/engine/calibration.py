@@ -119,9 +119,9 @@ class Calibration:
             self._core.cancel()
             while not self._core.idle:
                 self._core.step()
-            self._core.rest()
+            self._core.release()
             self._core = None
-            self._costs.settle()
+            self._costs.end_reading()
 
     def forget(self) -> None:
         """A thread begins: if the last one died while it measured, nothing more is measured."""

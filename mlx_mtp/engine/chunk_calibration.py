@@ -48,9 +48,10 @@ class ChunkCalibration:
         prompt = tuple(n * runner.vocab_size // (length + 1) for n in range(length + 1))
         sequence = Sequence(Request("calibration", prompt, SamplingParams(max_tokens=1)), (), 1)
         plan = StepPlan(((sequence, 0, length),), (), frozenset([sequence]))
-        steps = runner.read(runner.run(plan))
+        (step,) = runner.run(plan)
+        runner.read(step)
         seconds = self._clock() - began
-        if any(step.error is not None for step in steps):
+        if step.error is not None:
             logger.warning("A step failed while costs of prompts were measured")
             runner.release()
             return

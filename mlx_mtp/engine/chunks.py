@@ -38,7 +38,7 @@ class ChunkCosts:
         self._expected: dict[int, float] = {}  # see `_by_length`; empty: to be made
 
     def observe(self, tokens: int, context: float, seconds: float) -> None:
-        """A chunk of so many tokens with so many before it took so long."""
+        """Learn what a chunk of `tokens` took that had `context` tokens before it."""
         length = self._nearest(tokens)
         self._num_chunks += 1
         if length not in self._seen:
@@ -84,7 +84,7 @@ class ChunkCosts:
         return best
 
     def longest_within(self, seconds: float, context: float) -> int:
-        """The longest that is expected to take less, if prompts don't become too slow by that."""
+        """The longest chunk expected to take less, that leaves prompts half of their speed."""
         units = {n: u + self._per_context * context for n, u in self._by_length().items()}
         slowest = min(units[n] for n in self._units or units) / _LEAST_SPEED
         allowed = [n for n in self.lengths if units[n] <= slowest]

@@ -42,12 +42,12 @@ class EngineCore:
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """How long there is nothing to do unless something new arrives; None: without end."""
+        """How long to wait for a new request before the next step; None: until one comes."""
         if self.idle:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self._scheduler.reuse.seconds_left  # None is admitted: all wait for the disk.
+        return self._scheduler.reuse.seconds_left  # All requests wait for the disk.
 
     def add(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -60,18 +60,18 @@ class EngineCore:
 
     def step(self) -> list[RequestOutput]:
         if self._scheduler.num_waiting:
-            self.runner.prefixes.settle()
+            self.runner.prefixes.commit_ends()
         plan = self._scheduler.schedule()
         self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
         self._last_plan = plan
-        steps, seconds = self._run(plan)
-        outputs = self._scheduler.update(steps, seconds)
+        steps = self._run(plan)
+        outputs = self._scheduler.update(steps)
         self.runner.save_ends(steps)
         if not self._in_flight:
-            self.runner.prefixes.settle()
+            self.runner.prefixes.commit_ends()
         return outputs
 
-    def rest(self) -> None:
+    def release(self) -> None:
         assert self.idle
         self._last_plan = None
         self._timer = StepTimer(self._clock)
@@ -84,8 +84,8 @@ class EngineCore:
         finally:
             self.runner.prefixes.clear()
 
-    def _run(self, plan: StepPlan) -> tuple[list[InFlightStep], float | None]:
-        """The steps that have been read, and what a decode step took if that is known."""
+    def _run(self, plan: StepPlan) -> list[InFlightStep]:
+        """Launch a plan; returns the steps that have been read."""
         began = self._clock()
         launched = self.runner.run(plan)
         for step in launched:
@@ -98,11 +98,14 @@ class EngineCore:
             ready, self._in_flight = [*ready, *launched], []
         steps = []
         for step in ready:
-            steps += self.runner.read([step])
+            steps += self.runner.read(step)
             now = self._clock()
             # The device begins it when it has been launched and what was before it has ended.
             step.seconds, self._read_at = now - max(self._read_at, step.launched_at), now
-        return steps, self._timer.lap(ready, launched)
+        cost = self._timer.lap(ready, launched)
+        for step in ready:
+            step.cost = cost
+        return steps
 
 
 class StepTimer:

@@ -87,8 +87,7 @@ class CostFile:
             why = "it is damaged" if isinstance(error, ValidationError) else error
             logger.warning("%s is not used: %s", self.path, why)
             return nothing
-        steps = {size: {**sources} for size, sources in file.steps.items()}
-        self._saved = Measured(steps, file.chunks, file.per_context)
+        self._saved = Measured(file.steps, file.chunks, file.per_context)
         return self._saved
 
 

@@ -257,7 +257,7 @@ class Engine:
             self._stats = core.stats()
             self._send(outputs)
             if core.idle:
-                core.rest()
+                core.release()
                 self.expect()
             if keeper is not None:
                 keeper.save_periodically()

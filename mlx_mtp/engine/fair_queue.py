@@ -51,10 +51,10 @@ class _Lane:
             else:
                 del self.lanes[name]
 
-    def keep(self, wanted: frozenset[Sequence]) -> None:
-        self.items = deque(item for item in self.items if item in wanted)
+    def drop_finished(self) -> None:
+        self.items = deque(item for item in self.items if not item.finished)
         for lane in self.lanes.values():
-            lane.keep(wanted)
+            lane.drop_finished()
         self.resize(len(self.items) + sum(lane.size for lane in self.lanes.values()))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Many
 import mlx.core as mx
 
 from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.engine.batch import Batch, hidden_states
+from mlx_mtp.engine.batch import hidden_states
 from mlx_mtp.engine.links import Link
 from mlx_mtp.engine.messages import Begin, Compare, Note, Poll, Release, Step, Take
 from mlx_mtp.engine.parts import Parts
@@ -86,17 +86,10 @@ class _Follower:
     def _follow(self, notes: Many[Note]) -> None:
         for note in notes:
             if isinstance(note, Take):
-                batch, row = self._place(self._rows[note.row])
-                segments, snapshot = take(batch, row, note.start, note.end, note.bits)
-                self.parts.add(note.names, (*segments, snapshot))
+                sequence = self._rows[note.row]
+                batch = next(b for b in self.runner.batches.all if sequence in b.sequences)
+                row = batch.sequences.index(sequence)
+                entry = take(batch, row, note.start, note.end, note.bits)
+                self.parts.add(note.names, entry)
             else:
                 self.parts.follow(note)
-
-    def _place(self, sequence: Sequence) -> tuple[Batch, int]:
-        batches = self.runner.batches
-        running = [] if batches.decoding is None else [batches.decoding]
-        return next(
-            (batch, batch.sequences.index(sequence))
-            for batch in (*running, *batches.ready, *batches.prefilling)
-            if sequence in batch.sequences
-        )

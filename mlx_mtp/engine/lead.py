@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
 
 import numpy as np
 
-from mlx_mtp.cache.prefix_tree import Node
+from mlx_mtp.cache.prefix_state import Entry
 from mlx_mtp.engine.batch import Batch, hidden_states
 from mlx_mtp.engine.links import Links
 from mlx_mtp.engine.messages import Compare, Release, Row, Step, Take
@@ -25,8 +24,6 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import ModelError
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.speculative.proposer import DraftProposer
 
 logger = logging.getLogger(__name__)
 
@@ -45,50 +42,41 @@ class LeadPrefixes(PrefixCache):
         store: LeadStore | None = None,
     ) -> None:
         super().__init__(limit, bits, store)
+        self.links = links
         self.notes = Notes() if store is None else store.notes
-        self.rows: dict[Sequence, int] = {}  # the others' numbers of what they know
-        self._links = links
+        self.rows: dict[Sequence, int] = {}  # that the others know, by their numbers
+        self.numbers = itertools.count()  # for the next ones
 
     def restore(self, batch: Batch) -> bool:
         restored = super().restore(batch)
         if not restored:
-            self._links.fail("rank 0 could not restore a prefix")
+            self.links.fail("rank 0 could not restore a prefix")
         return restored
 
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
         saves = []
-        for sequence, of, segments, snapshot in super()._copy(batch, row, tokens):
-            *kv, states = map(self.notes.named, (*segments, snapshot))
-            start, names = kv[0].start if kv else len(of), names_of([*kv, states])
+        for sequence, of, entry in super()._copy(batch, row, tokens):
+            named: Entry = [*map(self.notes.named, entry)]
+            start, names = named[0].start, names_of(named)
             self.notes.add(Take(self.rows[sequence], start, len(of), self._bits, names))
-            saves.append(Save(sequence, of, [*kv], states))
+            saves.append(Save(sequence, of, named))
         return saves
 
 
 class LeadRunner(ModelRunner):
     """A runner whose steps the other ranks run too. No step may fail, as they would not know."""
 
-    def __init__(
-        self,
-        links: Links,
-        model: LoadedModel,
-        proposer: DraftProposer | None,
-        vocab_size: int,
-        prefixes: LeadPrefixes,
-    ) -> None:
-        super().__init__(model, proposer, vocab_size, prefixes)
-        self._links, self._shared = links, prefixes
-        self._numbers = itertools.count()
+    prefixes: LeadPrefixes
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
-        self._links.send(self._step(plan))
+        self.prefixes.links.send(self._step(plan))
         return self._checked(super().run(plan))
 
-    def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
-        return self._checked(super().read(launched))
+    def read(self, step: InFlightStep) -> list[InFlightStep]:
+        return self._checked(super().read(step))
 
     def compare(self) -> None:
-        self._links.send(Compare())
+        self.prefixes.links.send(Compare())
         ranks = np.array(hidden_states(self.batches))
         for rank, other in enumerate(ranks):
             if np.abs(other - ranks[0]).max() > _TOLERANCE * np.abs(ranks[0]).max():
@@ -100,20 +88,20 @@ class LeadRunner(ModelRunner):
             )
 
     def release(self) -> None:
-        self._links.send(Release(self._shared.notes.take()))
+        self.prefixes.links.send(Release(self.prefixes.notes.take()))
         super().release()
 
     def _step(self, plan: StepPlan) -> Step:
-        chunk, rows = [s for s, _, _ in plan.chunk], self._shared.rows
+        chunk, rows = [s for s, _, _ in plan.chunk], self.prefixes.rows
         named = [*dict.fromkeys([*chunk, *plan.decode, *plan.live])]
-        new = {s: next(self._numbers) for s in named if s not in rows}
+        new = {s: next(self.prefixes.numbers) for s in named if s not in rows}
         numbers = {s: rows[s] if s in rows else new[s] for s in named}
-        self._shared.rows = numbers
+        self.prefixes.rows = numbers
         return Step(
-            self._shared.notes.take(),
+            self.prefixes.notes.take(),
             {number: Row.of(s) for s, number in new.items()},
             {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
-            {numbers[s]: _names(s.prefix) for s in chunk if s.prefix is not None},
+            {numbers[s]: names_of(s.prefix.entry()) for s in chunk if s.prefix is not None},
             frozenset(numbers[s] for s in plan.live),
             tuple((numbers[s], start, length) for s, start, length in plan.chunk),
             tuple(numbers[s] for s in plan.decode),
@@ -125,10 +113,5 @@ class LeadRunner(ModelRunner):
         for step in steps:
             if step.error is not None:
                 time.sleep(_NOTICE_SECONDS)  # A rank that has gone is better told by its link.
-                self._links.fail(f"a step failed on rank 0: {step.error}")
+                self.prefixes.links.fail(f"a step failed on rank 0: {step.error}")
         return steps
-
-
-def _names(prefix: Node) -> tuple[int, ...]:
-    segments, snapshot = prefix.entry()
-    return names_of([*segments, snapshot])

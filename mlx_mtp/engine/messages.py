@@ -29,14 +29,19 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence) -> Row:
-        wanted = sequence.request.sampling.prompt_logprobs
-        limits = sequence.stop_ids, sequence.max_new_tokens
-        return cls(sequence.request_id, sequence.prompt, *limits, wanted)
+        return cls(
+            sequence.request_id,
+            sequence.prompt,
+            sequence.stop_ids,
+            sequence.max_new_tokens,
+            sequence.request.sampling.prompt_logprobs,
+        )
 
     def sequence(self) -> Sequence:
         """What stands for it on another rank, which draws nothing of its own."""
-        wanted = self.prompt_logprobs
-        sampling = SamplingParams(self.max_new_tokens, temperature=0.0, prompt_logprobs=wanted)
+        sampling = SamplingParams(
+            self.max_new_tokens, temperature=0.0, prompt_logprobs=self.prompt_logprobs
+        )
         request = Request(self.request_id, self.prompt, sampling)
         return Sequence(request, self.stop_ids, self.max_new_tokens)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_mtp.cache.prefix_state import Segment, join
+from mlx_mtp.cache.prefix_state import Entry, Segment, join
 from mlx_mtp.cache.prefix_store import READ_SECONDS, PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, Node
 from mlx_mtp.engine.links import Link, Links
@@ -92,11 +92,9 @@ class LeadStore(PrefixStore):
         for link in links.all:
             link.on_answer = lambda: self.on_read()
 
-    def keep(
-        self, salt: str, tokens: Many[int], segments: Many[Segment], snapshot: Segment
-    ) -> None:
-        self.notes.add(Keep(salt, tuple(tokens), names_of([*segments, snapshot])))
-        super().keep(salt, tokens, segments, snapshot)
+    def keep(self, salt: str, tokens: Many[int], entry: Entry) -> None:
+        self.notes.add(Keep(salt, tuple(tokens), names_of(entry)))
+        super().keep(salt, tokens, entry)
 
     def touch(self, salt: str, tokens: Many[int]) -> None:
         self.notes.add(Stored(salt, tuple(tokens), dropped=False))
@@ -108,7 +106,7 @@ class LeadStore(PrefixStore):
 
     def fetch(
         self, salt: str, tokens: Many[int], start: int, make_room: Callable[[int], bool]
-    ) -> Fetch | list[Segment]:
+    ) -> Fetch | Entry:
         """As ever; it is COMING until all ranks have it, and what one can't read is not here."""
         wanted = salt, tuple(tokens), start
         if self._asked is None or self._asked[1:] != wanted:
@@ -159,7 +157,7 @@ class Parts:
         self._link, self._store = link, store
         self._segments: dict[int, Segment] = {}
         self._asked: Read | None = None  # what rank 0 waits for
-        self._found: list[Segment] = []  # what was read and has no names yet
+        self._found: Entry = []  # what was read and has no names yet
         if store is not None:
             store.on_read = lambda: link.post(Poll())
 
@@ -177,6 +175,7 @@ class Parts:
 
     def follow(self, note: Note) -> None:
         """Do what is noted."""
+        store = self._store
         match note:
             case Drop(name):
                 del self._segments[name]
@@ -185,23 +184,18 @@ class Parts:
             case Load(names):
                 self.add(names, self._found)
                 self._found = []
-            case _:
-                assert self._store is not None, "rank 0 has a directory"
-                self._follow_store(self._store, note)
-
-    def _follow_store(self, store: PrefixStore, note: Note) -> None:
-        match note:
-            case Keep(salt, tokens, names):
-                *kv, snapshot = (self._segments[name] for name in names)
-                store.keep(salt, tokens, kv, snapshot)
-            case Stored(salt, tokens, dropped):
+            case Keep(salt, tokens, names) if store is not None:
+                store.keep(salt, tokens, [self._segments[name] for name in names])
+            case Stored(salt, tokens, dropped) if store is not None:
                 (store.drop_snapshot if dropped else store.touch)(salt, tokens)
-            case Read():
+            case Read() if store is not None:
                 self._asked, self._found = note, []
                 self.poll()
-            case Forget():
+            case Forget() if store is not None:
                 self._asked, self._found = None, []
                 store.forget()
+            case _:
+                raise RankError("rank 0 has a directory of prefixes, and this rank none")
 
     def poll(self) -> None:
         """Tell rank 0 how a read went, once that is known."""
@@ -222,7 +216,7 @@ class Parts:
             self._link.send(Answer(number, state.name))
 
 
-def _joined(found: list[Segment], start: int) -> list[Segment]:
+def _joined(found: Entry, start: int) -> Entry:
     """A prefix's KV from `start` on, if any, and its snapshot, however it lay in files."""
     *kv, snapshot = found
     return [*([join(kv, start)] if kv else []), snapshot]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_state import Entry, Segment, restore, take_segment, take_snapshot
+from mlx_mtp.cache.prefix_state import Entry, restore, take_segment, take_snapshot
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.engine.batch import Batch
@@ -21,8 +21,7 @@ class Save(NamedTuple):
 
     sequence: Sequence
     tokens: tuple[int, ...]
-    segments: list[Segment]  # of the tokens whose KV is not in the cache: one, or none
-    snapshot: Segment
+    entry: Entry  # with the KV that is not in the cache: one segment, or none
 
 
 class PrefixCache:
@@ -63,7 +62,7 @@ class PrefixCache:
         return saves
 
     def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
-        """Copy the caches of rows that have ended, until `settle`; they lack the last token."""
+        """Copy the caches of rows that have ended, for `commit_ends`; they lack the last token."""
         for row, sequence in enumerate(batch.sequences):
             if sequence in ended:
                 self._ends += self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
@@ -75,22 +74,22 @@ class PrefixCache:
         if self.copies is not None:
             self.copies.clear()
 
-    def settle(self) -> None:
+    def commit_ends(self) -> None:
         """Insert the copied ends of answers, for the next lookup."""
         self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:
         """Insert copies from steps that have succeeded; the list is emptied."""
         while saves:
-            sequence, tokens, segments, snapshot = saves.pop(0)
+            sequence, tokens, entry = saves.pop(0)
             sequence.saved(len(tokens))
             if sequence.finished and not sequence.ended:
                 # It may have failed in the step before, which this one began with.
                 continue
-            lasting = len(tokens) == sequence.first_turn
+            lasting = sequence.turns[:1] == [len(tokens)]
             try:
-                mx.eval(snapshot.arrays, [segment.arrays for segment in segments])
-                self.tree.insert(sequence.salt, tokens, segments, snapshot, lasting)
+                mx.eval([segment.arrays for segment in entry])
+                self.tree.insert(sequence.salt, tokens, entry, lasting)
             except Exception:
                 logger.exception("A prefix of %d tokens could not be kept", len(tokens))
 
@@ -101,21 +100,21 @@ class PrefixCache:
         try:
             # What was copied a step ago will be in the tree when this is inserted.
             start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
-            segments, snapshot = take(batch, row, start, len(tokens), self._bits)
+            entry = take(batch, row, start, len(tokens), self._bits)
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
             sequence.saved(len(tokens))
             return []
         sequence.num_copied = len(tokens)
-        return [Save(sequence, tokens, segments, snapshot)]
+        return [Save(sequence, tokens, entry)]
 
 
 def take(batch: Batch, row: int, start: int, end: int, bits: int | None) -> Entry:
     """Copy a row's KV from `start` to `end`, if that is any, and its snapshot there."""
-    segments = []
+    entry: Entry = []
     if start < end:
         batch.settle()
-        segments = [take_segment(batch.cache, row, start, end, bits)]
-    snapshot = take_snapshot(batch.cache, row, end, batch.last_hidden)
-    mx.async_eval(snapshot.arrays, [segment.arrays for segment in segments])
-    return segments, snapshot
+        entry.append(take_segment(batch.cache, row, start, end, bits))
+    entry.append(take_snapshot(batch.cache, row, end, batch.last_hidden))
+    mx.async_eval([segment.arrays for segment in entry])
+    return entry

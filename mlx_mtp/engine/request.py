@@ -50,13 +50,6 @@ class TokenLogprobs:
     rank: int | None = None  # of a prompt's token: 1 if none is more probable
 
 
-class Draft(NamedTuple):
-    """A token that was drafted, accepted or not."""
-
-    token_id: int
-    source: str  # a name in `speculative/draft_sources.py`
-
-
 class Progress(NamedTuple):
     """How much of a prompt is computed, in tokens."""
 
@@ -81,10 +74,10 @@ class RequestOutput:
     num_accepted_tokens: int = 0  # how many of them were accepted
     # Which of its tokens are drafts that the model did not draw (`SamplingParams.optimistic`).
     optimistic: tuple[int, ...] = ()
-    draft_source: str = ""  # where they are from
+    draft_source: str = ""  # where drafts are from: a name in `speculative/draft_sources.py`
     num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
     # With the first output, if they were asked for: of all tokens of the prompt but its first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    drafts: tuple[Draft, ...] | None = None  # verified in this step; None: no trace was asked for
+    drafts: tuple[int, ...] | None = None  # verified in this step; None: no trace was asked for
     progress: Progress | None = None  # up to the first output with tokens, if it was asked for

@@ -48,14 +48,13 @@ class PrefixReuse:
         return self.tree.match(sequence.salt, sequence.key)
 
     def must_read(self, sequence: Sequence) -> bool:
-        """It should wait: its prefix is read from the disk. Call it again until it need not."""
+        """Whether it waits for its prefix to be read from the disk; call it until it doesn't."""
         while length := self._on_disk(sequence):
             self._reads.add(sequence)
             if self._reader not in (None, sequence):
                 return True
             self._reader = sequence
-            prefix, ends = sequence.prompt[:length], self._turn_ends
-            lasting = prefix[-1] in ends and not any(token in ends for token in prefix[:-1])
+            lasting = sequence.turns[:1] == [length]
             state = self.tree.fetch(sequence.salt, sequence.key[:length], lasting)
             if state is Fetch.COMING:
                 return True
@@ -71,7 +70,7 @@ class PrefixReuse:
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
     def waits(self, sequence: Sequence) -> bool:
-        """What it was held back for is still to come. (A read under way must be polled.)"""
+        """What it was held back for is still missing. (A read under way must be polled.)"""
         leader, point = sequence.awaited or (None, 0)
         if leader is not None and not leader.finished and point in leader.save_points:
             return True
@@ -79,12 +78,14 @@ class PrefixReuse:
         return waits_for_disk and self._reader not in (None, sequence)
 
     def held_back(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
-        """It should wait: for one of these prompts, which are computed, or for its turn to read."""
+        """Whether it waits for one of these prompts to be computed, or for its turn to read."""
         if sequence.number is None:
             sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
+            sequence.turns = turns(sequence.prompt, self._turn_ends)
             if self._exact:
-                ends = turns(sequence.prompt, self._turn_ends)
-                sequence.cuts = cuts(sequence.num_prompt, ends, self._step, self._min_gain)
+                sequence.cuts = cuts(
+                    sequence.num_prompt, sequence.turns, self._step, self._min_gain
+                )
                 sequence.key = by_chunk(sequence.prompt, sequence.cuts)
         if not self._looks_up(sequence):
             return False
@@ -111,10 +112,15 @@ class PrefixReuse:
             self.tree.touch(node)
             self.tree.pin(node)
         start = 0 if node is None else node.end
-        ends, end = turns(sequence.prompt, self._turn_ends), sequence.num_prompt
-        gaps = min(self._step, MOST_STEP), self._min_gain
-        points = save_points(end, start, ends, *gaps, sequence.cuts)
-        sequence.begin(node, points if self.tree.limit else [], ends[0] if ends else None)
+        points = save_points(
+            sequence.num_prompt,
+            start,
+            sequence.turns,
+            min(self._step, MOST_STEP),
+            self._min_gain,
+            sequence.cuts,
+        )
+        sequence.begin(node, points if self.tree.limit else [])
         self.num_queries += sequence.num_prompt if self._looks_up(sequence) else 0
         self.num_hits += start
 
@@ -125,9 +131,13 @@ class PrefixReuse:
             sequence.prefix = None
 
     def stats(self) -> PrefixCacheStats:
-        nbytes = self.tree.nbytes + self.tree.fetched_nbytes
-        totals = self.num_queries, self.num_hits, nbytes, len(self.tree)
-        return PrefixCacheStats(*totals, evicted=dict(self.tree.evicted))
+        return PrefixCacheStats(
+            queries=self.num_queries,
+            hits=self.num_hits,
+            nbytes=self.tree.nbytes + self.tree.fetched_nbytes,
+            num_entries=len(self.tree),
+            evicted=dict(self.tree.evicted),
+        )
 
     def _looks_up(self, sequence: Sequence) -> bool:
         """Not for logprobs of its prompt: hidden states of a cached prefix are not kept."""

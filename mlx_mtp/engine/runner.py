@@ -57,23 +57,22 @@ class ModelRunner:
             launched.append(self._guard(plan.decode, lambda: self._decode(plan)))
         return launched
 
-    def read(self, launched: Iterable[InFlightStep]) -> list[InFlightStep]:
-        """Wait for steps and read them; a failure on the device ends the rows with an error."""
-        steps = []
-        for step in launched:
-            steps.append(step)
-            try:
-                step.read()
-            except Exception as error:
-                logger.exception("A step failed on the device")
-                failure = self._as_step_error(error)
-                step.fail(failure)
-                dropped = self.batches.drop(step.sequences)
-                others = tuple(s for s in dropped if s not in step.sequences)
-                steps.append(_failed(others, failure))
-            else:
-                self.prefixes.commit(step.saves)
-        return steps
+    def read(self, step: InFlightStep) -> list[InFlightStep]:
+        """Wait for a step and read it; a failure on the device ends the rows with an error.
+
+        Returns it, and behind one that failed another of the rows that are lost with it.
+        """
+        try:
+            step.read()
+        except Exception as error:
+            logger.exception("A step failed on the device")
+            failure = self._as_step_error(error)
+            step.fail(failure)
+            dropped = self.batches.drop(step.sequences)
+            others = tuple(s for s in dropped if s not in step.sequences)
+            return [step, _failed(others, failure)]
+        self.prefixes.commit(step.saves)
+        return [step]
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
         """Copy the caches of rows that have just ended."""
@@ -148,11 +147,11 @@ class ModelRunner:
         """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [N]."""
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
-        batch.guide = GrammarMasks(s.constraint if last else None for s, last in rows)
+        batch.masks = GrammarMasks(s.constraint if last else None for s, last in rows)
         window = mx.array(arrays.tokens[arrays.ends])[:, None]
         logits = self._model.logits(batch.last_hidden)
         step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
-        step.note(batch.guide.errors())
+        step.note(batch.masks.errors())
         known = mx.array(arrays.following[arrays.ends])
         newest = mx.where(done, step.drawn.tokens[:, 0], known)
         return mx.put_along_axis(mx.array(arrays.following), mx.array(arrays.ends), newest, axis=0)
@@ -171,7 +170,7 @@ class ModelRunner:
 
         hidden = self._model.hidden(packing.flat(window), batch.cache)
         logits = packing.rows(self._model.logits(hidden))
-        batch.guide = GrammarMasks(s.constraint for s in batch.sequences)
+        batch.masks = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + 1 + mx.arange(window.shape[1])
         drawn = _draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
         num_kept = drawn.accepted.num_kept
@@ -183,7 +182,7 @@ class ModelRunner:
         targets = packing.flat(drawn.tokens)
         computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
-        step.note(batch.guide.errors())
+        step.note(batch.masks.errors())
         return step
 
     def _num_drafts(self, batch: Batch, wanted: Mapping[Sequence, int]) -> list[int]:
@@ -196,7 +195,7 @@ class ModelRunner:
         self, batch: Batch, step: InFlightStep, window: Computed, num_drafts: list[int]
     ) -> None:
         if self._proposer is not None:
-            sampler = DraftSampler(batch.sampler, batch.guide) if batch.guide else batch.sampler
+            sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
             batch.drafts = self._proposer.propose(batch.draft_state, window, num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
@@ -255,9 +254,9 @@ def _draw(
 ) -> Drawn:
     """Draw the tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
     mask = None
-    if batch.guide:
+    if batch.masks:
         mx.async_eval(logits)  # The host makes the masks meanwhile.
-        mask = batch.guide.window_mask(window)
+        mask = batch.masks.window_mask(window)
     tokens, replaced = batch.sampler.verify(logits, positions, window, mask, num_drafts)
     accepted = accept(
         tokens,
@@ -270,8 +269,8 @@ def _draw(
     batch.sampler.count(tokens, accepted.num_kept, positions)
     batch.last, batch.remaining = accepted.last, accepted.remaining
     batch.ended = accepted.finished
-    if batch.guide:
-        batch.guide.advance(tokens, accepted.num_kept)
+    if batch.masks:
+        batch.masks.advance(tokens, accepted.num_kept)
     return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
 
 

@@ -9,10 +9,10 @@ from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.prefill import Prefills
-from mlx_mtp.engine.request import Draft, FinishReason, RequestOutput
+from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.engine.stats import EngineStats, Prefill
+from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
 from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.prices import COPY, Shape
@@ -43,11 +43,11 @@ class Scheduler:
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
-        self._held: list[Sequence] = []  # another request computes their prefix, or it is read
+        self._held: list[Sequence] = []  # until another has computed their prefix, or it is read
         self._prefills = prefills or Prefills(config)
         self._running: list[Sequence] = []
         self._last_size = 0
-        self._begun: list[RequestOutput] = []  # reports of prompts that were admitted
+        self._begun: list[RequestOutput] = []  # progress of the prompts that were just admitted
 
     @property
     def num_waiting(self) -> int:
@@ -65,11 +65,7 @@ class Scheduler:
             num_requests_running=len(rows),
             num_requests_waiting=self.num_waiting,
             kv_usage=self._usage([s.num_cached for s in rows]),
-            prefills=tuple(
-                Prefill(s.request_id, s.admitted_at, s.num_cached, s.num_prompt)
-                for s in rows
-                if s.status is Status.PREFILLING
-            ),
+            prefills={s.request_id: s.progress for s in rows if s.status is Status.PREFILLING},
             depths=tuple(sorted(depths.items())),
             choice=self._drafts.reason,
             parked=depths.get(self._last_size) == 0,
@@ -84,7 +80,7 @@ class Scheduler:
             if request_id in (None, sequence.request_id):
                 sequence.status = Status.FINISHED
                 self.reuse.release(sequence)
-        self._waiting.keep(frozenset(s for s in self._waiting if not s.finished))
+        self._waiting.drop_finished()
         self._held = [s for s in self._held if not s.finished]
 
     def schedule(self) -> StepPlan:
@@ -98,17 +94,15 @@ class Scheduler:
         live = frozenset(s for s in self._admitted() if not s.finished)
         return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode))
 
-    def update(
-        self, steps: Iterable[InFlightStep], seconds: float | None = None
-    ) -> list[RequestOutput]:
-        """Update the requests from steps that were read; `seconds` is the cost of the one step."""
+    def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
+        """Update the requests from steps that were read."""
         outputs, self._begun = self._begun, []
         for step in steps:
-            self._observe(step, seconds)
+            self._observe(step)
             outputs += filter(None, map(self._update_row, step.rows))
         return outputs
 
-    def _observe(self, step: InFlightStep, seconds: float | None) -> None:
+    def _observe(self, step: InFlightStep) -> None:
         rows = [row for row in step.rows if row.error is None]
         if step.is_prefill:
             self._totals.prompt_tokens += sum(row.num_positions for row in rows)
@@ -126,7 +120,7 @@ class Scheduler:
             proposed = max(row.num_proposed for row in step.rows)
             copied = any(row.copied for row in step.rows)
             shape = Shape(len(rows), verified, proposed, copied)
-            self._drafts.observe(DecodeStep(shape, outcomes, seconds))
+            self._drafts.observe(DecodeStep(shape, outcomes, step.cost))
 
     def _source(self, row: StepRow) -> str:
         return COPY if row.copied else self._config.draft_source
@@ -171,18 +165,16 @@ class Scheduler:
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=tuple(Draft(token, self._source(row)) for token in row.drafts)
-            if sequence.request.trace
-            else None,
-            progress=sequence.progress if is_first else None,
+            drafts=row.drafts if sequence.request.trace else None,
+            progress=sequence.progress if is_first and sequence.request.progress else None,
         )
 
     def _choose_drafts(
         self, chunk: PrefillChunk, decode: tuple[Sequence, ...]
     ) -> tuple[dict[Sequence, int], dict[Sequence, Many[int]], bool]:
-        """The head's drafts for the next window, what is copied into this one, whether to copy.
+        """Drafts of the head for the next window, tokens to copy into this one, whether rows copy.
 
-        Of the rows that decode, or will when this step has run.
+        By row that decodes, or will when this step has run.
         """
         ending = (s for s, start, length in chunk if start + length == s.num_prompt)
         rows = [*decode, *ending]
@@ -190,12 +182,12 @@ class Scheduler:
             return {}, {}, False
         self._last_size = len(rows)
         choice = self._drafts.choose([s.drafting for s in rows], steady=not chunk)
-        runs: dict[Sequence, Many[int]] = {}
+        copies: dict[Sequence, Many[int]] = {}
         # What can be copied depends on the last token.
         if not any(s.in_flight for s in decode):
-            runs = {s: s.to_copy(n) for s, n in zip(decode, choice.copied) if n}
-        runs = {s: run for s, run in runs.items() if run}
-        return dict(zip(rows, choice.head)), runs, any(choice.copied)
+            wanted = zip(decode, choice.copied)
+            copies = {s: run for s, count in wanted if count and (run := s.to_copy(count))}
+        return dict(zip(rows, choice.head)), copies, any(choice.copied)
 
     def _look_for_copies(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting
@@ -218,7 +210,7 @@ class Scheduler:
             self._prefills.drop(sequence)
 
     def _admit(self, step: int) -> None:
-        """Form a group of the first waiting prompts whose padded chunk has no more tokens."""
+        """Admit the first waiting prompts, a group whose padded chunk has at most `step` tokens."""
         room = self._config.max_num_seqs - len(self._admitted())
         if self._config.exact:
             room = min(room, 1)  # A prompt is computed alone.
@@ -241,10 +233,10 @@ class Scheduler:
             self._prefills.add(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The first that there is memory for; those that wait for their prefix are set aside.
+        """The next request, if there is memory for it; those that wait for a prefix are set aside.
 
-        None overtakes a request that waits for memory: running rows end some time and none joins
-        them meanwhile, so a stream of small requests can't hold a large one up.
+        None overtakes one that waits for memory: running rows end some time and none joins them
+        meanwhile, so a stream of small requests can't hold a large one up.
         """
         reuse = self.reuse
         self._put_back()
@@ -264,6 +256,7 @@ class Scheduler:
         return None
 
     def _put_back(self) -> None:
+        """Queue the requests again, in their order, whose wait for a prefix is over."""
         held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
         self._held = [s for s in held if self.reuse.waits(s)]
         for sequence in held:
@@ -273,5 +266,6 @@ class Scheduler:
 
 def _report(sequence: Sequence) -> RequestOutput | None:
     """How much of a prompt is computed, if that was asked for."""
-    progress = sequence.progress
-    return progress and RequestOutput(sequence.request_id, progress=progress)
+    if not sequence.request.progress:
+        return None
+    return RequestOutput(sequence.request_id, progress=sequence.progress)

@@ -30,8 +30,10 @@ class Sequence:
         self.num_prompt = len(request.prompt_token_ids)
         self.stop_ids = stop_ids
         self.max_new_tokens = max_new_tokens
-        by_text, allowed = (request.grammar, request.bad_words), request.sampling.allowed_token_ids
-        self.constraint = Constraint(*by_text, allowed) if any(by_text) else None
+        self.constraint: Constraint | None = None
+        if request.grammar is not None or request.bad_words is not None:
+            allowed = request.sampling.allowed_token_ids
+            self.constraint = Constraint(request.grammar, request.bad_words, allowed)
         self.drafting = DraftRow(request.num_draft_tokens)
         self.status = Status.WAITING
         self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
@@ -48,14 +50,14 @@ class Sequence:
         self.prefix: Node | None = None  # that its prefill continues, until it has been copied
         self.key = self.prompt  # what the cache knows its prompt by
         self.num_reused = 0  # tokens of that prefix
+        self.turns: list[int] = []  # where the messages of its prompt end, ascending lengths
         self.save_points: list[int] = []  # prefixes of its prompt to be saved, ascending lengths
         self.cuts: list[int] | None = None  # where its chunks end if it is computed exactly
-        self.first_turn: int | None = None  # where the first message of its prompt ends
         self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
         # Optimistic requests share what they compute with each other alone.
         self.salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
         self.number: int | None = None  # its place in the queue, once it has been considered
-        self.awaited: tuple[Sequence, int] | None = None  # what computes its prefix, up to where
+        self.awaited: tuple[Sequence, int] | None = None  # who computes its prefix, and its length
         self.skips_disk = False  # the disk was too slow, or memory had no room
 
     @property
@@ -88,10 +90,7 @@ class Sequence:
         return self.num_cached + self._positions_in_flight
 
     @property
-    def progress(self) -> Progress | None:
-        """How much of its prompt has been computed, if that was asked for."""
-        if not self.request.progress:
-            return None
+    def progress(self) -> Progress:
         return Progress(self.num_prompt, self.num_reused, self.num_cached, self.admitted_at)
 
     def to_copy(self, count: int) -> Many[int]:
@@ -100,9 +99,8 @@ class Sequence:
         run = self.drafting.copier.run[: min(count, self.max_new_tokens - len(self.output) - 1)]
         return run if self.constraint is None else run[: self.constraint.num_allowed(run)]
 
-    def begin(self, prefix: Node | None, save_points: list[int], first_turn: int | None) -> None:
+    def begin(self, prefix: Node | None, save_points: list[int]) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""
-        self.first_turn = first_turn
         self.prefix = prefix
         self.num_reused = self.num_computed = self.num_cached = 0 if prefix is None else prefix.end
         self.save_points = save_points

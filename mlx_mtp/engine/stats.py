@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
 
 from mlx_mtp.config import DraftTokens
+from mlx_mtp.engine.request import Progress
 from mlx_mtp.speculative.worth import DraftChoice
 
 
@@ -40,15 +40,6 @@ class PrefixCacheStats:
     evicted: Mapping[str, int] = field(default_factory=dict)  # entries by reason
 
 
-class Prefill(NamedTuple):
-    """A prompt that is being computed."""
-
-    request_id: str
-    began: float  # `perf_counter`
-    done: int  # tokens computed, or from the prefix cache
-    total: int
-
-
 @dataclass(slots=True)
 class EngineStats:
     """Totals since the start, and gauges."""
@@ -56,7 +47,7 @@ class EngineStats:
     num_requests_running: int = 0  # rows in a prefill or decode batch
     num_requests_waiting: int = 0  # not yet admitted
     kv_usage: float = 0.0  # share of the memory for rows that is in use; 0 without a limit
-    prefills: tuple[Prefill, ...] = ()
+    prefills: Mapping[str, Progress] = field(default_factory=dict)  # by request id
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0  # given to requests
     num_drafts: int = 0  # verify windows that had at least one draft, counted per row
@@ -75,11 +66,11 @@ class EngineStats:
 
     @property
     def prefill_tokens(self) -> int:
-        return sum(prefill.total for prefill in self.prefills)
+        return sum(prefill.total for prefill in self.prefills.values())
 
     @property
     def prefill_tokens_done(self) -> int:
-        return sum(prefill.done for prefill in self.prefills)
+        return sum(prefill.done for prefill in self.prefills.values())
 
     def count_window(self, source: str, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts

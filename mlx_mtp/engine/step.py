@@ -92,7 +92,7 @@ class StepRow:
     num_cached: int = 0  # positions that stay in the caches
     token_ids: tuple[int, ...] = ()  # that it emits
     num_accepted: int = 0  # how many of them were drafts
-    optimistic: tuple[int, ...] = ()  # which of them were not drawn
+    optimistic: tuple[int, ...] = ()  # places in `token_ids` of drafts that were not drawn
     drafts: tuple[int, ...] = ()  # if any row wants a trace
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -110,9 +110,10 @@ class InFlightStep:
     error: MlxMtpError | None = None  # the whole step failed: that of each row
     saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
     did_more: bool = False  # than computing tokens: restored or saved a prefix, or made logprobs
-    done: mx.array | None = None  # of a chunk: is there when all of it has been computed
+    done: mx.array | None = None  # of a chunk: evaluating it waits for the whole chunk
     launched_at: float = 0.0  # by the core's clock
     seconds: float | None = None  # from the end of what was before it on the device to its own
+    cost: float | None = None  # of a decode step, in seconds, where that is known (see `StepTimer`)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

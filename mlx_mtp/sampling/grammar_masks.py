@@ -241,6 +241,9 @@ class DraftSampler:
         return self._last
 
 
+TokenSampler = Sampler | DraftSampler
+
+
 def _failure(matcher: LLMatcher) -> GrammarError:
     return GrammarError(f"The answer's grammar can't be continued: {grammar_error(matcher)}")
 

@@ -14,7 +14,6 @@ import copy
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -22,15 +21,6 @@ import numpy as np
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
 from mlx_mtp.world import agreed
-
-
-class TokenSampler(Protocol):
-    """Draws tokens: a `Sampler`, or a `DraftSampler`, which masks each draft by its grammar."""
-
-    def draw(
-        self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None = None
-    ) -> mx.array:
-        """See `Sampler.draw`."""
 
 
 class Sampler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -133,12 +133,11 @@ class Live:
             "prefixes": {**asdict(stats.prefix_cache), "limit": info.prefix_cache_size},
         }
 
-    def _rows(self, prefills: Sequence[Any]) -> list[dict[str, Any]]:
-        now, computed = time.perf_counter(), {p.request_id: p.done for p in prefills}
-        rows = []
+    def _rows(self, prefills: Mapping[str, Any]) -> list[dict[str, Any]]:
+        now, rows = time.perf_counter(), []
         for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
             row = generation.row(request_id, now)
-            if request_id in computed and row["state"] == "waiting":
-                row |= {"state": "prefilling", "computed": computed[request_id]}
+            if request_id in prefills and row["state"] == "waiting":
+                row |= {"state": "prefilling", "computed": prefills[request_id].done}
             rows.append(row)
         return rows

@@ -36,8 +36,8 @@ class Progress:
         self._told: dict[str, float] = {}  # when each prefill was reported last, or has begun
 
     def lines(self, stats: EngineStats, now: float) -> Iterator[Line]:
-        self._told = {p.request_id: self._told.get(p.request_id, p.began) for p in stats.prefills}
-        for name, began, done, total in stats.prefills:
+        self._told = {name: self._told.get(name, p.began) for name, p in stats.prefills.items()}
+        for name, (total, _, done, began) in stats.prefills.items():
             if now - self._told[name] >= PREFILL_SECONDS:
                 self._told[name] = now
                 fields = {"id": name, "total": total, "done": done}

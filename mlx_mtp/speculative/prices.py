@@ -103,7 +103,7 @@ class StepCosts:
         knot = min(KNOTS, key=lambda each: abs(each - drafts / rows))
         at = rows, (COPY if copying else HEAD, knot)
         if self._at != at:
-            self.settle()
+            self.end_reading()
             self._at = at
         # As it were at the knot, with as many passes as drafts, or none beside what is copied.
         if drafts != knot * rows or passes != (0 if copying else knot):
@@ -113,7 +113,8 @@ class StepCosts:
         if len(self._samples) == _READING:
             self._read()
 
-    def settle(self) -> None:
+    def end_reading(self) -> None:
+        """Steps of another kind follow: use the samples, if they are enough."""
         if len(self._samples) >= _FEWEST:
             self._read()
         self._samples.clear()
@@ -147,7 +148,7 @@ class StepCosts:
         return table
 
     def load(self, table: Table) -> None:
-        """In any unit: what has no step without drafts beside it isn't used."""
+        """Take over costs in any unit, of numbers of rows whose cost without drafts is known."""
         for rows, sources in table.items():
             if plain := sources.get(HEAD, {}).get(0):
                 kinds = ((s, x, cost) for s, curve in sources.items() for x, cost in curve.items())

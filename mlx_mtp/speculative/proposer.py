@@ -13,7 +13,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
-from mlx_mtp.sampling.sampler import TokenSampler
+from mlx_mtp.sampling.grammar_masks import TokenSampler
 
 logger = logging.getLogger(__name__)
 

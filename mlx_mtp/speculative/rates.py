@@ -68,9 +68,7 @@ class HeadRates(Rates):
         self._rates = rates
 
     def chances(self, misses: float) -> list[float]:
-        """That the first, second, .. draft of a row is accepted which misses so many times as often
-        as all rows.
-        """
+        """That the first, second, .. draft is accepted, of a row with so many times more misses."""
         return list(
             accumulate((max(1.0 - misses * (1.0 - rate), 0.0) for rate in self._rates), mul)
         )

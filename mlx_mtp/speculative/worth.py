@@ -1,8 +1,8 @@
 """How many drafts each row gets, and from which source: those that are worth their time.
 
 Every row and source offers its next positions, each with the chance that it is accepted. They are
-taken in the order of chance while the expected tokens per second rise. Nothing is a choice, and
-rows differ. Choices rest on estimates, so a new one must promise more than the one in use, and now
+taken in the order of chance while the expected tokens per second rise. A row may get none, and rows
+may differ. Choices rest on estimates, so a new one must promise more than the one in use, and now
 and then a few steps go one draft deeper or less deep, for a fixed share of the time.
 """
 
@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.copies import Copier
 from mlx_mtp.speculative.prices import COPY, HEAD, Prices, Shape, StepCosts
 from mlx_mtp.speculative.rates import HeadRates
 
-_STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03  # what is preferred to others that gain no more than that
-_ALIKE = 1.2  # rows that miss no more often than others get as many drafts
+# By so much another choice must be faster than the one in use, no drafts, and as many for each row.
+_STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03
+_ALIKE = 1.2  # times as many misses as another row: up to here both get as many drafts
 _ROW_MEMORY = 0.97  # of a row's drafts, by window
-_ANSWERS, _FIRST_ANSWER = 5, 256.0  # whose lengths count, and tokens before any was seen
+_ANSWERS, _FIRST_ANSWER = 5, 256.0  # whose mean length counts, and that before any has ended
 _STEPS_PER_REVIEW = 8  # a review takes 0.2 ms of the host's time at 16 rows, 1 ms if they differ
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, one a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
@@ -88,24 +89,8 @@ class DraftChoice(NamedTuple):
     tokens: tuple[float, ...]
 
 
-class DraftPolicy(Protocol):
-    """Chooses drafts for the rows whose requests leave that open.
-
-    `choices` has the last drafts per row by number of rows, probes left out.
-    """
-
-    choices: dict[int, float]
-    reason: DraftChoice | None  # of the last choice, if there was one
-
-    def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
-        """For these rows; steady: they are those of the step before, and it only decodes."""
-
-    def observe(self, step: DecodeStep) -> None:
-        """Learn from a step, one or two steps after it was planned."""
-
-
 class FixedDepth:
-    """A `DraftPolicy` of k drafts of the head for each row."""
+    """A policy of k drafts of the head for each row whose request leaves that open."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
@@ -160,14 +145,14 @@ def best_choice(
 
 
 class DraftsByWorth:
-    """A `DraftPolicy` that follows cost (`costs`, updated here) and acceptance."""
+    """A policy that follows cost (`costs`, updated here) and acceptance."""
 
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
         self._costs, self._most = costs, most  # drafts of the head for a row; 0: there is none
         self._pool = HeadRates(most)
         self._tokens = _ANSWERS * _FIRST_ANSWER  # of the latest answers
-        self.choices: dict[int, float] = {}
-        self.reason: DraftChoice | None = None
+        self.choices: dict[int, float] = {}  # the last drafts per row by number of rows
+        self.reason: DraftChoice | None = None  # of the last choice, if there was one
         self._choice = Choice((), ())
         self._depth: int | None = 0  # of all rows in the choice; None: they differ
         self._since_review = 0
@@ -175,9 +160,10 @@ class DraftsByWorth:
         self._rested = _LEAST_REST  # steps since a probe; the first one waits for nothing
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
+        """For these rows; steady: they are those of the step before, and it only decodes."""
         steady = steady and len(rows) == len(self._choice.head)
         copying = any(self._choice.copied)
-        # A run that is begun goes on behind what the step in flight brings.
+        # A first run comes behind what the step in flight brings.
         late = 0 if copying else 1 + max(self._choice.head, default=0)
         runs = [
             row.copier.chances()[late:] if row.copier and row.fixed is None else [] for row in rows
@@ -196,6 +182,7 @@ class DraftsByWorth:
         return self._probe
 
     def observe(self, step: DecodeStep) -> None:
+        """Learn from a step, one or two steps after it was planned."""
         for row, source, drafts, tokens in step.outcomes:
             self._tokens += tokens
             if not tokens:
@@ -239,9 +226,9 @@ class DraftsByWorth:
             self._begin_probe(even, self.reason)
 
     def _useful(self, chances: Sequence[float]) -> list[float]:
-        """The same less what the step costs that is launched before an answer's end is read.
+        """Chances, less what the step takes that is launched before an answer's end is read.
 
-        Each step pays for it by the share of the answer that it brings.
+        Each token pays for it by its share of an answer.
         """
         share = max(1.0 - _ANSWERS / self._tokens, 0.0)
         return [chance * share**place for place, chance in enumerate(chances, 1)]
@@ -270,6 +257,9 @@ class DraftsByWorth:
             return
         self._probe, self._probing = even[other], min(affordable, _PROBE_STEPS)
         self._rested = 0
+
+
+DraftPolicy = FixedDepth | DraftsByWorth
 
 
 def even_choice(rows: Sequence[DraftRow], depth: int) -> Choice:

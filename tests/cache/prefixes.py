@@ -38,7 +38,7 @@ def snapshot(tokens: Sequence[int]) -> Segment:
 
 
 def keep(store: PrefixStore, *tokens: int, salt: str = ROOT) -> None:
-    store.keep(salt, tokens, [segment(tokens)], snapshot(tokens))
+    store.keep(salt, tokens, [segment(tokens), snapshot(tokens)])
 
 
 def fetch(store: PrefixStore, *tokens: int, start: int = 0, salt: str = ROOT):
@@ -105,6 +105,10 @@ class FakeState:
     tokens: tuple[int, ...]
     nbytes: int = STATE
 
+    @property
+    def start(self) -> int:
+        return len(self.tokens)
+
 
 class FakeDisk:
     """Holds what it is given, and forgets or breaks what a test says."""
@@ -122,7 +126,8 @@ class FakeDisk:
         ends = (len(t) for s, t in self.entries if s == salt and tokens[: len(t)] == t)
         return max(ends, default=0)
 
-    def keep(self, salt: str, tokens: tuple[int, ...], segments, snapshot: FakeState) -> None:
+    def keep(self, salt: str, tokens: tuple[int, ...], entry: list) -> None:
+        *segments, snapshot = entry
         assert tuple(t for segment in segments for t in segment.tokens) == tokens
         assert snapshot.tokens == tokens
         self.entries.add((salt, tokens))
@@ -164,7 +169,7 @@ def put(tree: PrefixTree, tokens, salt: str = "", start: int | None = None, **mo
     tokens = tuple(tokens)
     start = tree.covered(salt, tokens) if start is None else start
     kv = [FakeKV(start, tokens[start:])] if start < len(tokens) else []
-    return tree.insert(salt, tokens, kv, FakeState(tokens), **more)
+    return tree.insert(salt, tokens, [*kv, FakeState(tokens)], **more)
 
 
 def check_tree(tree: PrefixTree) -> None:

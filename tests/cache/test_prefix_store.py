@@ -48,7 +48,7 @@ def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
     arrays = {f"{dtype}": raw.view(dtype) for dtype in dtypes}
     arrays |= {"strided": raw.transpose(2, 0, 1)[::2], "empty": raw[:, :0]}
     kv, states = Segment(0, 2, arrays, 4), Segment(2, 2, {"hidden": raw})
-    open_store().keep(ROOT, (1, 2), [kv], states)
+    open_store().keep(ROOT, (1, 2), [kv, states])
     assert all(map(same, fetch(open_store(), 1, 2), (kv, states)))
     with safe_open(next(folder.glob("*-0-2.*")), "numpy") as opened:  # It is what its name says.
         assert set(opened.keys()) == set(arrays)

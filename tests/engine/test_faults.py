@@ -136,7 +136,7 @@ def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, 
     # Those that waited have never been in a step with it.
     assert 1 <= len(hit) <= 4
     assert driver.core.stats().num_requests_running == 0
-    driver.core.rest()
+    driver.core.release()
     assert driver.runner.batches.decoding is None
 
 

@@ -38,7 +38,7 @@ def replay(model, wanted: Request, outputs) -> int:
     masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
     stops, done, found = (EOS, *p.stop_token_ids), [], 0
     for o in outputs:
-        drafts = [d.token_id for d in o.drafts]
+        drafts = o.drafts
         assert all(place < o.num_accepted_tokens for place in o.optimistic)
         for place, token in enumerate(o.token_ids):
             logits = model.model(mx.array([before]), cache=cache)[0, -1, :VOCAB]

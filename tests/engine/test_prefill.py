@@ -325,15 +325,15 @@ def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
         world.now += 0.001  # Launching takes less than what is launched.
         return steps
 
-    def read(steps: list[InFlightStep]) -> list[InFlightStep]:
-        (step,), (_, end) = steps, world.in_flight.pop(0)
+    def read(step: InFlightStep) -> list[InFlightStep]:
+        _, end = world.in_flight.pop(0)
         world.now = max(world.now, end)
         return [step]
 
     runner = SimpleNamespace(run=run, read=read, prefixes=PrefixCache(), save_ends=lambda _: None)
     plan = StepPlan(((row, 0, 1),), (row,), frozenset({row}))
     scheduler = SimpleNamespace(
-        num_waiting=0, schedule=lambda: plan, update=lambda steps, _: found.extend(steps) or []
+        num_waiting=0, schedule=lambda: plan, update=lambda steps: found.extend(steps) or []
     )
     core = EngineCore(scheduler, runner, overlap=overlap, clock=lambda: world.now)
     for _ in range(6):

@@ -72,7 +72,7 @@ def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, st
     # What was added after the restart is there after the next one, all at once, though memory has
     # room for about two of them: the others are read in their turns.
     entries = [node.entry() for node in second.prefixes.tree._entries]
-    room = max(sum(kv.nbytes for kv in path) + snapshot.nbytes for path, snapshot in entries)
+    room = max(sum(segment.nbytes for segment in entry) for entry in entries)
     third = start(model, prefix_cache_size=int(2.5 * room))
     for turn in range(2):
         later = [

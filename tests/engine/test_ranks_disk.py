@@ -57,7 +57,7 @@ def serve(monkeypatch, folder: Path, models, *rounds, bits=None):
                     for wanted in each:
                         run.add(wanted)
                     run.run()
-                run.core.rest()
+                run.core.release()
                 assert flush(store)
             return run
 

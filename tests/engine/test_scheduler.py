@@ -147,7 +147,7 @@ def test_the_policy_learns_of_decode_steps_alone():
     ]
     # A row that had ended before brings nothing, but its window was computed.
     second = [StepRow(a, 3, num_cached=1, token_ids=(5,)), StepRow(b, 3)]
-    policy.update([InFlightStep(first)], seconds=0.5)
+    policy.update([InFlightStep(first, cost=0.5)])
     policy.update([InFlightStep(second)])
     one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from mlx_mtp import cli, progress, top
-from mlx_mtp.engine.request import Draft, Request
+from mlx_mtp.engine.request import Request
 from mlx_mtp.server import live
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import Serve, Served
@@ -105,9 +105,9 @@ def test_a_trace_in_a_stream_tells_what_the_text_is_made_of(
     def script(request: Request) -> Iterator[Output]:
         for start in range(0, len(ids), 3):
             window = ids[start : start + 3]
-            drafts = tuple(Draft(token, "mtp") for token in (*window[:2], 300, 301))
-            more = {"drafts": drafts} if request.trace else {}
-            yield out(*window, num_draft_tokens=4, num_accepted_tokens=2, **more)
+            more = {"drafts": (*window[:2], 300, 301)} if request.trace else {}
+            more |= {"num_draft_tokens": 4, "num_accepted_tokens": 2, "draft_source": "mtp"}
+            yield out(*window, **more)
         yield out(EOS, finish="stop", num_draft_tokens=4, drafts=() if request.trace else None)
 
     with serve(FakeEngine(script)) as client:

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from mlx_mtp import logs
-from mlx_mtp.engine.stats import EngineStats, Prefill
+from mlx_mtp.engine.request import Progress as Prefill
+from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.errors import StepError
 from mlx_mtp.server.progress import Progress
 from mlx_mtp.server.routes import ROUTES
@@ -195,7 +196,7 @@ def test_a_long_prefill_is_told_every_five_seconds_and_a_short_one_never() -> No
         for now in range(1, 9)
         for stats in [
             EngineStats(
-                prefills=(Prefill("a", 1.5, 500 * now, 8000), Prefill(f"b{now}", now, 1, 2))
+                prefills={"a": Prefill(8000, 0, 500 * now, 1.5), f"b{now}": Prefill(2, 0, 1, now)}
             )
         ]
     }

@@ -18,7 +18,7 @@ def even(size: int, depth: int) -> Shape:
 def stay(costs: StepCosts, size: int, depth: int, seconds: float | None, steps: int = 9) -> None:
     for _ in range(steps):
         costs.observe(even(size, depth), seconds)
-    costs.settle()
+    costs.end_reading()
 
 
 def relative(costs: StepCosts, size: int) -> list[float]:
@@ -32,7 +32,7 @@ def measured(size: int) -> StepCosts:
         costs.observe(even(size, depth), 30.0)
         for number in range(8):
             costs.observe(even(size, depth), 0.01 * cost * (9.0 if number in (2, 6) else 1.0))
-    costs.settle()
+    costs.end_reading()
     return costs
 
 
@@ -78,7 +78,7 @@ def test_copies_have_prices_of_their_own():
         stay(costs, 1, 0, 0.01)
         for _ in range(9):
             costs.observe(Shape(1, 16, 0, copying=True), 0.03)
-        costs.settle()
+        costs.end_reading()
     assert costs.prices(1).cost(16, 0, copying=True) == pytest.approx(3.0, rel=0.05)
     assert relative(costs, 1) == pytest.approx(TRUE, rel=0.05)
     assert costs.table()[1][COPY][16] == pytest.approx(3.0, rel=0.05)

@@ -85,7 +85,8 @@ class Trace:
     def _step(self, output: RequestOutput) -> dict[str, Any]:
         # Drafts follow what came before the step, which may end within a character.
         before = self._utf8.getstate()
-        drafts = [{**self._token(d.token_id), "source": d.source} for d in output.drafts or ()]
+        source = output.draft_source
+        drafts = [{**self._token(each), "source": source} for each in output.drafts or ()]
         self._utf8.setstate(before)
         tokens = list(map(self._token, output.token_ids))
         accepted = min(output.num_accepted_tokens, len(tokens))
