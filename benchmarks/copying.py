@@ -52,7 +52,7 @@ class Forced:
             proposer: MTPProposer, state: Any, window: Computed, *others: Any
         ) -> mx.array:
             drafts = propose(proposer, state, window, *others)
-            first = (window.start + window.num_kept)[:, None] + 1
+            first = window.next_position[:, None]
             positions = first + mx.arange(drafts.shape[1])
             right = (positions * 7919) % 1000 < int(rate * 1000)
             return mx.where((drafts >= 0) & right, self._at(positions), 0).astype(mx.int32)

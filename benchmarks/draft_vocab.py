@@ -145,7 +145,7 @@ def _draft(model: LoadedModel, head: DraftHead | None, rows: int, params: Sampli
     def step(count: int) -> list[mx.array]:
         cache.reserve([513 + count] * rows)
         packing = Packing(cache.layout, 512 * ones, [1] * rows)
-        window = Computed(hidden, targets, 512 * ones, ones, packing, cache)
+        window = Computed(hidden, targets, slice(None), packing, cache)
         drafts = proposer.propose(state, window, [count] * rows, sampler)
         return [drafts, *state.arrays(), *cache.arrays()]
 

@@ -116,7 +116,7 @@ class TellingProposer(MTPProposer):
         drafts = super().propose(state, window, num_drafts, sampler)
         assert isinstance(sampler, Sampler)
         known = self.known[mx.array([params.seed for params in sampler.params])]
-        first = (window.start + window.num_kept)[:, None] + 1
+        first = window.next_position[:, None]
         positions = first + mx.arange(drafts.shape[1])
         right = mx.take_along_axis(known, mx.minimum(positions, known.shape[1] - 1), axis=1)
         told = (positions * 7919) % 1000 < int(self.rate * 1000)

@@ -313,7 +313,7 @@ class OracleProposer:
         return OracleState(mx.array(table))
 
     def propose(self, state, window: Computed, num_drafts: Many[int], sampler) -> mx.array:
-        position = (window.start + window.num_kept)[:, None] + 1 + mx.arange(max(num_drafts))
+        position = window.next_position[:, None] + mx.arange(max(num_drafts))
         where = mx.minimum(position, self.length - 1)
         right = mx.take_along_axis(state.known, where, axis=1)
         spoiled = (right + 1) % self.vocab_size

@@ -38,9 +38,8 @@ class RaggedKVCache:
         write: Callable[..., list[Pair]] = partial(_write, counts)
         if backend() is not None and packing.longest <= attention.LONGEST:
             write = _compiled(counts, *(keys.shape for keys, _ in pairs))
-        slots, positions = packing.places
         new = keys[packing.by_part], values[packing.by_part]
-        written = write(new, (slots, _numbers(heads), positions), pairs)
+        written = write(new, packing.places(heads), pairs)
         self.buffers |= dict(zip(buffers, written, strict=True))
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
@@ -110,15 +109,15 @@ class RaggedKVCache:
 def _write(
     counts: Sequence[int],  # of the tokens of each buffer
     new: Pair,  # keys and values, each [N, heads, dim]
-    where: tuple[mx.array, ...],  # slots, heads and positions
+    where: tuple[mx.array, ...],  # slots, heads and positions, each [N, heads]
     pairs: list[Pair],  # of all buffers
 ) -> list[Pair]:
     first = 0
     for count, pair in zip(counts, pairs, strict=True):
         own = slice(first, first + count)
-        slots, heads, positions = where
+        places = tuple(each[own] for each in where)
         for array, entries in zip(pair, new, strict=True):
-            array[slots[own], heads, positions[own]] = entries[own]
+            array[places] = entries[own]
         first += count
     return pairs
 
@@ -128,10 +127,3 @@ def _write(
 @functools.lru_cache(maxsize=1024)
 def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[Pair]]:
     return mx.compile(partial(_write, counts))
-
-
-@functools.cache
-def _numbers(count: int) -> mx.array:
-    numbers = mx.arange(count, dtype=mx.uint32)
-    mx.eval(numbers)
-    return numbers

@@ -77,8 +77,10 @@ class Packing:
         self.rectangle = self.windows.rectangle
         self.num_tokens, self.longest = self.windows.num_tokens, self.windows.longest
         self._plans: dict[int, Plan] = {}
+        self._places: dict[int, tuple[mx.array, ...]] = {}
         self.positions = start  # of each token, int32
-        if self.longest > 1 or self.num_tokens < len(lengths):
+        self._single = self.longest == 1 and self.num_tokens == len(lengths)
+        if not self._single:
             self.positions = start[self.windows.rows] + self.windows.steps
 
     def rows(self, x: mx.array) -> mx.array:
@@ -89,9 +91,9 @@ class Packing:
         """See `Rectangle.flat`."""
         return self.rectangle.flat(x)
 
-    def at(self, step: mx.array) -> mx.array:
-        """The token of each row at its `step[b]` (int32 [B]): int32 [B]."""
-        return self.windows.firsts + step
+    def at(self, step: mx.array) -> Index:
+        """The tokens of the rows, each at its `step[b]` (int32 [B])."""
+        return slice(None) if self._single else self.windows.firsts + step
 
     def after(self, known: mx.array, rest: mx.array) -> mx.array:
         """[N, ..] from each row's first token, [B, ..], and the others in their order."""
@@ -124,11 +126,17 @@ class Packing:
         """The tokens of the first part, then those of the next."""
         return _index(np.concatenate([part.own for part in self.parts]))
 
-    @cached_property
-    def places(self) -> tuple[mx.array, mx.array]:
-        """Slot and position of each token, by part: uint32 [N, 1], as indices need no cast then."""
-        slots = _on_device(np.concatenate([part.slot for part in self.parts]), np.uint32)
-        return slots[:, None], self.positions[self.by_part].astype(mx.uint32)[:, None]
+    def places(self, heads: int) -> tuple[mx.array, ...]:
+        """Slot, KV head and position of each token's entries, by part.
+
+        uint32 [N, heads], so that no layer has to cast or broadcast them.
+        """
+        if heads not in self._places:
+            slots = _on_device(np.concatenate([part.slot for part in self.parts]), np.uint32)
+            positions = self.positions[self.by_part].view(mx.uint32)
+            where = slots[:, None], _on_device(np.arange(heads), np.uint32), positions[:, None]
+            self._places[heads] = tuple(mx.broadcast_arrays(*where))
+        return self._places[heads]
 
     @cached_property
     def _from_parts(self) -> Index:

@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.cache.packing import Packing
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
@@ -66,9 +65,9 @@ class Batch:
         drafts = _widen(self.drafts[:, :width], width, 0)
         self.drafts = mx.where(copied, mx.array(table), drafts)
 
-    def keep_hidden(self, hidden: mx.array, packing: Packing, num_kept: mx.array) -> None:
-        """Set `last_hidden` from a window's hidden states [N, H] (num_kept: int32 [B])."""
-        newest = hidden[packing.at(mx.maximum(num_kept - 1, 0))][:, None]
+    def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
+        """Set `last_hidden` from those of a window, [B, H], where it keeps any (int32 [B])."""
+        newest = hidden[:, None]
         if self.last_hidden.shape[-1]:
             newest = mx.where(num_kept[:, None, None] > 0, newest, self.last_hidden)
         self.last_hidden = newest

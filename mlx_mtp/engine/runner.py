@@ -110,7 +110,8 @@ class ModelRunner:
         packing = Packing(batch.cache.layout, start, arrays.lengths.tolist())
         hidden = self._chunk_hidden(batch, arrays, packing)
         num_kept = mx.array(arrays.lengths)
-        batch.keep_hidden(hidden, packing, num_kept)
+        last = mx.array(arrays.ends.astype(np.int32))
+        batch.keep_hidden(hidden[last], num_kept)
         computed_of = zip(sequences, arrays.num_computed.tolist())
         rows = [StepRow(s, count, num_cached=count) for s, count in computed_of]
         step = InFlightStep(rows, is_prefill=True)
@@ -119,7 +120,7 @@ class ModelRunner:
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
-        computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
+        computed = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
         self._finish(batch, step, computed, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
@@ -171,16 +172,17 @@ class ModelRunner:
         hidden = self._model.hidden(packing.flat(window), batch.cache)
         logits = packing.rows(self._model.logits(hidden))
         batch.masks = GrammarMasks(s.constraint for s in batch.sequences)
-        positions = start[:, None] + 1 + mx.arange(window.shape[1])
+        positions = start[:, None] + mx.arange(1, 1 + window.shape[1])
         drawn = _draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
         num_kept = drawn.accepted.num_kept
         batch.cache.commit(num_kept)
-        batch.keep_hidden(hidden, packing, num_kept)
+        last = packing.at(drawn.accepted.at_last)
+        batch.keep_hidden(hidden[last], num_kept)
         windows = zip(batch.sequences, lengths, batch.num_drafts, strict=True)
         rows = [StepRow(s, length, drafts, s in plan.copies) for s, length, drafts in windows]
         step = InFlightStep(rows, drawn=drawn)
         targets = packing.flat(drawn.tokens)
-        computed = Computed(hidden, targets, start, num_kept, packing, batch.cache)
+        computed = Computed(hidden, targets, last, packing, batch.cache)
         self._finish(batch, step, computed, num_drafts)
         step.note(batch.masks.errors())
         return step

@@ -7,11 +7,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import mlx.core as mx
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Backend = Literal["metal", "cuda"]
 Launch = Callable[..., Sequence[Any]]
@@ -67,6 +70,21 @@ def backend() -> Backend | None:
     if mx.metal.is_available():
         return "metal"
     return "cuda" if mx.cuda.is_available() else None
+
+
+def fused(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of arrays and numbers that mlx compiles where there is a GPU.
+
+    Its small operations are then few launches. On the CPU mlx would call a compiler for them.
+    """
+    compiled = mx.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = (function if backend() is None else compiled)(*args, **kwargs)
+        return result
+
+    return call
 
 
 def few(rows: int) -> bool:

@@ -111,7 +111,7 @@ class Routes(NamedTuple):
 
 
 def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
-    """Routes of a step's tokens by logits [.., E], and by the shared expert's [.., 1]."""
+    """Routes of a step's tokens by logits [N, E], and by the shared expert's [N, 1]."""
     rows, (experts, chosen, normalize) = gate.size, router
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
     most_rows = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS
@@ -119,8 +119,7 @@ def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     warps = min(rows, _MOST_WARPS)
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
     outputs = [(shape, mx.int32), (shape, mx.float32), (pairs, mx.int32), (pairs, mx.int32)]
-    inputs = [logits, gate.reshape(rows)]
-    return Routes(*KERNEL(inputs, constants, (1, warps, 1), outputs, warps))
+    return Routes(*KERNEL([logits, gate], constants, (1, warps, 1), outputs, warps))
 
 
 def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:

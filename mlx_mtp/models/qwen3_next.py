@@ -17,11 +17,12 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         width = ratio * self.head_v_dim
         qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba)
         by_head = order.fill(qkvz, self.num_k_heads, 2 * dim + 2 * width)
-        q, k, v, _ = mx.split(by_head, [dim, 2 * dim, 2 * dim + width], axis=-1)
+        q, k, v, z = mx.split(by_head, [dim, 2 * dim, 2 * dim + width], axis=-1)
         b, a = mx.split(order.fill(ba, self.num_k_heads, 2 * ratio), 2, axis=-1)
         v = v.reshape(*v.shape[:3], ratio, self.head_v_dim)
-        z = qkvz.reshape(len(x), self.num_k_heads, -1)[..., 2 * dim + width :]
-        return Projected(q, k, v, a, b), z.reshape(*z.shape[:2], ratio, self.head_v_dim)
+        if order.tokens is not None:  # Then the rectangle is another array.
+            z = qkvz.reshape(len(x), self.num_k_heads, -1)[..., 2 * dim + width :]
+        return Projected(q, k, v, a, b), z.reshape(len(x), -1, ratio, self.head_v_dim)
 
 
 class _Layer(PartedLayer, Qwen3NextDecoderLayer):

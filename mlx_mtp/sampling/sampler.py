@@ -18,6 +18,7 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.kernels.gpu import fused
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
 from mlx_mtp.world import agreed
@@ -102,8 +103,11 @@ class Sampler:
 
         With `ids` the draw equals that from all V tokens with minus infinity for the others.
         """
-        scores = self.scores(logits, positions, window, ids, mask)
-        best = mx.argmax(scores, axis=-1).astype(mx.int32)
+        if self._plain and mask is None:
+            scores = logits[..., : self.vocab_size]  # Not copied: the largest is the same.
+        else:
+            scores = self.scores(logits, positions, window, ids, mask)
+        best = mx.argmax(scores, axis=-1).view(mx.int32)
         return agreed(best if ids is None else ids[best])
 
     def verify(
@@ -172,8 +176,7 @@ class Sampler:
     def _noisy(self, scores: mx.array, positions: mx.array, ids: mx.array | None) -> mx.array:
         if not self.any_sampled:
             return scores
-        noise = keyed_gumbel(self.seeds, positions, self.vocab_size, ids)
-        return mx.where(self.greedy, scores, scores + noise)
+        return _add_noise(scores, self.greedy, self.seeds, positions, self.vocab_size, ids)
 
     def _penalize(
         self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None
@@ -234,6 +237,12 @@ class Sampler:
             self.counts = output, latest
         self._set_params([*self.params, *other.params], [*self._ends, *other._ends])
 
+    @property
+    def _plain(self) -> bool:
+        """Nothing is done to any row's logits."""
+        changing = self.counts, self.bias, self.stops
+        return not self.any_sampled and all(each is None for each in changing)
+
     def _any_penalties(self) -> bool:
         return any(p.has_penalties for p in self.params)
 
@@ -260,6 +269,18 @@ def logprobs(
     ids = largest_ids(scores, count)
     ranks = mx.sum(scores > chosen, axis=-1).astype(mx.int32) + 1
     return chosen[..., 0], ids, mx.take_along_axis(scores, ids, axis=-1), ranks
+
+
+@fused
+def _add_noise(
+    scores: mx.array,  # [B, T, V or N]
+    greedy: mx.array,  # bool [B, 1, 1], rows that get none
+    seeds: mx.array,
+    positions: mx.array,
+    vocab_size: int,
+    ids: mx.array | None,
+) -> mx.array:
+    return mx.where(greedy, scores, scores + keyed_gumbel(seeds, positions, vocab_size, ids))
 
 
 def keyed_gumbel(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_mtp.kernels.gpu import fused
 from mlx_mtp.sampling.params import SamplingParams
 
 _MIN_ORDERED = 128
@@ -28,34 +29,44 @@ class _Group(NamedTuple):
     min_p: mx.array
 
     def threshold(self, logits: mx.array) -> mx.array:
-        """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1].
+        """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1]."""
+        return _threshold(logits, self.num_ordered, self.top_k, self.top_p, self.min_p)
 
-        More ties with the top_k-th than there is room for are added to the sums behind top_p as
-        one product, which may round differently.
-        """
-        if self.num_ordered == 1:
-            return self._by_min_p(mx.max(logits, axis=-1, keepdims=True))
-        ordered = largest(logits, self.num_ordered)
-        last = mx.minimum(self.top_k, ordered.shape[-1]) - 1
-        by_k = mx.take_along_axis(ordered, mx.broadcast_to(last, (*ordered.shape[:2], 1)), axis=-1)
-        in_k = ordered >= by_k
-        left = mx.where(in_k, ordered, -mx.inf)
-        probabilities = mx.softmax(left, axis=-1, precise=True)
-        before = mx.cumsum(probabilities, axis=-1) - probabilities
-        reached = self.top_p
-        if ordered.shape != logits.shape:
-            # Then the last one in order is a tie as well. `beyond` is nearly always 0.
-            beyond = mx.sum(logits >= by_k, axis=-1, keepdims=True)
-            beyond = beyond - mx.sum(in_k, axis=-1, keepdims=True)
-            reached = reached * (1.0 + beyond * probabilities[..., -1:])
-        # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
-        first = mx.arange(ordered.shape[-1]) == 0
-        in_p = (before < reached) | first | (self.top_p >= 1.0)
-        by_p = mx.min(mx.where(in_p, left, mx.inf), axis=-1, keepdims=True)
-        return mx.maximum(mx.maximum(by_k, by_p), self._by_min_p(ordered[..., :1]))
 
-    def _by_min_p(self, best: mx.array) -> mx.array:
-        return mx.where(self.min_p > 0, best + mx.log(self.min_p), -mx.inf)
+@fused
+def _threshold(
+    logits: mx.array, num_ordered: int, top_k: mx.array, top_p: mx.array, min_p: mx.array
+) -> mx.array:
+    if num_ordered == 1:
+        return _by_min_p(mx.max(logits, axis=-1, keepdims=True), min_p)
+    ordered = largest(logits, num_ordered)
+    last = mx.minimum(top_k, ordered.shape[-1]) - 1
+    by_k = mx.take_along_axis(ordered, mx.broadcast_to(last, (*ordered.shape[:2], 1)), axis=-1)
+    in_k = ordered >= by_k
+    left = mx.where(in_k, ordered, -mx.inf)
+    probabilities = mx.softmax(left, axis=-1, precise=True)
+    before = mx.cumsum(probabilities, axis=-1) - probabilities
+    reached = top_p
+    if ordered.shape != logits.shape:
+        # Then the last one in order is a tie as well, and more are added to the sums as one
+        # product, which may round differently. `beyond` is nearly always 0.
+        beyond = mx.sum(logits >= by_k, axis=-1, keepdims=True)
+        beyond = beyond - mx.sum(in_k, axis=-1, keepdims=True)
+        reached = reached * (1.0 + beyond * probabilities[..., -1:])
+    # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
+    first = mx.arange(ordered.shape[-1]) == 0
+    in_p = (before < reached) | first | (top_p >= 1.0)
+    by_p = mx.min(mx.where(in_p, left, mx.inf), axis=-1, keepdims=True)
+    return mx.maximum(mx.maximum(by_k, by_p), _by_min_p(ordered[..., :1], min_p))
+
+
+def _by_min_p(best: mx.array, min_p: mx.array) -> mx.array:
+    return mx.where(min_p > 0, best + mx.log(min_p), -mx.inf)
+
+
+@fused
+def _cut(logits: mx.array, least: mx.array) -> mx.array:
+    return mx.where(logits >= least, logits, -mx.inf)
 
 
 class Truncation:
@@ -89,7 +100,7 @@ class Truncation:
             least = mx.full((*logits.shape[:-1], 1), -mx.inf)
             for group in self._groups:
                 least[group.rows] = group.threshold(logits[group.rows])
-        return mx.where(logits >= least, logits, -mx.inf)
+        return _cut(logits, least)
 
 
 def _num_ordered(p: SamplingParams, vocab_size: int) -> int:

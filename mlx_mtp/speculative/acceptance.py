@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_mtp.kernels.gpu import fused
+
 
 class AcceptResult(NamedTuple):
     """What each row keeps of a window: the accepted drafts and one token more, cut at its end."""
@@ -13,6 +15,7 @@ class AcceptResult(NamedTuple):
     finished: mx.array  # bool [B], the row emits nothing from here on
     remaining: mx.array  # int32 [B], tokens each row may still emit
     last: mx.array  # int32 [B], the last token each row has emitted
+    at_last: mx.array  # int32 [B], its position in the window, 0 if none is emitted
 
 
 def accept(
@@ -28,6 +31,19 @@ def accept(
 
     Token j of a row is valid only if every draft before it is accepted.
     """
+    given = targets, window, stop_ids, remaining, finished, num_drafts
+    return AcceptResult(*_accept(*given))
+
+
+@fused
+def _accept(
+    targets: mx.array,
+    window: mx.array,
+    stop_ids: mx.array,
+    remaining: mx.array,
+    finished: mx.array,
+    num_drafts: mx.array | None,
+) -> AcceptResult:
     agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
     if num_drafts is not None:
         agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
@@ -39,12 +55,13 @@ def accept(
     num_kept = mx.where(stopped, mx.argmax(stop_in, axis=1).astype(mx.int32) + 1, allowed)
     num_kept = mx.where(finished, 0, num_kept)
     remaining = remaining - num_kept
-    at_last = mx.maximum(num_kept - 1, 0)[:, None]
-    newest = mx.take_along_axis(targets, at_last, axis=1)[:, 0]
+    at_last = mx.maximum(num_kept - 1, 0)
+    newest = mx.take_along_axis(targets, at_last[:, None], axis=1)[:, 0]
     return AcceptResult(
         num_kept=num_kept,
         num_accepted=mx.minimum(num_agreed, num_kept),
         finished=finished | stopped | (remaining <= 0),
         remaining=remaining,
         last=mx.where(num_kept > 0, newest, window[:, 0]),
+        at_last=at_last,
     )

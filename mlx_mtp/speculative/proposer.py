@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
-from mlx_mtp.cache.packing import Packing
+from mlx_mtp.cache.packing import Index, Packing
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
@@ -23,15 +23,19 @@ _MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing 
 class Computed(NamedTuple):
     """A window that was just computed, N tokens of B rows: a prefill chunk or a verify window.
 
-    A row's last token is that after its `num_kept[b]`th, at position `start[b] + num_kept[b]`.
+    The last token of a row is that after its `last[b]`.
     """
 
     hidden: mx.array  # [N, H], the trunk's post-norm hidden states
     targets: mx.array  # int32 [N], the token after each
-    start: mx.array  # int32 [B], absolute position of the first one
-    num_kept: mx.array  # int32 [B], how many positions are valid; 0 for ended rows
+    last: Index  # of the N, the last one that each row keeps; its first if it has ended
     packing: Packing  # whose the N tokens are
     cache: BatchCache  # with room for the window, and for all drafts but the last
+
+    @property
+    def next_position(self) -> mx.array:
+        """Of the token that follows each row's last one, the first draft: int32 [B]."""
+        return self.packing.positions[self.last] + 2
 
 
 class DraftState(Protocol):
@@ -90,7 +94,7 @@ class HeadState:
 
     def defer(self, window: Computed) -> None:
         if self._start is None:
-            self._start = window.start
+            self._start = window.packing.positions
         self._deferred.append((window.hidden, window.targets))
         if len(self._deferred) == _MOST_DEFERRED:
             self.settle(window.cache)
@@ -134,7 +138,7 @@ class MTPProposer:
     def propose(
         self, state: HeadState, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
     ) -> mx.array:
-        hidden, targets, start, num_kept, packing, cache = window
+        hidden, targets, last, packing, cache = window
         nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
         if not any(num_drafts) and packing.longest == 1:
             state.defer(window)
@@ -145,10 +149,8 @@ class MTPProposer:
         z = self._write(cache, packing, hidden, targets)
         if not any(num_drafts):
             return nothing
-        last = mx.maximum(num_kept - 1, 0)
-        at_last = packing.at(last)
-        history = targets[at_last][:, None]
-        return self._recur(cache, z[at_last], history, start + last, num_drafts, sampler)
+        newest = targets[last][:, None]
+        return self._recur(cache, z[last], newest, packing.positions[last], num_drafts, sampler)
 
     def _write(
         self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array
@@ -161,7 +163,7 @@ class MTPProposer:
         self,
         cache: BatchCache,
         z: mx.array,  # [B, H]
-        history: mx.array,  # int32 [B, 1], the last tokens
+        newest: mx.array,  # int32 [B, 1], the last tokens
         position: mx.array,  # int32 [B], of the head's rows that z is
         num_drafts: Sequence[int],
         sampler: TokenSampler,
@@ -169,23 +171,22 @@ class MTPProposer:
         """Passes of the head, each for the rows that want one draft more: int32 [B, k]."""
         assert cache.head is not None
         m: mx.array | None = None  # [B, 1, H], the head's output
+        drafts: list[mx.array] = []
         for number in range(max(num_drafts)):
             wanting = [int(wanted > number) for wanted in num_drafts]
             packing = Packing(cache.layout, position, wanting)
             if m is None:
                 z = packing.flat(z[:, None])
             else:
-                z = self._write(cache, packing, packing.flat(m), packing.flat(history[:, -1:]))
+                z = self._write(cache, packing, packing.flat(m), packing.flat(drafts[-1]))
             out = self._head.run(z, cache.head, packing)
             m = packing.rows(out)
             # The head's row p predicts the token at p + 2.
-            logits = self._model.logits(out, self._lm_head)
-            draft = sampler.draw(
-                packing.rows(logits), position[:, None] + 2, history, ids=self._ids
-            )
-            history = mx.concatenate([history, draft], axis=1)
+            logits = packing.rows(self._model.logits(out, self._lm_head))
+            window = mx.concatenate([newest, *drafts], axis=1)
+            drafts.append(sampler.draw(logits, position[:, None] + 2, window, ids=self._ids))
             position = position + 1
-        return history[:, 1:]
+        return mx.concatenate(drafts, axis=1)
 
 
 def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPProposer | None:

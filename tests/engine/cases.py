@@ -184,9 +184,8 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     state = proposer.make_state(["reference"], [()], cache)
     cache.reserve([held])
     hidden = model.causal_lm.model(mx.array([text[:-1]]))
-    start, num_kept = mx.array([0]), mx.array([held])
-    packing = Packing(cache.layout, start, [held])
-    whole = Computed(hidden[0], mx.array(text[1:]), start, num_kept, packing, cache)
+    packing = Packing(cache.layout, mx.array([0]), [held])
+    whole = Computed(hidden[0], mx.array(text[1:]), mx.array([held - 1]), packing, cache)
     proposer.propose(state, whole, [0], batch.sampler)
     state.settle(cache)
     for mine, theirs in zip(ours, cache.head.row(cache.layout.places[0]), strict=True):

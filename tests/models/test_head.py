@@ -56,8 +56,7 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
         window = Computed(
             hidden=hidden[0, mx.array(rows)],
             targets=mx.array([int(tokens[r + 1]) for r in rows]),
-            start=mx.array([start]),
-            num_kept=mx.array([kept]),
+            last=mx.array([kept - 1]),
             packing=Packing(cache.layout, mx.array([start]), [length]),
             cache=cache,
         )

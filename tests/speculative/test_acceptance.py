@@ -8,10 +8,10 @@ from mlx_mtp.speculative.acceptance import accept
 
 
 def reference(targets, window, stop_ids, remaining, finished, num_drafts):
-    """One row: (num_kept, num_accepted, finished, remaining, last)."""
+    """One row's `AcceptResult`."""
     window = window[: num_drafts + 1]
     if finished:
-        return 0, 0, True, remaining, window[0]
+        return 0, 0, True, remaining, window[0], 0
     emitted = []
     num_accepted = 0
     for j, target in enumerate(targets):
@@ -22,7 +22,7 @@ def reference(targets, window, stop_ids, remaining, finished, num_drafts):
             break
     left = remaining - len(emitted)
     done = emitted[-1] in stop_ids or left == 0
-    return len(emitted), num_accepted, done, left, emitted[-1]
+    return len(emitted), num_accepted, done, left, emitted[-1], len(emitted) - 1
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,236 @@
+"""The host's time of a decode step, and the operations that it launches. Needs no GPU.
+
+    python -m benchmarks.host [--shape Qwen3.5-27B] [--cases 1x0,1x3] [--temperature 1 --top-k 20]
+
+For each case, rows x drafts. The model has the shape's layers and small sizes. Where there is no
+GPU, one that computes nothing stands in for it: layers are compiled and kernels launched as on
+CUDA, and a launch is an operation of mlx that does nothing. Times are the processor's, of the
+thread that builds the steps, in microseconds: what mlx takes to encode a launch on a GPU is not
+among them (4 to 5 each on an H200's host). "Launches" leaves out what only changes a shape.
+"""
+
+import argparse
+import io
+import re
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from benchmarks.shapes import add_shape, build, shape_of
+from benchmarks.timed import table
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import runner as runner_module
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.engine.step import InFlightStep
+from mlx_mtp.kernels import attention, gpu
+from mlx_mtp.models import few_rows
+from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.worth import FixedDepth
+
+_SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 32}
+_SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_SIZES |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
+_PROMPTS, _ENDLESS = gpu.MOST_ROWS, 1 << 20  # tokens of all; for more the CPU would compute
+_WARM_STEPS = 48  # also those that write what a head without drafts has deferred
+_VIEWS = "View|Broadcast|ExpandDims|Squeeze|Reshape|Flatten|Unflatten|Slice|Split|Transpose"
+
+
+def use_idle_gpu() -> None:
+    """Let everything that asks for a GPU find one for CUDA whose kernels compute nothing."""
+    nothing = cache(lambda shape, dtype: mx.zeros(shape, dtype))
+
+    def one(shape: Any, dtype: mx.Dtype, *inputs: mx.array | None) -> mx.array:
+        output = nothing(tuple(shape), dtype)
+        mx.eval(output)
+        given = [each for each in inputs if each is not None]
+        launched: mx.array = mx.depends([output], given)[0]
+        return launched
+
+    def dequantize(w: mx.array, scales: mx.array, biases: Any = None, **how: Any) -> mx.array:
+        size = w.shape[-1] * 32 // how["bits"]
+        return one((*w.shape[:-1], size), scales.dtype, w, scales, biases)
+
+    def kernel(**_: Any) -> Callable[..., list[mx.array]]:
+        def launch(
+            *, inputs: list[mx.array], output_shapes: Any, output_dtypes: Any, **_: Any
+        ) -> list[mx.array]:
+            outputs = [nothing(tuple(s), d) for s, d in zip(output_shapes, output_dtypes)]
+            mx.eval(outputs)
+            launched: list[mx.array] = mx.depends(outputs, inputs)
+            return launched
+
+        return launch
+
+    found: Any = mx
+    found.default_device = lambda: mx.Device(mx.gpu)
+    found.cuda.is_available = lambda: True
+    found.fast.cuda_kernel = kernel
+    found.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
+    found.dequantize = dequantize
+    replaced: Any = few_rows
+    replaced._problem = lambda *_: None
+    replaced._is_worth_it = lambda *_: True
+    replaced.use_many_rows = lambda *_: None
+    for module in (gpu, attention):
+        module.agrees = lambda *_: True  # type: ignore[attr-defined]
+
+
+class Parts:
+    """Times parts of a step, each without those inside it, and keeps what they return."""
+
+    def __init__(self) -> None:
+        self.seconds = defaultdict[str, float](float)
+        self.returned: dict[str, Any] = {}
+        self._stack = ["rest"]
+        self._at = time.thread_time()
+
+    def lap(self) -> None:
+        """Count the time since the last call for the part that runs."""
+        now = time.thread_time()
+        self.seconds[self._stack[-1]] += now - self._at
+        self._at = now
+
+    @contextmanager
+    def watched(self, places: dict[str, tuple[Any, str]]) -> Iterator[None]:
+        """Watch functions, each with the name of its part, by owner and attribute."""
+        usual = {name: getattr(*place) for name, place in places.items()}
+        for name, (owner, attribute) in places.items():
+            setattr(owner, attribute, self._timed(name, usual[name]))
+        yield
+        for name, (owner, attribute) in places.items():
+            setattr(owner, attribute, usual[name])
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.lap()
+            self._stack.append(name)
+            try:
+                self.returned[name] = result = call(*args, **kwargs)
+                return result
+            finally:
+                self.lap()
+                self._stack.pop()
+
+        return timed
+
+
+_PARTS: dict[str, tuple[Any, str]] = {
+    "schedule": (Scheduler, "schedule"),
+    "trunk": (LoadedModel, "hidden"),
+    "lm_head": (LoadedModel, "logits"),
+    "draw": (runner_module, "_draw"),
+    "draft": (MTPProposer, "propose"),
+    "launch": (mx, "async_eval"),
+    "read": (InFlightStep, "read"),
+    "update": (Scheduler, "update"),
+    "step": (ModelRunner, "_decode"),
+}
+_COUNTED = ("trunk", "draw", "draft")  # lm_head is counted with the draw
+
+
+def operations(arrays: Any) -> Counter[str]:
+    """How many of each operation compute these."""
+    text = io.StringIO()
+    mx.export_to_dot(text, [a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)])
+    return Counter(re.findall(r'label ="(\w+)[^"]*", shape=rectangle', text.getvalue()))
+
+
+def launches(found: Counter[str]) -> int:
+    """How many of these operations are launches."""
+    return sum(n for name, n in found.items() if not re.fullmatch(_VIEWS, name))
+
+
+def decoding(model: LoadedModel, rows: int, drafts: int, **sampling: Any) -> EngineCore:
+    """An engine that decodes."""
+    runner = ModelRunner(model, MTPProposer(model), model.vocab_size)
+    config = EngineConfig(max_num_seqs=rows, prefill_step_size=512)
+    core = EngineCore(Scheduler(config, FixedDepth(drafts)), runner, overlap=True)
+    sequences = []
+    for row in range(rows):
+        params = SamplingParams(max_tokens=_ENDLESS, seed=row, **sampling)
+        request = Request(str(row), (row,) * (_PROMPTS // rows), params)
+        sequences.append(Sequence(request, (), _ENDLESS))
+        core.add(sequences[-1])
+    while any(s.status is not Status.DECODING for s in sequences):
+        core.step()
+    return core
+
+
+def count(core: EngineCore) -> dict[str, Counter[str]]:
+    """The operations of one step by part, each without those before it."""
+    parts, counts, launch = Parts(), [Counter[str]()], mx.async_eval
+
+    def counted(*arrays: Any) -> None:
+        returned = [parts.returned[name] for name in _COUNTED]
+        counts.extend(operations(returned[: n + 1]) for n in range(len(returned)))
+        counts.append(operations([returned, arrays]))
+        launch(*arrays)
+
+    with parts.watched({name: _PARTS[name] for name in _COUNTED}):
+        mx.async_eval = counted
+        core.step()
+        mx.async_eval = launch
+    return dict(zip([*_COUNTED, "rest"], (now - before for before, now in pairwise(counts))))
+
+
+def main() -> None:
+    """Parse the command line, measure, print a row for each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_shape(parser, default="Qwen3-Next-80B-A3B-Instruct")
+    parser.add_argument("--cases", default="1x0,1x1,1x3,4x0,4x3,16x0,16x3", help="rows x drafts")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--parts", action="store_true", help="times and operations by part")
+    options = parser.parse_args()
+    if gpu.backend() is None:
+        use_idle_gpu()
+    config = shape_of(options.shape, options)
+    inner = config.get("text_config", config)
+    inner |= {name: size for name, size in _SIZES.items() if name in inner}
+    model, _ = build(config, 4)
+    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+    row = table("rows", "drafts", "us a step", "building", "launching", "operations", "launches")
+    for case in options.cases.split(","):
+        rows, drafts = map(int, case.split("x"))
+        core = decoding(model, rows, drafts, **sampling)
+        for _ in range(_WARM_STEPS):
+            core.step()
+        laps = []
+        for _ in range(options.steps):
+            parts = Parts()
+            with parts.watched(_PARTS):
+                core.step()
+            parts.lap()
+            laps.append(parts.seconds)
+        by_part = {n: 1e6 * statistics.median(lap[n] for lap in laps) for n in [*_PARTS, "rest"]}
+        total = 1e6 * statistics.median(sum(lap.values()) for lap in laps)
+        counts = count(core)
+        every = sum(counts.values(), Counter())
+        launching = by_part["launch"]
+        cells = [f"{us:.0f}" for us in (total, total - launching, launching)]
+        row(rows, drafts, *cells, every.total(), launches(every))
+        if options.parts:
+            print({name: round(us) for name, us in by_part.items()})
+            for name, found in counts.items():
+                print(f"{name}: {found.total()} operations, {launches(found)} launches, {found}")
+
+
+if __name__ == "__main__":
+    main()
