@@ -168,7 +168,7 @@ def test_top_shows_the_same_in_a_terminal_and_as_lines(
             name: {"tried": [9] * n, "accepted": [8] * n} for name, n in (("mtp", 8), ("copy", 16))
         }
         state["drafts"]["sources"] = many
-        console = Console(record=True, width=80)
+        console = Console(record=True, width=100)
         console.print(top._screen(state, first))
         shown = console.export_text()
         assert "[bold]?[31mm, mlx-mtp" in shown and "decoding" in shown and "Memory" in shown
