@@ -12,6 +12,9 @@ BIN     = $(VENV)/bin
 EXTRA  ?= $(if $(filter Darwin,$(shell uname -s)),dev,$(if $(shell command -v nvidia-smi),cuda$(comma)dev,cpu$(comma)dev))
 comma  := ,
 
+# Newer versions of pip show what setuptools says of every editable installation.
+INSTALL = PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
 .PHONY: help setup serve test test-full check format bench clean
 
 help:
@@ -26,14 +29,14 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx-mtp needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	@echo "Installing into $(VENV): about 1 GB, a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)]'
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --editable '.[$(EXTRA)]'
 	@touch $@
 
 # The clients that are written in Python (those from npm are installed by their tests), and PyTorch, which
 # trains the bundled models: on Linux 5 GB more.
 $(VENV)/.full: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRA)$(comma)clients$(comma)train]'
+	$(INSTALL) --editable '.[$(EXTRA)$(comma)clients$(comma)train]'
 	@touch $@
 
 setup: $(VENV)/.installed

@@ -120,10 +120,9 @@ def _screen(state: State, last: State | None) -> RenderableType:
     from rich.text import Text
 
     server, drafts = state["server"], state["drafts"]
-    accepted = [
-        _bar(f"{n}. ({source})", good, tried, f"{_percent(good, tried)} of {tried:,}")
+    accepted = [  # 16 copies fit a line of 80.
+        f"{source:<8}{' '.join(map(_percent, counts['accepted'], counts['tried']))}"
         for source, counts in drafts["sources"].items()
-        for n, (tried, good) in enumerate(zip(counts["tried"], counts["accepted"]), start=1)
     ]
     sections = {
         f"{server['models'][0]}, mlx-mtp {server['version']}": [_line(state, last)],

@@ -107,8 +107,8 @@ def measure_and_report(
         f"\nRounds: {options.rounds}, after {options.warmups} of warm-up; answers of at most "
         f"{options.max_tokens} tokens; temperature {options.temperature:g}; --seed {options.seed}."
     )
-    drafts = report.drafts_by_source(waves)
-    lines = [*heading, table + caption, *drafts, *(f"Note: {note}" for note in notes), how]
+    told = [*report.drafts_by_source(waves), *(f"Note: {note}" for note in notes)]
+    lines = [*heading, table + caption, *(["", *told] if told else []), how]
     print(hanging("", "\n".join(lines), width_of()))
     if options.csv is not None:
         report.write_csv(options.csv, summaries)

@@ -53,7 +53,6 @@ def run_inspect(options: argparse.Namespace) -> int:
     ranks, limit = options.ranks, memory_limit(options.memory_limit)
     wanted = demand(found, options.dtype, ranks)
     fits = fit_rows(wanted, limit)
-    misfit = None if fits["fits"].startswith("yes") else "It does not fit (see the first line)."
     num_bytes, num_files = found.trunk
     files = f"{num_files} file{'' if num_files == 1 else 's'}"
     rows = {
@@ -65,7 +64,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         "weights": f"{size_text(num_bytes)} in {files}" if num_files else "none found",
         "MTP head": found.head or "none",
         **memory_rows(wanted),
-        "next": next_command(found, wanted.refusal or misfit, ranks),
+        "next": next_command(found, ranks, served=fits["fits"].startswith("yes")),
     }
     print(labelled(rows, width_of()))
     return 0

@@ -21,6 +21,7 @@ class Found(NamedTuple):
     head: str | None  # In words; None without one.
     head_bytes: int = 0  # On top of the trunk's.
     directory: Path | None = None  # Where its weights are, if they are local.
+    refusal: str | None = None  # Why `serve` would refuse it, as far as is known.
 
 
 def find(name: str | None) -> Found:
@@ -55,10 +56,10 @@ def family(found: Found) -> str:
     )
 
 
-def next_command(found: Found, refusal: str | None, ranks: int = 1) -> str:
-    """What to type next: to serve it, or to give it its head first; or why `serve` refuses it."""
-    if refusal is not None:
-        return f"none, as `serve` would refuse it. {refusal}"
+def next_command(found: Found, ranks: int, *, served: bool) -> str:
+    """What to type next: to serve it, or to give it its head first."""
+    if not served:
+        return "none, as `serve` would refuse it (see the first line)"
     serve = "mlx-mtp serve" if ranks == 1 else f"mlx.launch -n {ranks} -- mlx-mtp serve"
     if found.head:
         return f"{serve} {found.name}"
@@ -75,7 +76,8 @@ def _local(path: Path) -> Found:
     if existing is not None:
         head_bytes = _total(existing.files)
         head = _sidecar(existing, head_bytes)
-    elif tensors := source.head_of(source.weight_map_of(source.LocalRepo(path))):
+    elif tensors := source.head_of(source.weight_map_of(repo := source.LocalRepo(path))):
+        repo.missing(sorted(set(tensors.values())))
         found = [SafetensorsFile(path / name).tensors for name in set(tensors.values())]
         size = sum(t.nbytes for file in found for key, t in file.items() if key in tensors)
         head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
@@ -98,7 +100,11 @@ def _sidecar(existing: Existing, size: int) -> str:
 def _remote(repo: source.HubRepo) -> Found:
     target = Target(repo.directory)
     weights = source.weight_map_of(repo)
-    trunk = _sizes(repo, set(weights.values()))
+    files = set(weights.values())
+    trunk = _sizes(repo, files)
+    refusal = None
+    if absent := files - trunk.keys():
+        refusal = f"{repo.repo_id} has no {min(absent)}, which its index names."
     head, head_bytes = None, 0
     if inside := source.head_of(weights):
         head = f"in {_names(inside.values())}"
@@ -106,14 +112,15 @@ def _remote(repo: source.HubRepo) -> Found:
         head_bytes, names = _total(added), _names(file.name for file in added)
         head = f"in {names} of the local cache: {size_text(head_bytes)}"
     elif beside := source.remote_sidecar(repo):
-        head_bytes, _ = _sizes(repo, beside)
+        head_bytes = sum(_sizes(repo, beside).values())
         head = f"in {_names(beside)}: {size_text(head_bytes)}"
-    return Found(repo.repo_id, target, trunk, head, head_bytes)
+    total = sum(trunk.values()), len(trunk)
+    return Found(repo.repo_id, target, total, head, head_bytes, refusal=refusal)
 
 
-def _sizes(repo: source.HubRepo, names: Iterable[str]) -> tuple[int, int]:
-    sizes = [file.size for name in names if (file := repo.remote(name))]
-    return sum(sizes), len(sizes)
+def _sizes(repo: source.HubRepo, names: Iterable[str]) -> dict[str, int]:
+    """Of those files that the hub has."""
+    return {name: file.size for name in names if (file := repo.remote(name))}
 
 
 def _total(files: Iterable[Path]) -> int:

@@ -41,7 +41,7 @@ def demand(found: Found, dtype: str, ranks: int = 1) -> Demand:
 
     With several ranks it is what each of them needs; UsageError if the model can't be cut so.
     """
-    has_head, refusal = found.head is not None, None
+    has_head, refusal = found.head is not None, found.refusal
     if found.directory is not None:
         try:
             given: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
@@ -96,7 +96,9 @@ def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
 
 
 def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
-    """Whether the model fits the machine, and up to which context."""
+    """Whether the model fits the machine, and up to which context; or why it can't be served."""
+    if wanted.refusal is not None:
+        return {"fits": f"no, it can't be served. {wanted.refusal}"}
     try:
         planned = plan(wanted, limit)
     except UsageError as error:

@@ -17,7 +17,10 @@ from mlx_mtp.server.json_schemas import styled
 from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.turns import Turns
 
-MAX_CACHED = 64  # grammars, those that are wrong among them
+MAX_CACHED = 16
+"""Grammars that are kept, those that are wrong among them. Their lexers grow as answers use them,
+and llguidance tells no size: some 64 MB with the 50,000 states that each may have. Of 399 real
+schemas 4 needed more than 5,000 and none more than 10,000."""
 
 
 class Grammars:

@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import takewhile
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -128,10 +129,16 @@ class Copies:
         self._limit = limit
         self._texts: OrderedDict[Hashable, Index] = OrderedDict()
         self.nbytes = 0
+        # By salt too, while a request uses them: the choices of a prompt share its index.
+        self._prompts: WeakValueDictionary[Hashable, Index] = WeakValueDictionary()
         self._rates = CopyRates(0.99)  # of all requests
 
-    def of(self, prompt: Sequence[int], salt: Hashable) -> "Copier":
-        return Copier(prompt, self._rates, self._texts.get(salt))
+    def of(self, prompt: tuple[int, ...], salt: Hashable) -> "Copier":
+        key = salt, prompt
+        index = self._prompts.get(key)
+        if index is None:
+            index = self._prompts[key] = Index(prompt)
+        return Copier(index, self._rates, self._texts.get(salt))
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
         if not self._limit or len(answer) <= GRAM:
@@ -161,8 +168,10 @@ class Copier:
     It is compared with what comes in any case, so its chances are known before it is used.
     """
 
-    def __init__(self, prompt: Sequence[int], pool: CopyRates, others: Index | None) -> None:
-        self._text, self._others, self._pool = Index(prompt), others, pool
+    def __init__(self, prompt: Index, pool: CopyRates, others: Index | None) -> None:
+        # The answer, behind as much of the prompt as a match may have.
+        self._text, self._prompt = Index(prompt.tokens[-MOST_MATCH:]), prompt
+        self._others, self._pool = others, pool
         self._rates = CopyRates(0.97)
         self._source, self._at = self._text, 0
         self.match = 0
@@ -192,9 +201,9 @@ class Copier:
         return chances if chances and chances[0] >= _LEAST_CHANCE else []
 
     def _look(self) -> None:
-        self._source = self._text
-        self.match, self._at = self._text.find(self._text.tokens)
-        if self._others is not None and self.match < _GOOD_MATCH:
-            match, at = self._others.find(self._text.tokens)
-            if match > self.match:
-                self._source, self.match, self._at = self._others, match, at
+        self._source, self.match, self._at = self._text, 0, 0
+        for source in (self._text, self._prompt, self._others):
+            if source is not None and self.match < _GOOD_MATCH:
+                match, at = source.find(self._text.tokens)
+                if match > self.match:
+                    self._source, self.match, self._at = source, match, at

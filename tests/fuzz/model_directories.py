@@ -106,8 +106,8 @@ def fault_of(path: Path, like: Path, wanted: str | None = None) -> str | None:
     if served and not re.search(r"^ANSWERED (200|400) 200 (200|400)$", said, re.MULTILINE):
         return f"it is ready and does not answer: {said[-2000:]}"
     by_weights = refused and "can't answer" in said
-    if refused and not by_weights and re.search(r"^next +mlx-mtp serve", said, re.MULTILINE):
-        return f"inspect says `serve`, which refuses it: {said[-2000:]}"
+    if refused and not by_weights and said.startswith("fits yes"):
+        return f"inspect says that it fits, but `serve` refuses it: {said[:2000]}"
     if wanted == SERVED and not served:
         return f"not served: {said[-2000:]}"
     if wanted not in (None, SERVED) and not (why and wanted in why[1]):

@@ -98,7 +98,8 @@ def test_a_model_without_and_with_a_sidecar(run, tmp_path):
     assert bare["family"].endswith("dense")
     assert bare["quantization"].endswith("affine; 1 matrices differ")
     assert bare["MTP head"] == "none"
-    assert "would refuse it" in bare["next"] and "no tokenizer" in bare["next"]
+    assert "would refuse it" in bare["next"]
+    assert bare["fits"].startswith("no, it can't be served. ") and "no tokenizer" in bare["fits"]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((DEMO / name).read_bytes())
     bare = run("inspect", tmp_path)
@@ -111,7 +112,18 @@ def test_a_model_without_and_with_a_sidecar(run, tmp_path):
     assert ["with 1" in each["per window"] for each in (bare, told)] == [False, True]
     (tmp_path / "mtp.safetensors").write_bytes(b"")
     damaged = run("inspect", tmp_path)
-    assert "can't be read" in damaged["MTP head"] and "would refuse it" in damaged["next"]
+    assert "can't be read" in damaged["MTP head"] and "mtp.safetensors" in damaged["fits"]
+
+
+def test_a_missing_shard_is_named_in_the_first_line(run, tmp_path):
+    write_source(tmp_path, Layout("qwen3_next"), shards=3)
+    (tmp_path / "model-00001-of-00003.safetensors").unlink()
+    label, text = next(iter(run("inspect", tmp_path).items()))
+    assert label == "fits" and text.startswith("no, it can't be served. ")
+    assert "model-00001-of-00003.safetensors" in text
+    write_source(tmp_path, Layout("qwen3_next"), shards=3)
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()  # It has the head.
+    assert "00003.safetensors is missing" in run("inspect", tmp_path, status=2)["error"]
 
 
 def test_the_memory_of_tokens_and_rows(run, tmp_path):
@@ -176,10 +188,17 @@ def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
         home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
         command = [sys.executable, "-m", "mlx_mtp", "inspect", "Some/Model"]
         command += ["--memory-limit", "8GiB"]
-        done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+
+        def inspected() -> dict[str, str]:
+            done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return rows(done.stdout)
+
+        told = inspected()
+        del hub.files["model-00001-of-00003.safetensors"]
+        text = inspected()["fits"]
+        assert text.startswith("no, it can't be served. Some/Model has no model-00001-of-00003.saf")
         assert hub.downloaded == {"config.json", "model.safetensors.index.json"}
-    told = rows(done.stdout)
     assert told["fits"].startswith("yes, in 8.6 GB")
     if head == "inside":
         shards = sum(path.stat().st_size for path in model.glob("model-*"))

@@ -164,10 +164,15 @@ def test_top_shows_the_same_in_a_terminal_and_as_lines(
         answer, seen = streamed(client, **key), messages(client, **key)
         next(answer)
         first, state = next(seen), next(each for each in seen if each["rows"][0]["tokens"])
+        many = {
+            name: {"tried": [9] * n, "accepted": [8] * n} for name, n in (("mtp", 8), ("copy", 16))
+        }
+        state["drafts"]["sources"] = many
         console = Console(record=True, width=100)
         console.print(top._screen(state, first))
         shown = console.export_text()
         assert "[bold]?[31mm, mlx-mtp" in shown and "decoding" in shown and "Memory" in shown
+        assert f"copy    {' '.join(['89%'] * 16)}\n" in shown
         assert "weights" in shown and "fixed" in shown and "places taken" in shown
         client.delete(f"/live/{state['rows'][0]['id']}", headers=key)
         list(answer)

@@ -38,8 +38,32 @@ def test_the_longest_match_is_found_however_the_text_came(seed):
     assert index.nbytes <= OBJECTS + 4 * (2 * len(text) + max(2 * len(text), 256))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choices_of_a_prompt_share_its_index_while_one_of_them_is_left(seed, monkeypatch):
+    """Their matches are those of prompt and answer as one text."""
+    chance, copies, built, build = random.Random(seed), Copies(0), [], Index._build
+    prompt = tuple(chance.randrange(30) for _ in range(chance.choice([1, 100, 127, 128, 700])))
+    monkeypatch.setattr(Index, "_build", lambda self: (built.append(len(self.tokens)), build(self)))
+    copiers = [(copies.of(prompt, "salt"), [*prompt]) for _ in range(3)]
+    assert built.count(len(prompt)) == (len(prompt) > 256)
+    while copiers:
+        for copier, text in copiers:
+            at = chance.randrange(len(text))
+            tokens = [*text[at : at + chance.randrange(12)], chance.randrange(30)]
+            text += tokens
+            copier.extend(tokens)
+            copier._look()
+            assert copier.match == slow(text) or slow(text) > copier.match >= 16
+            source = copier._source.tokens[: copier._at].tolist()
+            assert source[len(source) - copier.match :] == text[len(text) - copier.match :]
+        if chance.random() < 0.1:
+            copiers.pop(chance.randrange(len(copiers)))
+            copier = None
+    assert not copies._prompts
+
+
 def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not():
-    copier = Copies(0).of(FILE, None)
+    copier = Copies(0).of(tuple(FILE), None)
     copier.extend(FILE[20:24])
     assert (copier.match, list(copier.run)) == (4, FILE[24:40])
     copier.extend(FILE[24:40])
@@ -59,7 +83,7 @@ def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not(
 @pytest.mark.parametrize("cycle", [[7], [7, 8], [7, 8, 9], FILE[:15]])
 def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
     text = (cycle * 100)[:100]
-    copier = Copies(0).of(text[:9], None)
+    copier = Copies(0).of(tuple(text[:9]), None)
     at = 9
     for count in (1, 3, 17, 5, 2, 16, 30):
         copier.extend(text[at : at + count])
@@ -73,7 +97,7 @@ def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monk
     for number in range(40):
         copies.keep(None, [1000 * number + n for n in range(300)])
     assert len(built) <= 10  # as the table of entries grows
-    copier = copies.of([1, 2, 3], None)
+    copier = copies.of((1, 2, 3), None)
     copier.extend([25_100, 25_101, 25_102])
     assert list(copier.run) == [25_103 + n for n in range(16)]
 
@@ -84,7 +108,7 @@ def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
     copies.keep("b", FILE[100:])
 
     def run(salt: str, *tokens: int) -> list[int]:
-        copier = copies.of([1, 2, 3], salt)
+        copier = copies.of((1, 2, 3), salt)
         copier.extend(tokens)
         return list(copier.run)
 
