@@ -15,7 +15,7 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.server.parsing.events import ToolArguments, ToolStart
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.proposer import HeadState, MTPProposer
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.harness import MEASURED, Driver, OracleProposer, Ties, greedy, plain, request
 from tests.harness import SamplingParams as Sampling
@@ -112,17 +112,37 @@ def test_every_depth_and_acceptance(sixty, bundled, depth, rate, sampled):
     ties.report(f"bundled {bundled.name} model, k = {depth}, acceptance {rate or 'of the head'}")
 
 
+class Numbered(HeadState):
+    """It also knows which request each row is."""
+
+    def __init__(self, write, numbers: mx.array) -> None:
+        super().__init__(write)
+        self.numbers = numbers
+
+    def select(self, rows):
+        return Numbered(self._write, self.numbers[rows])
+
+    def extend(self, other) -> None:
+        super().extend(other)
+        self.numbers = mx.concatenate([self.numbers, other.numbers])
+
+
 class Recorder(MTPProposer):
-    """Drafts with the head, notes each draft by the position it is for, and spoils it."""
+    """Drafts with the head, notes each draft by its request and position, and spoils it."""
 
     def __init__(self, model) -> None:
         super().__init__(model)
-        self.seen: list[tuple[mx.array, mx.array]] = []
+        self.seen: list[tuple[int, int, int]] = []
+
+    def make_state(self, request_ids, prompts, cache):
+        state = super().make_state(request_ids, prompts, cache)
+        return Numbered(state._write, mx.array([int(name) for name in request_ids]))
 
     def propose(self, state, window, num_draft_tokens, sampler):
         drafts = super().propose(state, window, num_draft_tokens, sampler)
         if drafts.shape[1]:
-            self.seen.append((window.start + window.num_kept + 1, drafts[:, 0]))
+            positions = window.start + window.num_kept + 1
+            self.seen += zip(*(a.tolist() for a in (state.numbers, positions, drafts[:, 0])))
         return (drafts + 1) % VOCAB
 
 
@@ -131,17 +151,15 @@ class Recorder(MTPProposer):
 def test_teacher_forced_acceptance(bundled, kind, low, high, count):
     """How often the first draft is what the trunk says next, at every position of greedy text."""
     texts = [p["prompt"] for p in bundled.texts if (p["task"] in OPEN_TASKS) == (kind == "open")]
-    agreed = total = 0
-    for index, ids in enumerate(map(bundled.tokenizer.encode, texts[:count])):
-        recorder = Recorder(bundled.model)
-        wanted = [request("a", ids, greedy(64))]
-        driver = drive(bundled.model, wanted, recorder, num_draft_tokens=1, overlap=False)
-        text = [*ids, *driver.run()["a"]]
-        assert driver.core.stats().num_accepted_tokens == 0, index
-        for position, draft in recorder.seen:
-            if (where := int(position.item())) < len(text):
-                total += 1
-                agreed += text[where] == int(draft.item())
+    prompts = [*map(bundled.tokenizer.encode, texts[:count])]
+    wanted = [request(str(i), ids, greedy(64)) for i, ids in enumerate(prompts)]
+    recorder = Recorder(bundled.model)
+    driver = drive(bundled.model, wanted, recorder, num_draft_tokens=1, overlap=False)
+    answers = driver.run()
+    assert driver.core.stats().num_accepted_tokens == 0
+    said = [[*ids, *answers[str(i)]] for i, ids in enumerate(prompts)]
+    seen = [(said[i][at], draft) for i, at, draft in recorder.seen if at < len(said[i])]
+    agreed, total = sum(token == draft for token, draft in seen), len(seen)
     MEASURED.append(f"{bundled.name}, {kind} text, teacher-forced, depth 1: {agreed}/{total}")
     assert total > 10 * count
     assert low < agreed / total <= high

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_mtp.engine.health import HANG_SECONDS
 from tests.process import CHAT, MODEL, STORY, Server, running
+from tests.waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": STORY}]
 WHOLE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -42,10 +43,11 @@ def wait_until_unhealthy(server: Server) -> dict[str, str]:
 
 def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], beside: int) -> None:
     """Until the server has these requests and some beside them; one that is answered was taken."""
-    deadline = time.monotonic() + 60
-    while sum(job.done() for job in jobs) + server.metric("num_requests_held") < len(jobs) + beside:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+
+    def taken() -> float:
+        return sum(job.done() for job in jobs) + server.metric("num_requests_held")
+
+    wait_until(lambda: taken() >= len(jobs) + beside)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,10 @@ def config_json(layout: Layout) -> dict[str, Any]:
     }
 
 
+def change_json(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
 def write_checkpoint(path: Path, layout: Layout) -> dict[str, np.ndarray]:
     """Write config.json and model.safetensors; returns the tensors as they were rounded."""
     path.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys
 from tests.cache.prefixes import PATIENCE, ROOT, fetch, flush, is_whole, keep
 from tests.cache.test_prefix_store import check_integrity, files
+from tests.waiting import wait_until
 
 PATHS = ((1,), (1, 2), (1, 2, 3), (4,), (1, 5), (4, 6), (7,), (1, 2, 3, 8))
 CALLS = ("open", "write", "fsync", "replace", "unlink", "close", "utime")
@@ -193,8 +194,7 @@ def test_closing_writes_what_waits_for_some_time(open_store, folder, monkeypatch
     store = open_store()
     for first in range(100, 400):
         keep(store, first)
-    while len(files(folder)) < 42:
-        time.sleep(0.01)
+    wait_until(lambda: len(files(folder)) >= 42)
     store.close(0.3)
     assert 42 <= len(files(folder)) < 200
     check_integrity(open_store())

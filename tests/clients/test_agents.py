@@ -51,7 +51,7 @@ def test_a_tool_is_run_and_its_result_comes_back(
     """The engine is scripted, so that there is a call: the bundled model makes none of these."""
 
     def script(request: Request) -> Iterator[Output]:
-        prompt = b"".join(map(tokenizer.token_bytes, request.prompt_token_ids)).decode()
+        prompt = tokenizer.text_of(request.prompt_token_ids)
         text = "A title"
         if PRINTED in prompt:
             text = GOODBYE

@@ -98,7 +98,7 @@ def test_with_a_model_that_is_clever_enough(
     """The same standard tests; what the model says is scripted, the server is the real one."""
 
     def script(request: Request) -> Iterator[Output]:
-        prompt = b"".join(map(tokenizer.token_bytes, request.prompt_token_ids)).decode()
+        prompt = tokenizer.text_of(request.prompt_token_ids)
         said = next(said for seen, said in SCRIPTS if seen in prompt)
         text = said if isinstance(said, str) else f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
         return answer(tokenizer.encode(text), sizes=(2, 1, 3))(request)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import time
 
 import pytest
 
@@ -27,6 +26,7 @@ from mlx_mtp.speculative.proposer import MTPProposer
 from tests.engine.test_engine import Client
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
+from tests.waiting import wait_until
 
 TABLE = {1: {HEAD: {0: 1.0, 3: 2.0}, COPY: {16: 3.0}}, 16: {HEAD: {0: 1.0}}}
 CHUNKS = {64: 2e-4, 512: 1e-4}, 1e-9
@@ -123,11 +123,8 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
         patch.setattr(CostKeeper, "step", counted)
         patch.setattr(engine_module, "QUIET_SECONDS", 0.2)
         for number in range(3):
-            until = time.monotonic() + 60.0
-            before = len(steps)
-            while len(steps) < before + 5 and client.engine.measuring:
-                assert time.monotonic() < until
-                time.sleep(0.01)
+            enough = len(steps) + 5
+            wait_until(lambda enough=enough: len(steps) >= enough or not client.engine.measuring)
             wanted = request(f"r{number}", [5, 6, 7], greedy(20, ignore_eos=True))
             client.engine.expect()
             before = len(steps)
@@ -146,10 +143,7 @@ def test_a_thread_that_dies_while_it_measures_is_restarted_once(tiny_models, mon
     config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
     monkeypatch.setattr(StepCosts, "observe", lambda *_: 1 / 0)
     client = Client(build_engine(tiny_models["qwen3_5"], config, VOCAB, ()))
-    until = time.monotonic() + 60.0
-    while client.engine.measuring or not client.engine.stats().num_restarts:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: client.engine.stats().num_restarts and not client.engine.measuring)
     monkeypatch.undo()
     client.engine.submit(request("r", [5, 6, 7], greedy(4)))
     client.wait("r")

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +27,7 @@ from tests.engine.cases import SPECS
 from tests.grammars import compiled
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
+from tests.waiting import wait_until
 
 
 class Client:
@@ -81,14 +81,6 @@ class Client:
 
 def endless(name: str) -> Request:
     return request(name, [5, 6], greedy(400, ignore_eos=True))
-
-
-def wait_until(condition) -> None:
-    """For what another thread will bring about."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def fail_next_turn(monkeypatch) -> None:
@@ -165,7 +157,8 @@ def test_rows_run_together_only_where_the_memory_plan_has_room(client, tiny_mode
     config = EngineConfig(num_draft_tokens=2)
     plan = plan_for(tiny_models["qwen3_next"], config, MemoryLimit(10**9, "a test"))
     served = client(config=config, memory=replace(plan, rows=plan.footprint.row(512)))
-    with served.held_at(2, endless("long")):
+    # The least that a row takes is the room of 256 tokens.
+    with served.held_at(2, request("long", [5] * 300, greedy(30, ignore_eos=True))):
         served.engine.submit(request("short", [5, 6], greedy(1)))
     served.wait("short")
     assert served.outputs["long"][-1].finish_reason == "length"

@@ -7,10 +7,11 @@ import pytest
 from mlx_mtp.engine import health
 from mlx_mtp.engine.health import HANG_SECONDS, NEW_KIND_SECONDS, SLOWNESS, START_SECONDS, Heartbeat
 from mlx_mtp.engine.runner import ModelRunner
-from tests.engine.test_engine import Client, client, wait_until
+from tests.engine.test_engine import Client, client
 from tests.engine.test_scheduler import Clock
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
+from tests.waiting import wait_until
 
 __all__ = ["client"]
 DECODE = ("decode", 0, 1, 2)

@@ -1,6 +1,7 @@
 """Random trees of conversations through the prefix cache: every answer is plain decoding's."""
 
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
+from mlx_mtp.sampling.params import SamplingParams
 from tests.cache.prefixes import FINGERPRINT, flush
 from tests.engine.cases import EOS, SAMPLED, RandomChunks, driver
-from tests.harness import Driver, Ties, greedy, plain
+from tests.harness import Driver, Plain, Ties, greedy, plain
 from tests.tiny_models import FAMILIES, VOCAB
 
 LONGEST = 150
@@ -55,7 +57,9 @@ def text(number: int, count: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(number).integers(1, 40, count)]
 
 
-def play(model, turns: list[dict], shape: dict, ties: Ties, store: PrefixStore | None) -> Driver:
+def play(
+    model, turns: list[dict], shape: dict, ties: Ties, store: PrefixStore | None, reference
+) -> Driver:
     """Ask the turns as they come, and hold every answer against plain decoding's."""
     warm = driver(model, store=store, **shape)
     asked: list[Request] = []
@@ -84,10 +88,11 @@ def play(model, turns: list[dict], shape: dict, ties: Ties, store: PrefixStore |
         assert warm.prefixes.tree.nbytes <= warm.prefixes.tree.limit
     warm.run()
     for wanted in asked:
-        got, reference = warm.tokens(wanted.request_id), plain(model, wanted, VOCAB, (EOS,))
-        if wanted.request_id in left and len(got) < len(reference.tokens):
-            reference = type(reference)(reference.tokens[: len(got)], reference.gaps)
-        ties.check(wanted.request_id, got, reference)
+        got = warm.tokens(wanted.request_id)
+        told = reference(wanted.prompt_token_ids, wanted.sampling)
+        if wanted.request_id in left and len(got) < len(told.tokens):
+            told = type(told)(told.tokens[: len(got)], told.gaps)
+        ties.check(wanted.request_id, got, told)
     warm.scheduler.schedule()
     assert not warm.prefixes.tree._pins
     return warm
@@ -110,12 +115,18 @@ def test_trees_of_conversations(tiny_models, count):
         max_bytes=st.sampled_from([0, 0, 300_000, 1 << 30]),
     )
     def check(turns: list[dict], shape: dict, family: str, max_bytes: int) -> None:
+        model = tiny_models[family]
+
+        @cache
+        def reference(prompt: tuple[int, ...], sampling: SamplingParams) -> Plain:
+            return plain(model, Request("plain", prompt, sampling), VOCAB, (EOS,))
+
         with TemporaryDirectory() as folder:
             for _ in range(2 if max_bytes else 1):
                 size = max_bytes or 1
                 with closing(PrefixStore(Path(folder) / "own", FINGERPRINT, size)) as store:
                     used = store if max_bytes else None
-                    warm = play(tiny_models[family], turns, shape, ties, used)
+                    warm = play(model, turns, shape, ties, used, reference)
                     assert flush(store)
                     assert store.stats().file_nbytes <= max_bytes
         queries.append(warm.reuse.num_queries)

@@ -13,9 +13,10 @@ from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from tests.cache.prefixes import FINGERPRINT, PATIENCE
 from tests.engine.cases import EOS, words
-from tests.engine.test_engine import Client, fail_next_turn, wait_until
+from tests.engine.test_engine import Client, fail_next_turn
 from tests.harness import greedy, plain, request
 from tests.tiny_models import FAMILIES, VOCAB
+from tests.waiting import wait_until
 
 PROMPT = words(1, 70)
 CONFIG = EngineConfig(num_draft_tokens=2, prefix_cache_size=64 << 20, prefill_step_size=32)

@@ -6,7 +6,6 @@ import json
 import pickle
 import queue
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,6 +27,7 @@ from tests.exchange import Exchange, Queue, led
 from tests.harness import Driver, greedy, plain, request
 from tests.process import start_ranks
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
+from tests.waiting import wait_until
 
 DEPTHS = (0, 1, 2, 3, "erratic")
 KINDS = ("greedy", "sampled", "greedy grammars", "sampled grammars")
@@ -145,8 +145,7 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     follower.own_done = 5
     lead.send({"a": 1})
     assert follower.receive() == {"a": 1}
-    while "rank 1 5" not in lead.progress():
-        time.sleep(0.05)
+    wait_until(lambda: "rank 1 5" in lead.progress())
     # One that hangs as a whole: its heartbeat stops.
     follower._closed.set()
     assert on_lead.get(timeout=60) == "rank 1 has not been heard of for 2 s"

@@ -24,7 +24,7 @@ from mlx_mtp.units import size_text
 from tests.conftest import DEMO
 from tests.convert.checkpoints import write_source
 from tests.convert.fake_hub import FakeHub
-from tests.tiny_models import FAMILIES, Layout, write_checkpoint
+from tests.tiny_models import FAMILIES, Layout, change_json, write_checkpoint
 
 LAYOUT = Layout("qwen3_next")
 
@@ -49,12 +49,6 @@ def rows(said: str) -> dict[str, str]:
 
 def sizes(pattern: str) -> int:
     return sum(path.stat().st_size for path in DEMO.glob(pattern))
-
-
-def edit(path, **values) -> None:
-    """Change values of a config.json."""
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def test_the_bundled_model(run):
@@ -92,7 +86,10 @@ def test_the_plan_is_that_of_serve(nbytes):
 
 def test_a_model_without_and_with_a_sidecar(run, tmp_path):
     write_checkpoint(tmp_path, Layout("qwen3_5", with_head=False))
-    edit(tmp_path, quantization={"bits": 4, "group_size": 64, "model.layers.1.x": {"bits": 8}})
+    change_json(
+        tmp_path / "config.json",
+        quantization={"bits": 4, "group_size": 64, "model.layers.1.x": {"bits": 8}},
+    )
     write_source(tmp_path / "source", Layout("qwen3_5"))
     bare = run("inspect", tmp_path)
     assert bare["family"].endswith("dense")
@@ -169,7 +166,7 @@ def test_no_weights_are_read_also_in_another_machines_type():
 
 def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
     write_checkpoint(tmp_path, LAYOUT)
-    edit(tmp_path, num_hidden_layers=6)  # of which two have no tensors
+    change_json(tmp_path / "config.json", num_hidden_layers=6)  # of which two have no tensors
     size = (tmp_path / "model.safetensors").stat().st_size
     told = run("inspect", tmp_path, "--dtype", "float16")
     assert told["memory"] == f"{size_text(size)} of weights as stored; computed in float16"

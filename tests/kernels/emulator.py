@@ -30,13 +30,26 @@ _TYPES = {
 _CANARY = 256
 
 _SHIMS = r"""
-#include <cmath>
-#include <csetjmp>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+// No header of C++: they would take twice as long to compile as the kernel does.
+#include <setjmp.h>
+#include <stdint.h>
+#include <string.h>
 #include <ucontext.h>
-using namespace std;
+
+extern "C" {
+  float fmaf(float, float, float), fmaxf(float, float), ldexpf(float, int), sqrtf(float);
+  float expf(float), exp2f(float), logf(float), fabsf(float), cosf(float), sinf(float);
+}
+static inline float fma(float a, float b, float c) { return fmaf(a, b, c); }
+static inline float ldexp(float a, int b) { return ldexpf(a, b); }
+static inline float sqrt(float a) { return sqrtf(a); }
+static inline float exp(float a) { return expf(a); }
+static inline float exp2(float a) { return exp2f(a); }
+static inline float log(float a) { return logf(a); }
+static inline float cos(float a) { return cosf(a); }
+static inline float sin(float a) { return sinf(a); }
+static inline float fabs(float a) { return fabsf(a); }
+template <typename T> static T min(T a, T b) { return b < a ? b : a; }
 
 struct bfloat16_t {
   uint16_t bits;
@@ -66,7 +79,7 @@ static int lane_now, lanes_in_all;
 static long steps[MOST], barriers[MOST], steps_in_all[MOST], progress;
 struct Values { unsigned words[6]; };
 static Values slots[2][MOST];
-static vector<vector<char>> stacks(MOST);
+static char stacks[MOST][1 << 16];
 
 static void let_others() {
   if (_setjmp(places[lane_now]) == 0) _longjmp(scheduler, 1);
@@ -205,10 +218,9 @@ static bool run_group() {
   for (lane_now = 0; lane_now < lanes_in_all; ++lane_now) {
     started[lane_now] = finished[lane_now] = false;
     steps[lane_now] = barriers[lane_now] = 0;
-    stacks[lane_now].resize(1 << 16);
     getcontext(&contexts[lane_now]);
-    contexts[lane_now].uc_stack.ss_sp = stacks[lane_now].data();
-    contexts[lane_now].uc_stack.ss_size = stacks[lane_now].size();
+    contexts[lane_now].uc_stack.ss_sp = stacks[lane_now];
+    contexts[lane_now].uc_stack.ss_size = sizeof(stacks[lane_now]);
     contexts[lane_now].uc_link = nullptr;
     makecontext(&contexts[lane_now], lane_main, 0);
   }

@@ -1,6 +1,5 @@
 """Every layout of a checkpoint loads to the same model, and a wrong one is refused by name."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.errors import CheckpointError, MissingHeadError, ModelError, UsageError
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
-from tests.tiny_models import FAMILIES, Layout, write_checkpoint
+from tests.tiny_models import FAMILIES, Layout, change_json, write_checkpoint
 
 TOKENS = mx.array([[5, 9, 2, 33, 17, 60, 4]])
 
@@ -37,10 +36,6 @@ def write_sidecar(path: Path, tensors: dict[str, mx.array], **metadata: str) -> 
 def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     arrays = {k: mx.array(v) for k, v in tensors.items()}
     mx.save_safetensors(str(path / "model.safetensors"), arrays, metadata={"format": "pt"})
-
-
-def change_json(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -47,7 +47,7 @@ class _Bridge(httpx.BaseTransport):
 
     async def _handle(self, request: httpx.Request) -> httpx.Response:
         response = await self._inner.handle_async_request(request)
-        content = await response.aread()
+        content = b"".join([piece async for piece in response.aiter_raw()])
         return httpx.Response(response.status_code, headers=response.headers, content=content)
 
 

@@ -49,32 +49,38 @@ def reserved(limits: RequestLimiter, count: int) -> Scope:
     return request
 
 
-def test_without_a_queue_rows_are_still_used() -> None:
-    limits = limiter(rows=2, queue=0)
-    limits.check(PATHS, scope())
-    reserved(limits, 2)
-    with pytest.raises(QueueFullError):
-        reserved(limits, 1)
-
-
-@given(sizes=st.lists(st.integers(1, 8), max_size=30), ends=st.lists(st.integers(0, 29)))
-def test_places_are_never_lost_nor_exceeded(sizes: list[int], ends: list[int]) -> None:
-    limits, held, refused = limiter(rows=3, queue=4), [], 0
+@given(
+    sizes=st.lists(st.integers(1, 8), max_size=30),
+    ends=st.lists(st.integers(0, 29)),
+    rows=st.integers(1, 3),
+    queue=st.integers(0, 4),
+)
+def test_places_are_never_lost_nor_exceeded(
+    sizes: list[int], ends: list[int], rows: int, queue: int
+) -> None:
+    limits, held, refused, most = limiter(rows, queue), [], 0, rows + queue
     for turn, size in enumerate(sizes):
-        if limits.held + size <= 7:
+        full = rf"{limits.held} answers.*{queue} may wait"
+        if limits.held < most:
+            limits.check(PATHS, scope())
+        else:
+            refused += 1
+            with pytest.raises(QueueFullError, match=full):
+                limits.check(PATHS, scope())
+        if limits.held + size <= most:
             held.append((reserved(limits, size), size))
-        elif size > 7:
-            with pytest.raises(InvalidRequestError, match=r"8 answers.*holds 7"):
+        elif size > most:
+            with pytest.raises(InvalidRequestError, match=rf"{size} answers.*holds {most}"):
                 reserved(limits, size)
         else:
             refused += 1
-            with pytest.raises(QueueFullError, match=rf"{limits.held} answers.*4 may wait"):
+            with pytest.raises(QueueFullError, match=full):
                 reserved(limits, size)
         if held and turn < len(ends):
             request, _ = held.pop(ends[turn] % len(held))
             limits.release(request)
             limits.release(request)  # Nothing is freed twice.
-        assert limits.held == sum(size for _, size in held) <= 7
+        assert limits.held == sum(size for _, size in held) <= most
     assert limits.rejected["queue_full"] == refused
 
 

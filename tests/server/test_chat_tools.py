@@ -1,14 +1,10 @@
 """Reasoning and tools in chats: what the model sees, what clients get, and what is enforced."""
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, saying
+from tests.server.in_process import in_process
+from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, prompt_of, saying
 
 OTHER = {"type": "function", "function": {"name": "other"}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
@@ -17,54 +13,36 @@ TEXT = "I add.\n</think>\n\nFour."
 HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Y"
 
 
-def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
-    ids = engine.submitted[-1].prompt_token_ids
-    return b"".join(map(tokenizer.token_bytes, ids)).decode()
-
-
-@pytest.fixture(scope="module")
-def engine(tokenizer: Tokenizer) -> FakeEngine:
-    return saying(tokenizer, "No.")
-
-
-@pytest.fixture(scope="module")
-def client(serve: Serve, engine: FakeEngine) -> Iterator[Served]:
-    with serve(engine) as client:
-        yield client
-
-
-def test_what_is_enforced_is_a_grammar(
-    client: Served, engine: FakeEngine, tokenizer: Tokenizer
-) -> None:
-    engine.script = answer(tokenizer.encode("No."))
+def test_what_is_enforced_is_a_grammar(tokenizer: Tokenizer) -> None:
+    engine = saying(tokenizer, "No.")
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+    with in_process(engine) as client:
 
-    def grammar(*tools: Any, **fields: Any) -> Any:
-        ask(client, tools=tools or [WEATHER, OTHER], **fields)
-        return engine.submitted[-1].sampling.grammar
+        def grammar(*tools: Any, **fields: Any) -> Any:
+            ask(client, tools=tools or [WEATHER, OTHER], **fields)
+            return engine.submitted[-1].sampling.grammar
 
-    assert grammar() is None
-    assert grammar(tool_choice="auto") is None
-    required = grammar(tool_choice="required")
-    assert (required.kind, required.free_until) == ("lark", None)
-    assert "get_weather" in required.value
-    assert "other" in required.value
-    assert "other" not in grammar(tool_choice=NAMED).value
-    allowed = {"mode": "required", "tools": [NAMED]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    assert "other" not in grammar(tool_choice=choice).value
-    assert "other" not in prompt_of(engine, tokenizer)
-    assert grammar(tool_choice=NAMED, **THINKING).free_until == "</think>"
-    assert "<tool_call>" in grammar(strict).value
+        assert grammar() is None
+        assert grammar(tool_choice="auto") is None
+        required = grammar(tool_choice="required")
+        assert (required.kind, required.free_until) == ("lark", None)
+        assert "get_weather" in required.value and "other" in required.value
+        assert "other" in prompt_of(engine, tokenizer)
+        assert "other" not in grammar(tool_choice=NAMED).value
+        assert "other" not in grammar(tool_choice=allowed).value
+        assert "other" not in prompt_of(engine, tokenizer)
+        assert grammar(tool_choice=NAMED, **THINKING).free_until == "</think>"
+        assert "<tool_call>" in grammar(strict).value
 
 
-def test_the_flags_for_formats(serve: Serve, tokenizer: Tokenizer) -> None:
+def test_the_flags_for_formats(tokenizer: Tokenizer) -> None:
     for settings, text, fields, expected in (
         ({"reasoning_parser": "none"}, f"<think>\n{TEXT}", {}, (None, f"<think>\n{TEXT}")),
         ({"reasoning_parser": "gpt_oss"}, HARMONY, {"tool_choice": "required"}, ("hm", "Y")),
         ({"tool_call_parser": "none"}, CALL, {}, (None, CALL)),
     ):
-        with serve(saying(tokenizer, text), **settings) as client:
+        with in_process(saying(tokenizer, text), **settings) as client:
             message = ask(client, tools=[WEATHER], tool_choice="none")["choices"][0]["message"]
             assert (message.get("reasoning_content"), message["content"]) == expected
             if settings != {"reasoning_parser": "none"}:

@@ -19,7 +19,8 @@ from tests.server.fake_engine import FakeEngine, Output, answer, out
 from tests.server.in_process import CHAT, GOOD
 from tests.server.raw_http import Answer, incoming, request_bytes
 from tests.server.test_metrics import samples
-from tests.server.test_reliability import HELD, Valve, post, small, wait_until
+from tests.server.test_reliability import HELD, Valve, post, small
+from tests.waiting import wait_until
 
 GET = request_bytes("GET", "/health")
 POST = request_bytes("POST", CHAT, {"Content-Length": "1000"})

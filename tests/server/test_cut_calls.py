@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import Serve, Served
 from tests.server.in_process import CHAT, GOOD, in_process
 from tests.server.wire_help import WEATHER, WEATHER_SCHEMA, ask, events, joined, saying
 
@@ -36,7 +36,7 @@ def is_whole(arguments: str) -> bool:
         return False
 
 
-def chat(client: Served, most: int) -> Answer:
+def chat(client: httpx.Client, most: int) -> Answer:
     fields = {"tools": [WEATHER], "max_tokens": most}
     (choice,) = ask(client, **fields)["choices"]
     whole, streamed = choice["message"], joined(events(client, **fields))
@@ -47,7 +47,7 @@ def chat(client: Served, most: int) -> Answer:
     return streamed["content"], [call["arguments"] for call in calls]
 
 
-def response(client: Served, most: int) -> Answer:
+def response(client: httpx.Client, most: int) -> Answer:
     fields = {"input": "hi", "tools": [FUNCTION], "max_output_tokens": most}
     whole, found = ask(client, RESPONSES, **fields), events(client, RESPONSES, **fields)
     assert found[-1]["response"]["status"] == whole["status"] == "incomplete"
@@ -66,7 +66,7 @@ def response(client: Served, most: int) -> Answer:
     return "".join(content), [call["arguments"] for call in calls]
 
 
-def message(client: Served, most: int) -> Answer:
+def message(client: httpx.Client, most: int) -> Answer:
     fields = {**MESSAGE, "max_tokens": most}
     whole, found = ask(client, MESSAGES, **fields), events(client, MESSAGES, **fields)
     (reason,) = [e["delta"]["stop_reason"] for e in found if e["type"] == "message_delta"]
@@ -91,16 +91,16 @@ def message(client: Served, most: int) -> Answer:
 
 
 @pytest.fixture(scope="module", params=[("hermes", HERMES), ("qwen3_coder", XML)])
-def said(request: Any, serve: Serve, tokenizer: Tokenizer) -> Iterator[tuple[Served, str, range]]:
+def said(request: Any, tokenizer: Tokenizer) -> Iterator[tuple[httpx.Client, str, range]]:
     """A served model that says some text and two calls, in one step, as far as it may."""
     name, call = request.param
     text = f"{TEXT}\n{call}\n{call}"
-    with serve(saying(tokenizer, text, sizes=(99,)), tool_call_parser=name) as client:
+    with in_process(saying(tokenizer, text, sizes=(99,)), tool_call_parser=name) as client:
         yield client, text, range(1, len(tokenizer.encode(text)) + 1)
 
 
 @pytest.mark.parametrize("api", [chat, response, message])
-def test_answers_of_every_length(said: tuple[Served, str, range], api: Any) -> None:
+def test_answers_of_every_length(said: tuple[httpx.Client, str, range], api: Any) -> None:
     client, text, lengths = said
     found = set()
     for most in lengths[: len(lengths) * 3 // 4]:

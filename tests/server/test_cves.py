@@ -43,6 +43,7 @@ from tests.server.in_process import (
     in_process,
 )
 from tests.server.raw_http import error_of
+from tests.tiny_models import change_json
 
 WIRE: dict[str, type[BaseModel]] = {
     CHAT: ChatRequest,
@@ -74,16 +75,12 @@ def model(tmp_path: Path) -> Path:
     return copy
 
 
-def edit(file: Path, **fields: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-
 def test_cve_2026_5843_mlx_lm_code_named_by_a_configuration(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """config.json's `model_file` was imported and run by whoever loaded the model."""
     for fields in ({"text_config": {"model_file": "evil.py"}}, {"model_file": "evil.py"}):
-        edit(model / "config.json", **fields)
+        change_json(model / "config.json", **fields)
         with pytest.raises(UnsupportedModelError, match="runs no code"):
             load_model(model, enable_mtp=False, lazy=True)
     # Code that transformers would run.
@@ -95,7 +92,7 @@ def test_cve_2026_5843_mlx_lm_code_named_by_a_configuration(
         ("tokenizer_config.json", {"tokenizer_class": "Evil"}),
     ):
         before = (model / name).read_text()
-        edit(model / name, auto_map=classes, **fields)
+        change_json(model / name, auto_map=classes, **fields)
         with contextlib.suppress(ModelError):
             assert Tokenizer.load(model).encode("hi")
         (model / name).write_text(before)

@@ -104,8 +104,7 @@ def asked(engine: FakeEngine, tokenizer: Tokenizer) -> Any:
     found = []
     for request in engine.submitted:
         assert (request.grammar is None) == (request.sampling.grammar is None)
-        ids = request.prompt_token_ids
-        fields = {"prompt": b"".join(map(tokenizer.token_bytes, ids)).decode()}
+        fields = {"prompt": tokenizer.text_of(request.prompt_token_ids)}
         sampling = json.loads(json.dumps(dataclasses.asdict(request.sampling)))
         if (sampling["grammar"] or {}).get("kind") == "lark":
             sampling["grammar"]["value"] = "*"  # Others test what is in it.

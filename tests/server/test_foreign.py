@@ -224,12 +224,6 @@ def test_best_of_is_n(client: httpx.Client) -> None:
         assert client.post(TEXT, json=GOOD[TEXT] | fields).status_code == 400
 
 
-def test_a_missing_model_is_the_one_that_is_served(client: httpx.Client) -> None:
-    for path in GENERATING:
-        body = {key: value for key, value in GOOD[path].items() if key != "model"}
-        assert client.post(path, json=body).json()["model"] == GOOD[path]["model"]
-
-
 # Wishes about thinking: whether the prompt opens a think block, and the budget.
 WISHES: list[tuple[Fields, bool, int | None]] = [
     ({"enable_thinking": True}, True, None),

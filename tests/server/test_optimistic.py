@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, out
+from tests.server.fake_engine import EOS, FakeEngine, out
 from tests.server.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
 
 
@@ -45,14 +45,3 @@ def test_what_is_no_share_is_refused(wrong) -> None:
     with in_process() as client:
         refused = client.post(CHAT, json=GOOD[CHAT] | {"mtp": {"optimistic": wrong}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mtp.optimistic")
-
-
-def test_where_nothing_is_drafted_it_is_refused() -> None:
-    info = FakeInfo(num_draft_tokens=0, mtp_enabled=False, draft_sources=())
-    engine = FakeEngine(lambda _: iter([out(EOS, finish="stop")]), info)
-    with in_process(engine) as client:
-        bodies = [GOOD[CHAT] | {"mtp": {"optimistic": share}} for share in (0.5, 0)]
-        refused, answered = (client.post(CHAT, json=body) for body in bodies)
-    assert (refused.status_code, answered.status_code) == (400, 200)
-    error = refused.json()["error"]
-    assert error["param"] == "mtp.optimistic" and "drafts nothing" in error["message"]

@@ -4,8 +4,7 @@ import json
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,6 +29,7 @@ from tests.server.in_process import (
 )
 from tests.server.raw_http import error_of, request_bytes
 from tests.server.test_metrics import samples
+from tests.waiting import wait_until
 
 HELD = "mlx_mtp:num_requests_held"
 REJECTED = "mlx_mtp:requests_rejected_total"
@@ -46,13 +46,6 @@ class Valve:
         while not self.is_open:
             yield None
         yield from self._then
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def small(script: Script) -> FakeEngine:
@@ -246,7 +239,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_is_new(serve: Serve) -> Non
         running = [pool.submit(post, client) for _ in range(2)]
         assert engine.wait_for(lambda: len(engine.submitted) == 2)
         client.server.handle_exit(signal.SIGTERM, None)
-        time.sleep(0.25)  # The server looks ten times a second whether it is to go.
+        wait_until(lambda: client.get("/health").status_code == 503)
         for path in (*GENERATING, TOKENIZE):
             refused = post(client, path)
             assert 1 <= int(refused.headers["retry-after"]) <= 60

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
-from tests.server.wire_help import CALL, WEATHER_SCHEMA, saying
+from tests.server.wire_help import CALL, WEATHER_SCHEMA, prompt_of, saying
 
 HI: Any = [{"role": "user", "content": "hi"}]
 AND: Any = {"role": "user", "content": "And?"}
@@ -76,8 +76,7 @@ def test_history(serve: Serve, tokenizer: Tokenizer, form: Form) -> None:
     ):
         for ask, api in ((chat, sdk), (response, sdk), (message, claude)):
             ask(api, form)  # type: ignore[arg-type]
-            ids = engine.submitted[-1].prompt_token_ids
-            prompt = b"".join(map(tokenizer.token_bytes, ids)).decode()
+            prompt = prompt_of(engine, tokenizer)
             # The prompt has what the model said, and nothing else of the answer.
             turn = prompt.rpartition("<|im_start|>user\nAnd?")[0].rpartition("\nhi<|im_end|>")[2]
             assert "Here it is." in turn and "<tool_call>" in turn and "Rome" in turn

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from mlx_mtp.server.fields import MAX_MESSAGES
 from mlx_mtp.server.stored import Store, Stored
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import MODEL, Serve, Served
+from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, endless
 from tests.server.in_process import RESPONSES, in_process
 from tests.server.wire_help import (
@@ -30,13 +30,13 @@ SAID = "Hello."
 
 
 @pytest.fixture(scope="module")
-def server(serve: Serve, tokenizer: Tokenizer) -> Iterator[Served]:
-    with serve(saying(tokenizer, SAID), max_stored_completions=4) as client:
+def server(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
+    with in_process(saying(tokenizer, SAID), max_stored_completions=4) as client:
         yield client
 
 
 @pytest.fixture
-def client(server: Served) -> Iterator[Served]:
+def client(server: httpx.Client) -> Iterator[httpx.Client]:
     yield server
     for name in names(listed(server, limit=100)):
         assert server.delete(f"{CHAT}/{name}").json()["deleted"]
@@ -57,7 +57,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     return response.json()["error"]
 
 
-def test_a_stored_completion_is_what_was_answered(client: Served) -> None:
+def test_a_stored_completion_is_what_was_answered(client: httpx.Client) -> None:
     unasked = ask(client, store=False)
     assert "store: true" in error(client.get(f"{CHAT}/{unasked['id']}"), 404)["message"]
     empty = {"object": "list", "data": [], "first_id": "", "last_id": "", "has_more": False}
@@ -77,8 +77,8 @@ def test_a_stored_completion_is_what_was_answered(client: Served) -> None:
         error(client.request(method, path + suffix), 404)
 
 
-def test_a_stream_is_stored_as_it_was_told(serve: Serve, tokenizer: Tokenizer) -> None:
-    with serve(saying(tokenizer, f"See.\n{CALL}")) as client:
+def test_a_stream_is_stored_as_it_was_told(tokenizer: Tokenizer) -> None:
+    with in_process(saying(tokenizer, f"See.\n{CALL}")) as client:
         chunks = events(client, store=True, tools=[WEATHER], stream_options={"include_usage": True})
         kept = client.get(f"{CHAT}/{chunks[0]['id']}").json()
     told, (choice,) = joined(chunks), kept["choices"]
@@ -98,7 +98,7 @@ def test_a_stream_that_is_left_is_not_stored(serve: Serve) -> None:
         assert listed(client)["data"] == []
 
 
-def test_labels_change_and_the_rest_stays(client: Served) -> None:
+def test_labels_change_and_the_rest_stays(client: httpx.Client) -> None:
     made = ask(client, store=True, metadata={"a": "1"})
     path = f"{CHAT}/{made['id']}"
     for new in ({"b": "2", "c": "3"}, {}):
@@ -110,7 +110,7 @@ def test_labels_change_and_the_rest_stays(client: Served) -> None:
     assert error(client.post(path, json={"metadata": {"a": 1}}), 400)["param"] == "metadata.a"
 
 
-def test_pages(client: Served) -> None:
+def test_pages(client: httpx.Client) -> None:
     made = [ask(client, store=True, metadata={"n": str(n)})["id"] for n in range(4)]
     assert names(listed(client)) == made
     assert names(listed(client, order="desc")) == made[::-1]
@@ -123,7 +123,7 @@ def test_pages(client: Served) -> None:
     assert names(listed(client, model="other")) == []
 
 
-def test_bad_queries(client: Served) -> None:
+def test_bad_queries(client: httpx.Client) -> None:
     for name, value in (
         *(("limit", limit) for limit in (0, 101, "many")),
         *(("order", "up"), ("after", "chatcmpl-1"), ("before", "chatcmpl-1"), ("metadata", "x")),
@@ -149,10 +149,9 @@ def test_the_oldest_make_room_counted_in_bytes_too() -> None:
     assert [after(name, 2) for name in "fghi"][-1] == ["g", "h", "i"]
 
 
-def test_the_key_guards_what_is_stored(serve: Serve, tokenizer: Tokenizer) -> None:
-    keys = ("first", "second")
-    with serve(FakeEngine(answer(tokenizer.encode(SAID))), api_keys=keys) as client:
-        one, other = ({"Authorization": f"Bearer {key}"} for key in keys)
+def test_the_key_guards_what_is_stored() -> None:
+    with in_process(api_keys=("first", "second")) as client:
+        one, other = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
         made = client.post(CHAT, json=chat_body(store=True), headers=one).json()
         for path in (CHAT, f"{CHAT}/{made['id']}", f"{CHAT}/{made['id']}/messages"):
             assert client.get(path).status_code == 401
@@ -218,7 +217,7 @@ def test_a_response_is_continued_as_if_all_of_it_were_sent_again(
         assert prompt_of(engine, tokenizer).count(SPOKEN) == 3
 
 
-def test_a_stored_response_is_what_was_answered(client: Served) -> None:
+def test_a_stored_response_is_what_was_answered(client: httpx.Client) -> None:
     made, unasked = respond(client, metadata={"a": "b"}), respond(client, store=False)
     assert (made["store"], unasked["store"]) == (True, False)
     path = f"{RESPONSES}/{made['id']}"

@@ -12,9 +12,9 @@ import pytest
 from mlx_mtp.engine.request import Progress, Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.server.tokenizer import Tokenizer
-from tests.server.conftest import MODEL, Serve, Served
+from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
-from tests.server.in_process import GOOD, MESSAGES, TEXT
+from tests.server.in_process import GOOD, MESSAGES, TEXT, in_process
 from tests.server.test_reliability import Valve
 from tests.server.wire_help import CHAT, ask, chat_body, events, saying
 
@@ -24,19 +24,13 @@ def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:
     return "".join(c["delta"].get("content", "") if "delta" in c else c["text"] for c in choices)
 
 
-@pytest.fixture(scope="module")
-def client(serve: Serve, tokenizer: Tokenizer) -> Iterator[Served]:
-    with serve(saying(tokenizer, "Once upon a time, 🎉 and then: the end.")) as client:
-        yield client
-
-
-def test_several_prompts_and_choices_keep_their_places(serve: Serve, tokenizer: Tokenizer) -> None:
+def test_several_prompts_and_choices_keep_their_places(tokenizer: Tokenizer) -> None:
     def echo(request: Request) -> Iterator[Output]:
         said = f"{list(request.prompt_token_ids)} {request.sampling.choice}"
         return answer(tokenizer.encode(said))(request)
 
     engine = FakeEngine(echo)
-    with serve(engine) as client:
+    with in_process(engine) as client:
         fields = {"prompt": [[5], [6, 7]], "n": 2, "logprobs": 0}
         body = ask(client, TEXT, **fields)
         expected = ["[5] 0", "[5] 1", "[6, 7] 0", "[6, 7] 1"]
@@ -55,9 +49,9 @@ def test_several_prompts_and_choices_keep_their_places(serve: Serve, tokenizer: 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (9,), (1, 4, 2)])
 def test_what_a_step_brings_changes_neither_text_nor_counts(
-    serve: Serve, tokenizer: Tokenizer, sizes: tuple[int, ...]
+    tokenizer: Tokenizer, sizes: tuple[int, ...]
 ) -> None:
-    with serve(saying(tokenizer, "one, two, three, four, five", sizes)) as client:
+    with in_process(saying(tokenizer, "one, two, three, four, five", sizes)) as client:
         fields = {"stop": ["four", "three,"], "logprobs": True}
         body = ask(client, **fields)
         assert body["choices"][0]["message"]["content"] == "one, two, "
@@ -70,23 +64,20 @@ def test_what_a_step_brings_changes_neither_text_nor_counts(
         assert text_of(events(client, **fields)) == "one, two, "
 
 
-def test_no_more_drafts_are_accepted_than_tokens_are_used(
-    serve: Serve, tokenizer: Tokenizer
-) -> None:
+def test_no_more_drafts_are_accepted_than_tokens_are_used(tokenizer: Tokenizer) -> None:
     # One step of nine tokens, of which the stop string leaves the first: an accepted draft.
     counts = {"num_draft_tokens": 8, "num_accepted_tokens": 8, "optimistic": (0, 2, 7)}
     step = out(*[tokenizer.encode("a")[0]] * 9, **counts)
-    with serve(FakeEngine(lambda _: itertools.chain([step], itertools.repeat(None)))) as client:
+    engine = FakeEngine(lambda _: itertools.chain([step], itertools.repeat(None)))
+    with in_process(engine) as client:
         timings = ask(client, stop="a", mtp={"optimistic": 0.1})["timings"]
     names = ("predicted_n", "draft_n_optimistic", "draft_n_accepted", "draft_n")
     assert [timings[name] for name in names] == [1, 1, 1, 8]
 
 
-def test_a_stop_string_cancels_the_sequence_and_its_end_does_not(
-    serve: Serve, tokenizer: Tokenizer
-) -> None:
+def test_a_stop_string_cancels_the_sequence_and_its_end_does_not(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(endless(tokenizer.encode("a")[0]))
-    with serve(engine) as client:
+    with in_process(engine) as client:
         body = ask(client, stop="aaa")
         assert body["choices"][0]["message"]["content"] == ""
         assert body["usage"]["completion_tokens"] == 3
@@ -98,16 +89,21 @@ def test_a_stop_string_cancels_the_sequence_and_its_end_does_not(
     assert len(engine.cancelled) == 1
 
 
-def test_without_mtp_no_drafts_can_be_asked_for(serve: Serve) -> None:
-    engine = FakeEngine(answer([300]), FakeInfo(num_draft_tokens=0, mtp_enabled=False))
-    with serve(engine) as client:
-        for mtp in ({"num_draft_tokens": 0}, {}, None):
+def test_where_nothing_is_drafted_no_drafts_can_be_asked_for() -> None:
+    info = FakeInfo(num_draft_tokens=0, mtp_enabled=False, draft_sources=())
+    engine = FakeEngine(answer([300]), info)
+    with in_process(engine) as client:
+        for mtp in ({"num_draft_tokens": 0}, {}, None, {"optimistic": 0}):
             ask(client, mtp=mtp)
-        refused = client.post(CHAT, json=chat_body(mtp={"num_draft_tokens": 2}))
-    error = refused.json()["error"]
-    assert (refused.status_code, error["param"]) == (400, "mtp.num_draft_tokens")
-    assert "without MTP" in error["message"]
-    assert [request.num_draft_tokens for request in engine.submitted] == [0, None, None]
+        for name, value, words in (
+            ("num_draft_tokens", 2, "without MTP"),
+            ("optimistic", 0.5, "drafts nothing"),
+        ):
+            refused = client.post(CHAT, json=chat_body(mtp={name: value}))
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, f"mtp.{name}")
+            assert words in error["message"]
+    assert [request.num_draft_tokens for request in engine.submitted] == [0, None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -164,15 +160,16 @@ def test_a_client_that_leaves_frees_its_rows(serve: Serve, streaming: bool, scri
         assert engine.cancelled == {request.request_id for request in engine.submitted}
 
 
-def test_models_and_paths_that_end_in_a_slash(client: Served) -> None:
-    (card,) = client.get("/v1/models/").json()["data"]
-    assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 1024)
-    for path in (MODEL, "test%2Fmodel", MODEL + "/"):
-        assert client.get(f"/v1/models/{path}").json() == card
+def test_models_and_paths_that_end_in_a_slash() -> None:
+    with in_process() as client:
+        (card,) = client.get("/v1/models/").json()["data"]
+        assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 1024)
+        for path in (MODEL, "test%2Fmodel", MODEL + "/"):
+            assert client.get(f"/v1/models/{path}").json() == card
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_the_progress_of_the_prompt(serve: Serve, path: str) -> None:
+def test_the_progress_of_the_prompt(path: str) -> None:
     """In llama.cpp's form: the last token is processed when the answer's first one is there."""
 
     def script(request: Request) -> Iterator[Output]:
@@ -185,7 +182,7 @@ def test_the_progress_of_the_prompt(serve: Serve, path: str) -> None:
         yield out(EOS, finish="stop")
 
     engine = FakeEngine(script)
-    with serve(engine) as client:
+    with in_process(engine) as client:
         fields = {"prompt": "hi"} if path == TEXT else {}
         fields |= {"n": 2, "return_token_ids": True}
         plain = events(client, path, **fields)

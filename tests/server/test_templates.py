@@ -11,7 +11,8 @@ from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.conversation import Conversation, Message, Tool, ToolCall
 from mlx_mtp.server.parsing.formats import OutputFormat
 from mlx_mtp.server.prompting import Prompter
-from tests.server.conftest import Serve, tokenizer_with
+from tests.server.conftest import tokenizer_with
+from tests.server.in_process import in_process
 from tests.server.parsing.pieces import events_of, hermes, summary, xml
 from tests.server.wire_help import ARGUMENTS, CHAT, WEATHER, ask, chat_body, events, joined, saying
 
@@ -175,13 +176,13 @@ TEXTS = {"hermes": hermes("get_weather", ARGUMENTS), "qwen3_coder": xml("get_wea
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_chats_over_http(serve: Serve, name: str) -> None:
+def test_chats_over_http(name: str) -> None:
     tokenizer = tokenizer_with(TEMPLATES[name])
     form = OutputFormat.choose(tokenizer.template)
     assert form.tools == ("qwen3_coder" if name in XML else "hermes")
     thought = "I look.\n</think>\n\n" if name in THINKING else ""
     engine = saying(tokenizer, thought + TEXTS[form.tools])
-    with serve(engine, tokenizer=tokenizer) as client:
+    with in_process(engine, tokenizer=tokenizer) as client:
         message = joined(events(client, tools=[WEATHER]))
         assert message["reasoning_content"] == ("I look." if thought else "")
         assert message["tool_calls"][0]["arguments"] == ARGUMENTS

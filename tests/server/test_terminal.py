@@ -30,8 +30,7 @@ def test_generate_prints_the_answer_and_then_its_speed(tokenizer, capsys):
     (request,) = engine.submitted
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
-    text = b"".join(map(tokenizer.token_bytes, request.prompt_token_ids)).decode()
-    assert "Be kind." in text
+    assert "Be kind." in tokenizer.text_of(request.prompt_token_ids)
 
 
 def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,20 +150,19 @@ def test_a_tokenizer_that_breaks_is_a_400(
 def test_clients_take_turns_and_those_who_left_are_skipped() -> None:
     async def script() -> None:
         turns, order = Turns(1), []
-        gate = asyncio.Event()
+        began, gate = threading.Event(), threading.Event()
 
-        def work(name: str) -> str:
-            while not gate.is_set():
-                time.sleep(0.001)
+        def work(name: str) -> None:
+            began.set()
+            assert gate.wait(30)
             order.append(name)
-            return name
 
-        async def ask(client: str, name: str) -> str:
-            return await turns.run((client, ""), lambda: work(name))
+        async def ask(client: str, name: str) -> None:
+            await turns.run((client, ""), lambda: work(name))
 
         jobs = [asyncio.ensure_future(ask("a", f"a{n}")) for n in range(5)]
         jobs += [asyncio.ensure_future(ask("b", "b0"))]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(began.wait, 30)  # By now all have asked.
         jobs[1].cancel()  # It waits,
         jobs[0].cancel()  # and this one runs on without anybody.
         gate.set()
