@@ -9,8 +9,8 @@ says. So this gives tokens per step and the speed to expect of models that can't
 
 Prose is the same with files that have nothing to do with the prompt. Price lists of models on one
 H200 (full shapes, context 512, before the kernels for products of few rows) have a step's time by
-the tokens that it verifies, and that of a pass of the head. `--host` is what a step costs more, in plain steps, that
-is read before the next one is launched, as all are while a row copies.
+the tokens that it verifies, and that of a pass of the head. `--host` is what a step costs more, in
+plain steps, that is read before the next one is launched, as all are while a row copies.
 """
 
 import argparse
