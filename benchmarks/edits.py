@@ -8,9 +8,9 @@ says. So this gives tokens per step and the speed to expect of models that can't
     python -m benchmarks.edits [--repository .] [--files 24] [--rates 0.6 0.75 0.9] [--rows 1 4 16]
 
 Prose is the same with files that have nothing to do with the prompt. Price lists of models on one
-H200 are from docs/benchmarks.md (full shapes, context 512): a step's time by the tokens that it
-verifies, and that of a pass of the head. `--host` is what a step costs more, in plain steps, that
-is read before the next one is launched, as all are while a row copies.
+H200 (full shapes, context 512, before the kernels for products of few rows) have a step's time by
+the tokens that it verifies, and that of a pass of the head. `--host` is what a step costs more, in
+plain steps, that is read before the next one is launched, as all are while a row copies.
 """
 
 import argparse

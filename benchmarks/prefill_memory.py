@@ -2,8 +2,7 @@
 
 Each case runs in a process of its own: the resident set's peak is the process's, and what earlier
 work left behind would be freed meanwhile and taken from the case's peak. mlx's own peak is taken
-step by step, so that the prompt's chunks and its joining the other rows (whose room then
-becomes as long as its own: docs/architecture.md, Known limits) are distinguished.
+step by step, so that the prompt's chunks and its joining the other rows are distinguished.
 
     python -m benchmarks.prefill_memory [--tokens 8192 16384 32768] [--rows 0 4] [--step 512]
                                         [--model DIR]

@@ -52,9 +52,9 @@ def test_the_tables_of_memory():
         assert table in page, "run: python -m benchmarks.memory_guide"
 
 
-def test_clients_lists_what_is_accepted_without_effect():
-    section = text_of("docs/clients.md").partition("### Accepted without effect\n")[2]
-    section = section.partition("\n### ")[0]
+def test_api_lists_what_is_accepted_without_effect():
+    section = text_of("docs/api.md").partition("## Accepted without effect\n")[2]
+    section = section.partition("\n## ")[0]
     parameters = json.loads(text_of("tests/data/sdk_parameters.json"))
     ignored = {
         name

@@ -21,7 +21,7 @@ def check_answers(
 ) -> None:
     """Compute two short answers; ModelError if that fails, logits are not finite, or ranks differ.
 
-    Their requests run as those that measure step costs do (`calibration.calibrate`).
+    Their requests run as those that measure step costs do (`calibration.Calibration`).
     """
     scheduler = Scheduler(config, FixedDepth(num_draft_tokens))
     core = EngineCore(scheduler, runner, overlap=config.overlap)

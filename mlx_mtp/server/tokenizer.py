@@ -123,7 +123,7 @@ class Tokenizer:
             # What follows may make fewer tokens of a part's end, but never half of all.
             if limit is not None and len(found) > (limit if whole else 2 * limit):
                 count = len(found) if whole else f"more than {2 * limit}"
-                # Agents know these words, and shorten the chat (docs/clients.md).
+                # Agents know these words, and shorten the chat (docs/api.md).
                 raise ContextLengthError(
                     f"The prompt is too long: {count} tokens > {limit - 1} maximum. This model's "
                     f"maximum context length is {limit} tokens."
