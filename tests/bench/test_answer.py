@@ -70,7 +70,7 @@ AB, C = piece("a") + piece("b"), piece("c")
         ((*TEXTS, closing("stop") + end(14)), "text", (14, 3), (1, 2, 3), (3, 7, 3)),
         # What one read returns is one chunk; there may be fewer tokens than events.
         ((AB, C + end(3)), "single", (3, 3), (1, 2), (2, 1)),
-        ((AB, C + end(1)), "text", (1, 3), (1, 2), (2 / 3, 1 / 3)),
+        ((piece("a") + piece("bcd"), C + end(1)), "text", (1, 3), (1, 2), (2 / 3, 1 / 3)),
         # Without usage, or with one that can't be, chunks are counted.
         ((piece("a"), piece("bcdef"), end(0)), "chunks", (2, 2), (1, 2), (1, 1)),
         # Reasoning and calls are text too; a role is none.

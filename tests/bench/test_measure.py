@@ -56,9 +56,9 @@ def test_a_subject_that_says_nothing_is_named():
 
 
 def test_a_round_that_would_not_end_in_time_is_not_begun(monkeypatch):
-    now = iter([0.0, 3.0, 3.0, 6.5, 6.5])  # Before and after each round.
+    now = iter([100.0, 103.0, 103.0, 106.5, 106.5])  # Before and after each round.
     monkeypatch.setattr("mlx_mtp.bench.measure.perf_counter", lambda: next(now))
-    waves = measure([Scripted("A", [])], [("short", 1)], 9, 0, seed=7, deadline=9.9)
+    waves = measure([Scripted("A", [])], [("short", 1)], 9, 0, seed=7, deadline=109.9)
     assert [wave.round for wave in waves] == [0, 1]
 
 
@@ -102,6 +102,10 @@ def test_rounds_give_a_median_a_range_and_ratios_round_by_round():
     ):
         assert (b[name], b[f"{name}_min"], b[f"{name}_max"]) == (median, low, high)
     assert a["rate_ratio_min"] == a["ttft_ratio_max"] == 1.0
+    # Nothing can be said against a first token that came in no time.
+    at_once = [wave(0, make(0.0, [0.0, 2.0]), subject="A")]
+    (alone,) = summarize(at_once, ["A"], reference="A")
+    assert (alone["rate_ratio"], alone["ttft_ratio"]) == (1.0, None)
 
 
 def test_the_worst_split_is_shown_and_what_is_unknown_is_none():
