@@ -99,8 +99,9 @@ def sampling_params(
     for name in {"stop_token_ids", "allowed_token_ids"} & values.keys():
         values[name] = tuple(values[name])
     params = replace(defaults, **values)
-    if not options.echo and params.prompt_logprobs is None:  # With them the prompt alone will do.
-        Range(1, RANGES["max_tokens"].high).check("max_tokens", params.max_tokens)
+    prompt_alone = options.echo or params.prompt_logprobs is not None  # Then it will do.
+    allowed = Range(0 if prompt_alone else 1, RANGES["max_tokens"].high)
+    allowed.check(options.max_tokens_field, params.max_tokens)
     params.validate(vocab_size)
     return params
 

@@ -227,7 +227,10 @@ class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
 
     def options(self, **_: Any) -> RequestOptions:
         top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
+        options = super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
+        if self.max_completion_tokens is None:
+            return options
+        return replace(options, max_tokens_field="max_completion_tokens")
 
     def conversation(self) -> Conversation:
         field, response = self.guided() or ("response_format", None)
