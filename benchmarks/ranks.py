@@ -32,7 +32,7 @@ def _led(
     links: Links, model: LoadedModel, proposer: MTPProposer | None, vocab_size: int
 ) -> ModelRunner:
     links.send(Begin(vocab_size, proposer is not None, None))
-    return LeadRunner(links, model, proposer, vocab_size, LeadPrefixes(links))
+    return LeadRunner(model, proposer, vocab_size, LeadPrefixes(links))
 
 
 def _time_sums(hidden: int, count: int = 200) -> float:

@@ -3,7 +3,7 @@
 import argparse
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -127,11 +127,11 @@ def build_engine(
         draft_sources=sources,
     )
     of_cache = config.prefix_cache_size, config.kv_cache_quantization
-    shared = None
+    prefixes = PrefixCache(*of_cache, store)
+    make_runner: Callable[..., ModelRunner] = ModelRunner
     if links is not None:
         assert store is None or isinstance(store, LeadStore)
-        shared = LeadPrefixes(links, *of_cache, store)
-    prefixes = shared or PrefixCache(*of_cache, store)
+        prefixes, make_runner = LeadPrefixes(links, *of_cache, store), LeadRunner
     if config.copies:
         # Earlier answers are kept where earlier prompts are.
         prefixes.copies = Copies(config.draft_answers_size if config.prefix_cache_size else 0)
@@ -144,10 +144,7 @@ def build_engine(
         usage = None if memory is None else memory.usage
         prefills = Prefills(config, chunks)
         scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
-        if links is None or shared is None:
-            runner = ModelRunner(model, proposer, vocab_size, prefixes)
-        else:
-            runner = LeadRunner(links, model, proposer, vocab_size, shared)
+        runner = make_runner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
     checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens and proposer else 0)

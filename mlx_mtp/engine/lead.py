@@ -47,12 +47,12 @@ class LeadPrefixes(PrefixCache):
         super().__init__(limit, bits, store)
         self.notes = Notes() if store is None else store.notes
         self.rows: dict[Sequence, int] = {}  # the others' numbers of what they know
-        self._links = links
+        self.links = links
 
     def restore(self, batch: Batch) -> bool:
         restored = super().restore(batch)
         if not restored:
-            self._links.fail("rank 0 could not restore a prefix")
+            self.links.fail("rank 0 could not restore a prefix")
         return restored
 
     def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
@@ -70,14 +70,13 @@ class LeadRunner(ModelRunner):
 
     def __init__(
         self,
-        links: Links,
         model: LoadedModel,
         proposer: DraftProposer | None,
         vocab_size: int,
         prefixes: LeadPrefixes,
     ) -> None:
         super().__init__(model, proposer, vocab_size, prefixes)
-        self._links, self._shared = links, prefixes
+        self._links, self._shared = prefixes.links, prefixes
         self._numbers = itertools.count()
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
