@@ -30,7 +30,7 @@ BEAT_SECONDS = 0.5
 LOST_SECONDS = 8.0
 """Without a sign of life after which a rank is taken to be lost."""
 _CONNECT_SECONDS = 60.0
-_REACH_SECONDS = 10.0
+_REACH_SECONDS = 3.0
 _TOLD_BYTES = 1024
 
 
