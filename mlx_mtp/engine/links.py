@@ -104,9 +104,14 @@ class Link:
         while not self._closed.wait(BEAT_SECONDS):
             self.send(self.own_done)
 
+    def _heard(self) -> bool:
+        """Wait for a message; time in which this process is stopped, as by Ctrl-Z, does not count."""
+        turns = range(round(LOST_SECONDS / BEAT_SECONDS))
+        return any(self._connection.poll(BEAT_SECONDS) for _ in turns)
+
     def _read(self) -> None:
         try:
-            while self._connection.poll(LOST_SECONDS):
+            while self._heard():
                 message = _Loader(io.BytesIO(self._connection.recv_bytes())).load()
                 if message is None:  # It ends, which is no loss.
                     self.close()

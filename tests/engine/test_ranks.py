@@ -116,8 +116,9 @@ def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, si
     [
         (None, 2, "erratic", "sampled grammars"),
         (None, 2, 2, "sampled"),  # so that steps are launched before the last ones are read
-        *(full(path, 4, depth, "sampled") for path in (DEMO, DENSE_DEMO) for depth in (0, 3)),
         full(DEMO, 4, "erratic", "sampled grammars"),
+        full(DEMO, 4, 0, "sampled"),
+        full(DENSE_DEMO, 4, 3, "sampled"),
     ],
 )
 def test_processes_answer_as_one(tmp_path, ties, path, size, depth, kind):
