@@ -105,7 +105,7 @@ class Link:
             self.send(self.own_done)
 
     def _heard(self) -> bool:
-        """Wait for a message; time in which this process is stopped, as by Ctrl-Z, does not count."""
+        """Wait for a message; time in which this process is stopped (Ctrl-Z) does not count."""
         turns = range(round(LOST_SECONDS / BEAT_SECONDS))
         return any(self._connection.poll(BEAT_SECONDS) for _ in turns)
 
