@@ -7,6 +7,7 @@ import pickle
 import queue
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.chunk_calibration import ChunkCalibration
 from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.messages import Compare
-from mlx_mtp.errors import EngineStoppedError, RankError, UsageError
+from mlx_mtp.errors import EngineStoppedError, ModelError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.speculative.prices import StepCosts
 from mlx_mtp.world import World
@@ -211,6 +212,29 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     assert on_lead.get(timeout=60) == "rank 1 has ended"
     with pytest.raises(RankError, match="rank 1 has ended"):
         lead.wait()
+
+
+@pytest.mark.parametrize("factor", [1.2, 1.0001])
+def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
+    tmp_path, monkeypatch, caplog, factor
+):
+    """Where they are other roundings, there is a warning."""
+    write_checkpoint(tmp_path, Layout("qwen3_5"))
+    models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
+    norm = models[1].causal_lm.model.norm
+    norm.weight = norm.weight * factor
+
+    def work(together):
+        run = Driver(models[0], vocab_size=VOCAB, links=together)
+        run.add(request("r", range(5), greedy(9)))
+        while run.runner.batches.decoding is None:
+            run.step()
+        refusal = pytest.raises(ModelError, match="rank 1 computes other numbers than rank 0")
+        with refusal if factor > 1.1 else nullcontext():
+            run.runner.compare()
+
+    led(monkeypatch, models, work)
+    assert ("The ranks round differently" in caplog.text) == (factor < 1.1)
 
 
 def test_a_lost_rank_ends_all_requests(tiny_models):
