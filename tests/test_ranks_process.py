@@ -107,6 +107,8 @@ def test_ranks_that_are_stopped_together_go_on(tmp_path):
                 time.sleep(seconds)
 
         assert stream(lead.url, 100, pause)[-1] == "[DONE]", (lead.said, other.said)
+        lead.process.terminate()
+        assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
 
 
 def test_the_others_end_when_rank_zero_is_killed(tmp_path):
