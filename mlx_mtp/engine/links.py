@@ -197,8 +197,9 @@ def connect(
             socks = [server.accept()[0] for _ in range(1, ranks.size)]
         links = Links(on_failure)
         links.all = [Link(sock, key.encode(), links.fail, to_lead=False) for sock in socks]
-    # mlx raises a RuntimeError when a rank has gone; another program may listen at the port.
-    except (OSError, EOFError, RuntimeError, AuthenticationError) as error:
+    # When a rank has gone, mlx raises a RuntimeError or sums to what can't be read (ValueError);
+    # another program may listen at the port.
+    except (OSError, EOFError, RuntimeError, ValueError, AuthenticationError) as error:
         raise RankError(f"Rank 0 and the others can't connect: {error}") from error
     refusal, links.memory = None, memory
     for link in links.all:
