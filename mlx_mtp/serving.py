@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import logging
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp import factories
-from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, width_of
 from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
@@ -95,7 +92,7 @@ def serve(
         engine.launch()  # Where it can't answer there is nothing to serve.
         plan, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
         width = width_of(sys.stdout)
-        text = banner(config, loaded, engine.info, info, plan, kept, answers, width)
+        text = banner(config, loaded, engine.info, str(info), plan, kept, answers, width)
 
         def ready() -> None:
             on_ready(server, config.port) if on_ready else _announce(text)
@@ -156,7 +153,7 @@ def banner(
     config: ServerConfig,
     loaded: LoadedModel,
     engine: EngineInfo,
-    info: BackendInfo,
+    backend: str,
     memory: Sequence[str],
     prefixes: str,
     answers: str,
@@ -166,6 +163,8 @@ def banner(
 
     `prefixes` says which are kept, and where; `answers`, on what they depend.
     """
+    from mlx_mtp.world import own_address
+
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     depth = engine.num_draft_tokens
     drafts = (
@@ -188,7 +187,7 @@ def banner(
         if "copy" in engine.draft_sources
         else "off: --drafts, or a fixed number of drafts",
         **({"optimistic": _OPTIMISTIC.format(config.optimistic)} if config.optimistic else {}),
-        "backend": str(info),
+        "backend": backend,
         "prefixes": prefixes,
         "answers": answers,
         "memory": "\n".join(memory),
@@ -204,17 +203,6 @@ def banner(
     page = " A browser finds a chat at the address." if config.page else ""
     ready = f"Ready.{page} Ctrl-C stops the server."
     return f"\n{labelled(rows, width, '  ')}\n\n{command}\n\n{ready}\n"
-
-
-def own_address(host: str) -> str:
-    """This machine's address on its network, or its name, where `host` means all addresses."""
-    family, far = (
-        (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
-    )
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect((far, 9))  # Chooses the way there, and sends nothing.
-        return str(sock.getsockname()[0])
-    return socket.gethostname()
 
 
 def _url(host: str, port: int) -> str:

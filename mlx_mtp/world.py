@@ -1,8 +1,10 @@
 """The ranks that compute one model together, as `mlx.launch` starts them; else there is one."""
 
+import contextlib
 import functools
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +38,30 @@ def world() -> World:
     return World(group.rank(), group.size(), group)
 
 
-def rank_zero_host() -> str:
-    """Where the others reach rank 0."""
+def rank_zero_hosts() -> list[str]:
+    """Where the others may reach rank 0, which asks.
+
+    A ring's addresses may be those of cables, and rank 0's that of the cable to the last rank. So
+    the address that the machine has for all others is the second.
+    """
     if os.environ.get(_RING):
-        return _ring()[0][0].rpartition(":")[0]
-    if coordinator := os.environ.get(_JACCL):
-        return coordinator.rpartition(":")[0]
-    return os.environ[_NCCL]
+        found = _ring()[0][0].rpartition(":")[0]
+    elif coordinator := os.environ.get(_JACCL):
+        found = coordinator.rpartition(":")[0]
+    else:
+        found = os.environ[_NCCL]
+    return [*dict.fromkeys([found, own_address()])]
+
+
+def own_address(host: str = "0.0.0.0") -> str:
+    """This machine's address on its network, or its name, where `host` means all addresses."""
+    family, far = (
+        (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
+    )
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((far, 9))  # Chooses the way there, and sends nothing.
+        return str(sock.getsockname()[0])
+    return socket.gethostname()
 
 
 def _ring() -> list[list[str]]:

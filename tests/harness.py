@@ -212,15 +212,14 @@ class Driver:
                 model, None if draft_ids is None else DraftHead(model, draft_ids)
             )
         size, bits = config.prefix_cache_size, config.kv_cache_quantization
-        self.prefixes = PrefixCache(size, bits, store)
+        self.prefixes, make_runner = PrefixCache(size, bits, store), ModelRunner
         if links is not None:
-            self.prefixes = LeadPrefixes(links, size, bits, store)
+            self.prefixes, make_runner = LeadPrefixes(links, size, bits, store), LeadRunner
         step = config.prefill_step_size
         exact = config.exact
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
         self.copies = Copies(1 << 20) if copies is None and config.copies else copies
-        parts = model, proposer, self.vocab_size, self.prefixes
-        self.runner = (ModelRunner if links is None else LeadRunner)(*parts)
+        self.runner = make_runner(model, proposer, self.vocab_size, self.prefixes)
         self.scheduler = Scheduler(
             config, depth, self.reuse, copies=self.copies, prefills=prefills(config)
         )

@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 from mlx_mtp import __version__, cli, factories
-from mlx_mtp.backend import BackendInfo
 from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.flags import add_flags, resolve
@@ -24,7 +23,8 @@ from mlx_mtp.models import loader
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.options import wants_exact
 from mlx_mtp.server.serve import bind
-from mlx_mtp.serving import answers_text, banner, model_name, own_address, prefixes_text
+from mlx_mtp.serving import answers_text, banner, model_name, prefixes_text
+from mlx_mtp.world import own_address
 from tests.process import running
 from tests.server.fake_engine import FakeInfo
 
@@ -201,7 +201,7 @@ def test_the_banner(config, engine, shown):
     about = {"head_source": "/m/mtp.safetensors", "num_ranks": 2}
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", **about)
     memory = ["8.0 GB: 1.0 GB weights", "rows: 3"]
-    info = BackendInfo("CPU", "OpenBLAS 1", "0.32")
+    info = "CPU, OpenBLAS 1"
     text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same")
     assert shown in text and "a'b" not in text and "2, each with a part" in text
     assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")

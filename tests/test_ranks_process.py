@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.engine.links import LOST_SECONDS
 from tests.conftest import DEMO
 from tests.process import CHAT, MODEL, start_ranks
 
@@ -91,6 +93,22 @@ def test_a_lost_rank_ends_requests_and_rank_zero(tmp_path, sig, why):
         if sig == signal.SIGSTOP:
             other.process.send_signal(signal.SIGCONT)
             assert other.ended()[0] == 1
+
+
+def test_ranks_that_are_stopped_together_go_on(tmp_path):
+    """As by Ctrl-Z and `fg`, for longer than one may be silent."""
+    with ranks(tmp_path, SERVE, SERVE) as (lead, other):
+        assert lead.ready.wait(120) and lead.url, lead.ended()
+
+        def pause() -> None:
+            for sig, seconds in ((signal.SIGSTOP, LOST_SECONDS + 2), (signal.SIGCONT, 0)):
+                for each in (lead, other):
+                    each.process.send_signal(sig)
+                time.sleep(seconds)
+
+        assert stream(lead.url, 100, pause)[-1] == "[DONE]", (lead.said, other.said)
+        lead.process.terminate()
+        assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
 
 
 def test_the_others_end_when_rank_zero_is_killed(tmp_path):

@@ -51,13 +51,13 @@ class Engine:
         keeper: CostKeeper | None = None,
         store: PrefixStore | None = None,
         check_answers: Callable[[ModelRunner], None] | None = None,
-        links: Links | None = None,
+        links: Links | None = None,  # to the other ranks, if there are any
     ) -> None:
         self.info = info
         self._make_core = make_core
         self._heartbeat = heartbeat
         self._keeper = keeper
-        self._store, self._links = store, links
+        self._store, self._links = store, links or Links()
         self._check_answers = check_answers or (lambda _: None)
         self._answered = Future[None]()  # whether the first thread could answer
         if check_answers is None:
@@ -141,7 +141,7 @@ class Engine:
                 break
         if not thread.is_alive() and self._store is not None:
             self._store.close()
-        if not thread.is_alive() and self._links is not None:
+        if not thread.is_alive():
             self._links.close()
         return not thread.is_alive()
 
@@ -265,7 +265,7 @@ class Engine:
     def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the thread is to be restarted."""
         with self._wake:
-            alone = self._links is None  # Other ranks can't begin anew.
+            alone = not self._links.all  # Other ranks can't begin anew.
             restart = not self._stopping and alone and acquire_restart(self._restarts, monotonic())
             if restart:
                 logger.warning("The engine is restarted.")
@@ -276,7 +276,7 @@ class Engine:
         # Also those that had just ended: the thread may have died before delivering that.
         ends = self._cut_short(reason, self._open)
         tasks = [lambda: self._send(ends)]
-        if self._links is not None and self._failure is not None:
+        if self._failure is not None:
             tasks.append(partial(self._links.fail, reason))
         tasks += [] if core is None else [core.close]
         tasks += [] if self._keeper is None else [self._keeper.save]

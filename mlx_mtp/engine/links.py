@@ -6,12 +6,14 @@ it is linked with on threads of their own, and ends its process when one falls s
 
 import contextlib
 import io
+import json
 import pickle
 import queue
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -19,25 +21,28 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.engine import messages
 from mlx_mtp.engine.messages import Answer, Failed
 from mlx_mtp.errors import RankError, UsageError
-from mlx_mtp.world import World, rank_zero_host, summed
+from mlx_mtp.world import World, rank_zero_hosts, summed
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 8.0
 """Without a sign of life after which a rank is taken to be lost."""
 _CONNECT_SECONDS = 60.0
-_KEY_WORDS = 16
+_REACH_SECONDS = 3.0
+_TOLD_BYTES = 1024
 
 
 class _Loader(pickle.Unpickler):
     """Of messages, and of nothing else that a pickle may bring."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # A dotted name would lead on to what a message refers to.
-        if module != "mlx_mtp.engine.messages" or "." in name:
+        found = getattr(messages, name, None)
+        # What that module imports, or a module has by itself, would lead on.
+        if module != messages.__name__ or getattr(found, "__module__", None) != module:
             raise pickle.UnpicklingError(f"{module}.{name} is no message")
-        return super().find_class(module, name)
+        return found
 
 
 class Link:
@@ -99,9 +104,14 @@ class Link:
         while not self._closed.wait(BEAT_SECONDS):
             self.send(self.own_done)
 
+    def _heard(self) -> bool:
+        """Wait for a message; time in which this process is stopped (Ctrl-Z) does not count."""
+        turns = range(round(LOST_SECONDS / BEAT_SECONDS))
+        return any(self._connection.poll(BEAT_SECONDS) for _ in turns)
+
     def _read(self) -> None:
         try:
-            while self._connection.poll(LOST_SECONDS):
+            while self._heard():
                 message = _Loader(io.BytesIO(self._connection.recv_bytes())).load()
                 if message is None:  # It ends, which is no loss.
                     self.close()
@@ -127,9 +137,9 @@ class Link:
 
 
 class Links:
-    """Rank 0's connections to all others."""
+    """Rank 0's connections to all others, of which there may be none."""
 
-    def __init__(self, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, on_failure: Callable[[str], None] = lambda _: None) -> None:
         self.all: list[Link] = []
         self.on_failure = on_failure  # called with the first reason, on any thread
         self.memory = 0  # bytes that the rank with the least has
@@ -166,18 +176,18 @@ def connect(
 ) -> Links | Link:
     """Link rank 0 and the others, each with its memory in bytes.
 
-    Address and key go by the collective itself. UsageError where ranks differ in their facts.
+    Addresses and key go by the collective itself. UsageError where ranks differ in their facts.
     """
-    words, server, host = [0] * (1 + _KEY_WORDS), None, rank_zero_host()
+    words, server = bytes(_TOLD_BYTES), None
     try:
         if ranks.rank == 0:
-            server = socket.create_server((host, 0), backlog=ranks.size)
+            server = socket.create_server(("", 0), backlog=ranks.size)
             server.settimeout(_CONNECT_SECONDS)
-            words = [server.getsockname()[1], *secrets.token_bytes(_KEY_WORDS)]
-        port, *key = np.array(summed(mx.array(words, dtype=mx.int32))).tolist()
+            port, key = server.getsockname()[1], secrets.token_hex()
+            words = json.dumps([rank_zero_hosts(), port, key]).encode().ljust(_TOLD_BYTES)
+        hosts, port, key = json.loads(bytes(np.array(summed(mx.array([*words]))).tolist()))
         if server is None:
-            sock = socket.create_connection((host, port), _CONNECT_SECONDS)
-            link = Link(sock, bytes(key), on_failure, to_lead=True)
+            link = Link(_reach(hosts, port), key.encode(), on_failure, to_lead=True)
             link.send((ranks.rank, dict(facts), memory))
             refusal, link.memory = link.receive()
             if refusal:
@@ -186,10 +196,11 @@ def connect(
         with server:
             socks = [server.accept()[0] for _ in range(1, ranks.size)]
         links = Links(on_failure)
-        links.all = [Link(sock, bytes(key), links.fail, to_lead=False) for sock in socks]
-    # mlx raises a RuntimeError when a rank has gone; another program may listen at the port.
-    except (OSError, RuntimeError, AuthenticationError) as error:
-        raise RankError(f"Rank 0 and the others can't connect at {host}: {error}") from error
+        links.all = [Link(sock, key.encode(), links.fail, to_lead=False) for sock in socks]
+    # When a rank has gone, mlx raises a RuntimeError or sums to what can't be read (ValueError);
+    # another program may listen at the port.
+    except (OSError, EOFError, RuntimeError, ValueError, AuthenticationError) as error:
+        raise RankError(f"Rank 0 and the others can't connect: {error}") from error
     refusal, links.memory = None, memory
     for link in links.all:
         link.peer, others, least = link.receive()
@@ -202,3 +213,11 @@ def connect(
         links.close()
         raise UsageError(refusal)
     return links
+
+
+def _reach(hosts: Many[str], port: int) -> socket.socket:
+    """Connect to rank 0 at the first address that leads to it."""
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            return socket.create_connection((host, port), _REACH_SECONDS)
+    raise RankError(f"Rank 0 can't be reached at port {port} of {' or '.join(hosts)}.")

@@ -20,8 +20,6 @@ from tests.engine.cases import EOS, STEP, Erratic, RandomChunks, make_requests
 from tests.harness import Driver
 from tests.tiny_models import VOCAB
 
-PROCESSES = ("erratic", "sampled grammars")
-
 
 def requests_of(kind):
     """Those that all tests have, and one that leaves the longest prompt in its midst."""
@@ -68,7 +66,7 @@ def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
     return found, reused
 
 
-def main(path: Path, folder: Path) -> None:
+def main(path: Path, folder: Path, depth: int | str, kind: str) -> None:
     """Be one of several processes that have a model; rank 0 writes the answers."""
     ranks = world()
     model = load_model(path, enable_mtp=True, part=(ranks.rank, ranks.size))
@@ -76,7 +74,7 @@ def main(path: Path, folder: Path) -> None:
     if isinstance(links, Link):
         follow(model, "mtp", links)
     else:
-        found = answers(model, *PROCESSES, links=links, few=True, cache=1 << 24)
+        found = answers(model, depth, kind, links=links, few=True, cache=1 << 24)
         (folder / "answers.json").write_text(json.dumps(found))
         links.close()
 
@@ -87,4 +85,5 @@ def _give_up(reason: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    path, folder, depth, kind = sys.argv[1:]
+    main(Path(path), Path(folder), int(depth) if depth.isdigit() else depth, kind)

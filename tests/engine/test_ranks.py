@@ -6,22 +6,30 @@ import json
 import pickle
 import queue
 import threading
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
+from mlx_lm.convert import convert as mlx_lm_convert
 
 from mlx_mtp import ranks
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.convert.convert import add_head
 from mlx_mtp.engine import links
 from mlx_mtp.engine.build import build_engine
+from mlx_mtp.engine.calibration import CostKeeper
+from mlx_mtp.engine.chunk_calibration import ChunkCalibration
+from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.messages import Compare
-from mlx_mtp.errors import EngineStoppedError, RankError, UsageError
+from mlx_mtp.errors import EngineStoppedError, ModelError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.speculative.prices import StepCosts
 from mlx_mtp.world import World
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.engine.cases import EOS, make_requests
-from tests.engine.ranks import PROCESSES, answers, requests_of
+from tests.engine.ranks import answers, requests_of
 from tests.engine.test_optimistic import optimistic, replay
 from tests.exchange import Exchange, Queue, led
 from tests.harness import Driver, greedy, plain, request
@@ -87,29 +95,77 @@ def test_optimistic_acceptance(tmp_path, monkeypatch, tiny_models, family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("path", [DEMO, DENSE_DEMO], ids=["bundled", "sibling"])
-def test_the_bundled_model_and_its_sibling(monkeypatch, ties, path, size):
-    whole = load_model(path, enable_mtp=True)
-    kind = "sampled grammars"
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("bundled", 2), ("bundled", 4), ("sibling", 2), ("sibling", 4), ("4 bits", 2)],
+)
+def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, size):
+    path = DENSE_DEMO if name == "sibling" else DEMO
+    if name == "4 bits":  # in groups of which an expert has one for each of two ranks
+        path = tmp_path / "model"
+        mlx_lm_convert(str(DEMO), str(path), quantize=True, q_bits=4, q_group_size=32)
+        add_head(str(path), str(DEMO))
+    load = partial(load_model, path, enable_mtp=True, memory=0)  # 0: quantized weights stay so
+    kind, whole = "sampled grammars", load()
     wanted = {r.request_id: plain(whole, r, VOCAB, (EOS,)) for r in requests_of(kind)}
-    models = [load_model(path, enable_mtp=True, part=(rank, size)) for rank in range(size)]
+    models = [load(part=(rank, size)) for rank in range(size)]
+    assert ("scales" in models[1].causal_lm.lm_head) == (name == "4 bits")
     check(ties, wanted, by_threads(monkeypatch, models, "erratic", kind, cache=1 << 24))
 
 
-@pytest.mark.parametrize(("path", "size"), [(None, 2), full(DEMO, 4)])
-def test_processes_answer_as_one(tmp_path, ties, path, size):
+@pytest.mark.parametrize(
+    ("path", "size", "depth", "kind"),
+    [
+        (None, 2, "erratic", "sampled grammars"),
+        (None, 2, 2, "sampled"),  # so that steps are launched before the last ones are read
+        full(DEMO, 4, "erratic", "sampled grammars"),
+        full(DEMO, 4, 0, "sampled"),
+        full(DENSE_DEMO, 4, 3, "sampled"),
+    ],
+)
+def test_processes_answer_as_one(tmp_path, ties, path, size, depth, kind):
     if path is None:
         path = tmp_path / "tiny"
         write_checkpoint(path, Layout("qwen3_next"))
-    command = ["-m", "tests.engine.ranks", str(path), str(tmp_path)]
+    command = ["-m", "tests.engine.ranks", str(path), str(tmp_path), str(depth), kind]
     started = start_ranks(tmp_path, [command] * size)
     said = [each.communicate(timeout=600)[0] for each in started]
     assert [each.returncode for each in started] == [0] * size, said
     found, reused = json.loads((tmp_path / "answers.json").read_text())
-    model, asked = load_model(path, enable_mtp=True), requests_of(PROCESSES[1])
-    check(ties, {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in asked}, found)
+    model = load_model(path, enable_mtp=True)
+    wanted = {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in requests_of(kind)}
+    check(ties, wanted, found)
     assert reused > 20
+
+
+def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties):
+    """Requests that come in the midst of it get their answers."""
+    write_checkpoint(tmp_path, Layout("qwen3_next"))
+    models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
+    config = EngineConfig(
+        prefill_step_size=64, max_decode_pause=1e9, calibration_seconds=1e9, max_num_seqs=2
+    )
+    costs, chunks = StepCosts(), ChunkCosts(config.prefill_step_size)
+    requests = make_requests("sampled")[:4]
+
+    def work(together):
+        run = Driver(models[0], vocab_size=VOCAB, stop_ids=(EOS,), config=config, links=together)
+        keeper = CostKeeper(costs, ChunkCalibration(chunks, config), config, None, "")
+        for number, each in enumerate(requests, 1):
+            for _ in range(7 * number):
+                keeper.step(run.runner)
+            keeper.leave()
+            run.add(each)
+            run.run()
+            run.core.rest()
+        while keeper.busy:
+            keeper.step(run.runner)
+        return {each.request_id: run.tokens(each.request_id) for each in requests}
+
+    found = led(monkeypatch, models, work)
+    for name, tokens in found.items():
+        ties.check(name, tokens, references("qwen3_next", "sampled")[name])
+    assert set(costs.table()) == {1, 2} and list(chunks.table()[0]) == [16, 32, 64]
 
 
 def check(ties, wanted, found) -> None:
@@ -120,7 +176,7 @@ def check(ties, wanted, found) -> None:
 def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     exchange = Exchange(2, monkeypatch)
     monkeypatch.setattr(links, "summed", exchange.summed)
-    monkeypatch.setattr(links, "rank_zero_host", lambda: "127.0.0.1")
+    monkeypatch.setattr(links, "rank_zero_hosts", lambda: ["255.255.255.255", "127.0.0.1"])
 
     monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
     monkeypatch.setattr(links, "LOST_SECONDS", 2.0)
@@ -156,6 +212,30 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     assert on_lead.get(timeout=60) == "rank 1 has ended"
     with pytest.raises(RankError, match="rank 1 has ended"):
         lead.wait()
+
+
+@pytest.mark.parametrize("factor", [1.2, 1.0001])
+def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
+    tmp_path, monkeypatch, caplog, factor
+):
+    """Where they are other roundings, there is a warning."""
+    write_checkpoint(tmp_path, Layout("qwen3_5"))
+    models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
+    norm = models[1].causal_lm.model.norm
+    norm.weight = norm.weight * factor
+    mx.eval(norm.weight)
+
+    def work(together):
+        run = Driver(models[0], vocab_size=VOCAB, links=together)
+        run.add(request("r", range(5), greedy(9)))
+        while run.runner.batches.decoding is None:
+            run.step()
+        refusal = pytest.raises(ModelError, match="rank 1 computes other numbers than rank 0")
+        with refusal if factor > 1.1 else nullcontext():
+            run.runner.compare()
+
+    led(monkeypatch, models, work)
+    assert ("The ranks round differently" in caplog.text) == (factor < 1.1)
 
 
 def test_a_lost_rank_ends_all_requests(tiny_models):
@@ -206,10 +286,14 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
 
 @pytest.mark.parametrize(
     "where",
-    [("builtins", "eval"), ("mlx_mtp.engine.messages", "Row.of")],  # the second leads on
+    [
+        ("builtins", "eval"),
+        *(("mlx_mtp.engine.messages", name) for name in ("Row.of", "Request", "__getattribute__")),
+    ],
     ids=str,
 )
 def test_a_pickle_brings_nothing_but_messages(where):
+    """Nor what leads on from them."""
     names = b"".join(b"\x8c" + bytes([len(name)]) + name.encode() for name in where)
     with pytest.raises(pickle.UnpicklingError, match="is no message"):
         links._Loader(io.BytesIO(b"\x80\x04" + names + b"\x93.")).load()
