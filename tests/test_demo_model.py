@@ -141,7 +141,7 @@ class Recorder(MTPProposer):
     def propose(self, state, window, num_draft_tokens, sampler):
         drafts = super().propose(state, window, num_draft_tokens, sampler)
         if drafts.shape[1]:
-            positions = window.start + window.num_kept + 1
+            positions = window.next_position
             self.seen += zip(*(a.tolist() for a in (state.numbers, positions, drafts[:, 0])))
         return (drafts + 1) % VOCAB
 

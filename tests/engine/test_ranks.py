@@ -157,7 +157,7 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
             keeper.leave()
             run.add(each)
             run.run()
-            run.core.rest()
+            run.core.release()
         while keeper.busy:
             keeper.step(run.runner)
         return {each.request_id: run.tokens(each.request_id) for each in requests}
