@@ -18,6 +18,7 @@ from tests.server.fake_engine import EOS, FakeEngine, Output, endless, out
 from tests.server.in_process import in_process
 from tests.server.test_stream import text_of
 from tests.server.wire_help import CHAT, chat_body, events
+from tests.waiting import wait_until
 
 SECRET = "a rather secret prompt"
 
@@ -175,13 +176,15 @@ def test_top_shows_the_same_in_a_terminal_and_as_lines(
         assert cli.main(["top", url], {}) == 2
         assert "requires its API key" in capsys.readouterr().err
         with ThreadPoolExecutor(1) as pool:
-            watching = pool.submit(cli.main, ["top", url, "--api-key", "k"], {})
-            # The 20th message from here is behind the one that has the first rates.
-            for _ in zip(range(20), seen):
-                pass
+            watching, told = pool.submit(cli.main, ["top", url, "--api-key", "k"], {}), []
+
+            def has_rates() -> bool:
+                told.append(capsys.readouterr().out)
+                return "ready: 0 running, 0 waiting; answers" in "".join(told)
+
+            wait_until(has_rates)
             client.server._limiter.drain(30)
             assert watching.result() == 0
-        assert "ready: 0 running, 0 waiting; answers" in capsys.readouterr().out
     assert cli.main(["top", "http://127.0.0.1:1"], {}) == 2
     assert "No server answers" in capsys.readouterr().err
 
