@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,7 +168,8 @@ def cells_to_measure(known: Table, most_rows: int, sources: Many[str]) -> list[C
         for cell in possible
         if cell.drafts not in known.get(cell.rows, {}).get(cell.source, {})
     }
-    return [cell for cell in possible if cell.rows in partial or cell in _CHECKED]
+    chosen = (cell for cell in possible if cell.rows in partial or cell in _CHECKED)
+    return [cell for cell, _ in groupby(chosen)]  # Plain steps follow plain ones.
 
 
 class CostKeeper:

@@ -127,14 +127,15 @@ def best_choice(
                 chances = copies[row] if copied else chances
                 offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
             offers.sort(reverse=True)
+            first = 0
+            if copying:
+                # With fewer offers nothing is copied, and such a step has another price.
+                first = next((n for n, (*_, copied) in enumerate(offers, 1) if copied), 0)
+                if not first:
+                    continue
             tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
             costs = prices.costs(len(offers), passes, copying=copying)
             speeds = list(map(truediv, tokens, costs))
-            kinds = [copied for *_, copied in offers]
-            if copying and True not in kinds:
-                continue
-            # With fewer offers nothing is copied, and such a step has another price.
-            first = kinds.index(True) + 1 if copying else 0
             speed = max(speeds[first:])
             if speed > best.speed:
                 counts = [0] * rows, [0] * rows

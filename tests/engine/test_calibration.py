@@ -106,6 +106,13 @@ def test_what_an_earlier_run_measured_is_not_measured_again_but_for_one_row():
     without = cells_to_measure({}, 32, (COPY,))
     assert {cell.drafts for cell in without if cell.source == HEAD} == {0}
     assert COPY not in {cell.source for cell in cells_to_measure({}, 32, (HEAD,))}
+    for table, sources in (({}, (HEAD, COPY)), ({}, (COPY,)), (known, (HEAD,))):
+        cells = cells_to_measure(table, 32, sources)
+        assert all(one != following for one, following in itertools.pairwise(cells))
+        # Each kind has plain steps of as many rows before and after it.
+        for before, cell, behind in zip(cells, cells[1:], cells[2:]):
+            plain = Cell(cell.rows, 0)
+            assert cell == plain or before == behind == plain
 
 
 def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):

@@ -207,9 +207,14 @@ def test_the_progress_of_the_prompt(path: str) -> None:
             ]
 
 
-def _answer(chunks: list[dict[str, Any]], index: int) -> tuple[Any, ...]:
-    """Text, tokens and end of a choice; what comes together on a busy machine is one chunk."""
-    own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
-    ids = [each for c in own for each in c.get("token_ids") or ()]
-    assert ids
-    return text_of(chunks, index), ids, own[-1]["finish_reason"]
+def _answer(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """All fields of a choice in one: what comes together on a busy machine is one chunk."""
+    whole: dict[str, Any] = {}
+    for choice in (c for chunk in chunks for c in chunk["choices"] if c["index"] == index):
+        for name, value in (choice | choice.get("delta", {})).items():
+            if name in ("content", "text", "token_ids") and name in whole:
+                whole[name] = whole[name] + value
+            elif name != "delta" and (value is not None or name not in whole):
+                whole[name] = value
+    assert whole["token_ids"] and whole["finish_reason"]
+    return whole
