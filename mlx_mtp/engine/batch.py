@@ -41,7 +41,8 @@ class Batch:
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing any more
         self.last_hidden = mx.zeros((count, 1, 0))  # [B, 1, H], post-norm, of the last position
-        self.stop_ids = _padded([s.stop_ids for s in sequences])  # int32 [B, S], padded with -1
+        # int32 [B, S], S > 0, padded with -1
+        self.stop_ids = _padded([s.stop_ids for s in sequences])
         self.masks = GrammarMasks(())  # of the step that is being launched; false: nothing masked
 
     def __len__(self) -> int:
@@ -194,7 +195,7 @@ def hidden_states(batches: Batches) -> mx.array:
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
-    width = max(map(len, ids))
+    width = max(1, *map(len, ids))  # No compiled operation may be on nothing.
     rows = [(*values, *[-1] * (width - len(values))) for values in ids]
     return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 

@@ -22,7 +22,7 @@ def accept(
     targets: mx.array,  # int32 [B, T], the token drawn after each position of the window
     window: mx.array,  # int32 [B, T], the last emitted token and T-1 drafts
     *,
-    stop_ids: mx.array,  # int32 [B, S], padded with -1
+    stop_ids: mx.array,  # int32 [B, S], S > 0, padded with -1
     remaining: mx.array,  # int32 [B], before the window, as is
     finished: mx.array,  # bool [B]
     num_drafts: mx.array | None = None,  # int32 [B], how many of a row's count; None: all
@@ -44,10 +44,12 @@ def _accept(
     finished: mx.array,
     num_drafts: mx.array | None,
 ) -> AcceptResult:
-    agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
-    if num_drafts is not None:
-        agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
-    num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
+    num_agreed = mx.zeros_like(remaining)
+    if window.shape[1] > 1:  # mlx's compiled operations on nothing end the process on CUDA.
+        agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
+        if num_drafts is not None:
+            agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
+        num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
     allowed = mx.minimum(num_agreed + 1, remaining)
     is_stop = (targets[..., None] == stop_ids[:, None]).any(axis=-1)
     stop_in = is_stop & (mx.arange(targets.shape[1]) < allowed[:, None])
