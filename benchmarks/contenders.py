@@ -13,7 +13,7 @@ from mlx_mtp.engine.build import build_engine
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.server.tokenizer import Tokenizer
 
-CALIBRATION_SECONDS = 10.0
+CALIBRATION_SECONDS = 30.0  # as `serve` has it
 Work = Callable[[int, Prompt], str]
 
 

@@ -99,7 +99,9 @@ def main() -> None:
     print("wall time / by processor time.")
     for rows, figures in everything.get(OWN, {}).items():
         print(f"{rows} at once, {given.work}: auto over the best fixed depth {over_best(figures)}")
-    print("(the best of one half of the rounds, compared in the other half; median and quartiles)")
+    print(
+        "(the best of one half of the rounds, compared in the other half; quartiles of the rounds)"
+    )
     if given.json:
         write_json(given.json, everything)
 
@@ -153,25 +155,27 @@ def table(found: Found) -> str:
 
 
 def over_best(figures: dict[str, Summary]) -> str:
-    """The ratio of auto to the best depth, by wall time and by processor time, with its quartiles.
+    """The ratio of auto to the best depth, by wall time and by processor time.
 
-    The best of several depths is also the luckiest in the rounds that it was chosen by. So half of
-    the rounds is compared with the depth that was best in the other half, and the other way round.
+    That of all rounds' time, with the quartiles of the single rounds, which vary far more. The
+    best of several depths is also the luckiest in the rounds that it was chosen by. So half of the
+    rounds is compared with the depth that was best in the other half, and the other way round.
     """
     depths = [name for name in figures if name not in ("auto", "mtp")]
     rounds = range(len(figures["auto"]["rates"]))
-    ratios: dict[str, list[float]] = {"rates": [], "cpu_rates": []}
+    compared_rates: dict[str, list[tuple[float, float]]] = {"rates": [], "cpu_rates": []}
     found = []
     for compared, others in itertools.permutations((rounds[::2], rounds[1::2])):
         speeds = {each: sum(figures[each]["cpu_rates"][n] for n in others) for each in depths}
         best = max(depths, key=lambda each: speeds[each])
         found.append(best)
-        for kind, values in ratios.items():
-            values += [figures["auto"][kind][n] / figures[best][kind][n] for n in compared]
+        for kind, pairs in compared_rates.items():
+            pairs += [(figures["auto"][kind][n], figures[best][kind][n]) for n in compared]
     parts = []
-    for values in ratios.values():
-        low, middle, high = statistics.quantiles(values, n=4)
-        parts.append(f"{middle:.3f} ({low:.2f} to {high:.2f})")
+    for pairs in compared_rates.values():
+        ours, theirs = (statistics.harmonic_mean(rates) for rates in zip(*pairs))
+        low, _, high = statistics.quantiles((a / b for a, b in pairs), n=4)
+        parts.append(f"{ours / theirs:.3f} ({low:.2f} to {high:.2f})")
     return f"{', '.join(dict.fromkeys(found))}: {' / '.join(parts)}"
 
 

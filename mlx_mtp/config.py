@@ -118,7 +118,7 @@ class EngineConfig:
         "multi-token prediction: --calibration-seconds SECONDS",
         "most time to measure step costs while no request runs; 0 measures nothing then",
         _SECONDS,
-        default=10.0,
+        default=30.0,
         program_default=0.0,
     )
     drafts: str = setting(

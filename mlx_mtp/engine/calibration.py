@@ -1,6 +1,7 @@
 """The price list between runs and while nobody asks: measured, and kept in a file."""
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -54,6 +55,7 @@ _CELLS = (
 )
 # Measured at every start: an earlier machine may have been busy.
 _CHECKED = frozenset(_beside_plain(1, 1, 2, 3))
+_TIMES = 3  # that a cell is measured: the readings of a busy moment are outvoted
 _PROMPT_TOKENS = 8
 _TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
 _MOST_STEPS = 40  # of a cell, timed or not
@@ -137,8 +139,11 @@ class Calibration:
             scheduler, runner, overlap=self._config.overlap, clock=self._clock
         )
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        chance = random.Random(0)
         for row in range(cell.rows):
-            request = Request(f"calibration-{row}", (0,) * _PROMPT_TOKENS, sampling)
+            # Rows that differ, so that a mixture reads as many experts as for requests.
+            prompt = tuple(chance.choices(range(runner.vocab_size), k=_PROMPT_TOKENS))
+            request = Request(f"calibration-{row}", prompt, sampling)
             sequence = Sequence(request, (), _MOST_STEPS * (MAX_COPY_TOKENS + 1))
             if cell.source == COPY:
                 sequence.drafting.copier = Copies(0).of((), None)
@@ -168,7 +173,9 @@ def cells_to_measure(known: Table, most_rows: int, sources: Many[str]) -> list[C
         for cell in possible
         if cell.drafts not in known.get(cell.rows, {}).get(cell.source, {})
     }
-    chosen = (cell for cell in possible if cell.rows in partial or cell in _CHECKED)
+    missing = [cell for cell in possible if cell.rows in partial]
+    first = (cell for cell in possible if cell.rows in partial or cell in _CHECKED)
+    chosen = (*first, *missing * (_TIMES - 1))
     return [cell for cell, _ in groupby(chosen)]  # Plain steps follow plain ones.
 
 

@@ -14,10 +14,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from mlx_mtp.config import MAX_COPY_TOKENS
-from mlx_mtp.speculative.rates import CopyRates
+from mlx_mtp.speculative.rates import MOST_MATCH, CopyRates
 
 GRAM = 3  # tokens that must agree
-MOST_MATCH = 127  # a longer match is not told from one of so many
 _MOST_TRIED = 16  # occurrences that are compared, the latest first
 _GOOD_MATCH = 16  # nothing else is looked for while one of so many goes on
 _LEAST_CHANCE = 0.3  # of the first token: below it nothing is offered
@@ -89,7 +88,8 @@ class Index:
 
     def _entry(self, tokens: Sequence[int], place: int) -> int:
         """Of the `GRAM` tokens before a place."""
-        value = sum(map(int.__mul__, tokens[place - GRAM : place], _FACTORS)) & _WORD
+        a, b, c = tokens[place - GRAM : place]
+        value = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2]) & _WORD
         return (value >> 32) & (len(self._heads) - 1)
 
     def _build(self) -> None:

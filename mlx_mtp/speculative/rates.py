@@ -8,14 +8,21 @@ import math
 from itertools import accumulate
 from operator import mul
 
+from mlx_mtp.config import MAX_COPY_TOKENS
+
+MOST_MATCH = 127  # a longer match is not told from one of so many
 _FIRST_RATE = 0.8  # prior of the head's first position
 _DECLINE = 0.95  # prior of another one, relative to the rate of the one before it
 _NEIGHBOUR_TRIALS = 1.0  # weight of such a prior in trials
 _COPY_TRIALS = 2.0  # and of one for copies
 _FADE = 0.9975  # of what was counted stays with each step
 _POOL_TRIALS = 6.0  # weight of the rate of all rows in that of one
-_LONGEST_CLASS = 5  # class of a match: tokens in powers of two, from 4 on
 _COPY_RATES = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # priors by class
+# Of a match of so many tokens: powers of two, from 4 on.
+_CLASSES = [
+    min(max(match.bit_length() - 2, 0), len(_COPY_RATES) - 1)
+    for match in range(MOST_MATCH + MAX_COPY_TOKENS + 1)
+]
 
 
 class Rates:
@@ -83,19 +90,15 @@ class CopyRates(Rates):
     def observe(self, match: int, num_passed: int, *, failed: bool) -> None:
         """Count tokens that followed a match of so many, and made it longer."""
         for length in range(match, match + num_passed + failed):
-            self.count(_class(length), length < match + num_passed)
+            self.count(_CLASSES[length], length < match + num_passed)
 
     def chances(self, match: int, count: int, pool: "CopyRates") -> list[float]:
         """That the first, second, .. of so many tokens after a match comes next."""
         chances, reached, last, rate = [], 1.0, -1, 0.0
-        for length in range(match, match + count):
-            if (place := _class(length)) != last:
+        for place in _CLASSES[match : match + count]:
+            if place != last:
                 prior = pool.rate(place, _COPY_RATES[place], _COPY_TRIALS)
                 last, rate = place, self.rate(place, prior, _POOL_TRIALS)
             reached *= rate
             chances.append(reached)
         return chances
-
-
-def _class(match: int) -> int:
-    return min(max(match.bit_length() - 2, 0), _LONGEST_CLASS)

@@ -21,7 +21,8 @@ from mlx_mtp.speculative.rates import HeadRates
 _STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03
 _ALIKE = 1.2  # times as many misses as another row: up to here both get as many drafts
 _ROW_MEMORY = 0.97  # of a row's drafts, by window
-_ANSWERS, _FIRST_ANSWER = 5, 256.0  # whose mean length counts, and that before any has ended
+# Answers for each row whose mean length counts, and that before any has ended.
+_ANSWERS, _FIRST_ANSWER = 5, 256.0
 _STEPS_PER_REVIEW = 8  # a review takes 0.2 ms of the host's time at 16 rows, 1 ms if they differ
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, one a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
@@ -151,7 +152,7 @@ class DraftsByWorth:
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
         self._costs, self._most = costs, most  # drafts of the head for a row; 0: there is none
         self._pool = HeadRates(most)
-        self._tokens = _ANSWERS * _FIRST_ANSWER  # of the latest answers
+        self._answers, self._tokens = 1.0, _FIRST_ANSWER  # the latest, and their tokens
         self.choices: dict[int, float] = {}  # the last drafts per row by number of rows
         self.reason: DraftChoice | None = None  # of the last choice, if there was one
         self._choice = Choice((), ())
@@ -187,7 +188,9 @@ class DraftsByWorth:
         for row, source, drafts, tokens in step.outcomes:
             self._tokens += tokens
             if not tokens:
-                self._tokens *= 1.0 - 1.0 / _ANSWERS
+                memory = 1.0 - 1.0 / (_ANSWERS * len(step.outcomes))
+                self._tokens *= memory
+                self._answers = self._answers * memory + 1.0
             elif source != COPY:
                 row.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
         self._pool.fade(step.shape.rows)
@@ -231,7 +234,7 @@ class DraftsByWorth:
 
         Each token pays for it by its share of an answer.
         """
-        share = max(1.0 - _ANSWERS / self._tokens, 0.0)
+        share = max(1.0 - self._answers / self._tokens, 0.0)
         return [chance * share**place for place, chance in enumerate(chances, 1)]
 
     def _begin_probe(self, even: Sequence[Choice], now: DraftChoice) -> None:

@@ -19,6 +19,7 @@ from mlx_mtp.engine.calibration import (
 )
 from mlx_mtp.engine.chunk_calibration import ChunkCalibration
 from mlx_mtp.engine.chunks import ChunkCosts
+from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_file import fingerprint
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts
@@ -53,8 +54,14 @@ def measured(costs: StepCosts) -> set[Cell]:
     return {Cell(n, x, s) for n, row in table.items() for s, curve in row.items() for x in curve}
 
 
-def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner):
-    costs = StepCosts()
+def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner, monkeypatch):
+    costs, prompts, original = StepCosts(), set(), EngineCore.add
+
+    def add(core, sequence):
+        prompts.add(sequence.prompt)
+        original(core, sequence)
+
+    monkeypatch.setattr(EngineCore, "add", add)
     config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
     work = Calibration(costs, config, CELLS)
     for number in itertools.count():
@@ -67,6 +74,8 @@ def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner
             assert runner.batches.decoding is None
         assert number < 400
     assert measured(costs) == set(CELLS)
+    # Rows with the same tokens would share their experts, and cost less than requests do.
+    assert len(prompts) == 3
     assert all(seconds > 0 for row in costs.table()[1].values() for seconds in row.values())
 
 
@@ -103,6 +112,7 @@ def test_what_an_earlier_run_measured_is_not_measured_again_but_for_one_row():
     again = cells_to_measure(known, 32, (HEAD, COPY))
     assert {cell for cell in again if cell.rows == 4} == {cell for cell in every if cell.rows == 4}
     assert max(cell.rows for cell in cells_to_measure({}, 3, (HEAD, COPY))) == 2
+    assert all(every.count(cell) == 3 for cell in every if cell.drafts)
     without = cells_to_measure({}, 32, (COPY,))
     assert {cell.drafts for cell in without if cell.source == HEAD} == {0}
     assert COPY not in {cell.source for cell in cells_to_measure({}, 32, (HEAD,))}
