@@ -141,13 +141,14 @@ class Calibration:
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         chance = random.Random(0)
         for row in range(cell.rows):
-            # Rows that differ, so that a mixture reads as many experts as for requests.
-            prompt = tuple(chance.choices(range(runner.vocab_size), k=_PROMPT_TOKENS))
+            # Tokens that differ, so that a mixture reads as many experts as for requests.
+            tokens = chance.choices(range(runner.vocab_size), k=_PROMPT_TOKENS + MAX_COPY_TOKENS)
+            prompt, run = tuple(tokens[:_PROMPT_TOKENS]), tokens[_PROMPT_TOKENS:]
             request = Request(f"calibration-{row}", prompt, sampling)
             sequence = Sequence(request, (), _MOST_STEPS * (MAX_COPY_TOKENS + 1))
             if cell.source == COPY:
                 sequence.drafting.copier = Copies(0).of((), None)
-                sequence.drafting.copier.run = (0,) * MAX_COPY_TOKENS
+                sequence.drafting.copier.run = run
             core.add(sequence)
         for _ in range(_MOST_STEPS):
             if recorder.num_timed == _TIMED_STEPS or core.idle:

@@ -55,10 +55,12 @@ def measured(costs: StepCosts) -> set[Cell]:
 
 
 def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner, monkeypatch):
-    costs, prompts, original = StepCosts(), set(), EngineCore.add
+    costs, texts, original = StepCosts(), set(), EngineCore.add
 
     def add(core, sequence):
-        prompts.add(sequence.prompt)
+        texts.add(sequence.prompt)
+        if sequence.drafting.copier is not None:
+            texts.add(tuple(sequence.drafting.copier.run))
         original(core, sequence)
 
     monkeypatch.setattr(EngineCore, "add", add)
@@ -74,8 +76,8 @@ def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner
             assert runner.batches.decoding is None
         assert number < 400
     assert measured(costs) == set(CELLS)
-    # Rows with the same tokens would share their experts, and cost less than requests do.
-    assert len(prompts) == 3
+    # Equal tokens would share their experts, and cost less than those of requests.
+    assert len(texts) == 4 and all(len(set(text)) > 4 for text in texts)
     assert all(seconds > 0 for row in costs.table()[1].values() for seconds in row.values())
 
 

@@ -17,7 +17,7 @@ from mlx_lm.convert import convert as mlx_lm_convert
 from mlx_mtp import ranks
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.engine import links
+from mlx_mtp.engine import calibration, links
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.calibration import CostKeeper
 from mlx_mtp.engine.chunk_calibration import ChunkCalibration
@@ -145,6 +145,7 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
     config = EngineConfig(
         prefill_step_size=64, max_decode_pause=1e9, calibration_seconds=1e9, max_num_seqs=2
     )
+    monkeypatch.setattr(calibration, "_TIMES", 1)
     costs, chunks = StepCosts(), ChunkCosts(config.prefill_step_size)
     requests = make_requests("sampled")[:4]
 
