@@ -186,9 +186,10 @@ def expected_rate(found: Steps, rows: int, depth: int, acceptance: float) -> flo
 
 def run(shape: str, end: float, options: argparse.Namespace) -> None:
     """Print the table of one shape, up to a time (`perf_counter`)."""
+    began = time.perf_counter()
     model, plain = build(shape_of(shape, options), options.bits)
-    gigabytes = mx.get_active_memory() / 1e9
-    print(f"\n{shape}, {options.bits} bit, {gigabytes:.1f} GB, acceptance {options.acceptance}\n")
+    made = f"{mx.get_active_memory() / 1e9:.1f} GB, made in {time.perf_counter() - began:.0f} s"
+    print(f"\n{shape}, {options.bits} bit, {made}, acceptance {options.acceptance}\n", flush=True)
     heads = ["rows", "context", "engine", "ms a step", "tokens a step", "tokens/s", "expected"]
     ratios = ["of mlx-lm", "expected of it", "step over off", "added, ms", "launches", "GPU, ms"]
     row = table(*heads, *ratios)

@@ -32,9 +32,9 @@ def shares(seconds: float, items: Sequence[T]) -> Iterator[tuple[T, float]]:
 
 
 def within(end: float, cases: Sequence[T]) -> Iterator[T]:
-    """In turn, as long as the time has not come; then says which are left out."""
+    """The first, and more as long as the time has not come; then says which are left out."""
     for number, case in enumerate(cases):
-        if time.perf_counter() > end:
+        if number and time.perf_counter() > end:
             print(f"The time is over; not measured: {[*cases[number:]]}", flush=True)
             return
         yield case
