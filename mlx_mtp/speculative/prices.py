@@ -27,7 +27,8 @@ _READING = 8  # steps of a reading: their low median, for a step is often late a
 _FEWEST = 3  # steps that a reading needs when the kind changes before it is full
 _RECENT = 64  # readings further apart are not compared: too much may have changed
 _COMPARISONS = 8  # of a kind that count
-_NOISE = 0.1  # of a comparison
+_LEAST_NOISE = 0.02  # of a comparison: the deviation from what is right
+_LOADED = 4  # comparisons that a cost of an earlier run stands for
 _PRIOR_WEIGHT = 0.02  # of `_SLOPE` beside what was measured at a distance of 1
 _DONORS = 6  # numbers of rows that missing costs are inferred from, at most
 
@@ -48,8 +49,8 @@ class Shape(NamedTuple):
 class _Cell:
     """The latest comparisons of a kind. Their median is its cost: some are of a busy moment."""
 
-    def __init__(self, cost: float) -> None:
-        self.latest = deque([cost], maxlen=_COMPARISONS)
+    def __init__(self, cost: float, times: int = 1) -> None:
+        self.latest = deque([cost] * times, maxlen=_COMPARISONS)
         self.cost = cost
 
     def add(self, cost: float) -> None:
@@ -90,6 +91,7 @@ class StepCosts:
         self._samples: list[float] = []
         self._num_steps = 0
         self._prices: dict[int, Prices] = {}
+        self._noise = _LEAST_NOISE
 
     def observe(self, shape: Shape, seconds: float | None) -> None:
         self._num_steps += 1
@@ -138,7 +140,7 @@ class StepCosts:
         """How wrong the ratio of these kinds' costs may be, by the comparisons behind them."""
         cells = self._cells.get(rows, {})
         counts = [len(cells[HEAD, n].latest) if (HEAD, n) in cells else 0 for n in drafts if n]
-        return _NOISE / math.sqrt(0.5 + min(counts, default=0))
+        return self._noise / math.sqrt(0.5 + min(counts, default=0))
 
     def table(self) -> Table:
         table: Table = {}
@@ -153,7 +155,7 @@ class StepCosts:
             if plain := sources.get(HEAD, {}).get(0):
                 kinds = ((s, x, cost) for s, curve in sources.items() for x, cost in curve.items())
                 own = self._cells.setdefault(rows, {})
-                own |= {(s, x): _Cell(cost / plain) for s, x, cost in kinds if x in KNOTS}
+                own |= {(s, x): _Cell(cost / plain, _LOADED) for s, x, cost in kinds if x in KNOTS}
         self._prices.clear()
 
     def _read(self) -> None:
@@ -173,22 +175,32 @@ class StepCosts:
             cells[kind].add(cost)
         else:
             cells[kind] = _Cell(cost)
+        self._measure_noise()
         self._prices.clear()
 
     def _cost(self, rows: int, kind: Kind) -> float:
-        """As measured, or what is expected of nothing known, times how wrong that was nearby."""
+        """What the measured kinds nearby, itself among them, say of the price of a draft.
+
+        Each counts by its variance: the noise of its comparisons, and how far away it is.
+        """
         source, x = kind
-        if (cell := self._cells.get(rows, {}).get(kind)) is not None:
-            return max(cell.cost, 1.0 + _LEAST * (kind != _PLAIN))
         wrong = weight = _PRIOR_WEIGHT
         for size in sorted(self._cells, key=lambda size: abs(math.log(size / rows)))[:_DONORS]:
             for (other, knot), cell in self._cells[size].items():
                 if knot:
                     away = abs(math.log(size / rows)) + abs(math.log((1 + knot) / (1 + x)))
-                    near = 1.0 / (0.01 + (away + (other != source)) ** 4)
                     more = max(cell.cost - 1.0 - _HOST[other], _LEAST)
+                    noise = (2.0 * self._noise) ** 2 / len(cell.latest)
+                    near = 1.0 / (noise + (away + (other != source)) ** 4)
                     wrong, weight = wrong + near * more / (_SLOPE[other] * knot), weight + near
         return 1.0 + _HOST[source] + _SLOPE[source] * x * wrong / weight
+
+    def _measure_noise(self) -> None:
+        """By the comparisons' distances from the median of their kind."""
+        cells = (cell for own in self._cells.values() for cell in own.values())
+        apart = [abs(x / c.cost - 1.0) for c in cells if len(c.latest) > 2 for x in c.latest]
+        if apart:
+            self._noise = max(1.5 * statistics.median(apart), _LEAST_NOISE)
 
 
 def _between(curve: Sequence[float], x: float) -> float:

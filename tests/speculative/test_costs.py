@@ -1,6 +1,7 @@
 """Acceptance, and costs of steps: measured, inferred, with noise."""
 
 import itertools
+import random
 
 import pytest
 
@@ -41,18 +42,18 @@ def test_what_was_measured_is_reported_and_unknown_times_change_nothing():
     assert fresh[0] == 1.0
     assert fresh == sorted(set(fresh))
     stay(costs, 2, 2, None, 50)
-    assert relative(costs, 2) == pytest.approx(TRUE)
-    assert costs.table() == {2: {HEAD: pytest.approx(dict(enumerate(TRUE)))}}
+    assert relative(costs, 2) == pytest.approx(TRUE, rel=0.01)
+    assert costs.table() == {2: {HEAD: pytest.approx(dict(enumerate(TRUE)), rel=0.01)}}
     again = StepCosts()
     again.load(costs.table())
-    assert relative(again, 2) == pytest.approx(TRUE)
+    assert relative(again, 2) == pytest.approx(TRUE, rel=0.01)
 
 
 def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_learned():
     costs = measured(1)
     for factor in (1.0, 1.5, 3.0, 0.4, 2.0):
         stay(costs, 1, 2, 0.01 * factor * TRUE[2], 40)
-        assert relative(costs, 1) == pytest.approx(TRUE)
+        assert relative(costs, 1) == pytest.approx(TRUE, rel=0.01)
     costs = measured(1)
     for _ in range(12):
         stay(costs, 1, 0, 0.01, 8)
@@ -60,6 +61,23 @@ def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_lear
     assert relative(costs, 1)[1] == pytest.approx(1.8, rel=0.03)
     # The others keep their place against the plain step.
     assert relative(costs, 1)[3] == pytest.approx(TRUE[3], rel=0.12)
+
+
+def test_noisy_prices_are_mended_by_those_beside_them_and_quiet_ones_stay():
+    steps = (1.0, 1.05, 1.13, 1.08, 1.2)
+    costs = StepCosts()
+    costs.load({1: {HEAD: dict(enumerate(steps))}})
+    assert relative(costs, 1) == pytest.approx(steps, rel=0.015)
+    own = priced = 0.0
+    for seed in range(30):
+        chance, costs = random.Random(seed), StepCosts()
+        for depth in (1, 2, 3, 4) * 6:
+            for each in (0, depth):
+                stay(costs, 1, each, 0.01 * TRUE[each] * chance.lognormvariate(0.0, 0.1))
+        for depth, price in enumerate(relative(costs, 1)):
+            own += abs(costs.table()[1][HEAD][depth] / TRUE[depth] - 1.0)
+            priced += abs(price / TRUE[depth] - 1.0)
+    assert priced < 0.8 * own
 
 
 def test_rows_that_differ_cost_their_tokens_and_the_passes_of_the_deepest():
