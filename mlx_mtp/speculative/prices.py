@@ -27,7 +27,8 @@ _READING = 8  # steps of a reading: their low median, for a step is often late a
 _FEWEST = 3  # steps that a reading needs when the kind changes before it is full
 _RECENT = 64  # readings further apart are not compared: too much may have changed
 _COMPARISONS = 8  # of a kind that count
-_LEAST_NOISE = 0.02  # of a comparison: the deviation from what is right
+_LEAST_NOISE = 0.02  # of a comparison: its deviation from what is right
+_DOUBT = 0.1  # of a price behind one comparison, to a probe
 _LOADED = 4  # comparisons that a cost of an earlier run stands for
 _PRIOR_WEIGHT = 0.02  # of `_SLOPE` beside what was measured at a distance of 1
 _DONORS = 6  # numbers of rows that missing costs are inferred from, at most
@@ -140,7 +141,7 @@ class StepCosts:
         """How wrong the ratio of these kinds' costs may be, by the comparisons behind them."""
         cells = self._cells.get(rows, {})
         counts = [len(cells[HEAD, n].latest) if (HEAD, n) in cells else 0 for n in drafts if n]
-        return self._noise / math.sqrt(0.5 + min(counts, default=0))
+        return _DOUBT / math.sqrt(0.5 + min(counts, default=0))
 
     def table(self) -> Table:
         table: Table = {}
@@ -196,9 +197,9 @@ class StepCosts:
         return 1.0 + _HOST[source] + _SLOPE[source] * x * wrong / weight
 
     def _measure_noise(self) -> None:
-        """By the comparisons' distances from the median of their kind."""
-        cells = (cell for own in self._cells.values() for cell in own.values())
-        apart = [abs(x / c.cost - 1.0) for c in cells if len(c.latest) > 2 for x in c.latest]
+        """By the comparisons' distances from the median of their kind; loaded costs are equal."""
+        cells = [(c.cost, {*c.latest}) for own in self._cells.values() for c in own.values()]
+        apart = [abs(x / cost - 1.0) for cost, found in cells if len(found) > 2 for x in found]
         if apart:
             self._noise = max(1.5 * statistics.median(apart), _LEAST_NOISE)
 
