@@ -87,6 +87,12 @@ def test_conversations_stay_on_a_server_and_outlive_one_that_drains_and_one_that
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(4) as pool:
         other = stack.enter_context(running(*flags[1]))
         url = stack.enter_context(nginx(tmp_path, port, *servers))
+
+        def converse_while(happens: Callable[[int], None], number: int) -> None:
+            calls = [lambda _: None] * (CONVERSATIONS - 1) + [happens]
+            asked = [pool.submit(converse, url, number + n, at) for n, at in enumerate(calls)]
+            assert all(len(each.result()) == TURNS for each in asked)
+
         with running(*flags[0]) as first:
             found = list(pool.map(lambda n: converse(url, n), range(CONVERSATIONS)))
             # A turn finds all that the turn before had, which the other server lacks.
@@ -97,9 +103,7 @@ def test_conversations_stay_on_a_server_and_outlive_one_that_drains_and_one_that
                 if turn == 1:
                     first.process.send_signal(signal.SIGTERM)
 
-            asked = [pool.submit(converse, url, 100 + n) for n in range(CONVERSATIONS - 1)]
-            asked.append(pool.submit(converse, url, 200, drain))
-            assert all(len(each.result()) == TURNS for each in asked)
+            converse_while(drain, 100)
             assert first.process.wait(timeout=60) == 0
         first = stack.enter_context(running(*flags[0]))
         sessions = iter(range(1000, 10_000))
@@ -114,6 +118,4 @@ def test_conversations_stay_on_a_server_and_outlive_one_that_drains_and_one_that
             if turn == 1:
                 other.process.kill()
 
-        asked = [pool.submit(converse, url, 300 + n) for n in range(CONVERSATIONS - 1)]
-        asked.append(pool.submit(converse, url, 400, kill))
-        assert all(len(each.result()) == TURNS for each in asked)
+        converse_while(kill, 300)

@@ -1,7 +1,6 @@
 """The price list between runs and while nobody asks: measured, and kept in a file."""
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
-from mlx_mtp.engine.chunk_calibration import ChunkCalibration
+from mlx_mtp.engine.chunk_calibration import ChunkCalibration, spread
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_file import CostFile, Measured
 from mlx_mtp.engine.request import Request
@@ -139,16 +138,14 @@ class Calibration:
             scheduler, runner, overlap=self._config.overlap, clock=self._clock
         )
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        chance = random.Random(0)
+        text = spread(runner.vocab_size, cell.rows * (_PROMPT_TOKENS + MAX_COPY_TOKENS))
         for row in range(cell.rows):
-            # Tokens that differ, so that a mixture reads as many experts as for requests.
-            tokens = chance.choices(range(runner.vocab_size), k=_PROMPT_TOKENS + MAX_COPY_TOKENS)
-            prompt, run = tuple(tokens[:_PROMPT_TOKENS]), tokens[_PROMPT_TOKENS:]
-            request = Request(f"calibration-{row}", prompt, sampling)
+            own = text[row :: cell.rows]
+            request = Request(f"calibration-{row}", own[:_PROMPT_TOKENS], sampling)
             sequence = Sequence(request, (), _MOST_STEPS * (MAX_COPY_TOKENS + 1))
             if cell.source == COPY:
                 sequence.drafting.copier = Copies(0).of((), None)
-                sequence.drafting.copier.run = run
+                sequence.drafting.copier.run = own[_PROMPT_TOKENS:]
             core.add(sequence)
         for _ in range(_MOST_STEPS):
             if recorder.num_timed == _TIMED_STEPS or core.idle:

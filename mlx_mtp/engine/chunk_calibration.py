@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 _SHARE = 0.25  # of the time for calibration; the rest is for decode steps
 
 
+def spread(vocab_size: int, count: int) -> tuple[int, ...]:
+    """Tokens from everywhere in the vocabulary: equal ones would share their experts."""
+    return tuple(n * vocab_size // count for n in range(count))
+
+
 class ChunkCalibration:
     """Computes first chunks of prompts that don't go on, shorter ones first, one at each step.
 
@@ -44,8 +49,7 @@ class ChunkCalibration:
         # If this kills the thread or fails, nothing more is measured.
         left, self.seconds_left = self.seconds_left, 0.0
         began = self._clock()
-        # From everywhere in the vocabulary, so that most experts take part.
-        prompt = tuple(n * runner.vocab_size // (length + 1) for n in range(length + 1))
+        prompt = spread(runner.vocab_size, length + 1)
         sequence = Sequence(Request("calibration", prompt, SamplingParams(max_tokens=1)), (), 1)
         plan = StepPlan(((sequence, 0, length),), (), frozenset([sequence]))
         (step,) = runner.run(plan)

@@ -75,7 +75,8 @@ def backend() -> Backend | None:
 def fused(function: Callable[P, T]) -> Callable[P, T]:
     """A function of arrays and numbers that mlx compiles where there is a GPU.
 
-    Its small operations are then few launches. On the CPU mlx would call a compiler for them.
+    Its small operations are then few launches. On the CPU mlx would call a compiler for them. None
+    of them may be on an empty array: on CUDA mlx then ends the process.
     """
     compiled = mx.compile(function)
 

@@ -45,7 +45,7 @@ def _accept(
     num_drafts: mx.array | None,
 ) -> AcceptResult:
     num_agreed = mx.zeros_like(remaining)
-    if window.shape[1] > 1:  # mlx's compiled operations on nothing end the process on CUDA.
+    if window.shape[1] > 1:  # Nothing empty may be compiled.
         agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
         if num_drafts is not None:
             agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])

@@ -1,7 +1,8 @@
 """The price list: what a step costs by its rows, its tokens and the passes of the head.
 
 All costs are relative to a step of as many rows without drafts. A kind of step is compared with the
-kind that ran just before it, so a hot machine or a longer context changes nothing.
+kind that ran just before it, so a hot machine or a longer context changes nothing. Comparisons are
+noisy: a price is a mean over those of the kinds nearby, by their variance.
 """
 
 import math
