@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention
+from mlx_mtp.kernels import attention, chunk_attention
 from mlx_mtp.kernels.gpu import backend
 
 Pair = tuple[mx.array, mx.array]  # keys and values
@@ -53,9 +53,14 @@ class RaggedKVCache:
         for part in packing.parts:
             keys, values = (a[: part.used, :, : part.limit] for a in self.buffers[part.buffer])
             rows = part.rect(queries).swapaxes(1, 2)
-            attended = mx.fast.scaled_dot_product_attention(
-                rows, keys, values, scale=scale, mask=part.mask
-            )
+            # Only of a prompt it is known where it begins.
+            if part.length > attention.LONGEST and chunk_attention.fits(rows):
+                at = part.positions[0], part.known
+                attended = chunk_attention.attend(rows, keys, values, *at, scale)
+            else:
+                attended = mx.fast.scaled_dot_product_attention(
+                    rows, keys, values, scale=scale, mask=part.mask
+                )
             outputs.append(attended.swapaxes(1, 2))
         return packing.join(outputs)
 

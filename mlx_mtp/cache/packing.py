@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.cache.layout import Buffer, Layout
+from mlx_mtp.cache.layout import STRIDE, Buffer, Layout
+from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.kernels.attention_plan import Plan, Row, plan
 
 Index = slice | mx.array
@@ -186,8 +187,20 @@ class Part:
     @cached_property
     def mask(self) -> mx.array:
         """Causal: bool [slots, 1, T, limit]."""
-        last = self.rect(self._every_position)[:, None, :, None]
-        return mx.arange(self.limit) <= last
+        return mx.arange(self.limit) <= self.positions[:, None, :, None]
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """int32 [slots, T]."""
+        return self.rect(self._every_position)
+
+    @property
+    def known(self) -> int:
+        """A chunk of one row has at least so many positions before it.
+
+        Its limit is exact but for the rounding, and room for drafts behind a prompt.
+        """
+        return max(0, self.limit - self.length - STRIDE - MAX_DRAFT_TOKENS)
 
 
 def _index(wanted: np.ndarray) -> Index:

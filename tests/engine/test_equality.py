@@ -9,6 +9,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
+from mlx_mtp.kernels import chunk_attention
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.copies import Copies
 from tests.engine.cases import (
@@ -201,6 +202,23 @@ def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, n
         if number == steps // 3:
             driver.add(request("c", [7, 8], greedy(50, ignore_eos=True)))
     check_head_cache(driver, model, name)
+
+
+def test_a_prompt_whose_attention_is_in_blocks_of_queries(tiny_models, monkeypatch):
+    """Of the trunk and of the head, as on a GPU: tokens and the head's KV are as ever."""
+    monkeypatch.setattr(chunk_attention, "BLOCK", 48)
+    monkeypatch.setattr(chunk_attention, "fits", lambda queries: len(queries) == 1)
+    model, tokens = tiny_models["qwen3_next"], [*range(2, 90)] * 4
+    requests = [request(f"r{n}", tokens[: 300 + n], greedy(24, ignore_eos=True)) for n in range(2)]
+    config = EngineConfig(num_draft_tokens=3, prefill_step_size=128)
+    driver = Driver(model, vocab_size=VOCAB, config=config)
+    for wanted in requests:
+        driver.add(wanted)
+    while not all(len(driver.tokens(wanted.request_id)) > 8 for wanted in requests):
+        driver.step()
+    check_head_cache(driver, model, "r1")
+    for wanted in requests:
+        assert driver.tokens(wanted.request_id) == [*plain(model, wanted, VOCAB).tokens]
 
 
 def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_models):
