@@ -2,7 +2,8 @@
 
 Streams decode; a long prompt arrives. Until its first token the seconds between two outputs of each
 stream are counted. Without a bound chunks have --prefill-step-size tokens; with one they are cut to
-it by what they cost, which each engine here learns anew. "alone" is the stream's usual time.
+it by what they cost, which each engine here learns anew; "together" is with short chunks and the
+streams' windows in one forward pass. "alone" is the stream's usual time.
 
     python -m benchmarks.pauses [--streams 8] [--prompt 8000] [--pause 100] [--model PATH]
     python -m benchmarks.pauses --shape Qwen3.5-27B --prompt 60000 --prefill-step-size 2048
@@ -23,6 +24,7 @@ BACKEND = backend.prepare()
 from benchmarks.shapes import add_shape, build, shape_of
 from benchmarks.timed import table
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import scheduler
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.models.hub import BUNDLED_MODEL
@@ -102,11 +104,14 @@ def main() -> None:
     step = options.prefill_step_size
     measure(model, options.streams, min(4 * step, options.prompt), 0.0, step)  # compiles kernels
     row = table("bound", "alone, ms", "p50", "p95", "most", "prompt, s", "tokens/s")
-    for pause in (0.0, options.pause):
+    few = scheduler._TOGETHER
+    for pause, together in ((0.0, 0), (options.pause, 0), (options.pause, few)):
+        scheduler._TOGETHER = together
         alone, beside, seconds = measure(model, options.streams, options.prompt, pause, step)
         cuts = statistics.quantiles(beside, n=20)
         figures = statistics.median(alone), statistics.median(beside), cuts[-1], max(beside)
         bound = f"{pause:g} ms" if pause else "none"
+        bound += f", up to {few} tokens together" if together else ""
         times = (f"{1e3 * each:.0f}" for each in figures)
         row(bound, *times, f"{seconds:.1f}", f"{options.prompt / seconds:,.0f}")
 

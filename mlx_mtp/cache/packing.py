@@ -30,6 +30,10 @@ class Rectangle(NamedTuple):
     tokens: mx.array | None
     places: mx.array | None
 
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.length if self.places is None else self.places.size
+
     def fill(self, x: mx.array, *sizes: int) -> mx.array:
         """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite.
 

@@ -65,6 +65,7 @@ class _Follower:
             frozenset(rows[number] for number in step.live),
             {rows[number]: count for number, count in step.drafts.items()},
             {rows[number]: run for number, run in step.copies.items()},
+            together=step.together,
         )
         launched = self.runner.run(plan)
         for number in step.prefixes:

@@ -107,6 +107,7 @@ class LeadRunner(ModelRunner):
             tuple(numbers[s] for s in plan.decode),
             {numbers[s]: count for s, count in plan.drafts.items()},
             {numbers[s]: tuple(run) for s, run in plan.copies.items()},
+            plan.together,
         )
 
     def _checked(self, steps: list[InFlightStep]) -> list[InFlightStep]:

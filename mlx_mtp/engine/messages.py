@@ -149,3 +149,4 @@ class Step(NamedTuple):
     decode: tuple[int, ...]
     drafts: dict[int, int]
     copies: dict[int, Many[int]]
+    together: bool

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +15,16 @@ from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.prompt_logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import ChunkArrays, Drawn, InFlightStep, PrefillChunk, StepPlan, StepRow
+from mlx_mtp.engine.step import (
+    ChunkArrays,
+    Drawn,
+    InFlightStep,
+    Launch,
+    Pass,
+    PrefillChunk,
+    StepPlan,
+    StepRow,
+)
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
@@ -25,6 +36,8 @@ logger = logging.getLogger(__name__)
 _CLEAR_STEPS = 256
 _CLEAR_TOKENS = 512  # of prompts: not at each of many short chunks
 _CLEAR_TOKENS_CUDA = 16_384  # measured: to allocate anew takes as long as a third of a chunk
+
+T = TypeVar("T")
 
 
 class ModelRunner:
@@ -49,13 +62,14 @@ class ModelRunner:
         """Launch a plan. A failure is returned as a step that ends its rows with an error."""
         self.batches.prune(plan.live)
         self._clear_cache(plan)
-        launched = []
-        if chunk := plan.chunk:
-            rows = tuple(s for s, _, _ in chunk)
-            launched.append(self._guard(rows, lambda: self._prefill(chunk, plan.drafts)))
+        launches = []
+        if plan.chunk:
+            rows = tuple(s for s, _, _ in plan.chunk)
+            launches.append((rows, self._prefill(plan.chunk, plan.drafts)))
         if plan.decode:
-            launched.append(self._guard(plan.decode, lambda: self._decode(plan)))
-        return launched
+            launches.append((plan.decode, self._decode(plan)))
+        groups = [launches] if plan.together else [[each] for each in launches]
+        return [step for group in groups for step in self._launch(group)]
 
     def read(self, step: InFlightStep) -> list[InFlightStep]:
         """Wait for a step and read it; a failure on the device ends the rows with an error.
@@ -88,7 +102,38 @@ class ModelRunner:
         self.batches = Batches()
         mx.clear_cache()
 
-    def _prefill(self, chunk: PrefillChunk, drafts: Mapping[Sequence, int]) -> InFlightStep:
+    def _launch(self, launches: Many[tuple[tuple[Sequence, ...], Launch]]) -> list[InFlightStep]:
+        """Launch them with one forward pass for the tokens of all."""
+        steps: list[InFlightStep] = []
+        waiting, passes = [], []
+        for rows, launch in launches:
+            begun = self._guard(rows, partial(_resume, launch))
+            if isinstance(begun, InFlightStep):
+                steps.append(begun)
+            else:
+                waiting.append((rows, launch))
+                passes.append(begun)
+        if not waiting:
+            return steps
+        hidden = self._guard(sum((rows for rows, _ in waiting), ()), lambda: self._hidden(passes))
+        if isinstance(hidden, InFlightStep):
+            return [*steps, hidden]
+        for (rows, launch), own in zip(waiting, hidden, strict=True):
+            step = self._guard(rows, partial(_resume, launch, own))
+            assert isinstance(step, InFlightStep)
+            steps.append(step)
+        return steps
+
+    def _hidden(self, passes: Many[Pass]) -> Many[mx.array]:
+        """Post-norm hidden states [N, H] of the tokens of each."""
+        if len(passes) == 1:
+            return [self._model.hidden(*passes[0])]
+        tokens, caches = [own for own, _ in passes], [cache for _, cache in passes]
+        hidden = self._model.hidden(mx.concatenate(tokens), *caches)
+        ends: list[int] = np.cumsum([len(each) for each in tokens])[:-1].tolist()
+        return list(mx.split(hidden, ends))
+
+    def _prefill(self, chunk: PrefillChunk, drafts: Mapping[Sequence, int]) -> Launch:
         sequences = tuple(s for s, _, _ in chunk)
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
@@ -108,7 +153,12 @@ class ModelRunner:
 
         start = batch.cache.offset - arrays.before
         packing = Packing(batch.cache.layout, start, arrays.lengths.tolist())
-        hidden = self._chunk_hidden(batch, arrays, packing)
+        hidden, counts = batch.last_hidden[:, 0], arrays.num_computed
+        if counts.any():
+            batch.cache.begin(counts.tolist(), mx.array(counts))
+            computed = yield mx.array(arrays.computed), batch.cache
+            batch.cache.commit(mx.array(counts))
+            hidden = packing.after(hidden, computed) if arrays.before else computed
         num_kept = mx.array(arrays.lengths)
         last = mx.array(arrays.ends.astype(np.int32))
         batch.keep_hidden(hidden[last], num_kept)
@@ -120,27 +170,14 @@ class ModelRunner:
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
-        computed = Computed(hidden, targets, last, packing, batch.cache)
+        window = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
-        self._finish(batch, step, computed, num_drafts)
+        self._finish(batch, step, window, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
         step.did_more = warm or bool(step.saves) or step.prompt is not None
         step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
-
-    def _chunk_hidden(self, batch: Batch, arrays: ChunkArrays, packing: Packing) -> mx.array:
-        """Post-norm hidden states [N, H] of a chunk; nothing runs if all are known."""
-        known, counts = batch.last_hidden[:, 0], arrays.num_computed
-        if not counts.any():
-            return known
-        batch.cache.begin(counts.tolist(), mx.array(counts))
-        tokens = arrays.tokens
-        if arrays.before:
-            tokens = np.delete(tokens, arrays.ends - counts)
-        hidden = self._model.hidden(mx.array(tokens), batch.cache)
-        batch.cache.commit(mx.array(counts))
-        return packing.after(known, hidden) if arrays.before else hidden
 
     def _first_tokens(
         self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, end: mx.array
@@ -157,7 +194,7 @@ class ModelRunner:
         newest = mx.where(done, step.drawn.tokens[:, 0], known)
         return mx.put_along_axis(mx.array(arrays.following), mx.array(arrays.ends), newest, axis=0)
 
-    def _decode(self, plan: StepPlan) -> InFlightStep:
+    def _decode(self, plan: StepPlan) -> Launch:
         batch = self.batches.gather(plan.decode)
         batch.copy(plan.copies)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
@@ -169,7 +206,7 @@ class ModelRunner:
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
         packing = batch.cache.begin(lengths, kept)
 
-        hidden = self._model.hidden(packing.flat(window), batch.cache)
+        hidden = yield packing.flat(window), batch.cache
         logits = packing.rows(self._model.logits(hidden))
         batch.masks = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + mx.arange(1, 1 + window.shape[1])
@@ -225,9 +262,7 @@ class ModelRunner:
             mx.clear_cache()
         self._failed_last = False
 
-    def _guard(
-        self, rows: tuple[Sequence, ...], launch: Callable[[], InFlightStep]
-    ) -> InFlightStep:
+    def _guard(self, rows: tuple[Sequence, ...], launch: Callable[[], T]) -> T | InFlightStep:
         try:
             return launch()
         except BaseException as error:
@@ -274,6 +309,15 @@ def _draw(
     if batch.masks:
         batch.masks.advance(tokens, accepted.num_kept)
     return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
+
+
+def _resume(launch: Launch, hidden: mx.array | None = None) -> Pass | InFlightStep:
+    """Up to its forward pass, or behind it."""
+    try:
+        return launch.send(hidden)  # type: ignore[arg-type]
+    except StopIteration as end:
+        step: InFlightStep = end.value
+        return step
 
 
 def _limits(batch: Batch, lengths: Many[int], num_drafts: Many[int]) -> list[int]:

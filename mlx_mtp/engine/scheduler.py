@@ -18,6 +18,10 @@ from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.prices import COPY, Shape
 from mlx_mtp.speculative.worth import DecodeStep, DraftPolicy, Outcome
 
+# Tokens of a chunk up to which it shares a forward pass with the running rows: so the weights are
+# read once. A longer one gains nothing, and would end them too where memory does not do for it.
+_TOGETHER = 256
+
 
 class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
@@ -92,7 +96,9 @@ class Scheduler:
             self._admit(self._prefills.most_tokens(beside=bool(decode)))
         chunk = self._prefills.next_chunk(beside=bool(decode))
         live = frozenset(s for s in self._admitted() if not s.finished)
-        return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode))
+        few = 0 < sum(length for _, _, length in chunk) <= _TOGETHER
+        together = few and bool(decode) and not self._config.exact
+        return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode), together)
 
     def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
         """Update the requests from steps that were read."""

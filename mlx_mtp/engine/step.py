@@ -1,6 +1,6 @@
 """A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.engine.prefix import Save
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.sequence import Sequence
@@ -30,6 +31,7 @@ class StepPlan(NamedTuple):
     # Tokens that this step verifies in place of the head's drafts.
     copies: Mapping[Sequence, Many[int]] = MappingProxyType({})
     copying: bool = False  # some may follow in the next step, once this one has been read
+    together: bool = False  # chunk and decode step in one forward pass
 
     @property
     def needs_host(self) -> bool:
@@ -54,6 +56,13 @@ class ChunkArrays:
         self.tokens, self.following = (
             np.concatenate(parts).astype(np.int32) for parts in (tokens, following)
         )
+
+    @property
+    def computed(self) -> np.ndarray:
+        """int32, the tokens that the trunk has to run."""
+        if not self.before:
+            return self.tokens
+        return np.delete(self.tokens, self.ends - self.num_computed)
 
 
 class Drawn(NamedTuple):
@@ -170,3 +179,9 @@ def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLog
         TokenLogprobs(chosen, tuple(zip(ids[:top], values[:top])), *rank)
         for chosen, ids, values, *rank in zip(*(table.tolist() for table in tables))
     )
+
+
+Pass = tuple[mx.array, BatchCache]
+"""Tokens [N] for the trunk, and the cache that has begun with them."""
+Launch = Generator[Pass, mx.array, InFlightStep]
+"""Yields its forward pass, if it needs one, is sent the hidden states, and returns its step."""

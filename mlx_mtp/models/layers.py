@@ -4,7 +4,7 @@ A step of few tokens takes the host longer than the GPU, so there the parts befo
 layer's cache, which depend on their arguments alone, are compiled by mlx.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,11 +37,18 @@ class RaggedAttention(Qwen3NextAttention):
         queries, keys = self._rotated(positions, queries, self._by_head(keys))
         return queries, gate, keys, self._by_head(values)
 
-    def mix(self, inputs: tuple[mx.array, ...], cache: RaggedKVCache) -> tuple[mx.array, mx.array]:
+    def mix(
+        self, inputs: tuple[mx.array, ...], caches: Sequence[RaggedKVCache]
+    ) -> tuple[mx.array, mx.array]:
         """Attention [N, heads, D], and the gate."""
         queries, gate, keys, values = inputs
-        cache.write(cache.packing, keys, values)
-        return cache.attend(cache.packing, queries, self.scale), gate
+        counts = [cache.packing.num_tokens for cache in caches]
+        outputs = []
+        for cache, (own, *entries) in zip(caches, _split([queries, keys, values], counts)):
+            cache.write(cache.packing, *entries)
+            outputs.append([cache.attend(cache.packing, own, self.scale)])
+        (attended,) = _joined(outputs)
+        return attended, gate
 
     def after(self, attended: mx.array, gate: mx.array) -> mx.array:
         """[N, H]."""
@@ -93,17 +100,25 @@ class RaggedAttention(Qwen3NextAttention):
 class WindowedGatedDeltaNet(nn.Module):
     """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
 
-    def before(self, x: mx.array, order: Rectangle) -> tuple[Projected, mx.array]:
-        """Projections of [N, H], all [B, T, ..], and the gate of the output, z [N, Hk, R, Dv]."""
+    def before(self, x: mx.array) -> list[mx.array]:
+        """The projections of [N, H], as they are stored."""
+        raise NotImplementedError
+
+    def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
+        """These, all [B, T, ..], and the gate of the output, z [N, Hk, R, Dv]."""
         raise NotImplementedError
 
     def mix(
-        self, x: mx.array, order: Rectangle, cache: GatedDeltaCache
-    ) -> tuple[mx.array, mx.array]:
-        """The recurrence's outputs [N, Hv, Dv], and the gate."""
-        projected, z = self.before(x, order)
-        outputs = cache.run(projected, Convolution(self.conv1d.weight, self.A_log, self.dt_bias))
-        return order.flat(outputs), z
+        self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
+    ) -> Sequence[mx.array]:
+        """The recurrences' outputs [N, Hv, Dv], and the gate."""
+        convolution = Convolution(self.conv1d.weight, self.A_log, self.dt_bias)
+        parts = _split(self.before(x), [order.num_tokens for order in orders])
+        outputs = []
+        for own, order, cache in zip(parts, orders, caches, strict=True):
+            projected, z = self.arrange(own, order)
+            outputs.append([order.flat(cache.run(projected, convolution)), z])
+        return _joined(outputs)
 
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
         """[N, H]."""
@@ -114,32 +129,42 @@ class WindowedGatedDeltaNet(nn.Module):
 
 
 class PartedLayer(nn.Module):
-    """Mixin over an mlx-lm decoder layer, which runs tokens on a cache of ours by `step`.
+    """Mixin over an mlx-lm decoder layer, which runs tokens on caches of ours by `step`.
 
-    Besides the residual stream x, [N, H], a layer gets and returns the norm of it that the next
-    one begins with, so that a sum and its norm are one launch.
+    The tokens of several batches, each with a cache, lie side by side. Besides the residual stream
+    x, [N, H], a layer gets and returns the norm of it that the next one begins with, so that a sum
+    and its norm are one launch.
     """
 
     def step(
-        self, x: mx.array, normed: mx.array, cache: Any, next_norm: mx.array
+        self, x: mx.array, normed: mx.array, caches: Sequence[Any], next_norm: mx.array
     ) -> Sequence[mx.array]:
         """The layer's output, and that normed by the weight `next_norm`."""
         own = self._compiled if few(x) and backend() is not None else self._plain
         if self.is_linear:
-            order = cache.packing.rectangle
-            x, normed, cache.held = own["recur"](x, normed, next_norm, order, cache.held)
+            order = tuple(cache.packing.rectangle for cache in caches)
+            held = tuple(cache.held for cache in caches)
+            x, normed, held = own["recur"](x, normed, next_norm, order, held)
+            for cache, each in zip(caches, held, strict=True):
+                cache.held = each
             return x, normed
-        mixed = self.self_attn.mix(own["before"](normed, cache.packing.positions), cache)
+        (positions,) = _joined([[cache.packing.positions] for cache in caches])
+        mixed = self.self_attn.mix(own["before"](normed, positions), caches)
         return own["after"](x, next_norm, *mixed)
 
     def recur(
-        self, x: mx.array, normed: mx.array, next_norm: mx.array, order: Rectangle, held: Held
-    ) -> tuple[mx.array, mx.array, Held]:
-        """`step` of a layer with a recurrence, and what its cache holds then."""
-        cache = GatedDeltaCache.of(held)
-        mixed = self.linear_attn.mix(normed, order, cache)
+        self,
+        x: mx.array,
+        normed: mx.array,
+        next_norm: mx.array,
+        order: Sequence[Rectangle],
+        held: Sequence[Held],
+    ) -> tuple[mx.array, mx.array, tuple[Held, ...]]:
+        """`step` of a layer with a recurrence, and what its caches hold then."""
+        caches = [GatedDeltaCache.of(each) for each in held]
+        mixed = self.linear_attn.mix(normed, order, caches)
         x, normed = self.after(x, next_norm, *mixed)
-        return x, normed, cache.held
+        return x, normed, tuple(cache.held for cache in caches)
 
     def before(self, normed: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
         """What precedes the cache of a layer with attention."""
@@ -161,3 +186,16 @@ class PartedLayer(nn.Module):
     def _plain(self) -> Methods:
         names = ["recur"] if self.is_linear else ["before", "after"]
         return {name: getattr(self, name) for name in names}
+
+
+def _split(arrays: Sequence[mx.array], counts: Sequence[int]) -> Iterator[Sequence[mx.array]]:
+    """The tokens of each batch, so many in each, of arrays [N, ..]."""
+    first = 0
+    for count in counts:
+        yield arrays if len(counts) == 1 else [a[first : first + count] for a in arrays]
+        first += count
+
+
+def _joined(parts: Sequence[Sequence[mx.array]]) -> Sequence[mx.array]:
+    """Arrays [N, ..] from those of each batch."""
+    return parts[0] if len(parts) == 1 else [mx.concatenate([*own]) for own in zip(*parts)]

@@ -138,14 +138,18 @@ class LoadedModel:
         layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]
         return BatchCache(layers, num_rows)
 
-    def hidden(self, tokens: mx.array, cache: BatchCache) -> mx.array:
-        """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun."""
+    def hidden(self, tokens: mx.array, *caches: BatchCache) -> mx.array:
+        """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun.
+
+        The tokens of several caches lie side by side.
+        """
         trunk = self.causal_lm.model
         first, *others = [layer.input_layernorm for layer in trunk.layers]
         x = self.embed(tokens)
         normed = first(x)
-        with step(cache.layers[0].packing.longest <= LONGEST):
-            for layer, own, norm in zip(trunk.layers, cache.layers, [*others, trunk.norm]):
+        by_layer = zip(*(cache.layers for cache in caches), strict=True)
+        with step(all(cache.layers[0].packing.longest <= LONGEST for cache in caches)):
+            for layer, own, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
                 x, normed = layer.step(x, normed, own, norm.weight)
         return normed
 

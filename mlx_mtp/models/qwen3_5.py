@@ -1,5 +1,7 @@
 """Qwen3.5, 3.6 and 3.8-27B: the text part, dense or mixture of experts."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
@@ -12,11 +14,13 @@ from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
-    def before(self, x: mx.array, order: Rectangle) -> tuple[Projected, mx.array]:
+    def before(self, x: mx.array) -> list[mx.array]:
+        return project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
+
+    def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
         """q, k and v come from one projection, the others from one each."""
         heads, ratio = self.num_k_heads, self.num_v_heads // self.num_k_heads
-        layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b
-        qkv, z, a, b = project(x, *layers)
+        qkv, z, a, b = parts
         q, k, v = mx.split(order.fill(qkv, -1), [self.key_dim, 2 * self.key_dim], axis=-1)
         by_key = (*q.shape[:2], heads)
         projected = Projected(
@@ -26,7 +30,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
             order.fill(a, heads, ratio),
             order.fill(b, heads, ratio),
         )
-        return projected, z.reshape(len(x), heads, ratio, self.head_v_dim)
+        return projected, z.reshape(len(z), heads, ratio, self.head_v_dim)
 
 
 class _Layer(PartedLayer, DecoderLayer):

@@ -1,5 +1,7 @@
 """Qwen3-Next: Qwen3-Next-80B-A3B and models like it."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaNet
 
@@ -11,18 +13,21 @@ from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
-    def before(self, x: mx.array, order: Rectangle) -> tuple[Projected, mx.array]:
+    def before(self, x: mx.array) -> list[mx.array]:
+        return project(x, self.in_proj_qkvz, self.in_proj_ba)
+
+    def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
         """q, k, v and z come interleaved by key head, and so do b and a."""
         dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
         width = ratio * self.head_v_dim
-        qkvz, ba = project(x, self.in_proj_qkvz, self.in_proj_ba)
+        qkvz, ba = parts
         by_head = order.fill(qkvz, self.num_k_heads, 2 * dim + 2 * width)
         q, k, v, z = mx.split(by_head, [dim, 2 * dim, 2 * dim + width], axis=-1)
         b, a = mx.split(order.fill(ba, self.num_k_heads, 2 * ratio), 2, axis=-1)
         v = v.reshape(*v.shape[:3], ratio, self.head_v_dim)
         if order.tokens is not None:  # Then the rectangle is another array.
-            z = qkvz.reshape(len(x), self.num_k_heads, -1)[..., 2 * dim + width :]
-        return Projected(q, k, v, a, b), z.reshape(len(x), -1, ratio, self.head_v_dim)
+            z = qkvz.reshape(len(qkvz), self.num_k_heads, -1)[..., 2 * dim + width :]
+        return Projected(q, k, v, a, b), z.reshape(len(qkvz), -1, ratio, self.head_v_dim)
 
 
 class _Layer(PartedLayer, Qwen3NextDecoderLayer):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.batch import Batch, Batches
@@ -52,6 +53,11 @@ class Fuse:
 Patch = Callable[[pytest.MonkeyPatch, Fuse], None]
 
 
+def windows(_: LoadedModel, tokens: mx.array, *caches: BatchCache) -> list[int]:
+    """The longest of each batch in a forward pass; 3 in a decoding step."""
+    return [cache.layers[0].packing.longest for cache in caches]
+
+
 def before(owner: object, name: str, only: Callable[..., bool] = lambda *_, **__: True) -> Patch:
     """Put a fuse before a function, for the calls that are meant."""
 
@@ -86,12 +92,9 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
 
 
 PLACES: dict[str, Patch] = {
-    "the trunk in a prefill": before(
-        LoadedModel, "hidden", lambda _, tokens, cache: cache.layers[0].packing.longest != 3
-    ),
-    "the trunk in a decoding step": before(
-        LoadedModel, "hidden", lambda _, tokens, cache: cache.layers[0].packing.longest == 3
-    ),
+    "the trunk in a prefill": before(LoadedModel, "hidden", lambda *a: windows(*a) != [3]),
+    "the trunk in a decoding step": before(LoadedModel, "hidden", lambda *a: windows(*a) == [3]),
+    "the trunk in both": before(LoadedModel, "hidden", lambda *a: len(windows(*a)) == 2),
     "logits": before(LoadedModel, "logits"),
     "sampling": before(Sampler, "draw"),
     "accept": before(runner_module, "accept"),
