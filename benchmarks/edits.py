@@ -9,8 +9,7 @@ says. So this gives tokens per step and the speed to expect of models that can't
 
 Prose is the same with files that have nothing to do with the prompt. Price lists of models on one
 H200 (full shapes, context 512, before the kernels for products of few rows) have a step's time by
-the tokens that it verifies, and that of a pass of the head. `--host` is what a step costs more, in
-plain steps, that is read before the next one is launched, as all are while a row copies.
+the tokens that it verifies, and that of a pass of the head.
 """
 
 import argparse
@@ -45,19 +44,14 @@ class PriceList(NamedTuple):
     verify: dict[int, float]  # by the tokens of all rows
     passes: tuple[float, float]  # of the head, at one row and for each row more
 
-    def seconds(self, shape: Shape, host: float) -> float:
-        tokens = shape.rows + shape.drafts
+    def seconds(self, shape: Shape) -> float:
+        tokens, known = shape.rows + shape.drafts, sorted(self.verify)
         first, more = self.passes
         head = shape.passes * (first + more * (shape.rows - 1))
-        wait = host * self._at(shape.rows) if shape.copying else 0.0
-        return (self._at(tokens) + head + wait) / 1e3
-
-    def _at(self, tokens: int) -> float:
-        known = sorted(self.verify)
         above = next((n for n in known[1:] if n >= tokens), known[-1])
         below = known[known.index(above) - 1]
         slope = (self.verify[above] - self.verify[below]) / (above - below)
-        return self.verify[below] + slope * (tokens - below)
+        return (self.verify[below] + slope * (tokens - below) + head) / 1e3
 
 
 PRICES = {
@@ -107,13 +101,14 @@ def edits(repository: Path, count: int, tokenizer: Tokenizer) -> list[Text]:
 
 
 class Row(DraftRow):
-    """A request that runs: `at` tokens of its answer have come."""
+    """A request that runs: `at` tokens of its answer have come, `unread` with the last step."""
 
-    __slots__ = ("at", "text")
+    __slots__ = ("at", "text", "unread")
 
     def __init__(self, text: Text, copies: Copies | None) -> None:
         super().__init__()
         self.text, self.at = text, 1
+        self.unread: Sequence[int] = ()
         if copies is not None:
             self.copier = copies.of(text.prompt, None)
             self.copier.extend(text.answer[:1])
@@ -133,7 +128,6 @@ def replay(
     prices: PriceList,
     rate: float,
     sources: Sequence[str],
-    host: float,
     seed: int = 0,
 ) -> Result:
     """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
@@ -141,26 +135,26 @@ def replay(
     table: Table = {}
     for size, drafts, source in cells_to_measure({}, num_rows, (HEAD, COPY)):
         passes = drafts if source == HEAD else 0
-        shape = Shape(size, size * drafts, passes, source == COPY)
         cell = table.setdefault(size, {}).setdefault(source, {})
-        cell[drafts] = prices.seconds(shape, host)
+        cell[drafts] = prices.seconds(Shape(size, size * drafts, passes))
     costs.load(table)
     policy = DraftsByWorth(costs, MAX_DRAFT_TOKENS if HEAD in sources else 0)
     copies = Copies(0) if COPY in sources else None
     waiting = iter(texts)
     rows = [Row(text, copies) for text in itertools.islice(waiting, num_rows)]
     pending, total = dict.fromkeys(rows, 0), Result(0, 0, 0.0)
-    read = True  # everything has been, so that rows may copy
-    unread: list[tuple[DecodeStep, list[tuple[Row, Sequence[int]]]]] = []
+    unread: DecodeStep | None = None
     steady = False
     while rows:
         choice = policy.choose(rows, steady=steady)
-        copying = any(choice.copied)
         outcomes: list[Outcome] = []
         came: list[tuple[Row, Sequence[int]]] = []
         for row, wanted, drafts in zip(rows, choice.copied, choice.head):
             left = len(row.text.answer) - row.at
-            run = row.copier.run[: min(wanted, left)] if wanted and read and row.copier else ()
+            run: Sequence[int] = ()
+            if wanted and row.copier is not None:
+                # Behind what the last step has brought, though the policy has not seen that yet.
+                run = row.copier.run[len(row.unread) :][: min(wanted, left)]
             count = len(run) or pending[row]
             following = row.text.answer[row.at : row.at + count]
             right = zip(run, following) if run else ()
@@ -169,21 +163,19 @@ def replay(
             outcomes.append(Outcome(row, COPY if run else HEAD, count, brought))
             came.append((row, row.text.answer[row.at : row.at + brought]))
             row.at += brought
-            pending[row] = drafts
+            row.ahead, pending[row] = count + 1, drafts
         verified = sum(outcome.num_drafts for outcome in outcomes)
-        copied = any(outcome.source == COPY for outcome in outcomes)
-        shape = Shape(len(rows), verified, max(choice.head), copied)
-        took = prices.seconds(shape._replace(copying=copying), host)
+        shape = Shape(len(rows), verified, max(choice.head))
+        took = prices.seconds(shape)
         tokens = sum(outcome.num_tokens for outcome in outcomes)
         total = Result(total.tokens + tokens, total.steps + len(rows), total.seconds + took)
-        unread.append((DecodeStep(shape, outcomes, took), came))
-        while len(unread) > (not copying):
-            step, arrived = unread.pop(0)
-            policy.observe(step)
-            for row, new in arrived:
-                if row.copier is not None:
-                    row.copier.extend(new)
-        read, steady = copying, True
+        if unread is not None:
+            policy.observe(unread)
+        unread, steady = DecodeStep(shape, outcomes, took), True
+        for row, new in came:
+            if row.copier is not None and row.unread:
+                row.copier.extend(row.unread)
+            row.unread = new
         for place, row in enumerate(rows):
             if row.at == len(row.text.answer) and (text := next(waiting, None)) is not None:
                 rows[place], steady = Row(text, copies), False
@@ -201,7 +193,7 @@ def table(
     """A row for each number of rows and rate: tokens a step of a row, and the speed over mtp's."""
     for num_rows, rate in itertools.product(given.rows, given.rates):
         found = {
-            name: replay(texts, num_rows, prices, rate, sources, given.host)
+            name: replay(texts, num_rows, prices, rate, sources)
             for name, sources in CONTENDERS.items()
         }
         speeds = {name: each.tokens / each.seconds for name, each in found.items()}
@@ -221,7 +213,6 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=24)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.6, 0.75, 0.9])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--host", type=float, default=0.15)
     parser.add_argument("--json", type=Path, help="write the ratios here")
     given = parser.parse_args()
     check_writable(given.json)

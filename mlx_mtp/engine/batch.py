@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.sequence import Copy, Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.proposer import DraftState
@@ -37,6 +37,7 @@ class Batch:
         # int32 [B, k], proposed to follow it, and how many of them each row has.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
         self.num_drafts = [0] * count
+        self.kept = mx.zeros(count, dtype=mx.int32)  # tokens that its last window brought
         # int32 [B], tokens each row may still emit.
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing any more
@@ -54,17 +55,23 @@ class Batch:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
 
-    def copy(self, runs: Mapping[Sequence, Many[int]]) -> None:
-        """Let the next window verify these tokens in place of their rows' drafts."""
-        if not runs:
+    def copy(self, copies: Mapping[Sequence, Copy]) -> None:
+        """Let the next window verify these tokens in place of their rows' drafts.
+
+        They go on behind what the window in flight brings: if that was something else, they miss.
+        """
+        if not copies:
             return
-        own = [runs.get(s, ()) for s in self.sequences]
-        self.num_drafts = [len(run) or n for run, n in zip(own, self.num_drafts)]
+        own = [copies.get(s, Copy((), 0)) for s in self.sequences]
+        self.num_drafts = [c.num_drafts or n for c, n in zip(own, self.num_drafts)]
         width = max(self.num_drafts)
-        table = np.array([[*run, *[0] * (width - len(run))] for run in own], dtype=np.int32)
-        copied = mx.array([bool(run) for run in own])[:, None]
-        drafts = _widen(self.drafts[:, :width], width, 0)
-        self.drafts = mx.where(copied, mx.array(table), drafts)
+        table = np.zeros((len(own), width + max(c.ahead for c in own)), dtype=np.int32)
+        for row, (run, _) in zip(table, own):
+            row[: len(run)] = run
+        first = mx.where(mx.array([c.ahead > 0 for c in own]), self.kept, 0)
+        runs = mx.take_along_axis(mx.array(table), first[:, None] + mx.arange(width), axis=1)
+        copied = mx.array([c.num_drafts > 0 for c in own])[:, None]
+        self.drafts = mx.where(copied, runs, _widen(self.drafts[:, :width], width, 0))
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
         """Set `last_hidden` from those of a window, [B, H], where it keeps any (int32 [B])."""

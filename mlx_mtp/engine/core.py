@@ -112,8 +112,8 @@ class StepTimer:
     """Times decode steps, and returns only times that are the cost of one.
 
     With look-ahead the border between two steps can't be seen from the host. So a time counts only
-    where the step, the one before and the one after had the same rows, nothing was prefilled, and
-    the step and the one after verified as many drafts as they proposed.
+    where the step, the one before and the one after had the same rows and proposed as many drafts,
+    nothing was prefilled, and the step and the one after verified as many.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -132,8 +132,8 @@ class StepTimer:
             return None
         if self._read_all:
             return seconds if alone else None
-        rows, num_verified, num_proposed = shape
-        steady = rows == last[0] and num_verified == num_proposed and shape == _shape(launched)
+        rows, _, num_proposed = shape
+        steady = (rows, num_proposed) == (last[0], last[2]) and shape == _shape(launched)
         return seconds if steady else None
 
 
@@ -152,7 +152,7 @@ def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
     tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))
     drafts = max((n for p in (plan, last) for n in p.drafts.values()), default=0)
-    drafts = max((len(run) for p in (plan, last) for run in p.copies.values()), default=drafts)
+    drafts = max((c.num_drafts for p in (plan, last) for c in p.copies.values()), default=drafts)
     parts = [f"a prefill chunk of {tokens} tokens"] if tokens else []
     parts += [f"a decoding step of {rows} {'row' if rows == 1 else 'rows'}"] if rows else []
     kind = ("prefill" if tokens else "decode", tokens.bit_length(), rows.bit_length(), drafts)

@@ -11,7 +11,7 @@ from mlx_mtp.engine.messages import Begin, Compare, Note, Poll, Release, Step, T
 from mlx_mtp.engine.parts import Parts
 from mlx_mtp.engine.prefix import take
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.sequence import Copy, Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import RankError
 from mlx_mtp.models.loaded import LoadedModel
@@ -64,7 +64,7 @@ class _Follower:
             tuple(rows[number] for number in step.decode),
             frozenset(rows[number] for number in step.live),
             {rows[number]: count for number, count in step.drafts.items()},
-            {rows[number]: run for number, run in step.copies.items()},
+            {rows[number]: Copy(*copy) for number, copy in step.copies.items()},
             together=step.together,
         )
         launched = self.runner.run(plan)

@@ -148,5 +148,5 @@ class Step(NamedTuple):
     chunk: tuple[tuple[int, int, int], ...]
     decode: tuple[int, ...]
     drafts: dict[int, int]
-    copies: dict[int, Many[int]]
+    copies: dict[int, tuple[Many[int], int]]
     together: bool

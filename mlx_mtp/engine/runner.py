@@ -305,7 +305,7 @@ def _draw(
     )
     batch.sampler.count(tokens, accepted.num_kept, positions)
     batch.last, batch.remaining = accepted.last, accepted.remaining
-    batch.ended = accepted.finished
+    batch.ended, batch.kept = accepted.finished, accepted.num_kept
     if batch.masks:
         batch.masks.advance(tokens, accepted.num_kept)
     return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)

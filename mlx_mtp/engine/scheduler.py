@@ -11,7 +11,7 @@ from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.reuse import PrefixReuse
-from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.engine.sequence import Copy, Sequence, Status
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
 from mlx_mtp.speculative.copies import Copies
@@ -124,8 +124,7 @@ class Scheduler:
         if rows:
             verified = sum(outcome.num_drafts for outcome in outcomes)
             proposed = max(row.num_proposed for row in step.rows)
-            copied = any(row.copied for row in step.rows)
-            shape = Shape(len(rows), verified, proposed, copied)
+            shape = Shape(len(rows), verified, proposed)
             self._drafts.observe(DecodeStep(shape, outcomes, step.cost))
 
     def _source(self, row: StepRow) -> str:
@@ -177,23 +176,22 @@ class Scheduler:
 
     def _choose_drafts(
         self, chunk: PrefillChunk, decode: tuple[Sequence, ...]
-    ) -> tuple[dict[Sequence, int], dict[Sequence, Many[int]], bool]:
-        """Drafts of the head for the next window, tokens to copy into this one, whether rows copy.
+    ) -> tuple[dict[Sequence, int], dict[Sequence, Copy]]:
+        """Drafts of the head for the next window, and tokens to copy into this one.
 
         By row that decodes, or will when this step has run.
         """
         ending = (s for s, start, length in chunk if start + length == s.num_prompt)
         rows = [*decode, *ending]
         if not rows:
-            return {}, {}, False
+            return {}, {}
         self._last_size = len(rows)
+        for sequence in decode:
+            sequence.drafting.ahead = sequence.max_cached - sequence.num_cached
         choice = self._drafts.choose([s.drafting for s in rows], steady=not chunk)
-        copies: dict[Sequence, Many[int]] = {}
-        # What can be copied depends on the last token.
-        if not any(s.in_flight for s in decode):
-            wanted = zip(decode, choice.copied)
-            copies = {s: run for s, count in wanted if count and (run := s.to_copy(count))}
-        return dict(zip(rows, choice.head)), copies, any(choice.copied)
+        wanted = zip(decode, choice.copied)
+        copies = {s: copy for s, count in wanted if count and (copy := s.to_copy(count))}
+        return dict(zip(rows, choice.head)), copies
 
     def _look_for_copies(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting

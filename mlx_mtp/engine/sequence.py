@@ -3,6 +3,7 @@
 import enum
 from bisect import bisect
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 from mlx_mtp.cache.prefix_tree import Node, root_key
 from mlx_mtp.engine.request import Progress, Request, TokenLogprobs
@@ -17,6 +18,17 @@ class Status(enum.Enum):
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     FINISHED = enum.auto()
+
+
+class Copy(NamedTuple):
+    """Tokens to verify in place of a row's drafts."""
+
+    run: Many[int]  # what should follow the last token that has been read
+    ahead: int  # of it, what the window in flight may bring
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.run) - self.ahead
 
 
 class Sequence:
@@ -93,11 +105,14 @@ class Sequence:
     def progress(self) -> Progress:
         return Progress(self.num_prompt, self.num_reused, self.num_cached, self.admitted_at)
 
-    def to_copy(self, count: int) -> Many[int]:
+    def to_copy(self, count: int) -> Copy | None:
         """At most so many tokens of its run: as many as it may emit and its grammar allows."""
-        assert self.drafting.copier is not None
-        run = self.drafting.copier.run[: min(count, self.max_new_tokens - len(self.output) - 1)]
-        return run if self.constraint is None else run[: self.constraint.num_allowed(run)]
+        copier, ahead = self.drafting.copier, self.drafting.ahead
+        assert copier is not None
+        run = copier.run[: min(ahead + count, self.max_new_tokens - len(self.output) - 1)]
+        if self.constraint is not None:
+            run = run[: self.constraint.num_allowed(run)]
+        return Copy(run, ahead) if len(run) > ahead else None
 
     def begin(self, prefix: Node | None, save_points: list[int]) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""

@@ -1,7 +1,6 @@
 """A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
 
 from collections.abc import Generator, Mapping
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.engine.prefix import Save
 from mlx_mtp.engine.request import TokenLogprobs
-from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.sequence import Copy, Sequence
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.speculative.acceptance import AcceptResult
 
@@ -29,13 +28,12 @@ class StepPlan(NamedTuple):
     # Drafts of the head for the next window, of rows that decode or will then.
     drafts: Mapping[Sequence, int] = MappingProxyType({})
     # Tokens that this step verifies in place of the head's drafts.
-    copies: Mapping[Sequence, Many[int]] = MappingProxyType({})
-    copying: bool = False  # some may follow in the next step, once this one has been read
+    copies: Mapping[Sequence, Copy] = MappingProxyType({})
     together: bool = False  # chunk and decode step in one forward pass
 
     @property
     def needs_host(self) -> bool:
-        return self.copying or any(s.needs_host for s in self.decode)
+        return any(s.needs_host for s in self.decode)
 
 
 class ChunkArrays:

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from mlx_mtp.config import MAX_COPY_TOKENS
-from mlx_mtp.speculative.rates import MOST_MATCH, CopyRates
+from mlx_mtp.speculative.rates import MOST_MATCH, RUN, CopyRates
 
 GRAM = 3  # tokens that must agree
 _MOST_TRIED = 16  # occurrences that are compared, the latest first
@@ -188,16 +188,20 @@ class Copier:
         self._at, self.match = self._at + passed, min(self.match + passed, MOST_MATCH)
         if not going_on or self.match < _GOOD_MATCH or self._at >= len(self._source.tokens):
             self._look()
-        self.run = self._source.tokens[self._at : self._at + MAX_COPY_TOKENS] if self.match else ()
-        if self._source is self._text and 0 < len(self.run) < MAX_COPY_TOKENS:
+        self.run = self._source.tokens[self._at : self._at + RUN] if self.match else ()
+        if self._source is self._text and 0 < len(self.run) < RUN:
             # What comes after the text's end repeats its end.
-            self.run = (self.run * MAX_COPY_TOKENS)[:MAX_COPY_TOKENS]
+            self.run = (self.run * RUN)[:RUN]
         if _SEPARATOR in self.run:
             self.run = self.run[: self.run.index(_SEPARATOR)]
 
-    def chances(self) -> list[float]:
-        """That the first, second, .. token of the run comes next; empty where none may."""
-        chances = self._rates.chances(self.match, len(self.run), self._pool)
+    def chances(self, ahead: int) -> list[float]:
+        """That the first, second, .. token of the run behind `ahead` others comes there.
+
+        Empty where that is unlikely. The others are what a window in flight may bring.
+        """
+        count = min(len(self.run), ahead + MAX_COPY_TOKENS)
+        chances = self._rates.chances(self.match, count, self._pool)[ahead:]
         return chances if chances and chances[0] >= _LEAST_CHANCE else []
 
     def _look(self) -> None:

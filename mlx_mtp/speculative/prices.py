@@ -1,4 +1,4 @@
-"""The price list: what a step costs by its rows, its tokens and the passes of the head.
+"""The price list: what a step costs by its rows, its drafts and the passes of the head.
 
 All costs are relative to a step of as many rows without drafts. A kind of step is compared with the
 kind that ran just before it, so a hot machine or a longer context changes nothing. Comparisons are
@@ -17,11 +17,8 @@ from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
 HEAD, COPY = "mtp", "copy"
 KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts a row
 
-_HEAD_SHARE = 0.35  # of the cost of a draft: the head's pass; the rest is the longer window
-# Before anything is known: of a draft, the head's as much as one brings; and of reading a step
-# before the next one is launched.
-_SLOPE = {HEAD: 0.8, COPY: (1.0 - _HEAD_SHARE) * 0.8}
-_HOST = {HEAD: 0.0, COPY: 0.1}
+# Before anything is known, of a draft: as much as one brings, a third of it for the head's pass.
+_SLOPE = {HEAD: 0.8, COPY: 0.52}
 _LEAST = 0.03  # of a draft, whatever was measured: noise, where that is less
 
 _READING = 8  # steps of a reading: their low median, for a step is often late and never early
@@ -34,7 +31,7 @@ _LOADED = 4  # comparisons that a cost of an earlier run stands for
 _PRIOR_WEIGHT = 0.02  # of `_SLOPE` beside what was measured at a distance of 1
 _DONORS = 6  # numbers of rows that missing costs are inferred from, at most
 
-Kind = tuple[str, float]  # whether anything was copied, and drafts a row: one of `KNOTS`
+Kind = tuple[str, float]  # with as many passes as drafts a row (one of `KNOTS`), or without any
 Table = dict[int, dict[str, dict[float, float]]]  # costs by rows, and the parts of a kind
 _PLAIN: Kind = (HEAD, 0)
 
@@ -45,7 +42,6 @@ class Shape(NamedTuple):
     rows: int
     drafts: int  # that it verifies, of all rows
     passes: int  # of the head
-    copying: bool  # some were copied, for which the step before had to be read first
 
 
 class _Cell:
@@ -67,19 +63,19 @@ class _Reading(NamedTuple):
 
 
 class Prices:
-    """Of steps of one number of rows: `verify` that of windows with 0, 1, 2, .. drafts, of the head
-    and if some are copied; `passes` that of 0, 1, 2, .. passes of the head.
+    """Of steps of one number of rows: `verify` that of windows with 0, 1, 2, .. drafts, `passes`
+    that of 0, 1, 2, .. passes of the head.
     """
 
-    def __init__(self, verify: tuple[Sequence[float], Sequence[float]], passes: Sequence[float]):
+    def __init__(self, verify: Sequence[float], passes: Sequence[float]) -> None:
         self._verify, self._passes = verify, passes
 
-    def cost(self, drafts: int, passes: int, *, copying: bool = False) -> float:
-        return self._verify[copying][drafts] + self._passes[passes]
+    def cost(self, drafts: int, passes: int) -> float:
+        return self._verify[drafts] + self._passes[passes]
 
-    def costs(self, most: int, passes: int, *, copying: bool = False) -> list[float]:
+    def costs(self, most: int, passes: int) -> list[float]:
         """Of 0, 1, 2, .. and at most so many drafts."""
-        return [cost + self._passes[passes] for cost in self._verify[copying][: most + 1]]
+        return [cost + self._passes[passes] for cost in self._verify[: most + 1]]
 
 
 class StepCosts:
@@ -103,15 +99,16 @@ class StepCosts:
             # The first step of a shape compiles kernels and fills pools of buffers.
             self._seen.add(shape)
             return
-        rows, drafts, passes, copying = shape
+        rows, drafts, passes = shape
         knot = min(KNOTS, key=lambda each: abs(each - drafts / rows))
-        at = rows, (COPY if copying else HEAD, knot)
+        # As near as may be: even windows of the head's, or none of its passes.
+        source = HEAD if 2 * passes >= knot else COPY
+        at = rows, (source, knot)
         if self._at != at:
             self.end_reading()
             self._at = at
-        # As it were at the knot, with as many passes as drafts, or none beside what is copied.
-        if drafts != knot * rows or passes != (0 if copying else knot):
-            cost = self.prices(rows).cost(drafts, passes, copying=copying)
+        if drafts != knot * rows or passes != (knot if source == HEAD else 0):
+            cost = self.prices(rows).cost(drafts, passes)
             seconds *= self._cost(*at) / cost
         self._samples.append(seconds)
         if len(self._samples) == _READING:
@@ -125,11 +122,10 @@ class StepCosts:
 
     def prices(self, rows: int) -> Prices:
         if rows not in self._prices:
-            head, copied = ([self._cost(rows, (s, x)) for x in KNOTS] for s in (HEAD, COPY))
-            windows = [1.0 + (1.0 - _HEAD_SHARE) * (cost - 1.0) for cost in head]
-            passes = [_HEAD_SHARE * (_between(head, n) - 1.0) for n in range(MAX_DRAFT_TOKENS + 1)]
-            drafts = [n / rows for n in range(rows * MAX_COPY_TOKENS + 1)]
-            verify = [_between(windows, x) for x in drafts], [_between(copied, x) for x in drafts]
+            head, windows = ([self._cost(rows, (s, x)) for x in KNOTS] for s in (HEAD, COPY))
+            more = [max(a - b, 0.0) for a, b in zip(head, windows)]
+            passes = [_between(more, n) for n in range(MAX_DRAFT_TOKENS + 1)]
+            verify = [_between(windows, n / rows) for n in range(rows * MAX_COPY_TOKENS + 1)]
             self._prices[rows] = Prices(verify, passes)
         return self._prices[rows]
 
@@ -191,11 +187,11 @@ class StepCosts:
             for (other, knot), cell in self._cells[size].items():
                 if knot:
                     away = abs(math.log(size / rows)) + abs(math.log((1 + knot) / (1 + x)))
-                    more = max(cell.cost - 1.0 - _HOST[other], _LEAST)
+                    more = max(cell.cost - 1.0, _LEAST)
                     noise = (2.0 * self._noise) ** 2 / len(cell.latest)
                     near = 1.0 / (noise + (away + (other != source)) ** 4)
                     wrong, weight = wrong + near * more / (_SLOPE[other] * knot), weight + near
-        return 1.0 + _HOST[source] + _SLOPE[source] * x * wrong / weight
+        return 1.0 + _SLOPE[source] * x * wrong / weight
 
     def _measure_noise(self) -> None:
         """By the comparisons' distances from the median of their kind; loaded costs are equal."""

@@ -36,6 +36,7 @@ class DraftRow:
 
     fixed: int | None = None  # the head's drafts per step that its request asked for
     copier: Copier | None = None  # None: it copies nothing
+    ahead: int = 0  # tokens that its window in flight brings at most
     missed: float = 0.0  # windows with a wrong draft, the last ones count most,
     expected: float = 0.0  # and how many were expected
 
@@ -118,31 +119,22 @@ def best_choice(
     """
     rows = len(head)
     best = Choice((0,) * rows, (0,) * rows, float(rows))
-    for copying in (False, True) if any(copies) else (False,):
-        for passes in range(max(map(len, head)) + 1):
-            none, one = (prices.cost(n, passes, copying=copying) for n in (0, rows))
-            token, offers = (one - none) / rows, []
-            for row, own in enumerate(head):
-                chances = own[:passes]
-                copied = copying and _gain(copies[row], token) > _gain(chances, token)
-                chances = copies[row] if copied else chances
-                offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
-            offers.sort(reverse=True)
-            first = 0
-            if copying:
-                # With fewer offers nothing is copied, and such a step has another price.
-                first = next((n for n, (*_, copied) in enumerate(offers, 1) if copied), 0)
-                if not first:
-                    continue
-            tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
-            costs = prices.costs(len(offers), passes, copying=copying)
-            speeds = list(map(truediv, tokens, costs))
-            speed = max(speeds[first:])
-            if speed > best.speed:
-                counts = [0] * rows, [0] * rows
-                for _, minus, row, copied in offers[: speeds.index(speed, first)]:
-                    counts[copied][row] = -minus
-                best = Choice(tuple(counts[False]), tuple(counts[True]), speed)
+    for passes in range(max(map(len, head)) + 1):
+        token = (prices.cost(rows, passes) - prices.cost(0, passes)) / rows
+        offers = []
+        for row, own in enumerate(head):
+            copied = _gain(copies[row], token) > _gain(own[:passes], token)
+            chances = copies[row] if copied else own[:passes]
+            offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
+        offers.sort(reverse=True)
+        tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
+        speeds = list(map(truediv, tokens, prices.costs(len(offers), passes)))
+        speed = max(speeds)
+        if speed > best.speed:
+            counts = [0] * rows, [0] * rows
+            for _, minus, row, copied in offers[: speeds.index(speed)]:
+                counts[copied][row] = -minus
+            best = Choice(tuple(counts[False]), tuple(counts[True]), speed)
     return best
 
 
@@ -165,10 +157,9 @@ class DraftsByWorth:
         """For these rows; steady: they are those of the step before, and it only decodes."""
         steady = steady and len(rows) == len(self._choice.head)
         copying = any(self._choice.copied)
-        # A first run comes behind what the step in flight brings.
-        late = 0 if copying else 1 + max(self._choice.head, default=0)
         runs = [
-            row.copier.chances()[late:] if row.copier and row.fixed is None else [] for row in rows
+            row.copier.chances(row.ahead) if row.copier and row.fixed is None else []
+            for row in rows
         ]
         self._rested += 1
         self._since_review += 1
@@ -222,7 +213,7 @@ class DraftsByWorth:
         self._choice = choice
         copied = sum(choice.copied)
         self.choices[len(rows)] = choice.verified / len(rows)
-        cost = prices.cost(choice.verified, max(choice.head), copying=copied > 0)
+        cost = prices.cost(choice.verified, max(choice.head))
         drafts = {HEAD: choice.verified - copied, COPY: copied}
         own = choice.speed * cost
         self.reason = DraftChoice(len(rows), drafts, cost, own, tuple(costs), tuple(tokens))

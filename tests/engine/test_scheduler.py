@@ -151,10 +151,10 @@ def test_the_policy_learns_of_decode_steps_alone():
     policy.update([InFlightStep(second)])
     one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.
-    assert (one.shape, one.seconds) == (Shape(3, 6, 2, False), 0.5)
+    assert (one.shape, one.seconds) == (Shape(3, 6, 2), 0.5)
     brought = ((a, 2), (b, 1), (d, 2))
     assert one.outcomes == [Outcome(row.drafting, "mtp", 2, tokens) for row, tokens in brought]
-    assert (other.shape, other.seconds) == (Shape(2, 4, 0, False), None)
+    assert (other.shape, other.seconds) == (Shape(2, 4, 0), None)
     assert other.outcomes == [Outcome(a.drafting, "mtp", 2, 1), Outcome(b.drafting, "mtp", 2, 0)]
     stats = policy.stats()
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)

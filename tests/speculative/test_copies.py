@@ -5,6 +5,7 @@ import random
 import pytest
 
 from mlx_mtp.speculative.copies import GRAM, MOST_MATCH, OBJECTS, Copies, Index
+from mlx_mtp.speculative.rates import RUN
 
 FILE = random.Random(1).sample(range(10, 5000), 200)
 
@@ -65,30 +66,30 @@ def test_the_choices_of_a_prompt_share_its_index_while_one_of_them_is_left(seed,
 def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not():
     copier = Copies(0).of(tuple(FILE), None)
     copier.extend(FILE[20:24])
-    assert (copier.match, list(copier.run)) == (4, FILE[24:40])
+    assert (copier.match, list(copier.run)) == (4, FILE[24:57])
     copier.extend(FILE[24:40])
-    assert (copier.match, list(copier.run)) == (20, FILE[40:56])
-    certain = copier.chances()
+    assert (copier.match, list(copier.run)) == (20, FILE[40:73])
+    certain = copier.chances(0)
     assert len(certain) == 16 and certain[15] > 0.5
     copier.extend([9999])
-    assert (copier.match, list(copier.run), copier.chances()) == (0, [], [])
+    assert (copier.match, list(copier.run), copier.chances(0)) == (0, [], [])
     copier.extend(FILE[42:46])
-    assert list(copier.run) == FILE[46:62]
+    assert list(copier.run) == FILE[46:79]
     for number in range(60):  # Short matches that lead nowhere are soon offered no more.
         copier.extend([6000 + number, *FILE[70:73]])
     assert copier.match == 3
-    assert copier.chances() == []
+    assert copier.chances(0) == []
 
 
 @pytest.mark.parametrize("cycle", [[7], [7, 8], [7, 8, 9], FILE[:15]])
 def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
-    text = (cycle * 100)[:100]
+    text = (cycle * 120)[:120]
     copier = Copies(0).of(tuple(text[:9]), None)
     at = 9
     for count in (1, 3, 17, 5, 2, 16, 30):
         copier.extend(text[at : at + count])
         at += count
-    assert list(copier.run) == text[at : at + 16]
+    assert list(copier.run) == text[at : at + RUN]
 
 
 def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monkeypatch):
@@ -99,7 +100,7 @@ def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monk
     assert len(built) <= 10  # as the table of entries grows
     copier = copies.of((1, 2, 3), None)
     copier.extend([25_100, 25_101, 25_102])
-    assert list(copier.run) == [25_103 + n for n in range(16)]
+    assert list(copier.run) == [25_103 + n for n in range(RUN)]
 
 
 def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
@@ -112,7 +113,7 @@ def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
         copier.extend(tokens)
         return list(copier.run)
 
-    assert run("a", *FILE[10:14]) == FILE[14:30]
+    assert run("a", *FILE[10:14]) == FILE[14 : 14 + RUN]
     assert run("a", *FILE[92:96]) == FILE[96:100]  # up to the answer's end
     assert run("b", *FILE[10:14]) == run("c", *FILE[10:14]) == []
     for number in range(60):

@@ -13,7 +13,7 @@ TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
 
 
 def even(size: int, depth: int) -> Shape:
-    return Shape(size, size * depth, depth, copying=False)
+    return Shape(size, size * depth, depth)
 
 
 def stay(costs: StepCosts, size: int, depth: int, seconds: float | None, steps: int = 9) -> None:
@@ -87,17 +87,15 @@ def test_rows_that_differ_cost_their_tokens_and_the_passes_of_the_deepest():
     assert prices.cost(6, 2) == pytest.approx(between, rel=0.02)
 
 
-def test_copies_have_prices_of_their_own():
-    """Before any was measured without the head's passes, and a little for the host."""
+def test_windows_without_the_heads_passes_have_prices_of_their_own():
     costs = measured(1)
-    assert 1.0 < costs.prices(1).cost(0, 0, copying=True) < 1.3
-    assert costs.prices(1).cost(4, 0, copying=True) < TRUE[4]
+    assert 1.0 < costs.prices(1).cost(4, 0) < TRUE[4]
     for _ in range(12):
         stay(costs, 1, 0, 0.01)
         for _ in range(9):
-            costs.observe(Shape(1, 16, 0, copying=True), 0.03)
+            costs.observe(Shape(1, 16, 0), 0.03)
         costs.end_reading()
-    assert costs.prices(1).cost(16, 0, copying=True) == pytest.approx(3.0, rel=0.05)
+    assert costs.prices(1).cost(16, 0) == pytest.approx(3.0, rel=0.05)
     assert relative(costs, 1) == pytest.approx(TRUE, rel=0.05)
     assert costs.table()[1][COPY][16] == pytest.approx(3.0, rel=0.05)
     assert set(costs.table()[1][COPY]) <= set(KNOTS)

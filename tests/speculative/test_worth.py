@@ -34,7 +34,7 @@ class Run:
     def __init__(self, rates: Sequence[float]) -> None:
         self.rates = rates
 
-    def chances(self) -> list[float]:
+    def chances(self, ahead: int) -> list[float]:
         return list(itertools.accumulate(self.rates, lambda a, b: a * b))
 
 
@@ -52,7 +52,6 @@ class Machine:
     late: float = 0.01  # share of the steps that take up to ten times as long
     first: float = 1.0  # how many times as long the first step of a shape takes
     draft_share: float = 0.4  # of the cost above depth 0, what is spent on proposing
-    host: float = 0.08  # what a step that is read at once takes longer, in plain steps
     seed: int = 0
     answers: Sequence[int] = (1 << 30,)  # tokens, drawn; behind its answer's end nothing counts
     seconds: float = 0.0
@@ -75,30 +74,30 @@ class Machine:
         unread: deque[DecodeStep] = deque()
         for _ in range(num_steps):
             choice = policy.choose(rows, steady=True)
-            copying = any(choice.copied)
             verified = [c or h for c, h in zip(choice.copied, window)]
-            clean = copying or last == window == choice.head
+            clean = last == window == choice.head
             unread.append(self._step(rows, verified, choice, clean=clean))
-            while len(unread) > (not copying):
+            while len(unread) > 1:
                 policy.observe(unread.popleft())
             last, window = window, choice.head
+            for row, count in zip(rows, verified):
+                row.ahead = count + 1
         for step in unread:
             policy.observe(step)
         return (self.tokens - before) / (self.seconds - began)
 
     def price(self, shape: Shape) -> float:
         """What a step really takes."""
-        size, drafts, passes, copying = shape
+        size, drafts, passes = shape
         plain = self.cost(size, 0)
         verify = (1 - self.draft_share) * (self.cost(size, drafts / size) - plain)
         propose = self.draft_share * (self.cost(size, passes) - plain)
-        return plain * (1 + self.host * copying) + verify + propose
+        return plain + verify + propose
 
     def _step(
         self, rows: list[DraftRow], verified: list[int], choice: Choice, *, clean: bool
     ) -> DecodeStep:
-        copying = any(choice.copied)
-        shape = Shape(len(rows), sum(verified), max(choice.head), copying)
+        shape = Shape(len(rows), sum(verified), max(choice.head))
         seconds = self.price(shape)
         self.seconds += seconds
         seconds *= self.random.lognormvariate(0.0, self.noise)
@@ -304,7 +303,7 @@ def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) 
         head = policy.choose(rows, steady=steady).head
         seen.add(head[1])
         outcomes = [Outcome(row, HEAD, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
-        shape = Shape(len(rows), sum(head), max(head), False)
+        shape = Shape(len(rows), sum(head), max(head))
         policy.observe(DecodeStep(shape, outcomes, 0.01 if steady else None))
     return seen
 
@@ -336,8 +335,7 @@ def exhaustive(price: Callable[[Shape], float], head, copies) -> float:
             for row, (source, n) in enumerate(chosen)
         )
         passes = max((n for source, n in chosen if source == HEAD), default=0)
-        copying = any(source == COPY for source, _ in chosen)
-        shape = Shape(rows, sum(n for _, n in chosen), passes, copying)
+        shape = Shape(rows, sum(n for _, n in chosen), passes)
         best = max(best, tokens / price(shape))
     return best
 
@@ -356,14 +354,11 @@ def test_the_greedy_choice_is_the_best_of_all(table):
             copies.append([share ** (n + 1) for n in range(6)] if share else [])
         costs = StepCosts()
         costs.load({size: {HEAD: dict(enumerate(table[size])), COPY: {
-            k: machine.price(Shape(size, size * k, 0, True)) * 100 for k in range(17)
+            k: machine.price(Shape(size, size * k, 0)) * 100 for k in range(17)
         }}})  # fmt: skip
-        prices, none = costs.prices(size), [[]] * size
-        found = (best_choice(prices, head, copies), best_choice(prices, head, none))
-        choice = max(found, key=lambda choice: choice.speed)
+        choice = best_choice(costs.prices(size), head, copies)
         best = exhaustive(machine.price, head, copies)
-        passes = max(choice.head)
-        shape = Shape(size, choice.verified, passes, any(choice.copied))
+        shape = Shape(size, choice.verified, max(choice.head))
         tokens = sum(
             1 + sum(copies[row][:c] if c else head[row][:h])
             for row, (h, c) in enumerate(zip(choice.head, choice.copied))
@@ -371,14 +366,6 @@ def test_the_greedy_choice_is_the_best_of_all(table):
         gained.append(tokens / machine.price(shape) / best)
     assert min(gained) > 0.97
     assert sum(gained) > 0.995 * len(gained)
-
-
-def test_a_choice_that_copies_nothing_does_not_cost_what_copying_does():
-    """Though that seems to be cheaper: the two are measured apart."""
-    verify = [1 + 0.07 * n for n in range(33)], [1.1 + 0.05 * n for n in range(33)]
-    prices = Prices(verify, [0.0] * 9)
-    head = [[0.98**n for n in range(1, 9)]] * 2
-    assert best_choice(prices, head, [[0.3], []]) == best_choice(prices, head, [[], []])
 
 
 class Mix(Machine):
@@ -407,7 +394,7 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     machine.run(policy, size, 400, rows)
     speed = machine.run(policy, size, 300, rows)
     head = [list(itertools.accumulate(row.true, lambda a, b: a * b)) for row in rows]
-    runs = [row.copier.chances() if row.copier else [] for row in rows]
+    runs = [row.copier.chances(0) if row.copier else [] for row in rows]
     prices = true_prices(machine, size)
     best = best_choice(prices, head, runs).speed / machine.cost(size, 0)
     assert speed > 0.97 * best
@@ -420,8 +407,8 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
 
 
 def true_prices(machine: Machine, rows: int) -> Prices:
-    def more(*shape: int) -> float:
-        return machine.price(Shape(rows, *shape)) / machine.cost(rows, 0)
+    def more(drafts: int, passes: int) -> float:
+        return machine.price(Shape(rows, drafts, passes)) / machine.cost(rows, 0)
 
-    verify = [[more(n, 0, copying) for n in range(16 * rows + 1)] for copying in (False, True)]
-    return Prices((verify[0], verify[1]), [more(0, n, False) - 1.0 for n in range(K + 1)])
+    verify = [more(n, 0) for n in range(16 * rows + 1)]
+    return Prices(verify, [more(0, n) - 1.0 for n in range(K + 1)])
