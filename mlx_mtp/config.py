@@ -10,6 +10,7 @@ from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text,
 
 MAX_DRAFT_TOKENS = 8  # of the head, for each row and step
 MAX_COPY_TOKENS = 16  # copied
+MAX_RUN = 2 * MAX_COPY_TOKENS + 1  # of a source: behind a window in flight another one begins
 DRAFTS = ("mtp,copy", "mtp", "copy", "none")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")

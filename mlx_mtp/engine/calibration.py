@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_COPY_TOKENS, MAX_RUN, EngineConfig
 from mlx_mtp.engine.chunk_calibration import ChunkCalibration, spread
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.cost_file import CostFile, Measured
@@ -20,7 +20,6 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts, Table
-from mlx_mtp.speculative.rates import RUN
 from mlx_mtp.speculative.worth import Choice, DecodeStep, DraftRow, FixedDepth
 
 logger = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class Calibration:
             scheduler, runner, overlap=self._config.overlap, clock=self._clock
         )
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        text = spread(runner.vocab_size, cell.rows * (_PROMPT_TOKENS + RUN))
+        text = spread(runner.vocab_size, cell.rows * (_PROMPT_TOKENS + MAX_RUN))
         for row in range(cell.rows):
             own = text[row :: cell.rows]
             request = Request(f"calibration-{row}", own[:_PROMPT_TOKENS], sampling)

@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from mlx_mtp.config import MAX_COPY_TOKENS
-from mlx_mtp.speculative.rates import MOST_MATCH, RUN, CopyRates
+from mlx_mtp.config import MAX_COPY_TOKENS, MAX_RUN
+from mlx_mtp.speculative.rates import MOST_MATCH, CopyRates
 
 GRAM = 3  # tokens that must agree
 _MOST_TRIED = 16  # occurrences that are compared, the latest first
@@ -188,10 +188,10 @@ class Copier:
         self._at, self.match = self._at + passed, min(self.match + passed, MOST_MATCH)
         if not going_on or self.match < _GOOD_MATCH or self._at >= len(self._source.tokens):
             self._look()
-        self.run = self._source.tokens[self._at : self._at + RUN] if self.match else ()
-        if self._source is self._text and 0 < len(self.run) < RUN:
+        self.run = self._source.tokens[self._at : self._at + MAX_RUN] if self.match else ()
+        if self._source is self._text and 0 < len(self.run) < MAX_RUN:
             # What comes after the text's end repeats its end.
-            self.run = (self.run * RUN)[:RUN]
+            self.run = (self.run * MAX_RUN)[:MAX_RUN]
         if _SEPARATOR in self.run:
             self.run = self.run[: self.run.index(_SEPARATOR)]
 

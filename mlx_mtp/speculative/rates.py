@@ -8,10 +8,8 @@ import math
 from itertools import accumulate
 from operator import mul
 
-from mlx_mtp.config import MAX_COPY_TOKENS
+from mlx_mtp.config import MAX_RUN
 
-# Of a source, kept ready: one window in flight, and one behind it.
-RUN = 2 * MAX_COPY_TOKENS + 1
 MOST_MATCH = 127  # a longer match is not told from one of so many
 _FIRST_RATE = 0.8  # prior of the head's first position
 _DECLINE = 0.95  # prior of another one, relative to the rate of the one before it
@@ -23,7 +21,7 @@ _COPY_RATES = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # priors by class
 # Of a match of so many tokens: powers of two, from 4 on.
 _CLASSES = [
     min(max(match.bit_length() - 2, 0), len(_COPY_RATES) - 1)
-    for match in range(MOST_MATCH + RUN + 1)
+    for match in range(MOST_MATCH + MAX_RUN + 1)
 ]
 
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from mlx_mtp.config import MAX_RUN
 from mlx_mtp.speculative.copies import GRAM, MOST_MATCH, OBJECTS, Copies, Index
-from mlx_mtp.speculative.rates import RUN
 
 FILE = random.Random(1).sample(range(10, 5000), 200)
 
@@ -89,7 +89,7 @@ def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
     for count in (1, 3, 17, 5, 2, 16, 30):
         copier.extend(text[at : at + count])
         at += count
-    assert list(copier.run) == text[at : at + RUN]
+    assert list(copier.run) == text[at : at + MAX_RUN]
 
 
 def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monkeypatch):
@@ -100,7 +100,7 @@ def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monk
     assert len(built) <= 10  # as the table of entries grows
     copier = copies.of((1, 2, 3), None)
     copier.extend([25_100, 25_101, 25_102])
-    assert list(copier.run) == [25_103 + n for n in range(RUN)]
+    assert list(copier.run) == [25_103 + n for n in range(MAX_RUN)]
 
 
 def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
@@ -113,7 +113,7 @@ def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
         copier.extend(tokens)
         return list(copier.run)
 
-    assert run("a", *FILE[10:14]) == FILE[14 : 14 + RUN]
+    assert run("a", *FILE[10:14]) == FILE[14 : 14 + MAX_RUN]
     assert run("a", *FILE[92:96]) == FILE[96:100]  # up to the answer's end
     assert run("b", *FILE[10:14]) == run("c", *FILE[10:14]) == []
     for number in range(60):
