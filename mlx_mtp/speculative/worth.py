@@ -24,6 +24,7 @@ _ROW_MEMORY = 0.97  # of a row's drafts, by window
 # Answers for each row whose mean length counts, and that before any has ended.
 _ANSWERS, _FIRST_ANSWER = 5, 256.0
 _STEPS_PER_REVIEW = 8  # a review takes 0.2 ms of the host's time at 16 rows, 1 ms if they differ
+_LEAST_RUN = 3.0  # tokens that a run must promise to be reviewed at once beside the head's drafts
 _PROBE_STEPS = 6  # two are transitions, whose times say nothing, one a first of its kind
 _PROBE_SHARE = 0.006  # of the time, may be lost by probes
 _LEAST_REST = 50  # steps between two probes
@@ -119,11 +120,12 @@ def best_choice(
     """
     rows = len(head)
     best = Choice((0,) * rows, (0,) * rows, float(rows))
+    token = (prices.cost(rows, 0) - prices.cost(0, 0)) / rows
+    gains = [_gain(chances, token) for chances in copies]
     for passes in range(max(map(len, head)) + 1):
-        token = (prices.cost(rows, passes) - prices.cost(0, passes)) / rows
         offers = []
         for row, own in enumerate(head):
-            copied = _gain(copies[row], token) > _gain(own[:passes], token)
+            copied = gains[row] > _gain(own[:passes], token)
             chances = copies[row] if copied else own[:passes]
             offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
         offers.sort(reverse=True)
@@ -161,6 +163,8 @@ class DraftsByWorth:
             row.copier.chances(row.ahead) if row.copier and row.fixed is None else []
             for row in rows
         ]
+        if not copying and any(self._choice.head):
+            runs = [run if sum(run) >= _LEAST_RUN else [] for run in runs]
         self._rested += 1
         self._since_review += 1
         if copying or not steady:
