@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import mlx.core as mx
 import pytest
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.build import build_engine
+from mlx_mtp.engine.sequence import Copy
 from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts
 from mlx_mtp.speculative.worth import DraftsByWorth
 from tests.engine.cases import EOS, STEP, make_requests
@@ -76,3 +79,18 @@ def test_the_flag_chooses_the_sources(tiny_models, drafts, sources):
     assert tuple(client.tokens("r")) == plain(model, asked, VOCAB).tokens
     assert (info.draft_sources, info.mtp_enabled) == (sources, "mtp" in sources)
     assert set(stats.num_draft_tokens_per_pos) <= set(sources)
+
+
+def test_a_run_goes_on_behind_what_the_window_in_flight_has_kept():
+    batch = Batch.__new__(Batch)
+    batch.sequences = ["head", "read", "all kept", "some kept"]
+    batch.num_drafts, batch.drafts = [2, 0, 0, 0], mx.array([[7, 8], [0, 0], [0, 0], [0, 0]])
+    batch.kept = mx.array([1, 3, 3, 1], dtype=mx.int32)
+    batch.copy({
+        "read": Copy([10, 11], 0),
+        "all kept": Copy([20, 21, 22, 23, 24, 25], 3),
+        "some kept": Copy([30, 31, 32, 33, 34], 3),
+    })  # fmt: skip
+    assert batch.num_drafts == [2, 2, 3, 2]
+    found = [row[:count] for row, count in zip(batch.drafts.tolist(), batch.num_drafts)]
+    assert found == [[7, 8], [10, 11], [23, 24, 25], [31, 32]]
