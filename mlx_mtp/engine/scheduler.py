@@ -98,7 +98,8 @@ class Scheduler:
         live = frozenset(s for s in self._admitted() if not s.finished)
         few = 0 < sum(length for _, _, length in chunk) <= _TOGETHER
         together = few and bool(decode) and not self._config.exact
-        return StepPlan(chunk, decode, live, *self._choose_drafts(chunk, decode), together)
+        drafts = self._choose_drafts(chunk, decode)
+        return StepPlan(chunk, decode, live, *drafts, together=together)
 
     def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
         """Update the requests from steps that were read."""
