@@ -74,27 +74,38 @@ def before(owner: object, name: str, only: Callable[..., bool] = lambda *_, **__
     return patch
 
 
-def on_the_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
-    """An operation that mlx refuses only when it is evaluated on the CPU."""
-    original = MTPProposer.propose
+def on_the_device(owner: object, name: str, only: Callable[..., bool] = lambda *_: True) -> Patch:
+    """Let the result depend on what mlx refuses only when it is evaluated on the CPU."""
 
-    def spoiled(self, *parts):
-        drafts = original(self, *parts)
-        try:
-            fuse()
-        except Exception:
-            weights = mx.zeros((2, 4, 4), dtype=mx.float16)
-            bad = mx.gather_mm(mx.zeros((1, 1, 4), dtype=mx.float16), weights, None, mx.array([0]))
-            return drafts + bad.sum().astype(mx.int32)
-        return drafts
+    def patch(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
+        original = getattr(owner, name)
 
-    monkeypatch.setattr(MTPProposer, "propose", spoiled)
+        def spoiled(*args):
+            result, meant = original(*args), only(*args)
+            try:
+                if meant:
+                    fuse()
+            except Exception:
+                weights, row = (mx.zeros(s, dtype=mx.float16) for s in ((2, 4, 4), (1, 1, 4)))
+                bad = mx.gather_mm(row, weights, None, mx.array([0]))
+                return result + bad.sum().astype(result.dtype)
+            return result
+
+        monkeypatch.setattr(owner, name, spoiled)
+
+    return patch
+
+
+def is_shared(*args) -> bool:
+    """A forward pass of a chunk and a decoding step."""
+    return len(windows(*args)) == 2
 
 
 PLACES: dict[str, Patch] = {
     "the trunk in a prefill": before(LoadedModel, "hidden", lambda *a: windows(*a) != [3]),
     "the trunk in a decoding step": before(LoadedModel, "hidden", lambda *a: windows(*a) == [3]),
-    "the trunk in both": before(LoadedModel, "hidden", lambda *a: len(windows(*a)) == 2),
+    "the trunk in both": before(LoadedModel, "hidden", is_shared),
+    "the device in both": on_the_device(LoadedModel, "hidden", is_shared),
     "logits": before(LoadedModel, "logits"),
     "sampling": before(Sampler, "draw"),
     "accept": before(runner_module, "accept"),
@@ -105,7 +116,7 @@ PLACES: dict[str, Patch] = {
     "filing a prefilled row": before(Batches, "store"),
     "joining": before(Batch, "join"),
     "reading": before(InFlightStep, "read"),
-    "the device": on_the_device,
+    "the device": on_the_device(MTPProposer, "propose"),
 }
 
 
@@ -130,7 +141,7 @@ def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, 
             assert isinstance(error, StepError)
             # What had been given out before was right.
             assert tokens == reference.tokens[: len(tokens)]
-            if place != "the device":
+            if not place.startswith("the device"):
                 assert isinstance(error, StepMemoryError) == (number == 1)
                 assert str(fuse.error) in str(error)
         else:
