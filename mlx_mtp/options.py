@@ -197,6 +197,8 @@ def check_serve(options: argparse.Namespace) -> None:
             "--draft-answers-size is for drafts that are copied: it needs --drafts with copy, "
             "--mtp-num-draft-tokens auto and a prefix cache."
         )
+    if options.share_prefixes and options.api_key_file is None:
+        raise UsageError("--share-prefixes is for several API keys: it needs --api-key-file.")
     for flag in _INEXACT if options.exact else ():
         if _asks(options, flag):
             raise UsageError(

@@ -330,6 +330,7 @@ OFF, DEPTH = "but MTP is off: leave out --no-enable-mtp", "--mtp-num-draft-token
         ("serve --kv-cache-quantization 8", "PREFIX_CACHE_SIZE=0", "in 8 bits .* turns that"),
         ("serve --exact --max-decode-pause 9", "", "pause lets tokens .* --exact does not"),
         ("serve --exact --kv-cache-quantization 8", "", "quantization lets tokens"),
+        ("serve --share-prefixes --api-key x", "", "prefixes is for .* needs --api-key-file"),
         ("generate hi --no-enable-mtp --mtp-num-draft-tokens 1", "", OFF),
         ("generate hi", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=1", OFF),
         ("bench offline --depths 1,2 --calibration-seconds 1", "", "auto: add it to --depths"),

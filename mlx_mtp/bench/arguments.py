@@ -24,7 +24,7 @@ _ASKING = (
     Flag("--json FILE", "write all that was measured", Path),
 )
 _COMPARED_LEVELS = (1, 4, 16)
-CALIBRATION_SECONDS = 2.0
+CALIBRATION_SECONDS = 30.0
 _CALIBRATION = Flag(
     "--calibration-seconds SECONDS",
     "most time for auto to measure step costs first",

@@ -82,7 +82,7 @@ def engine_subject(
     depth: DraftTokens,
     asking: Asking,
     max_num_seqs: int,
-    calibration_seconds: float = 2.0,
+    calibration_seconds: float = 0.0,
     draft_ids: Sequence[int] | None = None,
     exact: bool | None = None,  # None: as `serve` does by default
 ) -> EngineSubject:
