@@ -104,9 +104,9 @@ def main() -> None:
     step = options.prefill_step_size
     measure(model, options.streams, min(4 * step, options.prompt), 0.0, step)  # compiles kernels
     row = table("bound", "alone, ms", "p50", "p95", "most", "prompt, s", "tokens/s")
-    few = scheduler._TOGETHER
+    few = scheduler.MOST_TOGETHER
     for pause, together in ((0.0, 0), (options.pause, 0), (options.pause, few)):
-        scheduler._TOGETHER = together
+        scheduler.MOST_TOGETHER = together
         alone, beside, seconds = measure(model, options.streams, options.prompt, pause, step)
         cuts = statistics.quantiles(beside, n=20)
         figures = statistics.median(alone), statistics.median(beside), cuts[-1], max(beside)

@@ -53,7 +53,7 @@ class RaggedKVCache:
         for part in packing.parts:
             keys, values = (a[: part.used, :, : part.limit] for a in self.buffers[part.buffer])
             rows = part.rect(queries).swapaxes(1, 2)
-            # Only of a prompt it is known where it begins.
+            # A chunk of one prompt; where windows begin the host does not know.
             if part.length > attention.LONGEST and chunk_attention.fits(rows):
                 at = part.positions[0], part.known
                 attended = chunk_attention.attend(rows, keys, values, *at, scale)

@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.layout import STRIDE, Buffer, Layout
-from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.kernels.attention_plan import Plan, Row, plan
 
 Index = slice | mx.array
@@ -24,15 +23,12 @@ Index = slice | mx.array
 class Rectangle(NamedTuple):
     """Between tokens side by side, N, and the rectangle of B rows and T positions they lie in."""
 
+    num_tokens: int
     rows: int
     length: int
     # Where each place's token is, and the place of each token, int32; None: in the same order.
     tokens: mx.array | None
     places: mx.array | None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.length if self.places is None else self.places.size
 
     def fill(self, x: mx.array, *sizes: int) -> mx.array:
         """[N, ..] to [B, T, ..]; what follows a row's tokens means nothing, but is finite.
@@ -62,7 +58,7 @@ class Windows:
         steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
         self.tokens = np.minimum(self.first[:, None] + steps, max(self.num_tokens - 1, 0))
         places = self.row * self.longest + self.step
-        size = len(lengths), self.longest
+        size = self.num_tokens, len(lengths), self.longest
         orders = _order(self.tokens.reshape(-1), self.num_tokens), _order(places, self.tokens.size)
         self.rectangle = Rectangle(*size, *orders)
         # int32: the same on the device, and the first token of each row.
@@ -200,11 +196,8 @@ class Part:
 
     @property
     def known(self) -> int:
-        """A chunk of one row has at least so many positions before it.
-
-        Its limit is exact but for the rounding, and room for drafts behind a prompt.
-        """
-        return max(0, self.limit - self.length - STRIDE - MAX_DRAFT_TOKENS)
+        """A chunk of one row has at least so many positions before it: its limit is rounded up."""
+        return max(0, self.limit - self.length - STRIDE)
 
 
 def _index(wanted: np.ndarray) -> Index:

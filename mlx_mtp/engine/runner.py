@@ -18,9 +18,9 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import (
     ChunkArrays,
     Drawn,
+    ForwardPass,
     InFlightStep,
     Launch,
-    Pass,
     PrefillChunk,
     StepPlan,
     StepRow,
@@ -115,7 +115,8 @@ class ModelRunner:
                 passes.append(begun)
         if not waiting:
             return steps
-        hidden = self._guard(sum((rows for rows, _ in waiting), ()), lambda: self._hidden(passes))
+        everyone = tuple(s for rows, _ in waiting for s in rows)
+        hidden = self._guard(everyone, lambda: self._hidden(passes))
         if isinstance(hidden, InFlightStep):
             return [*steps, hidden]
         for (rows, launch), own in zip(waiting, hidden, strict=True):
@@ -124,13 +125,13 @@ class ModelRunner:
             steps.append(step)
         return steps
 
-    def _hidden(self, passes: Many[Pass]) -> Many[mx.array]:
+    def _hidden(self, passes: Many[ForwardPass]) -> Many[mx.array]:
         """Post-norm hidden states [N, H] of the tokens of each."""
         if len(passes) == 1:
             return [self._model.hidden(*passes[0])]
         tokens, caches = [own for own, _ in passes], [cache for _, cache in passes]
         hidden = self._model.hidden(mx.concatenate(tokens), *caches)
-        ends: list[int] = np.cumsum([len(each) for each in tokens])[:-1].tolist()
+        ends: list[int] = np.cumsum([len(own) for own in tokens])[:-1].tolist()
         return list(mx.split(hidden, ends))
 
     def _prefill(self, chunk: PrefillChunk, drafts: Mapping[Sequence, int]) -> Launch:
@@ -156,9 +157,9 @@ class ModelRunner:
         hidden, counts = batch.last_hidden[:, 0], arrays.num_computed
         if counts.any():
             batch.cache.begin(counts.tolist(), mx.array(counts))
-            computed = yield mx.array(arrays.computed), batch.cache
+            states = yield mx.array(arrays.computed), batch.cache
             batch.cache.commit(mx.array(counts))
-            hidden = packing.after(hidden, computed) if arrays.before else computed
+            hidden = packing.after(hidden, states) if arrays.before else states
         num_kept = mx.array(arrays.lengths)
         last = mx.array(arrays.ends.astype(np.int32))
         batch.keep_hidden(hidden[last], num_kept)
@@ -170,9 +171,9 @@ class ModelRunner:
         targets = mx.array(arrays.following)
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, start + num_kept)
-        window = Computed(hidden, targets, last, packing, batch.cache)
+        computed = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
-        self._finish(batch, step, window, num_drafts)
+        self._finish(batch, step, computed, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
         step.did_more = warm or bool(step.saves) or step.prompt is not None
         step.done = batch.last_hidden
@@ -231,11 +232,11 @@ class ModelRunner:
         return [wanted.get(s, 0) for s in batch.sequences]
 
     def _finish(
-        self, batch: Batch, step: InFlightStep, window: Computed, num_drafts: list[int]
+        self, batch: Batch, step: InFlightStep, computed: Computed, num_drafts: list[int]
     ) -> None:
         if self._proposer is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
-            batch.drafts = self._proposer.propose(batch.draft_state, window, num_drafts, sampler)
+            batch.drafts = self._proposer.propose(batch.draft_state, computed, num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
         batch.num_drafts = num_drafts
@@ -262,9 +263,9 @@ class ModelRunner:
             mx.clear_cache()
         self._failed_last = False
 
-    def _guard(self, rows: tuple[Sequence, ...], launch: Callable[[], T]) -> T | InFlightStep:
+    def _guard(self, rows: tuple[Sequence, ...], part: Callable[[], T]) -> T | InFlightStep:
         try:
-            return launch()
+            return part()
         except BaseException as error:
             if not is_fault(error):  # As a panic is, of the Rust that makes grammars' masks.
                 raise
@@ -311,7 +312,7 @@ def _draw(
     return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
 
 
-def _resume(launch: Launch, hidden: mx.array | None = None) -> Pass | InFlightStep:
+def _resume(launch: Launch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:
     """Up to its forward pass, or behind it."""
     try:
         return launch.send(hidden)  # type: ignore[arg-type]

@@ -18,9 +18,9 @@ from mlx_mtp.speculative.copies import Copies
 from mlx_mtp.speculative.prices import COPY, Shape
 from mlx_mtp.speculative.worth import DecodeStep, DraftPolicy, Outcome
 
-# Tokens of a chunk up to which it shares a forward pass with the running rows: so the weights are
-# read once. A longer one gains nothing, and would end them too where memory does not do for it.
-_TOGETHER = 256
+# Tokens of a chunk that shares a forward pass with the running rows, so that the weights are read
+# once. A longer one gains nothing, and if it fails they go on.
+MOST_TOGETHER = 256
 
 
 class Scheduler:
@@ -96,8 +96,8 @@ class Scheduler:
             self._admit(self._prefills.most_tokens(beside=bool(decode)))
         chunk = self._prefills.next_chunk(beside=bool(decode))
         live = frozenset(s for s in self._admitted() if not s.finished)
-        few = 0 < sum(length for _, _, length in chunk) <= _TOGETHER
-        together = few and bool(decode) and not self._config.exact
+        tokens = sum(length for _, _, length in chunk)
+        together = bool(chunk and decode) and tokens <= MOST_TOGETHER and not self._config.exact
         drafts = self._choose_drafts(chunk, decode)
         return StepPlan(chunk, decode, live, *drafts, together=together)
 

@@ -87,11 +87,6 @@ class Sequence:
         return self.ended and self.cuts is None
 
     @property
-    def in_flight(self) -> bool:
-        """Some of what was launched for it has not been read."""
-        return self._steps_in_flight > 0
-
-    @property
     def needs_host(self) -> bool:
         """Its next token can be drawn only once the one before it has been read."""
         return self.constraint is not None and self.constraint.active

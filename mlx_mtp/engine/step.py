@@ -179,7 +179,7 @@ def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLog
     )
 
 
-Pass = tuple[mx.array, BatchCache]
-"""Tokens [N] for the trunk, and the cache that has begun with them."""
-Launch = Generator[Pass, mx.array, InFlightStep]
-"""Yields its forward pass, if it needs one, is sent the hidden states, and returns its step."""
+# Tokens [N] for the trunk, and the cache that has begun with them.
+ForwardPass = tuple[mx.array, BatchCache]
+# Yields its forward pass, if it needs one, is sent the hidden states, and returns its step.
+Launch = Generator[ForwardPass, mx.array, InFlightStep]

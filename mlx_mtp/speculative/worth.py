@@ -163,14 +163,14 @@ class DraftsByWorth:
             row.copier.chances(row.ahead) if row.copier and row.fixed is None else []
             for row in rows
         ]
-        if not copying and any(self._choice.head):
-            runs = [run if sum(run) >= _LEAST_RUN else [] for run in runs]
+        drafting = any(n for row, n in zip(rows, self._choice.head) if row.fixed is None)
+        least = _LEAST_RUN if drafting and not copying else 0.0
         self._rested += 1
         self._since_review += 1
         if copying or not steady:
             self._probing = 0
         due = self._since_review >= _STEPS_PER_REVIEW and not self._probing
-        if copying or not steady or due or any(runs):
+        if copying or not steady or due or any(run and sum(run) >= least for run in runs):
             self._since_review = 0
             self._review(rows, runs, steady=steady)
         if not self._probing:

@@ -205,7 +205,7 @@ def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, n
 
 
 def test_a_prompt_whose_attention_is_in_blocks_of_queries(tiny_models, monkeypatch):
-    """Of the trunk and of the head, as on a GPU: tokens and the head's KV are as ever."""
+    """As on a GPU: tokens and the head's KV are as ever."""
     monkeypatch.setattr(chunk_attention, "BLOCK", 48)
     monkeypatch.setattr(chunk_attention, "fits", lambda queries: len(queries) == 1)
     model, tokens = tiny_models["qwen3_next"], [*range(2, 90)] * 4

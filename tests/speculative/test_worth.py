@@ -324,6 +324,19 @@ def test_requests_with_a_number_of_their_own_get_it():
         assert sum(head) == head[1]
 
 
+@pytest.mark.parametrize(("length", "late"), [(3, 8), (16, 0)])
+def test_a_run_that_pays_is_copied_soon_though_the_head_drafts(length, late):
+    """A long one at once, a short one at the next review."""
+    costs = StepCosts()
+    costs.load({1: {HEAD: {0: 1.0, 1: 1.3, 2: 1.6, 8: 4.0}, COPY: {4: 1.04, 16: 1.2}}})
+    policy, row = DraftsByWorth(costs), DraftRow()
+    drive(policy, [row, DraftRow(0)], 1, 100)
+    assert any(policy.choose([row, DraftRow(0)], steady=True).head)
+    row.copier = Run([0.97] * length)
+    choices = [policy.choose([row, DraftRow(0)], steady=True) for _ in range(late + 1)]
+    assert choices[-1].copied[0] >= 3
+
+
 def exhaustive(price: Callable[[Shape], float], head, copies) -> float:
     """The speed of the best of all choices: each row so many of the head's drafts, or copies."""
     best, rows = 0.0, len(head)
