@@ -82,7 +82,7 @@ class Exact(World):
 
     def step(self, fail: bool = False):
         plan = super().step(fail)
-        assert len(plan.chunk) <= 1
+        assert len(plan.chunk) <= 1 and not plan.together
         for row, start, length in plan.chunk:
             self.chunks.setdefault(row.request_id, []).append((start, start + length))
         return plan

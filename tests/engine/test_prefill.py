@@ -16,7 +16,7 @@ from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request
-from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.scheduler import MOST_TOGETHER, Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.sampling.params import SamplingParams
@@ -56,6 +56,7 @@ class World:
         self.in_flight: list[tuple[InFlightStep, float]] = []
         self.first: dict[str, float] = {}  # when each first token came
         self.chunks: list[tuple[int, float, bool]] = []  # tokens, seconds, beside running rows
+        self.together: set[int] = set()  # tokens of chunks that share a forward pass with rows
 
     def add(self, name: str, prompt: int, answer: int = 1) -> Sequence:
         sampling = SamplingParams(max_tokens=answer)
@@ -87,6 +88,8 @@ class World:
             _, starts, lengths = zip(*plan.chunk, strict=True)
             seconds = self.cost(sum(lengths), sum(starts) / len(rows))
             self.chunks.append((sum(lengths), seconds, bool(plan.decode)))
+            if plan.together:
+                self.together.add(sum(lengths))
             self.launch(InFlightStep(rows, is_prefill=True), seconds)
         if plan.decode:
             rows = [StepRow(s, 1, num_cached=1, token_ids=(7,)) for s in plan.decode]
@@ -158,6 +161,7 @@ def test_chunks_beside_a_stream_are_as_long_as_its_pause_allows(name):
     world.stream()
     world.seconds("long", 30_000)
     beside = [(tokens, seconds) for tokens, seconds, running in world.chunks if running]
+    assert world.together == {tokens for tokens, _ in beside if tokens <= MOST_TOGETHER}
     # From the first one whose like has been measured on, and those that save points cut apart.
     beside, first = beside[8:], beside[0]
     assert first[0] < 64
