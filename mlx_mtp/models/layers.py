@@ -100,12 +100,10 @@ class RaggedAttention(Qwen3NextAttention):
 class WindowedGatedDeltaNet(nn.Module):
     """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
 
-    def before(self, x: mx.array) -> list[mx.array]:
-        """The projections of [N, H], as they are stored."""
-        raise NotImplementedError
+    projections: tuple[str, ...]  # the layers with the input's projections
 
     def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
-        """These, all [B, T, ..], and the gate of the output, z [N, Hk, R, Dv]."""
+        """Projections of [N, H], all [B, T, ..], and the gate of the output, z [N, Hk, R, Dv]."""
         raise NotImplementedError
 
     def mix(
@@ -113,11 +111,12 @@ class WindowedGatedDeltaNet(nn.Module):
     ) -> Sequence[mx.array]:
         """The recurrences' outputs [N, Hv, Dv], and the gate."""
         convolution = Convolution(self.conv1d.weight, self.A_log, self.dt_bias)
-        parts = _split(self.before(x), [order.num_tokens for order in orders])
+        projected = project(x, *(getattr(self, name) for name in self.projections))
+        parts = _split(projected, [order.num_tokens for order in orders])
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
-            projected, z = self.arrange(own, order)
-            outputs.append([order.flat(cache.run(projected, convolution)), z])
+            arranged, z = self.arrange(own, order)
+            outputs.append([order.flat(cache.run(arranged, convolution)), z])
         return _joined(outputs)
 
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
@@ -137,7 +136,12 @@ class PartedLayer(nn.Module):
     """
 
     def step(
-        self, x: mx.array, normed: mx.array, caches: Sequence[Any], next_norm: mx.array
+        self,
+        x: mx.array,
+        normed: mx.array,
+        next_norm: mx.array,
+        positions: mx.array,
+        caches: Sequence[Any],
     ) -> Sequence[mx.array]:
         """The layer's output, and that normed by the weight `next_norm`."""
         own = self._compiled if few(x) and backend() is not None else self._plain
@@ -148,7 +152,6 @@ class PartedLayer(nn.Module):
             for cache, each in zip(caches, held, strict=True):
                 cache.held = each
             return x, normed
-        (positions,) = _joined([[cache.packing.positions] for cache in caches])
         mixed = self.self_attn.mix(own["before"](normed, positions), caches)
         return own["after"](x, next_norm, *mixed)
 

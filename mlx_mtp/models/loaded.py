@@ -147,10 +147,13 @@ class LoadedModel:
         first, *others = [layer.input_layernorm for layer in trunk.layers]
         x = self.embed(tokens)
         normed = first(x)
+        packings = [cache.layers[0].packing for cache in caches]
+        positions = [packing.positions for packing in packings]
+        where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
-        with step(all(cache.layers[0].packing.longest <= LONGEST for cache in caches)):
+        with step(all(packing.longest <= LONGEST for packing in packings)):
             for layer, own, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
-                x, normed = layer.step(x, normed, own, norm.weight)
+                x, normed = layer.step(x, normed, norm.weight, where, own)
         return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:

@@ -8,14 +8,12 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.window import Projected
 from mlx_mtp.models.family import Family
-from mlx_mtp.models.few_rows import project
 from mlx_mtp.models.head_weights import stack_experts
 from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
-    def before(self, x: mx.array) -> list[mx.array]:
-        return project(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
+    projections = "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"
 
     def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
         """q, k and v come from one projection, the others from one each."""

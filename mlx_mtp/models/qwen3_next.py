@@ -8,13 +8,11 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaN
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.window import Projected
 from mlx_mtp.models.family import Family
-from mlx_mtp.models.few_rows import project
 from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
-    def before(self, x: mx.array) -> list[mx.array]:
-        return project(x, self.in_proj_qkvz, self.in_proj_ba)
+    projections = "in_proj_qkvz", "in_proj_ba"
 
     def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
         """q, k, v and z come interleaved by key head, and so do b and a."""
