@@ -4,15 +4,15 @@ The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one ran
 position, `state <- g state + delta k^T`, so a window is remembered by its (k, delta, g), and the
 next call folds the accepted prefix in before it runs its own window.
 
-On a GPU one kernel runs all of it, prompts too. L lanes share R rows of one head's state, so that
-the dot products of a position are a few shuffles. The state is read once and written once, and a
-position's inputs while those before it are computed. Elsewhere it is matrix products, in
-`portable.py`.
+On a GPU one kernel runs all of it, prompts too, where `gated_delta_chunks.py` does not. L lanes
+share R rows of one head's state, so that the dot products of a position are a few shuffles. The
+state is read once and written once, and a position's inputs while those before it are computed.
+Elsewhere it is matrix products, in `portable.py`.
 """
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gpu, portable, self_check
+from mlx_mtp.kernels import gated_delta_chunks, gpu, portable, self_check
 from mlx_mtp.kernels.window import Pending, Shape, Window
 
 # Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
@@ -190,6 +190,9 @@ def run(
     are finite but mean nothing. Without `lengths` also the state after the fold, and the new
     window, to be folded next time; else the state after each row's last position.
     """
+    if lengths is not None and gated_delta_chunks.fits(window):
+        folded = state if num_kept is None else fold(previous, num_kept, state)
+        return *gated_delta_chunks.launch(q, window, folded, lengths), None
     step = launch if fits(window) else portable.step
     return step(q, window, state, previous, num_kept, lengths)
 

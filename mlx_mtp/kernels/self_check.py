@@ -85,6 +85,19 @@ def gated_delta(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     return _difference(windows, launch, portable.step)
 
 
+def gated_delta_chunks(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
+    """The largest error of a prompt by `gated_delta_chunks.launch`, relative to the largest."""
+    cases = Cases(0, shape, dtype)
+    (q, window), state, rows = cases.window(2, 130), cases.state(2), [130, 77]
+    found = launch(q, window, state, mx.array(rows, dtype=mx.int32))
+    mx.eval(found)
+    with mx.stream(mx.cpu):
+        true = portable.run(q, window.cut(mx.array(rows)), state)[:2]
+        shares = [relative([found[1]], [true[1]])]
+        shares += [relative([found[0][b, :n]], [true[0][b, :n]]) for b, n in enumerate(rows)]
+    return float(np.max(shares))
+
+
 def inputs(launch: Launch, shape: Shape, dtype: mx.Dtype) -> float:
     """As `gated_delta`, for `inputs.launch`."""
     cases = Cases(0, shape, dtype)

@@ -12,6 +12,7 @@ from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
 from mlx_mtp.kernels import (
     attention,
     gated_delta,
+    gated_delta_chunks,
     gpu,
     inputs,
     norms,
@@ -95,6 +96,10 @@ def _check(
 def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
     yield _case("gated delta kernel / portable", gated_delta.KERNEL, shape, dtype)
     yield _case("inputs kernel / portable", inputs.KERNEL, shape, dtype)
+    if gpu.backend() == "cuda":
+        compare = partial(gated_delta_chunks.error, shape, dtype)
+        applies = gated_delta_chunks.applies(shape, dtype)
+        yield "gated delta of prompts / portable", compare, applies
 
 
 def _fused_cases(model: LoadedModel) -> Iterator[_Case]:

@@ -9,6 +9,7 @@ from mlx_mtp.kernels import (
     expand,
     few_rows,
     gated_delta,
+    gated_delta_chunks,
     gpu,
     grouped,
     inputs,
@@ -57,13 +58,14 @@ def matrix_units(monkeypatch, compiled):
     for module in (attention, few_rows, gpu):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
     monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
-    for kernel in (grouped._LIST, expand.KERNEL):
+    for kernel in (grouped._LIST, expand.KERNEL, gated_delta.KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
     monkeypatch.setattr(mx, "compile", lambda function: function)
     of_attention = attention._kernel, attention._works, attention._launchers, attention_plan.plan
-    cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention)
+    of_chunks = gated_delta_chunks._kernel, gated_delta_chunks._works
+    cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention, *of_chunks)
     for each in cached:
         each.cache_clear()
     yield

@@ -183,6 +183,22 @@ static void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1) {
     }
   }
 }
+static void load_8x8s(unsigned* to, const void* row, bool transposed) {
+  const uint64_t address = (uint64_t)row;
+  const Values* all = exchange({unsigned(address), unsigned(address >> 32)});
+  const int across = lane_now % LANES / 4, along = 2 * (lane_now % 4);
+  for (int m = 0; m < 4; ++m) {
+    to[m] = 0;
+    for (int i = 0; i < 2; ++i) {
+      const int from = transposed ? along + i : across, column = transposed ? across : along + i;
+      const Values& own = all[8 * m + from];
+      const uint64_t start = own.words[0] | (uint64_t(own.words[1]) << 32);
+      to[m] |= unsigned(((const uint16_t*)start)[column]) << 16 * i;
+    }
+  }
+}
+static void load_matrices(unsigned* to, const void* row) { load_8x8s(to, row, false); }
+static void load_transposed(unsigned* to, const void* row) { load_8x8s(to, row, true); }
 static void copy16(void* to, const void* from) { memcpy(to, from, 16); }
 template <int bytes> static void copy(void* to, const void* from) { memcpy(to, from, bytes); }
 static unsigned times(unsigned a, unsigned b) {

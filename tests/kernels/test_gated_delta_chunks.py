@@ -1,0 +1,57 @@
+"""The gated delta rule of a prompt by matrix units: the real source on an emulated GPU."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.kernels import gated_delta, gated_delta_chunks, portable
+from mlx_mtp.kernels.self_check import Cases, relative
+from mlx_mtp.kernels.window import Shape
+
+pytestmark = pytest.mark.usefixtures("matrix_units")
+
+SMALL = Shape(2, 64, 4, 32)
+FULL = [(Shape(1, 128, 3, 64), mx.bfloat16, 200), (Shape(2, 64, 2, 96), mx.float16, 130)]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "length"),
+    [(SMALL, mx.bfloat16, 65), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)],
+)
+def test_it_equals_the_portable_code(monkeypatch, caplog, stages, shape, dtype, length):
+    """Rows that keep all of a window, nothing and a part, and decays from 0 to 1."""
+    monkeypatch.setattr(gated_delta_chunks, "_STAGES", stages)
+    cases = Cases(1, shape, dtype)
+    (q, window), state, kept = cases.window(3, length), cases.state(3), cases.counts(3, length)
+    decay = mx.where(mx.arange(length)[:, None] % 7 == 3, window.g**40, window.g)
+    decay[0, 5, 0], decay[0, 9:30, 1], decay[2, 3:] = 0.0, 1e-30, 1.0
+    window = window._replace(g=decay)
+    assert gated_delta_chunks.fits(window), caplog.text
+    y, after, pending = gated_delta.run(q, window, state, None, None, kept)
+    true_y, true_after, _ = portable.run(q, window.cut(kept), state)
+    assert pending is None and relative([after], [true_after]) < 1e-4
+    assert mx.array_equal(after[1], state[1]), "a row that keeps nothing has changed"
+    assert mx.isfinite(y).all()
+    for row, count in enumerate(kept.tolist()):
+        if count:
+            assert relative([y[row, :count]], [true_y[row, :count]]) < 1e-4
+
+
+def test_after_a_window_that_has_not_been_folded():
+    cases = Cases(2, SMALL, mx.bfloat16)
+    first, (q, window), state = cases.window(2, 3), cases.window(2, 64), cases.state(2)
+    kept, all_of_it = mx.array([1, 3]), mx.array([64, 64])
+    _, _, pending = gated_delta.run(*first, state, None, None)
+    y, after, _ = gated_delta.run(q, window, state, pending, kept, all_of_it)
+    true = portable.run(q, window, portable.fold(pending, kept, state))
+    assert relative([y, after], true[:2]) < 1e-4
+
+
+def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog):
+    right, wrong = "exp(last - sums[row])", "1.0f"
+    body = gated_delta_chunks._NAMES["run"]
+    assert right in body[2]
+    names = {**gated_delta_chunks._NAMES, "run": (*body[:2], body[2].replace(right, wrong))}
+    monkeypatch.setattr(gated_delta_chunks, "_NAMES", names)
+    assert not gated_delta_chunks.fits(Cases(0, SMALL, mx.bfloat16).window(1, 64)[1])
+    assert "slower code is used" in caplog.text
