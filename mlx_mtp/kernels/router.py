@@ -1,6 +1,6 @@
 """A mixture's router in one launch: the best experts of each token, their weights, and their order.
 
-The expert that all tokens share is one more, with a weight of its own. The pairs of token and
+The expert that all tokens share is one more, with a weight of its own. A step's pairs of token and
 expert are sorted too, as the experts' own kernel wants them (`kernels.few_rows`).
 """
 
@@ -23,7 +23,7 @@ _BODY = """
     const int rows = gate_shape[0];
     const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
     THREADGROUP(int, pairs, MOST_ROWS * ALL);
-    for (int row = warp; row < rows; row += warps) {
+    for (int row = grid_x * warps + warp; row < rows; row += SORT ? warps : rows) {
       float value[N];
       for (int i = 0; i < N; ++i) {
         value[i] = static_cast<float>(logits[row * E + 32 * i + lane]);
@@ -78,8 +78,13 @@ _BODY = """
         const int pair = row * ALL + lane;
         experts[pair] = chosen;
         weights[pair] = mine / total;
-        pairs[pair] = chosen * rows * ALL + pair;
+        if (SORT) {
+          pairs[pair] = chosen * rows * ALL + pair;
+        }
       }
+    }
+    if (!SORT) {
+      return;
     }
     BARRIER;
     for (int i = 32 * warp + lane; i < rows * ALL; i += 32 * warps) {
@@ -112,14 +117,25 @@ class Routes(NamedTuple):
 
 def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     """Routes of a step's tokens by logits [N, E], and by the shared expert's [N, 1]."""
+    return Routes(*_launch(logits, gate, router, sort=True))
+
+
+def choose(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
+    """`Routes.experts` and `.weights` alone, of any number of tokens."""
+    experts, weights, *_ = _launch(logits, gate, router, sort=False)
+    return experts, weights
+
+
+def _launch(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> list[mx.array]:
     rows, (experts, chosen, normalize) = gate.size, router
-    constants = {"E": experts, "K": chosen, "NORMALIZE": normalize}
-    most_rows = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS
-    constants |= {"MOST_ROWS": most_rows, "MOST_WARPS": _MOST_WARPS}
     warps = min(rows, _MOST_WARPS)
-    shape, pairs = (rows, chosen + 1), (rows * (chosen + 1),)
+    groups = 1 if sort else -(-rows // warps)
+    most_rows = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS if sort else 1
+    constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}
+    constants |= {"MOST_ROWS": most_rows, "MOST_WARPS": _MOST_WARPS}
+    shape, pairs = (rows, chosen + 1), (rows * (chosen + 1) if sort else 1,)
     outputs = [(shape, mx.int32), (shape, mx.float32), (pairs, mx.int32), (pairs, mx.int32)]
-    return Routes(*KERNEL([logits, gate], constants, (1, warps, 1), outputs, warps))
+    return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)
 
 
 def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:

@@ -1,5 +1,7 @@
 """An MLP between two norms; of a mixture of experts, the router and the sums are a launch each."""
 
+import functools
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
@@ -14,13 +16,13 @@ def add_mlp(
 ) -> list[mx.array]:
     """x [N, H] plus an MLP of its norm; and that normed again, by the weight given."""
     width, rows = norms.Shape(x.shape[-1], eps), len(x)
-    if few(x) and type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
-        if rows * (mlp.top_k + 1) > router.MOST_PAIRS:
+    if type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
+        kind = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
+        if few(x) and rows * (mlp.top_k + 1) > router.MOST_PAIRS:
             halves = slice(rows // 2), slice(rows // 2, None)
             parts = [add_mlp(x[own], normed[own], mlp, weight, eps) for own in halves]
             return [mx.concatenate(list(pair)) for pair in zip(*parts)]
-        kind = router.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
-        if router.fits(kind, x.dtype):
+        if few(x) and router.fits(kind, x.dtype):
             found, weights = _mixture(normed, mlp, kind)
             if world().size == 1:
                 mixed = width._replace(chosen=mlp.top_k + 1)
@@ -28,7 +30,31 @@ def add_mlp(
             # Between what several ranks compute and a norm is a sum over them.
             part = norms.add_up(found, weights)
             return norms.ADD_NORM(width, x, summed(part), weight)
+        if world().size == 1 and router.fits(kind, x.dtype):
+            return _add_to_prompt(x, normed, mlp, kind, weight, eps)
     return norms.ADD_NORM(width, x, summed(mlp(normed)), weight)
+
+
+def _add_to_prompt(
+    x: mx.array,
+    normed: mx.array,
+    mlp: nn.Module,
+    kind: router.Router,
+    weight: mx.array,
+    eps: float,
+) -> list[mx.array]:
+    """As `add_mlp`, of many tokens: the shared expert is a product of all of them."""
+    gates = mlp.gate(normed), mlp.shared_expert_gate(normed)
+    experts, weights = router.choose(*gates, kind)
+    routed = mlp.switch_mlp(normed, experts[:, :-1]).flatten(0, 1)
+    added = _add_share(x, weights[:, -1:], mlp.shared_expert(normed))
+    shape = norms.Shape(x.shape[-1], eps, chosen=mlp.top_k)
+    return norms.MIX_NORM(shape, added, routed, mx.contiguous(weights[:, :-1]), weight)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _add_share(x: mx.array, share: mx.array, y: mx.array) -> mx.array:
+    return (x + share * y).astype(x.dtype)
 
 
 def _mixture(x: mx.array, mlp: nn.Module, kind: router.Router) -> tuple[mx.array, mx.array]:

@@ -74,6 +74,8 @@ def test_router(emulated, normalize):
         for ours, theirs in zip(found, true, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
     assert mx.array_equal(found.weights[:3], router.launch(logits[:3], gate[:3], kind).weights)
+    for ours, theirs in zip(router.choose(logits, gate, kind), found):
+        assert mx.array_equal(ours, theirs), "of a prompt, whose pairs are not sorted"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -93,6 +95,9 @@ def test_a_mixture(emulated, monkeypatch, ranks):
     monkeypatch.setattr(router, "MOST_PAIRS", 12)
     halves = mixture.add_mlp(x, normed, block, weight, 1e-6)
     np.testing.assert_allclose(halves, found, atol=1e-6)
+    monkeypatch.setattr(mixture, "few", lambda _: False)
+    of_prompt = mixture.add_mlp(x, normed, block, weight, 1e-6)
+    np.testing.assert_allclose(of_prompt, found, atol=1e-5)
     for kernel in (router.KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
         assert kernel._works and all(kernel._works.values()), "by the kernel"
 
