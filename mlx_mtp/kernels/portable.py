@@ -175,8 +175,9 @@ def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.arr
     """The last `tail` (K-1) inputs that each row keeps of `prepare`'s history: [B, tail, C]."""
     if num_kept is None:
         return history
-    where = num_kept[:, None] + mx.arange(tail)
-    return mx.take_along_axis(history, where[..., None], axis=1)
+    rows, length, channels = history.shape
+    where = num_kept[:, None] + mx.arange(tail) + length * mx.arange(rows)[:, None]
+    return history.reshape(-1, channels)[where]  # Whole channels: take_along_axis takes each alone.
 
 
 @functools.partial(mx.compile, shapeless=True)
