@@ -16,9 +16,9 @@ _BEGAN = time.perf_counter()
 # The parts of the GPU's work by the names of kernels; the first that fits.
 PARTS = {
     "recurrence": r"gated_delta",
-    "attention": r"softmax|sdpa|attention|fmha",
-    "experts": r"gather|gather_qmm|grouped",
-    "products": r"gemm|qmm|qmv|gemv|cutlass|dequant|xmma|nvjet|splitK",
+    "attention": r"softmax|sdpa|attention|fmha|flash",
+    "experts": r"gather_qmm|grouped",
+    "products": r"gemm|qmm|qmv|gemv|cutlass|dequant|expand|xmma|nvjet|splitK",
     "rest": r"",
 }
 
