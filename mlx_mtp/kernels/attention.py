@@ -33,11 +33,6 @@ __device__ __forceinline__ uint4 stream16(const uint4* from) {
   return v;
 }
 """
-# mlx has no way to say how many registers a thread may have; with more, one block fits an SM.
-_BOUNDS = """
-#undef __global__
-#define __global__ __attribute__((global)) __launch_bounds__(THREADS, 512 / THREADS)
-"""
 # Scores are scaled for powers of two.
 _COMMON = r"""
     constexpr float LEAST = -1e30f;
@@ -347,7 +342,7 @@ def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
             for number in range(1, buffers)
         )
         outputs, body = ["parts", "stats"], _PIECES.replace("CHOOSE", "".join(choices))
-        bounds = _BOUNDS.replace("THREADS", str(dim))
+        bounds = mma.bounds(dim, 512 // dim)  # with more registers one block fits an SM
     else:
         inputs = ["parts", "stats", "positions", "tokens"]
         outputs, body, bounds = ["y"], _ADD, ""

@@ -56,3 +56,9 @@ __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" 
 def header(dtype: mx.Dtype) -> str:
     """The same for activations of this type, bfloat16 or float16."""
     return CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
+
+
+def bounds(threads: int, blocks: int) -> str:
+    """Registers for so many blocks an SM: mlx has no way to say how many a thread may have."""
+    attributes = f"__attribute__((global)) __launch_bounds__({threads}, {blocks})"
+    return f"#undef __global__\n#define __global__ {attributes}\n"
