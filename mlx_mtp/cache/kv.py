@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention, chunk_attention
+from mlx_mtp.kernels import attention, chunk_attention, flash
 from mlx_mtp.kernels.gpu import backend
 
 Pair = tuple[mx.array, mx.array]  # keys and values
@@ -51,8 +51,12 @@ class RaggedKVCache:
             return attention.attend(queries, packing.positions, own, plan)
         outputs = []
         for part in packing.parts:
-            keys, values = (a[: part.used, :, : part.limit] for a in self.buffers[part.buffer])
-            rows = part.rect(queries).swapaxes(1, 2)
+            whole, tokens = self.buffers[part.buffer], part.rect(queries)
+            if flash.fits(tokens, whole[0], scale):
+                outputs.append(flash.attend(tokens[0], *whole, part.positions[0])[None])
+                continue
+            keys, values = (a[: part.used, :, : part.limit] for a in whole)
+            rows = tokens.swapaxes(1, 2)
             # A chunk of one prompt; where windows begin the host does not know.
             if part.length > attention.LONGEST and chunk_attention.fits(rows):
                 at = part.positions[0], part.known

@@ -3,6 +3,8 @@
 m16n8k16 products of the tensor cores, asynchronous copies to shared memory, and pairs of numbers.
 """
 
+import itertools
+
 import mlx.core as mx
 
 CUDA = r"""
@@ -52,13 +54,95 @@ template <int left>
 __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left)); }
 """
 
+# The same for a warpgroup, four warps, on Hopper. Products run beside what follows them until they
+# are waited for; `hold` keeps the compiler from moving what uses their registers to before that.
+WARPGROUP = r"""
+template <int n>
+__device__ __forceinline__ void hold(float (&x)[n]) {
+  #pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+f"(x[i]) :: "memory");
+}
+template <int n>
+__device__ __forceinline__ void hold(unsigned (&x)[n]) {
+  #pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+r"(x[i]) :: "memory");
+}
+__device__ __forceinline__ void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int left>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(left) : "memory");
+}
+// What this thread has copied to shared memory is seen by products after the next barrier.
+__device__ __forceinline__ void publish() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ float power(float x) {  // of two
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ unsigned packed(float low, float high) {
+  unsigned both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+"""
+# Where a matrix lies in shared memory, for `wgmma`: rows of 128 bytes, in which 16 bytes are at
+# their number XOR the row's; bytes from 64 columns to the next and from 8 rows to the next.
+MATRIX = r"""
+__device__ __forceinline__ unsigned long long matrix(const void* at, int across, int down) {
+  const unsigned low = ((unsigned)__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | across >> 4 << 16;
+  return (unsigned long long)(1u << 30 | down >> 4) << 32 | low;
+}
+"""
 
-def header(dtype: mx.Dtype) -> str:
-    """The same for activations of this type, bfloat16 or float16."""
-    return CUDA if dtype == mx.bfloat16 else CUDA.replace("bf16", "f16")
+
+def header(dtype: mx.Dtype, more: str = "") -> str:
+    """The same, and more, for activations of this type, bfloat16 or float16."""
+    return CUDA + more if dtype == mx.bfloat16 else (CUDA + more).replace("bf16", "f16")
 
 
 def bounds(threads: int, blocks: int) -> str:
     """Registers for so many blocks an SM: mlx has no way to say how many a thread may have."""
     attributes = f"__attribute__((global)) __launch_bounds__({threads}, {blocks})"
     return f"#undef __global__\n#define __global__ {attributes}\n"
+
+
+def wgmma(block: int, dim: int) -> str:
+    """Products of a warpgroup: of scores, 64 x `block`, and of outputs, 64 x `dim`, 16 deep.
+
+    The right operand's 16 are its columns for scores and its rows for outputs.
+    """
+    return (
+        WARPGROUP + MATRIX + _product(block, in_registers=False) + _product(dim, in_registers=True)
+    )
+
+
+def _product(columns: int, in_registers: bool) -> str:
+    """c (64 x columns, float32) += a (64 x 16) b (16 x columns); without `add` c =."""
+    count = columns // 2
+    place = itertools.count(count)
+    if in_registers:
+        parameter, left, transposed = "const unsigned* a", "{%s}", "1"
+        values = [f'"r"(a[{i}])' for i in range(4)]
+    else:
+        parameter, left, transposed = "unsigned long long a", "%s", "0, 0"
+        values = ['"l"(a)']
+    left = left % ",".join(f"%{next(place)}" for _ in values)
+    c = ",".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(c[{i}])' for i in range(count))
+    return f"""
+__device__ __forceinline__ void multiply(
+    float (&c)[{count}], {parameter}, unsigned long long b, int add = 1) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + len(values) + 1}, 0; "
+               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+               "{{{c}}}, {left}, %{count + len(values)}, p, 1, 1, {transposed}; }}"
+               : {outputs}
+               : {", ".join(values)}, "l"(b), "r"(add));
+}}
+"""

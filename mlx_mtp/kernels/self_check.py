@@ -166,6 +166,28 @@ def attention(
     return float(np.max(errors))
 
 
+def chunk_attention(
+    run: Callable[..., mx.array], heads: int, kv_heads: int, dim: int, dtype: mx.Dtype
+) -> float:
+    """The largest error of `flash.attend` over the largest result, for one chunk and its cuts.
+
+    ValueError if a query's result depends on where the chunk is cut.
+    """
+    cases, (first, length, end) = Cases(0, QWEN3_NEXT_80B, dtype), (75, 200, 300)
+    keys, values = (cases.normal(1, kv_heads, end, dim) for _ in "kv")
+    # Scores grow, so that what came before has to be scaled.
+    entries = [a.astype(dtype) for a in (keys * mx.linspace(0.5, 8, end)[:, None], values)]
+    queries = cases.normal(length, heads, dim).astype(dtype)
+    positions = mx.arange(first, first + length, dtype=mx.int32)
+    found = run(queries, *entries, positions)
+    for cut in (37, 130):
+        own = slice(None, cut), slice(cut, None)
+        parts = [run(queries[each], *entries, positions[each]) for each in own]
+        if not mx.array_equal(mx.concatenate(parts), found):
+            raise ValueError("a query depends on where the chunk is cut")
+    return _attention_error(found, queries, positions, *entries)
+
+
 def _attention_error(
     found: mx.array, queries: mx.array, positions: mx.array, keys: mx.array, values: mx.array
 ) -> float:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
 from mlx_mtp.kernels import (
     attention,
+    flash,
     gated_delta,
     gated_delta_chunks,
     gpu,
@@ -52,7 +53,8 @@ def check_model(model: LoadedModel) -> list[KernelCheck]:
         return checks
     own = next(spec for spec in model.layer_specs if isinstance(spec, AttentionSpec))
     heads = {"this model": (own.heads, own.kv_heads, own.head_dim), "80B": (16, 2, 256)}
-    return checks + [check_attention(called, *each) for called, each in heads.items()]
+    both = check_attention, check_chunk_attention
+    return checks + [check(called, *each) for check in both for called, each in heads.items()]
 
 
 def check_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelCheck:
@@ -60,6 +62,13 @@ def check_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelC
     compare = partial(attention.error, heads, kv_heads, dim, mx.bfloat16)
     case = "attention kernel / float32", compare, dim in attention.DIMS
     return _check(called, mx.bfloat16, case, attention.TOLERANCE)
+
+
+def check_chunk_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelCheck:
+    """The same for the kernel of prompts' chunks."""
+    compare = partial(flash.error, heads, kv_heads, mx.bfloat16)
+    case = "chunk attention kernel / float32", compare, dim == flash.DIM and flash.hopper()
+    return _check(called, mx.bfloat16, case, flash.TOLERANCE)
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:

@@ -8,6 +8,7 @@ from mlx_mtp.kernels import (
     attention_plan,
     expand,
     few_rows,
+    flash,
     gated_delta,
     gated_delta_chunks,
     gpu,
@@ -18,7 +19,7 @@ from mlx_mtp.kernels import (
     router,
     shared_reads,
 )
-from tests.kernels.emulator import MATRIX_UNITS, WHY_NOT, EmulatedKernel
+from tests.kernels.emulator import MATRIX_UNITS, WARPGROUP, WHY_NOT, EmulatedKernel
 
 
 @pytest.fixture(scope="session")
@@ -55,17 +56,19 @@ def matrix_units(monkeypatch, compiled):
     """The kernels for CUDA alone find it, and its matrix units."""
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
-    for module in (attention, few_rows, gpu):
+    for module in (attention, few_rows, flash, gpu):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
     monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
+    monkeypatch.setattr(mma, "wgmma", lambda *_: WARPGROUP + mma.MATRIX)
+    monkeypatch.setattr(flash, "hopper", lambda: True)
     for kernel in (grouped._LIST, expand.KERNEL, gated_delta.KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
     monkeypatch.setattr(mx, "compile", lambda function: function)
     of_attention = attention._kernel, attention._works, attention._launchers, attention_plan.plan
-    of_chunks = gated_delta_chunks._kernel, gated_delta_chunks._works
-    cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention, *of_chunks)
+    of_prompts = [f for each in (flash, gated_delta_chunks) for f in (each._kernel, each._works)]
+    cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention, *of_prompts)
     for each in cached:
         each.cache_clear()
     yield
