@@ -17,7 +17,7 @@ from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launch, lean
 DIM = 256
 ROWS = 128  # queries of a block
 BLOCK = 64  # positions; shared memory has the keys of two blocks and the values of three
-LEAST = 128  # queries; fewer leave most of the GPU idle
+LEAST = 64  # queries; fewer leave most of the GPU idle
 TOLERANCE = 0.02  # of 16-bit results, relative to the largest
 _WARPS = 8
 

@@ -18,40 +18,64 @@ _TILES = 8  # of eight pairs in a block
 _WARPS, _BANDS = 4, 2  # of a block, and of a warp: bands of 16 features
 _STAGES = 2  # loads in flight, of 128 columns each
 
-# One threadgroup finds where each expert's pairs begin, and lists expert, first pair and count of
-# each block; the blocks behind the last one have no pairs.
+# A warp has an expert. It counts the pairs before its own, then writes down its own, those of a
+# lane after each other.
+_ORDER_BODY = """
+    const int e = grid_y;
+    if (e >= E) {
+      return;
+    }
+    const int pairs = experts_shape[0];
+    int before = 0;
+    int own = 0;
+    #pragma unroll 8
+    for (int i = lane; i < pairs; i += 32) {
+      before += experts[i] < e;
+      own += experts[i] == e;
+    }
+    int at = 0;
+    for (int other = 1; other < 32; other *= 2) {
+      const int theirs = SHUFFLE_XOR(own, other);
+      at += lane & other ? theirs : 0;
+      own += theirs;
+      before += SHUFFLE_XOR(before, other);
+    }
+    if (lane == 0) {
+      begins[e] = before;
+    }
+    at += before;
+    #pragma unroll 8
+    for (int i = lane; i < pairs; i += 32) {
+      if (experts[i] == e) {
+        order[at] = i;
+        at += 1;
+      }
+    }
+"""
+# One threadgroup lists expert, first pair and count of each block; the blocks behind the last one
+# have no pairs.
 _LIST_BODY = """
-    THREADGROUP(int, begins, E + 1);
+    THREADGROUP(int, first, E + 1);
     THREADGROUP(int, before, E + 1);
     const int me = 32 * warp + lane;
     for (int e = me; e <= E; e += 32 * WARPS) {
-      int low = 0;
-      int high = experts_shape[0];
-      while (low < high) {
-        const int middle = (low + high) / 2;
-        if (experts[middle] < e) {
-          low = middle + 1;
-        } else {
-          high = middle;
-        }
-      }
-      begins[e] = low;
+      first[e] = e < E ? begins[e] : experts_shape[0];
     }
     BARRIER;
     for (int e = me; e <= E; e += 32 * WARPS) {
       int sum = 0;
       for (int i = 0; i < e; ++i) {
-        sum += (begins[i + 1] - begins[i] + ROWS - 1) / ROWS;
+        sum += (first[i + 1] - first[i] + ROWS - 1) / ROWS;
       }
       before[e] = sum;
     }
     BARRIER;
     for (int e = me; e < E; e += 32 * WARPS) {
       for (int block = before[e]; block < before[e + 1]; ++block) {
-        const int first = begins[e] + (block - before[e]) * ROWS;
-        const int left = begins[e + 1] - first;
+        const int at = first[e] + (block - before[e]) * ROWS;
+        const int left = first[e + 1] - at;
         blocks[3 * block] = e;
-        blocks[3 * block + 1] = first;
+        blocks[3 * block + 1] = at;
         blocks[3 * block + 2] = left < ROWS ? left : ROWS;
       }
     }
@@ -193,22 +217,27 @@ def fits(weight: Weight) -> bool:
 def swiglu(
     x: mx.array,  # [S, H]
     weights: Sequence[Weight],  # of all experts: gate and up [E, N, H], down [E, H, N]
-    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
-    order: mx.array,  # int32 [P], which pair each of these is
+    experts: mx.array,  # int32 [P], of all pairs
 ) -> mx.array:
     """Each pair's result, [P, H]; P / S pairs in a row have one row of x."""
-    blocks = _list(chosen, len(weights[0].codes))
+    order, blocks = _sort(experts, len(weights[0].codes))
     x = x.reshape(len(x), -1, 2, 4).swapaxes(2, 3).reshape(x.shape)
     return _launch(_launch(x, weights[:2], blocks, order), weights[2:], blocks, order)
 
 
-def _list(chosen: mx.array, experts: int) -> mx.array:
-    """int32 [B, 3]: expert, first pair and number of pairs of each block."""
+def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
+    """int32: all pairs, those of an expert side by side; and [B, 3], what blocks have of them."""
+    constants, warps = {"E": experts}, min(experts, _WARPS)
+    outputs = [((chosen.size,), mx.int32), ((experts,), mx.int32)]
+    order, begins = _ORDER([chosen], constants, (1, experts, 1), outputs, warps)
     rows = 8 * _TILES
     most = chosen.size // rows + min(experts, chosen.size)
     warps = min(-(-experts // gpu.LANES), 16)
-    constants = {"E": experts, "ROWS": rows, "BLOCKS": most, "WARPS": warps}
-    return _LIST([chosen], constants, (1, warps, 1), [((most, 3), mx.int32)], warps)[0]
+    constants |= {"ROWS": rows, "BLOCKS": most, "WARPS": warps}
+    return [
+        order,
+        *_LIST([chosen, begins], constants, (1, warps, 1), [((most, 3), mx.int32)], warps),
+    ]
 
 
 def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.array) -> mx.array:
@@ -243,4 +272,5 @@ def _kernel(parts: int, shared: int) -> Any:
     )
 
 
-_LIST = gpu.Kernel("grouped_list", ["experts"], ["blocks"], _LIST_BODY)
+_ORDER = gpu.Kernel("grouped_order", ["experts"], ["order", "begins"], _ORDER_BODY)
+_LIST = gpu.Kernel("grouped_list", ["experts", "begins"], ["blocks"], _LIST_BODY)

@@ -29,6 +29,7 @@ _RESIDUAL = """
     const int row = grid_x;
     float value[EACH];
     float squares = 0.0f;
+    #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int c = 32 * (i * WARPS + warp) + lane;
       if (c < DIM) {
@@ -63,8 +64,10 @@ _MIX = _RESIDUAL.replace(
     "SUM",
     """
         float mixed = 0.0f;
-        for (int j = row * CHOSEN; j < row * CHOSEN + CHOSEN; ++j) {
-          mixed = fma(weights[j], static_cast<float>(experts[j * DIM + c]), mixed);
+        #pragma unroll
+        for (int j = 0; j < CHOSEN; ++j) {
+          const int pair = row * CHOSEN + j;
+          mixed = fma(weights[pair], static_cast<float>(experts[pair * DIM + c]), mixed);
         }
         sum += mixed;
 """,

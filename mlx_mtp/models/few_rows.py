@@ -22,7 +22,6 @@ from mlx_mtp.models.many_rows import (
     ExpandedLinear,
     GroupedExperts,
     parts_of,
-    sorted_pairs,
     timed,
     use_many_rows,
 )
@@ -75,7 +74,9 @@ class FewRowsExperts(GroupedExperts):
         expands = x.size // x.shape[-1] >= self.least_rows
         if not (few(x) or (0 < indices.size <= most and not expands)):
             return super().__call__(x, indices)
-        return self.ordered(x, None, *sorted_pairs(indices)).reshape(*indices.shape, -1)
+        pairs = indices.reshape(-1).astype(mx.int32)
+        order = mx.argsort(pairs).astype(mx.int32)
+        return self.ordered(x, None, pairs[order], order).reshape(*indices.shape, -1)
 
     def ordered(
         self, x: mx.array, shared: nn.Module | None, chosen: mx.array, order: mx.array

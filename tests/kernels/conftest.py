@@ -61,7 +61,7 @@ def matrix_units(monkeypatch, compiled):
     monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
     monkeypatch.setattr(mma, "wgmma", lambda *_: WARPGROUP + mma.MATRIX)
     monkeypatch.setattr(flash, "hopper", lambda: True)
-    for kernel in (grouped._LIST, expand.KERNEL, gated_delta.KERNEL):
+    for kernel in (grouped._LIST, grouped._ORDER, expand.KERNEL, gated_delta.KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
