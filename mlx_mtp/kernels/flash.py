@@ -45,8 +45,9 @@ _BODY = r"""
     const int length = q_shape[0], base = ((length - 1) / ROWS - blockIdx.y) * ROWS;
     const int first = positions[0] + base;
     const int blocks = (first + min(ROWS, length - base) - 1) / BLOCK + 1;
-    const int head = blockIdx.x, last = k_shape[2] - 1;
-    const size_t from = (size_t)(head / GROUP) * (last + 1) * D;
+    // Behind the chunk is what other rows may have left, which need not be finite.
+    const int head = blockIdx.x, last = positions[0] + length - 1;
+    const size_t from = (size_t)(head / GROUP) * k_shape[2] * D;
     SHARED(shared);
     unsigned char* const queries = shared + (-(size_t)shared & 1023);
     unsigned char* const keys = queries + ROWS * D * 2;

@@ -33,12 +33,12 @@ _COMMON = """
     // Where a lane reads a row of four matrices: one below the other first, or side by side first.
     const int down_row = lane & 15, down_column = (lane >> 4) * 8;
     const int side_row = (lane & 7) + (lane >> 4) * 8, side_column = (lane >> 3 & 1) * 8;
-    const int length = k_shape[1];
-    // A chunk's keys or queries; behind the end its last position, which has no weight.
+    const int length = k_shape[1], kept = lengths[b], chunks = (length + C - 1) / C;
+    // A chunk's keys or queries; behind what is kept its last position, which gets no weight.
     auto load_rows = [&](T* to, const T* from, int chunk) {
       for (int i = me; i < C * (DK / 8); i += 32 * WARPS) {
         const int row = i / (DK / 8), unit = i % (DK / 8) * 8;
-        const int at = min(chunk * C + row, length - 1);
+        const int at = min(chunk * C + row, kept - 1);
         copy16(to + row * KROW + unit, from + (((size_t)b * length + at) * HK + hk) * DK + unit);
       }
     };
@@ -48,6 +48,7 @@ _COMMON = """
 _PREPARE = """
     constexpr int ROW = C + 4;
     const int chunk = blockIdx.x;
+    if (chunk * C >= kept) return;
     T* const keys = reinterpret_cast<T*>(shared);
     T* const queries = keys + C * KROW;
     float* const a = reinterpret_cast<float*>(queries + C * KROW);
@@ -59,14 +60,14 @@ _PREPARE = """
     commit();
     if (me < C) {
       const int at = chunk * C + me;
-      const bool counts = at < lengths[b];
+      const bool counts = at < kept;
       const size_t own = ((size_t)b * length + (counts ? at : 0)) * HV + hv;
       decays[me] = counts ? log(fmaxf(decay[own], 1e-37f)) : 0.0f;
       strength[me] = counts ? (float)beta[own] : 0.0f;
     }
     wait<0>();
     __syncthreads();
-    const size_t out = ((size_t)b * HV + hv) * ((length + C - 1) / C) + chunk;
+    const size_t out = ((size_t)b * HV + hv) * chunks + chunk;
     if (me < C) {
       float sum = 0.0f;
       for (int i = 0; i <= me; ++i) sum += decays[i];
@@ -138,20 +139,20 @@ _RUN = """
     constexpr int VROW = SLICE + 8, MROW = C + 8, NEAR = DK / WARPS;
     constexpr int VALUES = 2 * C * KROW, MIXING = VALUES + C * VROW, LOGS = MIXING + 3 * C * MROW;
     constexpr int STAGE = LOGS + 2 * C, PART = C * VROW;
-    const int chunks = (length + C - 1) / C, v0 = blockIdx.x * SLICE;
+    const int used = (kept + C - 1) / C, v0 = blockIdx.x * SLICE;
     T* const stages = reinterpret_cast<T*>(shared);
     T* const memory = stages + STAGES * STAGE;  // the state, as two parts
     T* const x = memory + 2 * SLICE * KROW;
     T* const delta = x + 2 * PART;
     T* const written = delta + 2 * PART;
     auto load = [&](int chunk) {
-      if (chunk < chunks) {
+      if (chunk < used) {
         T* const to = stages + chunk % STAGES * STAGE;
         load_rows(to, k, chunk);
         load_rows(to + C * KROW, q, chunk);
         for (int i = me; i < C * (SLICE / 8); i += 32 * WARPS) {
           const int row = i / (SLICE / 8), unit = i % (SLICE / 8) * 8;
-          const int at = min(chunk * C + row, length - 1);
+          const int at = min(chunk * C + row, kept - 1);
           copy16(to + VALUES + row * VROW + unit,
                  v + (((size_t)b * length + at) * HV + hv) * DV + v0 + unit);
         }
@@ -193,7 +194,7 @@ _RUN = """
     for (int i = 0; i < STAGES - 1; ++i) load(i);
     if (STAGES == 1) load(0);
     #pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int chunk = 0; chunk < used; ++chunk) {
       wait<0>();
       __syncthreads();
       if (STAGES > 1) load(chunk + 1);
@@ -293,7 +294,7 @@ _RUN = """
       #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = chunk * C + 16 * warp + 8 * half + g;
-        if (at < length) {
+        if (at < kept) {
           T* const to = y + (((size_t)b * length + at) * HV + hv) * DV + v0 + 2 * t;
           #pragma unroll
           for (int j = 0; j < 4; ++j)
@@ -338,6 +339,9 @@ _RUN = """
       }
     }
     wait<0>();
+    // Not left as it was: a NaN there would reach other rows through masked attention.
+    for (int i = me; i < (length - kept) * SLICE; i += 32 * WARPS)
+      y[(((size_t)b * length + kept + i / SLICE) * HV + hv) * DV + v0 + i % SLICE] = (T)0.0f;
     #pragma unroll
     for (int m = 0; m < 2; ++m)
       #pragma unroll
@@ -397,7 +401,7 @@ def launch(
     numbers = _STAGES * stage + 2 * _SLICE * (key_dim + 8) + 6 * part
     outputs, after = gpu.launch(
         _kernel("run", key_dim, q.dtype, 2 * numbers),
-        [q, window.k, window.v, mixing, logs, state],
+        [q, window.k, window.v, mixing, logs, state, lengths],
         sizes | {"DV": value_dim, "SLICE": _SLICE, "STAGES": _STAGES},
         (value_dim // _SLICE, _WARPS * heads, batch),
         _WARPS,
@@ -408,7 +412,7 @@ def launch(
 
 _NAMES = {
     "prepare": (["q", "k", "decay", "beta", "lengths"], ["mixing", "logs"], _PREPARE),
-    "run": (["q", "k", "v", "mixing", "logs", "state"], ["y", "state_out"], _RUN),
+    "run": (["q", "k", "v", "mixing", "logs", "state", "lengths"], ["y", "state_out"], _RUN),
 }
 
 
