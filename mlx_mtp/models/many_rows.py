@@ -22,7 +22,7 @@ from mlx_mtp.kernels.gpu import MOST_ROWS, backend
 logger = logging.getLogger(__name__)
 
 _ROWS = (2048, 1024, 512, 256, MOST_ROWS + 1)  # that are tried, as long as ours is faster
-_ROUNDS, _CALLS = 3, 4  # of calls that are launched together: one alone is mostly its launch
+_ROUNDS, _CALLS = 3, 4
 _MOST_OUTPUTS = 1 << 16  # lm_head has more, and is asked for few rows
 _CHOSEN = 8  # experts of each row
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
@@ -95,10 +95,10 @@ def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
             chosen = (1, rows, _CHOSEN)
             given.append(mx.random.randint(0, len(first.codes), chosen, key=mx.random.key(1)))
         module.least_rows = float("inf")
-        usual, seconds = timed(lambda: module(*given), calls=_CALLS)  # noqa: B023
+        usual, seconds = timed(lambda: _in_turn(module, given))  # noqa: B023
         module.least_rows = rows
         try:
-            ours, faster = timed(lambda: module(*given), calls=_CALLS)  # noqa: B023
+            ours, faster = timed(lambda: _in_turn(module, given))  # noqa: B023
         except Exception as problem:
             told = "Weights of %s are not expanded, it does not run here: %s"
             logger.warning(told, first.codes.shape, problem)
@@ -112,12 +112,23 @@ def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
     return least
 
 
-def timed(call: Callable[[], Any], rounds: int = _ROUNDS, calls: int = 1) -> tuple[Any, float]:
-    """What a call returns, evaluated; the fewest seconds that so many took, launched together."""
+def _in_turn(module: nn.Module, given: list[mx.array]) -> mx.array:
+    """The last of several calls, each behind the one before it, as layers are.
+
+    One alone would be mostly its launch, and small ones that can would run side by side.
+    """
+    x, *rest = given
+    for _ in range(_CALLS - 1):
+        (x,) = mx.depends([x], [module(x, *rest)])
+    return module(x, *rest)
+
+
+def timed(call: Callable[[], Any], rounds: int = _ROUNDS) -> tuple[Any, float]:
+    """What a call returns, evaluated, and the fewest seconds that it took of some rounds."""
     mx.eval(result := call())
     times = []
     for _ in range(rounds):
         began = time.perf_counter()
-        mx.eval([call() for _ in range(calls)])
+        mx.eval(call())
         times.append(time.perf_counter() - began)
     return result, min(times)
