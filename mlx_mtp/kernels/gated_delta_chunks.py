@@ -22,7 +22,6 @@ CHUNK = 64
 LEAST = 64  # positions; fewer are left to the kernel that takes one after the other
 _SLICE = 32  # of a state's Dv rows, for a threadgroup
 _WARPS = 4  # each with 16 positions of a chunk, and a quarter of Dk
-_STAGES = 2  # chunks in shared memory
 _KEY_DIMS = (64, 128)
 
 _COMMON = """
@@ -141,13 +140,13 @@ _RUN = """
     constexpr int STAGE = LOGS + 2 * C, PART = C * VROW;
     const int used = (kept + C - 1) / C, v0 = blockIdx.x * SLICE;
     T* const stages = reinterpret_cast<T*>(shared);
-    T* const memory = stages + STAGES * STAGE;  // the state, as two parts
+    T* const memory = stages + 2 * STAGE;  // the state, as two parts
     T* const x = memory + 2 * SLICE * KROW;
     T* const delta = x + 2 * PART;
     T* const written = delta + 2 * PART;
     auto load = [&](int chunk) {
       if (chunk < used) {
-        T* const to = stages + chunk % STAGES * STAGE;
+        T* const to = stages + chunk % 2 * STAGE;
         load_rows(to, k, chunk);
         load_rows(to + C * KROW, q, chunk);
         for (int i = me; i < C * (SLICE / 8); i += 32 * WARPS) {
@@ -190,15 +189,13 @@ _RUN = """
                   SLICE * KROW, s[m][j][2 * half], s[m][j][2 * half + 1]);
     };
     publish();
-    #pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) load(i);
-    if (STAGES == 1) load(0);
+    load(0);
     #pragma unroll 1
     for (int chunk = 0; chunk < used; ++chunk) {
       wait<0>();
       __syncthreads();
-      if (STAGES > 1) load(chunk + 1);
-      const T* const keys = stages + chunk % STAGES * STAGE;
+      load(chunk + 1);
+      const T* const keys = stages + chunk % 2 * STAGE;
       const T* const solved = keys + MIXING;
       const float* const sums = reinterpret_cast<const float*>(keys + LOGS);
       const float last = sums[C - 1];
@@ -333,10 +330,6 @@ _RUN = """
         }
       }
       publish();
-      if (STAGES == 1) {
-        __syncthreads();
-        load(chunk + 1);
-      }
     }
     wait<0>();
     // Not left as it was: a NaN there would reach other rows through masked attention.
@@ -398,11 +391,11 @@ def launch(
     )
     part = CHUNK * (_SLICE + 8)
     stage = 2 * padded + part + 3 * CHUNK * (CHUNK + 8) + 2 * CHUNK
-    numbers = _STAGES * stage + 2 * _SLICE * (key_dim + 8) + 6 * part
+    numbers = 2 * stage + 2 * _SLICE * (key_dim + 8) + 6 * part
     outputs, after = gpu.launch(
         _kernel("run", key_dim, q.dtype, 2 * numbers),
         [q, window.k, window.v, mixing, logs, state, lengths],
-        sizes | {"DV": value_dim, "SLICE": _SLICE, "STAGES": _STAGES},
+        sizes | {"DV": value_dim, "SLICE": _SLICE},
         (value_dim // _SLICE, _WARPS * heads, batch),
         _WARPS,
         [(window.v.shape, q.dtype), (state.shape, mx.float32)],

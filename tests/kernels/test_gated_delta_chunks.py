@@ -13,14 +13,12 @@ SMALL = Shape(2, 64, 4, 32)
 FULL = [(Shape(1, 128, 3, 64), mx.bfloat16, 200), (Shape(2, 64, 2, 96), mx.float16, 130)]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "dtype", "length"),
     [(SMALL, mx.bfloat16, 65), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)],
 )
-def test_it_equals_the_portable_code(monkeypatch, caplog, stages, shape, dtype, length):
+def test_it_equals_the_portable_code(caplog, shape, dtype, length):
     """Rows that keep all of a window, nothing and a part, and decays from 0 to 1."""
-    monkeypatch.setattr(gated_delta_chunks, "_STAGES", stages)
     cases = Cases(1, shape, dtype)
     (q, window), state, kept = cases.window(3, length), cases.state(3), cases.counts(3, length)
     decay = mx.where(mx.arange(length)[:, None] % 7 == 3, window.g**40, window.g)
