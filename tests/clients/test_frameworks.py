@@ -1,6 +1,7 @@
 """Python frameworks: each asks a question, then lets the model call a tool and use its result."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -141,3 +142,4 @@ def test_an_answer_and_a_tool(
     assert "21" in told
     assert formed is None or isinstance(formed, Reading)
     server.wait_until_empty()
+    gc.collect()  # What a framework leaves open is a warning here, and in a later test an error.
