@@ -343,7 +343,8 @@ static void lane_main() {
 static bool run_group() {
   static dim3 group;
   static bool working;
-  static long before;
+  static int turn, place, groups;
+  static long before, own;
   group = blockIdx;
   for (lane_now = 0; lane_now < lanes_in_all; ++lane_now) {
     started[lane_now] = finished[lane_now] = false;
@@ -357,21 +358,30 @@ static bool run_group() {
   for (working = true; working;) {
     working = false;
     before = progress;
-    for (lane_now = 0; lane_now < lanes_in_all; ++lane_now) {
-      if (finished[lane_now]) continue;
-      working = true;
-      threadIdx = {unsigned(lane_now % LANES), unsigned(lane_now / LANES), 0};
-      thread_position_in_threadgroup = threadIdx;
-      threadgroup_position_in_grid = blockIdx;
-      thread_position_in_grid = {blockIdx.x * LANES + threadIdx.x,
-                                 blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z};
-      if (_setjmp(scheduler) != 0) continue;
-      if (started[lane_now]) _longjmp(places[lane_now], 1);
-      started[lane_now] = true;
-      swapcontext(&unused, &contexts[lane_now]);
+    // A warp runs until it waits, of every second group the last one first: what no barrier orders
+    // is seen.
+    for (turn = 0; turn < lanes_in_all / LANES; ++turn) {
+      do {
+        own = progress;
+        for (place = 0; place < LANES; ++place) {
+          lane_now = (groups % 2 ? lanes_in_all / LANES - 1 - turn : turn) * LANES + place;
+          if (finished[lane_now]) continue;
+          working = true;
+          threadIdx = {unsigned(lane_now % LANES), unsigned(lane_now / LANES), 0};
+          thread_position_in_threadgroup = threadIdx;
+          threadgroup_position_in_grid = blockIdx;
+          thread_position_in_grid = {blockIdx.x * LANES + threadIdx.x,
+                                     blockIdx.y * blockDim.y + threadIdx.y, blockIdx.z};
+          if (_setjmp(scheduler) != 0) continue;
+          if (started[lane_now]) _longjmp(places[lane_now], 1);
+          started[lane_now] = true;
+          swapcontext(&unused, &contexts[lane_now]);
+        }
+      } while (progress != own);
     }
     if (working && progress == before) return false;
   }
+  ++groups;
   for (int lane = 0; lane < lanes_in_all; ++lane) {
     if (steps_in_all[lane] != steps_in_all[lane / LANES * LANES]) return false;
   }
