@@ -13,7 +13,9 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.worth import FixedDepth
 
-_ROWS, _PROMPT, _ANSWER = 2, 16, 4
+# A prompt for which all kernels are checked that a prompt may run: a later check, in a client's
+# request, could change what the keys of prefixes on disk were made of.
+_ROWS, _PROMPT, _ANSWER = 2, 64, 4
 
 
 def check_answers(
@@ -26,12 +28,16 @@ def check_answers(
     scheduler = Scheduler(config, FixedDepth(num_draft_tokens))
     core = EngineCore(scheduler, runner, overlap=config.overlap)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, top_logprobs=0, ignore_eos=True)
+    waiting = []
     for row in range(_ROWS):
         # From everywhere in the vocabulary, so that most experts take part.
         prompt = tuple((n * vocab_size // _PROMPT + row) % vocab_size for n in range(_PROMPT))
-        core.add(Sequence(Request(f"first-answer-{row}", prompt, sampling), (), 16 * _ANSWER))
+        request = Request(f"first-answer-{row}", prompt, sampling)
+        waiting.append(Sequence(request, (), 16 * _ANSWER))
     told = Counter[str]()
     while len(told) < _ROWS or min(told.values()) < _ANSWER:
+        if waiting:
+            core.add(waiting.pop())  # one by one, so that each prompt is computed alone
         for output in core.step():
             told[output.request_id] += len(output.token_ids)
             if output.error is not None:
