@@ -4,7 +4,7 @@ The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one ran
 position, `state <- g state + delta k^T`, so a window is remembered by its (k, delta, g), and the
 next call folds the accepted prefix in before it runs its own window.
 
-On a GPU one kernel runs all of it, prompts too, where `gated_delta_chunks.py` does not. L lanes
+On a GPU one kernel runs all of it, and prompts that `gated_delta_chunks.py` does not take. L lanes
 share R rows of one head's state, so that the dot products of a position are a few shuffles. The
 state is read once and written once, and a position's inputs while those before it are computed.
 Elsewhere it is matrix products, in `portable.py`.

@@ -7,7 +7,7 @@ slice of a head's state in registers:
     x = v - c (K S^T),  delta = ((I + A)^-1 beta) x,  y = c (Q S^T) + weights delta,
     S <- c_C S + (delta / c c_C)^T K.
 
-Float32 operands are sums of two 16-bit numbers, so that a product has some 16 bits.
+Float32 operands are sums of two 16-bit numbers, so that a product in bfloat16 has some 16 bits.
 """
 
 import functools
@@ -354,7 +354,16 @@ def fits(window: Window) -> bool:
 def applies(shape: Shape, dtype: mx.Dtype) -> bool:
     """Whether the kernels are made for this."""
     made = shape.key_dim in _KEY_DIMS and shape.value_dim % _SLICE == 0
-    return made and gpu.backend() == "cuda" and dtype in (mx.bfloat16, mx.float16)
+    if not made or gpu.backend() != "cuda" or dtype not in (mx.bfloat16, mx.float16):
+        return False
+    return _shared(shape.key_dim) <= gpu.shared_memory()
+
+
+def _shared(key_dim: int) -> int:
+    """Bytes of shared memory of the second launch."""
+    padded, part = CHUNK * (key_dim + 8), CHUNK * (_SLICE + 8)
+    stage = 2 * padded + part + 3 * CHUNK * (CHUNK + 8) + 2 * CHUNK
+    return 2 * (2 * stage + 2 * _SLICE * (key_dim + 8) + 6 * part)
 
 
 @functools.cache
@@ -389,11 +398,8 @@ def launch(
             ((batch, heads, chunks, CHUNK), mx.float32),
         ],
     )
-    part = CHUNK * (_SLICE + 8)
-    stage = 2 * padded + part + 3 * CHUNK * (CHUNK + 8) + 2 * CHUNK
-    numbers = 2 * stage + 2 * _SLICE * (key_dim + 8) + 6 * part
     outputs, after = gpu.launch(
-        _kernel("run", key_dim, q.dtype, 2 * numbers),
+        _kernel("run", key_dim, q.dtype, _shared(key_dim)),
         [q, window.k, window.v, mixing, logs, state, lengths],
         sizes | {"DV": value_dim, "SLICE": _SLICE},
         (value_dim // _SLICE, _WARPS * heads, batch),

@@ -72,6 +72,16 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
+# Kilobytes of shared memory that a block may have, by architecture; where it is not known, 99.
+_SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Bytes of shared memory that a block may have on this CUDA GPU."""
+    return 1024 * _SHARED.get(str(mx.device_info().get("architecture")), 99)
+
+
 def fused(function: Callable[P, T]) -> Callable[P, T]:
     """A function of arrays and numbers that mlx compiles where there is a GPU.
 

@@ -227,6 +227,7 @@ def swiglu(
 
 def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
     """int32: all pairs, those of an expert side by side; and [B, 3], what blocks have of them."""
+    chosen = mx.contiguous(chosen)  # One expert a token leaves a stride, which the body has not.
     constants, warps = {"E": experts}, min(experts, _WARPS)
     outputs: list[gpu.Output] = [((chosen.size,), mx.int32), ((experts,), mx.int32)]
     order, begins = _ORDER([chosen], constants, (1, experts, 1), outputs, warps)

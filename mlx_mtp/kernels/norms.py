@@ -66,7 +66,7 @@ _MIX = _RESIDUAL.replace(
         float mixed = 0.0f;
         #pragma unroll
         for (int j = 0; j < CHOSEN; ++j) {
-          const int pair = row * CHOSEN + j;
+          const size_t pair = row * CHOSEN + j;
           mixed = fma(weights[pair], static_cast<float>(experts[pair * DIM + c]), mixed);
         }
         sum += mixed;
@@ -172,7 +172,7 @@ class Operation:
         )
 
     def __call__(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
-        used = self.fits(shape, inputs[0].dtype)
+        used = self.fits(shape, inputs[1].dtype)  # A mixture's x may be a sum in float32.
         return (self.launch if used else self.portable)(shape, *inputs)
 
     def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:
@@ -184,7 +184,7 @@ class Operation:
 
     def launch(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
         """By the kernel."""
-        rows, dtype, heads = inputs[0].shape[0], inputs[0].dtype, shape.heads + shape.keys
+        rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + shape.keys
         warps = heads or min(_MOST_WARPS, shape.dim // 32)
         template: dict[str, Any] = {"InT": dtype}
         template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
@@ -230,7 +230,8 @@ def _mix_norm(
     weights: mx.array,  # float32 [N, K]
     weight: mx.array,
 ) -> list[mx.array]:
-    return _add_norm(shape, x, add_up(experts, weights), weight)
+    residual = (x + add_up(experts, weights)).astype(experts.dtype)
+    return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
 
 
 def _gated_norm(shape: Shape, x: mx.array, z: mx.array, weight: mx.array) -> list[mx.array]:

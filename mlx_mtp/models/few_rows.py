@@ -2,8 +2,9 @@
 
 That is `kernels.few_rows` on CUDA and `kernels.shared_reads` on Metal. `use_few_rows` decides when
 a model is loaded, for each kind of layer (class, shapes, format): the kernel must agree with
-float32, and must not be slower than mlx's operation by more than a bound. Where it is used the
-module has a class of `REPLACED`; elsewhere it keeps mlx-lm's.
+float32, and must not be slower than mlx's operation by more than a bound, for which small ones on
+CUDA are not timed. Where it is used the module has a class of `REPLACED`; elsewhere it keeps
+mlx-lm's.
 """
 
 import copy
@@ -34,7 +35,7 @@ _MOST_PAIRS = 1 << 15  # of token and expert: a chunk of 2,048 tokens has less
 _MOST_PLAIN_PAIRS = 2048  # the same where weights are not quantized, of which more are not measured
 _TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
 _WORTH = 1.5  # what rows that don't depend on each other may take, over mlx's time
-_SMALL = 1 << 20  # bytes of weights; fewer are read while a launch begins, which they can share
+_SMALL = 1 << 20  # bytes of weights; reading fewer takes less than a launch, and ours share one
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 

@@ -30,7 +30,7 @@ def add_mlp(
             # Between what several ranks compute and a norm is a sum over them.
             part = norms.add_up(found, weights)
             return norms.ADD_NORM(width, x, summed(part), weight)
-        if world().size == 1 and router.fits(kind, x.dtype):
+        if rows and world().size == 1 and router.fits(kind, x.dtype):
             return _add_to_prompt(x, normed, mlp, kind, weight, eps)
     return norms.ADD_NORM(width, x, summed(mlp(normed)), weight)
 
@@ -54,7 +54,7 @@ def _add_to_prompt(
 
 @functools.partial(mx.compile, shapeless=True)
 def _add_share(x: mx.array, share: mx.array, y: mx.array) -> mx.array:
-    return (x + share * y).astype(x.dtype)
+    return x.astype(mx.float32) + share * y  # rounded once, with the others
 
 
 def _mixture(x: mx.array, mlp: nn.Module, kind: router.Router) -> tuple[mx.array, mx.array]:

@@ -117,19 +117,16 @@ def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
     heads = args.num_attention_heads, args.num_key_value_heads
     rotated = int(args.head_dim * args.partial_rotary_factor)
     values, keys = args.linear_num_value_heads, args.linear_num_key_heads
-    shapes = {
-        norms.ADD_NORM: width,
-        norms.GATED_NORM: width._replace(
-            dim=args.linear_value_head_dim, heads=values, ratio=values // keys
-        ),
-        norms.ROTATE: norms.Shape(args.head_dim, width.eps, *heads, rotated, args.rope_theta),
-    }
+    gated = width._replace(dim=args.linear_value_head_dim, heads=values, ratio=values // keys)
+    rotation = norms.Shape(args.head_dim, width.eps, *heads, rotated, args.rope_theta)
+    shapes = [(norms.ADD_NORM, width), (norms.GATED_NORM, gated), (norms.ROTATE, rotation)]
     if getattr(args, "num_experts", 0):
         chosen = args.num_experts_per_tok
         kind = router.Router(args.num_experts, chosen, args.norm_topk_prob)
         yield _case("router kernel / mlx", router.KERNEL, kind, dtype)
-        shapes[norms.MIX_NORM] = width._replace(chosen=chosen + 1)
-    for each, shape in shapes.items():
+        # Of a step with the shared expert, of a prompt without.
+        shapes += [(norms.MIX_NORM, width._replace(chosen=n)) for n in (chosen + 1, chosen)]
+    for each, shape in shapes:
         yield _case(f"{each.name.replace('_', ' ')} kernel / mlx", each.kernel, shape, dtype)
 
 

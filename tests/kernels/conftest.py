@@ -42,6 +42,7 @@ def emulated(request, monkeypatch, compiled):
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
     monkeypatch.setattr(gpu, "backend", lambda: request.param)
+    monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
     monkeypatch.setattr(mx, "compile", lambda function: function)
     kernels = [module.KERNEL for module in (gated_delta, inputs, router, shared_reads)]
@@ -61,6 +62,7 @@ def matrix_units(monkeypatch, compiled):
     monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
     monkeypatch.setattr(mma, "wgmma", lambda *_: WARPGROUP + mma.MATRIX)
     monkeypatch.setattr(flash, "hopper", lambda: True)
+    monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
     for kernel in (grouped._LIST, grouped._ORDER, expand.KERNEL, gated_delta.KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")

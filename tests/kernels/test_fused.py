@@ -48,6 +48,21 @@ def test_norms(emulated, operation, shape, caplog):
             assert mx.array_equal(a, b)
 
 
+def test_a_sum_in_float32_is_rounded_once(emulated):
+    """The residual stream of a prompt's mixture, to which the shared expert has been added."""
+    shape = norms.Shape(64, 1e-6, chosen=2)
+    x, weights = (mx.random.normal(size, key=mx.random.key(0)) for size in ((3, 64), (3, 2)))
+    experts, weight = (mx.random.normal((n, 64), key=mx.random.key(n)) for n in (6, 1))
+    inputs = 100 * x, experts.astype(mx.bfloat16), weights, weight[0].astype(mx.bfloat16)
+    exact = inputs[0] + norms.add_up(inputs[1].astype(mx.float32), weights)
+    for compute in (norms.MIX_NORM.launch, norms.MIX_NORM.portable):
+        residual, normed = compute(shape, *inputs)
+        assert residual.dtype == normed.dtype == mx.bfloat16
+        error = mx.abs(residual.astype(mx.float32) - exact)
+        assert (error <= mx.abs(exact) / 256 + 0.02 * (compute is norms.MIX_NORM.portable)).all()
+        assert mx.abs(error / exact).mean() < 1.5e-3, "two roundings have 1.8e-3"
+
+
 def test_only_queries_or_keys(emulated):
     q, k = (mx.random.normal((3, heads, 256), key=mx.random.key(heads)) for heads in (3, 2))
     weights, positions = [mx.ones(128), mx.ones(128) * 2], mx.array([0, 5, 70], dtype=mx.int32)
@@ -78,6 +93,16 @@ def test_router(emulated, normalize):
         assert mx.array_equal(ours, theirs), "of a prompt, whose pairs are not sorted"
 
 
+def test_a_wrong_choice_of_a_prompt_is_found(emulated, monkeypatch, caplog):
+    """It is a kernel of its own: a step's is one group."""
+    right = "row = grid_x * warps + warp"
+    assert right in router.KERNEL.body
+    wrong = router.KERNEL.body.replace(right, "row = warp")
+    monkeypatch.setattr(router.KERNEL, "body", wrong)
+    assert not router.fits(Router(64, 5, True), mx.float32)
+    assert "slower code is used" in caplog.text
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mixture(emulated, monkeypatch, ranks):
     """The block that joins router, experts and sums, against mlx-lm's."""
@@ -98,6 +123,8 @@ def test_a_mixture(emulated, monkeypatch, ranks):
     monkeypatch.setattr(mixture, "few", lambda _: False)
     of_prompt = mixture.add_mlp(x, normed, block, weight, 1e-6)
     np.testing.assert_allclose(of_prompt, found, atol=1e-5)
+    none = mixture.add_mlp(x[:0], normed[:0], block, weight, 1e-6)
+    assert [each.shape for each in none] == [(0, 64)] * 2
     for kernel in (router.KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
         assert kernel._works and all(kernel._works.values()), "by the kernel"
 
@@ -108,6 +135,7 @@ def test_the_self_test_compares_them(emulated, tmp_path):
     checks = [kernels._check("tiny", model.dtype, case) for case in kernels._fused_cases(model)]
     assert all(check.ok for check in checks), checks
     ours = {check.name: check.applies for check in checks}
+    assert len(checks) == 6, "sums of a step and of a prompt"
     names = ["add norm", "gated norm", "mix norm", "norm rotate", "router"]
     assert sorted(ours) == [f"{name} kernel / mlx" for name in names]
     assert sorted(ours.values()) == [False, False, True, True, True], "6 experts, 8 dimensions"

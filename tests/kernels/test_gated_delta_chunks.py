@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import gated_delta, gated_delta_chunks, portable
+from mlx_mtp.kernels import gated_delta, gated_delta_chunks, gpu, portable
 from mlx_mtp.kernels.self_check import Cases, relative
 from mlx_mtp.kernels.window import Shape
 
@@ -49,11 +49,25 @@ def test_after_a_window_that_has_not_been_folded():
     assert relative([y, after], true[:2]) < 1e-4
 
 
-def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog):
-    right, wrong = "exp(last - sums[row])", "1.0f"
-    body = gated_delta_chunks._NAMES["run"]
-    assert right in body[2]
-    names = {**gated_delta_chunks._NAMES, "run": (*body[:2], body[2].replace(right, wrong))}
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "count"),
+    [
+        ("run", "exp(last - sums[row])", "1.0f", 1),
+        ("run", "__syncthreads();\n\n      float d[4]", "\n      float d[4]", 1),
+        ("prepare", "__syncthreads();\n    T* const solved", "\n    T* const solved", 1),
+    ],
+)
+def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog, name, right, wrong, count):
+    """A missing barrier too."""
+    *given, body = gated_delta_chunks._NAMES[name]
+    assert body.count(right) == count
+    names = {**gated_delta_chunks._NAMES, name: (*given, body.replace(right, wrong))}
     monkeypatch.setattr(gated_delta_chunks, "_NAMES", names)
     assert not gated_delta_chunks.fits(Cases(0, SMALL, mx.bfloat16).window(1, 64)[1])
     assert "slower code is used" in caplog.text
+
+
+def test_a_gpu_with_too_little_shared_memory(monkeypatch):
+    for kilobytes, applies in ((99, False), (227, True)):
+        monkeypatch.setattr(gpu, "shared_memory", lambda: kilobytes << 10)  # noqa: B023
+        assert gated_delta_chunks.applies(SMALL, mx.bfloat16) == applies

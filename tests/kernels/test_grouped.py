@@ -32,6 +32,8 @@ def test_experts_of_a_prompt(spread):
     indices = mx.argsort(-drawn, axis=-1)[:, :2]
     block.__class__, block.least_rows = layers.FewRowsExperts, 65
     found = block(x, indices)
+    first = indices[:, :1]  # not contiguous
+    assert mx.array_equal(block(x, first), block(x, mx.contiguous(first)))
     for row, chosen in enumerate(indices.tolist()):
         for place, expert in enumerate(chosen):
             gate, up, down = single[expert]
