@@ -67,7 +67,8 @@ _MIX = _RESIDUAL.replace(
         #pragma unroll
         for (int j = 0; j < CHOSEN; ++j) {
           const size_t pair = row * CHOSEN + j;
-          mixed = fma(weights[pair], static_cast<float>(experts[pair * DIM + c]), mixed);
+          const float share = weights[row * weights_strides[0] + j];
+          mixed = fma(share, static_cast<float>(experts[pair * DIM + c]), mixed);
         }
         sum += mixed;
 """,

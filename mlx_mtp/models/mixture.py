@@ -49,7 +49,7 @@ def _add_to_prompt(
     routed = mlp.switch_mlp(normed, experts[:, :-1]).flatten(0, 1)
     added = _add_share(x, weights[:, -1:], mlp.shared_expert(normed))
     shape = norms.Shape(x.shape[-1], eps, chosen=mlp.top_k)
-    return norms.MIX_NORM(shape, added, routed, mx.contiguous(weights[:, :-1]), weight)
+    return norms.MIX_NORM(shape, added, routed, weights[:, :-1], weight)
 
 
 @functools.partial(mx.compile, shapeless=True)

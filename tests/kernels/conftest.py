@@ -11,6 +11,7 @@ from mlx_mtp.kernels import (
     flash,
     gated_delta,
     gated_delta_chunks,
+    gated_delta_prepare,
     gpu,
     grouped,
     inputs,
@@ -69,7 +70,8 @@ def matrix_units(monkeypatch, compiled):
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
     monkeypatch.setattr(mx, "compile", lambda function: function)
     of_attention = attention._kernel, attention._works, attention._launchers, attention_plan.plan
-    of_prompts = [f for each in (flash, gated_delta_chunks) for f in (each._kernel, each._works)]
+    of_chunks = gated_delta_prepare.kernel, gated_delta_chunks._works
+    of_prompts = flash._kernel, flash._works, *of_chunks
     cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention, *of_prompts)
     for each in cached:
         each.cache_clear()

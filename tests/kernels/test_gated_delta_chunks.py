@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import gated_delta, gated_delta_chunks, gpu, portable
+from mlx_mtp.kernels import gated_delta, gated_delta_chunks, gated_delta_prepare, gpu, portable
 from mlx_mtp.kernels.self_check import Cases, relative
 from mlx_mtp.kernels.window import Shape
 
@@ -50,19 +50,17 @@ def test_after_a_window_that_has_not_been_folded():
 
 
 @pytest.mark.parametrize(
-    ("name", "right", "wrong", "count"),
+    ("module", "right", "wrong"),
     [
-        ("run", "exp(last - sums[row])", "1.0f", 1),
-        ("run", "__syncthreads();\n\n      float d[4]", "\n      float d[4]", 1),
-        ("prepare", "__syncthreads();\n    T* const solved", "\n    T* const solved", 1),
+        (gated_delta_chunks, "exp(last - sums[row])", "1.0f"),
+        (gated_delta_chunks, "__syncthreads();\n\n      float d[4]", "\n      float d[4]"),
+        (gated_delta_prepare, "__syncthreads();\n    T* const solved", "\n    T* const solved"),
     ],
 )
-def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog, name, right, wrong, count):
+def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog, module, right, wrong):
     """A missing barrier too."""
-    *given, body = gated_delta_chunks._NAMES[name]
-    assert body.count(right) == count
-    names = {**gated_delta_chunks._NAMES, name: (*given, body.replace(right, wrong))}
-    monkeypatch.setattr(gated_delta_chunks, "_NAMES", names)
+    assert module._BODY.count(right) == 1
+    monkeypatch.setattr(module, "_BODY", module._BODY.replace(right, wrong))
     assert not gated_delta_chunks.fits(Cases(0, SMALL, mx.bfloat16).window(1, 64)[1])
     assert "slower code is used" in caplog.text
 
