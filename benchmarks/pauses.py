@@ -102,7 +102,8 @@ def main() -> None:
         model = load_model(options.model, enable_mtp=False)
     print(f"{options.streams} streams beside a prompt of {options.prompt:,} tokens", flush=True)
     step = options.prefill_step_size
-    measure(model, options.streams, min(4 * step, options.prompt), 0.0, step)  # compiles kernels
+    for pause in (0.0, options.pause):  # compiles kernels, of each length of a chunk
+        measure(model, options.streams, min(8 * step, options.prompt), pause, step)
     row = table("bound", "alone, ms", "p50", "p95", "most", "prompt, s", "tokens/s")
     few = scheduler.MOST_TOGETHER
     for pause, together in ((0.0, 0), (options.pause, 0), (options.pause, few)):

@@ -132,22 +132,26 @@ def measure(shape: str, end: float, options: argparse.Namespace) -> None:
     print(f"\n{shape}, {options.bits} bit, {layers} layers, no head\n")
     heads = ["chunk", "prompts", "tokens", "ms", "tokens/s", "products", "ratio"]
     row = table(*heads, *(f"{part}, GPU ms" for part in PARTS))
-    cores: dict[int, tuple[EngineCore, float]] = {}
+    cores: dict[int, EngineCore] = {}
+    alone: dict[int, float] = {}  # seconds of the products by a chunk's tokens
     lengths = [(count, tokens) for count in (1, _TOGETHER) for tokens in options.prompts]
     cases = [(step, *each) for each in lengths for step in options.steps]
     for step, count, tokens in within(end, cases):
+        chunk = min(step, total := count * tokens)
         if step not in cores:
-            cores[step] = engine_core(model, step), products_seconds(model, step) / step
-            prompt_seconds(cores[step][0], prompt(model, 2 * step))  # compiles kernels
-        core, alone = cores[step]
-        ids, total = prompt(model, tokens), count * tokens
+            cores[step] = engine_core(model, step)
+            prompt_seconds(cores[step], prompt(model, 2 * step))  # compiles kernels
+        if chunk not in alone:
+            alone[chunk] = products_seconds(model, chunk)
+        core, ids = cores[step], prompt(model, tokens)
+        products = alone[chunk] * total / chunk
         seconds = min(prompt_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
         profile = None
         if options.profile and count == 1:
             profile = profiled(lambda: prompt_seconds(core, ids))  # noqa: B023
         parts = [] if profile is None else [f"{ms:.0f}" for ms in profile.parts.values()]
-        figures = f"{1e3 * seconds:.0f}", f"{total / seconds:,.0f}", f"{1e3 * alone * total:.0f}"
-        ratio = f"{seconds / alone / total:.2f}"
+        figures = f"{1e3 * seconds:.0f}", f"{total / seconds:,.0f}", f"{1e3 * products:.0f}"
+        ratio = f"{seconds / products:.2f}"
         row(f"{step:,}", count, f"{tokens:,}", *figures, ratio, *(parts or [""] * len(PARTS)))
         if profile is not None and tokens == max(options.prompts):
             for name, ms, launches in profile.kernels[:_KERNELS]:

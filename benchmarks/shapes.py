@@ -29,6 +29,7 @@ _HEADS |= {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value
 _TINY = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **_HEADS}
 _EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _TINY_EXPERTS = {"num_experts": 16, **dict.fromkeys(_EXPERTS, 128)}
+_FEWEST_COLUMNS = 192  # see `quantize`
 
 
 def integers(text: str) -> list[int]:
@@ -125,13 +126,19 @@ def _trunk(family: Any, config: dict[str, Any], bits: int) -> nn.Module:
 
 
 def quantize(module: nn.Module, bits: int) -> None:
-    """As mlx-lm converts: affine, in groups of 64, routers in 8 bits."""
+    """As mlx-lm converts: affine, in groups of 64, routers in 8 bits.
+
+    The bundled models' narrow layers get 6 bits on CUDA, for which mlx has another kernel: that of
+    4 and 8 bits (0.32.4, qmm_sm80) reads past the end of weights and activations of less than three
+    times 64 columns, which can end the process.
+    """
 
     def how(path: str, child: nn.Module) -> bool | dict[str, int]:
         if not hasattr(child, "to_quantized"):
             return False
         router = path.endswith(("mlp.gate", "shared_expert_gate"))
-        return {"group_size": GROUP_SIZE, "bits": 8 if router else bits}
+        narrow = child.weight.shape[-1] < _FEWEST_COLUMNS and mx.cuda.is_available()
+        return {"group_size": GROUP_SIZE, "bits": 6 if narrow else 8 if router else bits}
 
     nn.quantize(module, class_predicate=how)
 

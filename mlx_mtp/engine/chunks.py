@@ -46,12 +46,13 @@ class ChunkCosts:
             self._seen.add(length)
             return
         unit, known = seconds / tokens, self._units.get(length)
-        if known is None:
-            self._units[length] = max(unit - self._per_context * context, unit / 2)
+        if known is None or self._counts[length] < _FEWEST:
+            # The least of them, as what else delays a chunk, too, is mostly over after a few.
+            own = max(unit - self._per_context * context, unit / 2)
+            self._units[length] = min(own, known or own)
         else:
             expected = known + self._per_context * context
-            if self._counts[length] >= _FEWEST:
-                unit = min(unit, _OUTLIER * expected)
+            unit = min(unit, _OUTLIER * expected)
             share = context / _CONTEXT
             change = _GAIN * (unit - expected) / (1 + share * share)
             self._units[length] = max(known + change, unit / 100)

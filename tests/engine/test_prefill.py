@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,6 +41,10 @@ MACHINES: dict[str, Cost] = {
     "a laptop, experts": machine(0.03, 6e-4, 4e-9),
     "a laptop, dense": machine(0.04, 8e-3, 1e-8),
     "a CPU": machine(0.0, 5e-4, 2e-8),
+    "a GPU, attention from 64 tokens on": lambda tokens, before: (
+        0.03
+        + (3e-4 * tokens + 1e-6 * before if tokens < 64 else tokens * (1.1e-4 + 2.2e-10 * before))
+    ),
     "steps of 64": lambda tokens, before: 0.01 + 0.03 * math.ceil(tokens / 64),
 }
 
@@ -174,6 +179,26 @@ def test_chunks_beside_a_stream_are_as_long_as_its_pause_allows(name):
     # Nor are prompts much slower than they need be.
     fastest = min(cost(n, 30_000) / n for n in lengths)
     assert all(seconds / tokens < 2.3 * fastest for tokens, seconds in whole)
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("name", ["a large GPU", "a GPU, attention from 64 tokens on"])
+def test_one_chunk_of_each_length_that_compiles_kernels_makes_the_others_hardly_slower(
+    name, number
+):
+    compiling, counts = 4.0, Counter[int]()
+
+    def cost(tokens: int, before: float) -> float:
+        counts[tokens] += 1
+        return MACHINES[name](tokens, before) + compiling * (counts[tokens] == number)
+
+    def seconds(cost: Cost) -> float:
+        world = World(cost, prefill_step_size=2048)
+        world.stream()
+        took = world.seconds("long", LONG)
+        return took - compiling * sum(each > compiling for _, each, _ in world.chunks)
+
+    assert seconds(cost) < 1.25 * seconds(MACHINES[name])
 
 
 def test_a_machine_that_is_too_slow_for_the_pause_keeps_half_of_its_speed():
