@@ -17,19 +17,25 @@ from mlx_mtp.kernels.formats import Format, Weight
 _TILES = 8  # of eight pairs in a block
 _WARPS, _BANDS = 4, 2  # of a block, and of a warp: bands of 16 features
 _STAGES = 2  # loads in flight, of 128 columns each
+_SORTING = 16  # warps that sort the pairs of an expert
 
-# A warp has an expert. It counts the pairs before its own, then writes down its own, those of a
-# lane after each other.
+# A threadgroup has an expert, and a warp a run of the pairs. It counts those of the experts before
+# and its own, then writes its own down, those of a lane after each other, and the blocks that have
+# them: expert, first pair and count. The blocks of the experts before are at most one a ROWS pairs
+# and one an expert, so that each has its place without counting them; those between have no pairs.
 _ORDER_BODY = """
-    const int e = grid_y;
-    if (e >= E) {
-      return;
-    }
+    constexpr int ROWS = 8 * TILES;
+    constexpr int AT_ONCE = 8;
+    const int e = grid_y / WARPS;
     const int pairs = experts_shape[0];
+    const int run = (pairs + WARPS - 1) / WARPS;
+    const int end = (warp + 1) * run < pairs ? (warp + 1) * run : pairs;
+    THREADGROUP(int, befores, WARPS);
+    THREADGROUP(int, counts, WARPS);
     int before = 0;
     int own = 0;
     #pragma unroll 8
-    for (int i = lane; i < pairs; i += 32) {
+    for (int i = warp * run + lane; i < end; i += 32) {
       before += experts[i] < e;
       own += experts[i] == e;
     }
@@ -41,47 +47,52 @@ _ORDER_BODY = """
       before += SHUFFLE_XOR(before, other);
     }
     if (lane == 0) {
-      begins[e] = before;
+      befores[warp] = before;
+      counts[warp] = own;
     }
-    at += before;
-    #pragma unroll 8
-    for (int i = lane; i < pairs; i += 32) {
-      if (experts[i] == e) {
-        order[at] = i;
-        at += 1;
+    BARRIER;
+    int first = 0;
+    int count = 0;
+    for (int i = 0; i < WARPS; ++i) {
+      first += befores[i];
+      at += befores[i] + (i < warp ? counts[i] : 0);
+      count += counts[i];
+    }
+    for (int i = warp * run + lane; i < end; i += 32 * AT_ONCE) {
+      int found[AT_ONCE];  // A load may not pass a store.
+      #pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        found[j] = i + 32 * j < end ? experts[i + 32 * j] : -1;
       }
+      #pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        if (found[j] == e) {
+          order[at] = i + 32 * j;
+          at += 1;
+        }
+      }
+    }
+    const int place = first / ROWS + e;
+    const int next = e + 1 < E ? (first + count) / ROWS + e + 1 : BLOCKS;
+    for (int block = place + 32 * warp + lane; block < next; block += 32 * WARPS) {
+      const int done = (block - place) * ROWS;
+      const int left = count - done < ROWS ? count - done : ROWS;
+      blocks[3 * block] = e;
+      blocks[3 * block + 1] = first + done;
+      blocks[3 * block + 2] = left > 0 ? left : 0;
     }
 """
-# One threadgroup lists expert, first pair and count of each block; the blocks behind the last one
-# have no pairs.
-_LIST_BODY = """
-    THREADGROUP(int, first, E + 1);
-    THREADGROUP(int, before, E + 1);
-    const int me = 32 * warp + lane;
-    for (int e = me; e <= E; e += 32 * WARPS) {
-      first[e] = e < E ? begins[e] : experts_shape[0];
+
+# Eight columns for a lane. An operation of mlx takes ten times as long.
+_ARRANGE_BODY = """
+    const int at = grid_y * (K / 8) + 32 * grid_x + lane;
+    if (grid_y >= x_shape[0]) {
+      return;
     }
-    BARRIER;
-    for (int e = me; e <= E; e += 32 * WARPS) {
-      int sum = 0;
-      for (int i = 0; i < e; ++i) {
-        sum += (first[i + 1] - first[i] + ROWS - 1) / ROWS;
-      }
-      before[e] = sum;
-    }
-    BARRIER;
-    for (int e = me; e < E; e += 32 * WARPS) {
-      for (int block = before[e]; block < before[e + 1]; ++block) {
-        const int at = first[e] + (block - before[e]) * ROWS;
-        const int left = first[e + 1] - at;
-        blocks[3 * block] = e;
-        blocks[3 * block + 1] = at;
-        blocks[3 * block + 2] = left < ROWS ? left : ROWS;
-      }
-    }
-    for (int block = before[E] + me; block < BLOCKS; block += 32 * WARPS) {
-      blocks[3 * block + 2] = 0;
-    }
+    const uint4 q = reinterpret_cast<const uint4*>(x)[at];
+    reinterpret_cast<uint4*>(y)[at] =
+        uint4{__byte_perm(q.x, q.z, 0x5410), __byte_perm(q.x, q.z, 0x7632),
+              __byte_perm(q.y, q.w, 0x5410), __byte_perm(q.y, q.w, 0x7632)};
 """
 
 # A lane has features g and g + 8 of a band, and columns 16 t ... of a group of 64, in the order in
@@ -221,24 +232,18 @@ def swiglu(
 ) -> mx.array:
     """Each pair's result, [P, H]; P / S pairs in a row have one row of x."""
     order, blocks = _sort(experts, len(weights[0].codes))
-    x = x.reshape(len(x), -1, 2, 4).swapaxes(2, 3).reshape(x.shape)
+    grid = (x.shape[1] // (8 * gpu.LANES), len(x), 1)
+    (x,) = _ARRANGE([mx.contiguous(x)], {"K": x.shape[1]}, grid, [(x.shape, x.dtype)])
     return _launch(_launch(x, weights[:2], blocks, order), weights[2:], blocks, order)
 
 
 def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
     """int32: all pairs, those of an expert side by side; and [B, 3], what blocks have of them."""
     chosen = mx.contiguous(chosen)  # One expert a token leaves a stride, which the body has not.
-    constants, warps = {"E": experts}, min(experts, _WARPS)
-    outputs: list[gpu.Output] = [((chosen.size,), mx.int32), ((experts,), mx.int32)]
-    order, begins = _ORDER([chosen], constants, (1, experts, 1), outputs, warps)
-    rows = 8 * _TILES
-    most = chosen.size // rows + min(experts, chosen.size)
-    warps = min(-(-experts // gpu.LANES), 16)
-    constants |= {"ROWS": rows, "BLOCKS": most, "WARPS": warps}
-    return [
-        order,
-        *_LIST([chosen, begins], constants, (1, warps, 1), [((most, 3), mx.int32)], warps),
-    ]
+    blocks = chosen.size // (8 * _TILES) + experts
+    constants = {"E": experts, "TILES": _TILES, "WARPS": _SORTING, "BLOCKS": blocks}
+    outputs: list[gpu.Output] = [((chosen.size,), mx.int32), ((blocks, 3), mx.int32)]
+    return _ORDER([chosen], constants, (1, _SORTING * experts, 1), outputs, _SORTING)
 
 
 def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.array) -> mx.array:
@@ -273,5 +278,5 @@ def _kernel(parts: int, shared: int) -> Any:
     )
 
 
-_ORDER = gpu.Kernel("grouped_order", ["experts"], ["order", "begins"], _ORDER_BODY)
-_LIST = gpu.Kernel("grouped_list", ["experts", "begins"], ["blocks"], _LIST_BODY)
+_ARRANGE = gpu.Kernel("grouped_arrange", ["x"], ["y"], _ARRANGE_BODY)
+_ORDER = gpu.Kernel("grouped_order", ["experts"], ["order", "blocks"], _ORDER_BODY)

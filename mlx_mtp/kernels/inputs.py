@@ -80,10 +80,10 @@ _BODY = """
         for (int other = 16; other > 0; other /= 2) {
           squares += SHUFFLE_XOR(squares, other);
         }
-        const float norm = sqrt(squares + 1.0f / INVERSE_EPS);
+        const float scale = 1.0f / sqrt(squares + 1.0f / INVERSE_EPS);
         const auto out = (is_key ? unit_k : unit_q) + ((b * length + t) * Hk + own) * Dk;
         for (int i = 0; i < Dk / 32; ++i) {
-          out[32 * i + lane] = static_cast<InT>(x[i] / norm);
+          out[32 * i + lane] = static_cast<InT>(x[i] * scale);
         }
         continue;
       }

@@ -16,9 +16,10 @@ import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
 
-_MOST_WARPS = 32
+_MOST_WARPS = 32  # of a row
+_PROMPT_WARPS = 8  # the same of many rows, whose threadgroups then take turns at reading
 _HEADS_AT_ONCE = 4  # of a threadgroup
-_CHECKED_ROWS = 3
+_CHECKED_ROWS = 3, gpu.MOST_ROWS + 1  # of a step and of a prompt
 
 Sizes = list[tuple[int, ...]]
 
@@ -50,12 +51,12 @@ _RESIDUAL = """
     for (int i = 0; i < WARPS; ++i) {
       squares += parts[i];
     }
-    const float norm = sqrt(squares / DIM + 1.0f / INVERSE_EPS);
+    const float scale = 1.0f / sqrt(squares / DIM + 1.0f / INVERSE_EPS);
     for (int i = 0; i < EACH; ++i) {
       const int c = 32 * (i * WARPS + warp) + lane;
       if (c < DIM) {
         residual[row * DIM + c] = static_cast<InT>(value[i]);
-        normed[row * DIM + c] = static_cast<InT>(value[i] / norm * static_cast<float>(weight[c]));
+        normed[row * DIM + c] = static_cast<InT>(value[i] * scale * static_cast<float>(weight[c]));
       }
     }
 """
@@ -84,7 +85,7 @@ _HEAD = """
     for (int other = 16; other > 0; other /= 2) {
       squares += SHUFFLE_XOR(squares, other);
     }
-    const float norm = sqrt(squares / DIM + 1.0f / INVERSE_EPS);
+    const float scale = 1.0f / sqrt(squares / DIM + 1.0f / INVERSE_EPS);
 """
 _GATED = f"""
     const int head = grid_y;
@@ -99,7 +100,7 @@ _GATED = f"""
     for (int i = 0; i < DIM / 32; ++i) {{
       const int c = 32 * i + lane;
       const float gate = static_cast<float>(gates[c]);
-      const float scaled = value[i] / norm * static_cast<float>(weight[c]);
+      const float scaled = value[i] * scale * static_cast<float>(weight[c]);
       to[c] = static_cast<InT>(scaled * (gate / (1.0f + exp(-gate))));
     }}
 """
@@ -120,7 +121,7 @@ _ROTATE = f"""
     for (int i = 0; i < DIM / 32; ++i) {{
       // Rounded as an array of this type would be.
       value[i] = static_cast<float>(
-          static_cast<InT>(value[i] / norm * static_cast<float>(weight[32 * i + lane])));
+          static_cast<InT>(value[i] * scale * static_cast<float>(weight[32 * i + lane])));
     }}
     constexpr int HALF = ROTATED / 64;
     const float position = static_cast<float>(positions[grid_x]) * rotation[1];
@@ -186,7 +187,8 @@ class Operation:
     def launch(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
         """By the kernel."""
         rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + shape.keys
-        warps = heads or min(_MOST_WARPS, shape.dim // 32)
+        most = _MOST_WARPS if gpu.few(rows) else _PROMPT_WARPS
+        warps = heads or min(most, shape.dim // 32)
         template: dict[str, Any] = {"InT": dtype}
         template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
         template |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
@@ -200,12 +202,15 @@ class Operation:
         )
 
     def _check(self, shape: Shape, dtype: mx.Dtype) -> float:
+        return max(self._error(shape, dtype, rows) for rows in _CHECKED_ROWS)
+
+    def _error(self, shape: Shape, dtype: mx.Dtype, rows: int) -> float:
         draw, inputs = np.random.default_rng(0), []
-        for name, size in zip(self.inputs, self.sizes(shape, _CHECKED_ROWS)[0], strict=True):
+        for name, size in zip(self.inputs, self.sizes(shape, rows)[0], strict=True):
             drawn = mx.array(draw.standard_normal(size, dtype=np.float32))
             inputs.append(drawn if name == "weights" else drawn.astype(dtype))
             if name == "positions":
-                inputs[-1] = mx.array([0, 7, 3000], dtype=mx.int32)
+                inputs[-1] = mx.array(np.resize([0, 7, 3000], rows), dtype=mx.int32)
         found = self.launch(shape, *inputs)
         mx.eval(found)
         with mx.stream(mx.cpu):

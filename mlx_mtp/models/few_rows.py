@@ -20,6 +20,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 from mlx_mtp.kernels import few_rows, gpu, shared_reads
 from mlx_mtp.kernels.formats import Format, weight_of
 from mlx_mtp.models.many_rows import (
+    SMALL,
     ExpandedLinear,
     GroupedExperts,
     parts_of,
@@ -35,7 +36,6 @@ _MOST_PAIRS = 1 << 15  # of token and expert: a chunk of 2,048 tokens has less
 _MOST_PLAIN_PAIRS = 2048  # the same where weights are not quantized, of which more are not measured
 _TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
 _WORTH = 1.5  # what rows that don't depend on each other may take, over mlx's time
-_SMALL = 1 << 20  # bytes of weights; reading fewer takes less than a launch, and ours share one
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 
@@ -258,7 +258,7 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
 def _is_worth_it(modules: Sequence[nn.Module], ours: type[nn.Module], dtype: mx.Dtype) -> bool:
     """Whether four rows of some layers are worth it, beside mlx's operations."""
     nbytes = sum(weight_of(part).codes.nbytes for part in parts_of(modules[0]))
-    if _kernel() is few_rows and nbytes < _SMALL:
+    if _kernel() is few_rows and nbytes < SMALL:
         return True
     theirs, times = type(modules[0]), []
     inputs = _inputs(modules[0], 4, dtype, mx.arange(32))

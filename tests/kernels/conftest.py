@@ -64,7 +64,7 @@ def matrix_units(monkeypatch, compiled):
     monkeypatch.setattr(mma, "wgmma", lambda *_: WARPGROUP + mma.MATRIX)
     monkeypatch.setattr(flash, "hopper", lambda: True)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
-    for kernel in (grouped._LIST, grouped._ORDER, expand.KERNEL, gated_delta.KERNEL):
+    for kernel in (grouped._ARRANGE, grouped._ORDER, expand.KERNEL, gated_delta.KERNEL):
         monkeypatch.setattr(kernel, "_built", {})
     monkeypatch.setattr(attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)

@@ -203,7 +203,7 @@ def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
 
     Small weights on CUDA are always ours: they share a launch with others.
     """
-    monkeypatch.setattr(layers, "_SMALL", 0)
+    monkeypatch.setattr(layers, "SMALL", 0)
     clock, took, ours = [0.0], {nn.QuantizedLinear: 1.0}, layers.FewRowsLinear
     monkeypatch.setattr(gpu, "backend", lambda: where)
 
@@ -221,10 +221,10 @@ def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
         layer = linear(256, 32, AFFINE4, 0)
         assert layers.use_few_rows(layer, BF16) == (kind is ours)
         assert type(layer) is kind
-        monkeypatch.setattr(layers, "_SMALL", 1 << 20)
+        monkeypatch.setattr(layers, "SMALL", 1 << 20)
         small = linear(256, 32, AFFINE4, 0)
         assert layers.use_few_rows(small, BF16) == (kind is ours or where == "cuda")
-        monkeypatch.setattr(layers, "_SMALL", 0)
+        monkeypatch.setattr(layers, "SMALL", 0)
     assert "WARNING" not in caplog.text
 
 

@@ -43,6 +43,18 @@ def test_experts_of_a_prompt(spread):
     assert mx.array_equal(block(x[:65], indices[:65]), found[:65]), "a row depends on the others"
 
 
+@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (64, 1), (65, 2), (1000, 7), (513, 64)])
+@pytest.mark.parametrize("spread", [1, 5])
+def test_pairs_are_cut_into_blocks_of_an_expert(pairs, experts, spread):
+    drawn = np.random.default_rng(pairs).random(pairs) ** spread * experts
+    order, blocks = map(np.array, grouped._sort(mx.array(drawn.astype(np.int32)), experts))
+    assert [*np.sort(order)] == [*range(pairs)]
+    found = [(expert, order[first : first + count]) for expert, first, count in blocks if count]
+    assert max(len(own) for _, own in found) <= 64
+    assert [*np.concatenate([own for _, own in found])] == [*order]
+    assert all((drawn[own].astype(int) == expert).all() for expert, own in found)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_expanded_weights(bits):
     """Of a width that is no multiple of a warp's."""

@@ -36,6 +36,7 @@ def measured(monkeypatch):
 
     monkeypatch.setattr(many_rows, "backend", lambda: "cuda")
     monkeypatch.setattr(many_rows, "timed", timed)
+    monkeypatch.setattr(many_rows, "SMALL", 0)
     return tried
 
 
@@ -56,8 +57,18 @@ def test_each_shape_expands_from_where_that_is_faster(measured):
         np.testing.assert_allclose(layer(x), true, rtol=1e-4, atol=1e-4)
 
 
+def test_small_weights_are_expanded_for_every_prompt_whatever_was_timed(measured, monkeypatch):
+    monkeypatch.setattr(many_rows, "SMALL", 4096)
+    model = Model()
+    use_many_rows(model, mx.float32)
+    assert [layer.least_rows for layer in model.layers] == [129, 129]
+    assert model.few.least_rows == float("inf")  # has 8,192 bytes
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
 @pytest.mark.parametrize("wrong", [lambda full: full * mx.nan, lambda full: 1 / 0])
-def test_what_computes_something_else_or_nothing_is_not_used(measured, monkeypatch, wrong):
+def test_what_computes_something_else_or_nothing_is_not_used(measured, monkeypatch, wrong, small):
+    monkeypatch.setattr(many_rows, "SMALL", small)
     real = mx.dequantize
     monkeypatch.setattr(mx, "dequantize", lambda *given, **more: wrong(real(*given, **more)))
     model = Model()
