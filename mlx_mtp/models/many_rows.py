@@ -22,8 +22,8 @@ from mlx_mtp.kernels.gpu import MOST_ROWS, backend
 logger = logging.getLogger(__name__)
 
 _ROWS = (2048, 1024, 512, 256, MOST_ROWS + 1)  # that are tried, as long as ours is faster
-# Bytes of weights. Timing products of fewer would time the host; on an H200 expanding them and
-# their product took the GPU a quarter of what mlx's kernel does, and one of few rows is a launch.
+# Bytes of weights. Timing products of fewer would time the host: on an H200 mlx's kernel takes its
+# GPU 70 us for 512 outputs of 2,048 tokens, and the host takes 40 to 60 for either form.
 SMALL = 1 << 20
 _ROUNDS, _CALLS = 3, 4
 _MOST_OUTPUTS = 1 << 16  # lm_head has more, and is asked for few rows
