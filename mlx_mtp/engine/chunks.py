@@ -45,12 +45,13 @@ class ChunkCosts:
             # The first of a length compiles kernels and fills pools of buffers.
             self._seen.add(length)
             return
-        unit, known = seconds / tokens, self._units.get(length)
-        if known is None or self._counts[length] < _FEWEST:
-            # The least of them, as what else delays a chunk, too, is mostly over after a few.
+        unit = seconds / tokens
+        if self._counts[length] < _FEWEST:
+            # The least of them counts, as later ones may compile kernels, too.
             own = max(unit - self._per_context * context, unit / 2)
-            self._units[length] = min(own, known or own)
+            self._units[length] = min(own, self._units.get(length, own))
         else:
+            known = self._units[length]
             expected = known + self._per_context * context
             unit = min(unit, _OUTLIER * expected)
             share = context / _CONTEXT
