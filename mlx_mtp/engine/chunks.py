@@ -8,7 +8,7 @@ _PRIOR = 2e-3  # seconds per token before anything is measured: of a large model
 _CONTEXT = 4096  # tokens of context whose effect is learned as quickly as that of the length
 _GAIN = 0.3  # of the difference between measured and expected, what is taken for lasting
 _OUTLIER = 2.0  # times what was expected: no more of one measurement is believed
-_FEWEST = 3  # measurements before a length is compared with another
+_FEWEST = 3  # measurements of a length, of which the least counts, before it is compared
 _STALE = 64  # chunks after which a cost is no longer held against a length
 _MARGIN = 0.9  # of a pause that is planned: chunks of one length differ
 _BETTER = 0.95  # of the time per token: what a shorter chunk has to reach to be preferred
@@ -86,8 +86,16 @@ class ChunkCosts:
         return best
 
     def longest_within(self, seconds: float, context: float) -> int:
-        """The longest chunk expected to take less, that leaves prompts half of their speed."""
-        units = {n: u + self._per_context * context for n, u in self._by_length().items()}
+        """The longest chunk expected to take less, that leaves prompts half of their speed.
+
+        To a length that was not measured lately the context is taken to add as many seconds as to a
+        shorter one that was. Else chunks could get ever shorter: where reading the context takes as
+        long for fewer tokens, a short one shows more for each of them.
+        """
+        fresh, units = self._fresh(), {}
+        for length, unit in self._by_length().items():
+            alike = max((n for n in fresh if n <= length), default=length)
+            units[length] = unit + self._per_context * context * alike / length
         slowest = min(units[n] for n in self._units or units) / _LEAST_SPEED
         allowed = [n for n in self.lengths if units[n] <= slowest]
         fits = [n for n in allowed if n * units[n] <= _MARGIN * seconds]
@@ -117,6 +125,11 @@ class ChunkCosts:
     def _nearest(self, tokens: int) -> int:
         return min(self.lengths, key=lambda each: abs(math.log(each / max(tokens, 1))))
 
+    def _fresh(self) -> list[int]:
+        """Lengths that were measured lately."""
+        oldest = self._num_chunks - _STALE
+        return [n for n in self._units if self._measured.get(n, -math.inf) > oldest]
+
     def _by_length(self) -> dict[int, float]:
         """Seconds per token of all lengths, with nothing before the chunk.
 
@@ -125,8 +138,7 @@ class ChunkCosts:
         """
         if self._expected:
             return self._expected
-        oldest = self._num_chunks - _STALE
-        fresh = [n for n in self._units if self._measured.get(n, -math.inf) > oldest]
+        fresh = self._fresh()
         first = min(self._units, default=self.lengths[0])
         last, seconds, per_token = 0, 0.0, self._units.get(first, _PRIOR)
         found = {}

@@ -88,8 +88,9 @@ class EngineCore:
         """Launch a plan; returns the steps that have been read."""
         began = self._clock()
         launched = self.runner.run(plan)
+        launching = self._clock() - began
         for step in launched:
-            step.launched_at = began
+            step.launched_at, step.launching = began, launching
         ready, self._in_flight = self._in_flight, launched
         # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
         # a launch failed: its rows are gone, and the next plan must not count on them.
@@ -100,8 +101,10 @@ class EngineCore:
         for step in ready:
             steps += self.runner.read(step)
             now = self._clock()
-            # The device begins it when it has been launched and what was before it has ended.
-            step.seconds, self._read_at = now - max(self._read_at, step.launched_at), now
+            # The device begins it when it has been launched and what was before it has ended. It may
+            # have ended before the host saw that: on a CPU mlx waits for most of what it launches.
+            seen = now - max(self._read_at, step.launched_at)
+            step.seconds, self._read_at = max(seen, step.launching), now
         cost = self._timer.lap(ready, launched)
         for step in ready:
             step.cost = cost

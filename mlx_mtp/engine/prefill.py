@@ -75,9 +75,7 @@ class Prefills:
 
     def observe(self, step: InFlightStep) -> None:
         """Learn from a chunk that has been read; call it before its rows are updated."""
-        # The host may have waited for a prompt's last one when it was launched.
-        ends = any(row.token_ids for row in step.rows)
-        if self._pause and step.seconds is not None and not (step.did_more or ends):
+        if self._pause and step.seconds is not None and not step.did_more:
             rows = [(r.sequence, r.sequence.num_cached, r.num_positions) for r in step.rows]
             self._costs.observe(*_size(rows), step.seconds)
 

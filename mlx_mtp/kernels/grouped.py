@@ -73,7 +73,7 @@ _ORDER_BODY = """
       }
     }
     const int place = first / ROWS + e;
-    const int next = e + 1 < E ? (first + count) / ROWS + e + 1 : BLOCKS;
+    const int next = (first + count) / ROWS + e + 1;
     for (int block = place + 32 * warp + lane; block < next; block += 32 * WARPS) {
       const int done = (block - place) * ROWS;
       const int left = count - done < ROWS ? count - done : ROWS;
@@ -241,7 +241,7 @@ def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
     """int32: all pairs, those of an expert side by side; and [B, 3], what blocks have of them."""
     chosen = mx.contiguous(chosen)  # One expert a token leaves a stride, which the body has not.
     blocks = chosen.size // (8 * _TILES) + experts
-    constants = {"E": experts, "TILES": _TILES, "WARPS": _SORTING, "BLOCKS": blocks}
+    constants = {"TILES": _TILES, "WARPS": _SORTING}
     outputs: list[gpu.Output] = [((chosen.size,), mx.int32), ((blocks, 3), mx.int32)]
     return _ORDER([chosen], constants, (1, _SORTING * experts, 1), outputs, _SORTING)
 

@@ -78,8 +78,7 @@ class World:
     def launch(self, step: InFlightStep, seconds: float) -> None:
         for row in step.rows:
             row.sequence.launched(row.num_positions)
-        # Of the chunk that ends a prompt next to nothing is seen by the host.
-        step.seconds = 1e-6 if any(row.token_ids for row in step.rows) else seconds
+        step.seconds = seconds
         self.free = max(self.free, self.now) + seconds
         self.in_flight.append((step, self.free))
 
@@ -200,6 +199,26 @@ def test_one_chunk_of_each_length_that_compiles_kernels_makes_the_others_hardly_
         return took - compiling * sum(each > compiling for _, each, _ in world.chunks)
 
     assert seconds(cost) < 1.25 * seconds(MACHINES[name])
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_chunks_grow_again_after_the_machine_was_busy(name):
+    """Four times as slow in 20 of 100 chunks, a prompt takes little longer but for that."""
+    length = 6000 if name == "a laptop, dense" else LONG
+
+    def seconds(busy: float) -> float:
+        count, lost = itertools.count(), []
+
+        def cost(tokens: int, before: float) -> float:
+            alone = MACHINES[name](tokens, before)
+            lost.append((busy - 1) * alone if next(count) % 100 < 20 else 0)
+            return alone + lost[-1]
+
+        world = World(cost, prefill_step_size=2048)
+        world.stream()
+        return world.seconds("long", length) - sum(lost)
+
+    assert seconds(4) < 3 * seconds(1)
 
 
 def test_a_machine_that_is_too_slow_for_the_pause_keeps_half_of_its_speed():
@@ -340,7 +359,9 @@ def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap, waits):
+    """Where launching waits for what it launches, as on a CPU, it counts at least what it took."""
     row = Sequence(Request("a", (3,), SamplingParams(max_tokens=9)), (), 9)
     world = World(MACHINES["a CPU"])
     costs = itertools.cycle([0.5, 0.01, 0.25, 0.02])
@@ -352,7 +373,8 @@ def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
             expected.append(next(costs))
             world.launch(step, expected[-1])
             step.seconds = None
-        world.now += 0.001  # Launching takes less than what is launched.
+        # Else launching takes less than what is launched.
+        world.now = world.free if waits else world.now + 0.001
         return steps
 
     def read(step: InFlightStep) -> list[InFlightStep]:
@@ -369,4 +391,8 @@ def test_a_chunk_is_timed_apart_from_the_decode_step_behind_it(overlap):
     for _ in range(6):
         core.step()
     assert len(found) == (10 if overlap else 12)
-    assert [step.seconds for step in found] == pytest.approx(expected[: len(found)])
+    seconds = [step.seconds for step in found]
+    if waits:
+        assert all(a >= b - 1e-9 for a, b in zip(seconds, expected, strict=False))
+    else:
+        assert seconds == pytest.approx(expected[: len(found)])
