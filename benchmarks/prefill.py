@@ -137,7 +137,8 @@ def measure(shape: str, end: float, options: argparse.Namespace) -> None:
     lengths = [(count, tokens) for count in (1, _TOGETHER) for tokens in options.prompts]
     cases = [(step, *each) for each in lengths for step in options.steps]
     for step, count, tokens in within(end, cases):
-        chunk = min(step, total := count * tokens)
+        total = count * tokens
+        chunk = min(step, total)
         if step not in cores:
             cores[step] = engine_core(model, step)
             prompt_seconds(cores[step], prompt(model, 2 * step))  # compiles kernels

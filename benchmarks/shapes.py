@@ -128,9 +128,9 @@ def _trunk(family: Any, config: dict[str, Any], bits: int) -> nn.Module:
 def quantize(module: nn.Module, bits: int) -> None:
     """As mlx-lm converts: affine, in groups of 64, routers in 8 bits.
 
-    The bundled models' narrow layers get 6 bits on CUDA, for which mlx has another kernel: that of
-    4 and 8 bits (0.32.4, qmm_sm80) reads past the end of weights and activations of less than three
-    times 64 columns, which can end the process.
+    On CUDA narrow layers of the bundled and of tiny models get 6 bits, for which mlx has another
+    kernel: by its source that of 4 and 8 bits (0.32.4, qmm_sm80) reads past the end of weights and
+    activations of less than three times 64 columns. No published model has such layers.
     """
 
     def how(path: str, child: nn.Module) -> bool | dict[str, int]:

@@ -101,8 +101,8 @@ class EngineCore:
         for step in ready:
             steps += self.runner.read(step)
             now = self._clock()
-            # The device begins it when it has been launched and what was before it has ended. It may
-            # have ended before the host saw that: on a CPU mlx waits for most of what it launches.
+            # The device begins it when it has been launched and what was before it has ended. It
+            # may have ended unseen: on a CPU mlx waits in the launch for most of what it launches.
             seen = now - max(self._read_at, step.launched_at)
             step.seconds, self._read_at = max(seen, step.launching), now
         cost = self._timer.lap(ready, launched)

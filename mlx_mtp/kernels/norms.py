@@ -1,7 +1,7 @@
 """What lies between a layer's products, each in one launch: norms with what is before and behind.
 
-A row's result does not depend on the other rows, and sums are float32. Beside each kernel are mlx's
-own operations, which run where it does not fit or computes something else.
+A row's result does not depend on the other rows of its step or chunk, and sums are float32. Beside
+each kernel are mlx's own operations, which run where it does not fit or computes something else.
 """
 
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 from mlx_mtp.kernels import gpu, self_check
 
 _MOST_WARPS = 32  # of a row
-_PROMPT_WARPS = 8  # the same of many rows, whose threadgroups then take turns at reading
+_PROMPT_WARPS = 8  # of a prompt's: while one threadgroup adds up or writes, others read
 _HEADS_AT_ONCE = 4  # of a threadgroup
 _CHECKED_ROWS = 3, gpu.MOST_ROWS + 1  # of a step and of a prompt
 
@@ -202,7 +202,8 @@ class Operation:
         )
 
     def _check(self, shape: Shape, dtype: mx.Dtype) -> float:
-        return max(self._error(shape, dtype, rows) for rows in _CHECKED_ROWS)
+        with gpu.step(False):
+            return max(self._error(shape, dtype, rows) for rows in _CHECKED_ROWS)
 
     def _error(self, shape: Shape, dtype: mx.Dtype, rows: int) -> float:
         draw, inputs = np.random.default_rng(0), []

@@ -2,7 +2,7 @@
 
 mlx's quantized product takes as long for each further row; an expanded weight is read by the
 library's own product, those of experts in `kernels.grouped`. From how many rows on that is faster
-is measured when a model is loaded.
+is measured when a model is loaded; small weights are expanded for every prompt.
 """
 
 import logging
@@ -22,8 +22,8 @@ from mlx_mtp.kernels.gpu import MOST_ROWS, backend
 logger = logging.getLogger(__name__)
 
 _ROWS = (2048, 1024, 512, 256, MOST_ROWS + 1)  # that are tried, as long as ours is faster
-# Bytes of weights. Timing products of fewer would time the host: on an H200 mlx's kernel takes its
-# GPU 70 us for 512 outputs of 2,048 tokens, and the host takes 40 to 60 for either form.
+# Bytes of a layer's weights. Timing smaller ones would time the host: on an H200 it takes 40 to 60
+# us for either form, and of 512 outputs of 2,048 tokens mlx's kernel takes the GPU 70.
 SMALL = 1 << 20
 _ROUNDS, _CALLS = 3, 4
 _MOST_OUTPUTS = 1 << 16  # lm_head has more, and is asked for few rows
@@ -90,8 +90,9 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
-    """From how many rows on a module is faster so, and right; infinity: never."""
-    least, is_small = float("inf"), first.codes.nbytes < SMALL
+    """From how many rows on a module is right so, and faster if not small; infinity: never."""
+    least = float("inf")
+    is_small = isinstance(module, ExpandedLinear) and first.codes.nbytes < SMALL
     for rows in _ROWS[-1:] if is_small else _ROWS:
         given = [mx.random.normal((1, rows, first.inputs), key=mx.random.key(0)).astype(dtype)]
         if isinstance(module, GroupedExperts):

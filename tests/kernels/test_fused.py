@@ -103,6 +103,18 @@ def test_a_wrong_choice_of_a_prompt_is_found(emulated, monkeypatch, caplog):
     assert "slower code is used" in caplog.text
 
 
+@pytest.mark.parametrize("of_step", [False, True])
+def test_a_wrong_norm_of_a_prompt_is_found(emulated, monkeypatch, caplog, of_step):
+    """It has fewer warps a row, also where it is compared within a step."""
+    kernel, right = norms.ADD_NORM.kernel, "squares / DIM"
+    assert right in kernel.body
+    wrong = kernel.body.replace(right, "squares / (WARPS == 8 ? 1 : DIM)")
+    monkeypatch.setattr(kernel, "body", wrong)
+    with gpu.step(of_step):
+        assert not norms.ADD_NORM.fits(norms.Shape(288, 1e-6), mx.float32)
+    assert "slower code is used" in caplog.text
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mixture(emulated, monkeypatch, ranks):
     """The block that joins router, experts and sums, against mlx-lm's."""

@@ -7,6 +7,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import expand, grouped
 from mlx_mtp.kernels.formats import Format, weight_of
+from mlx_mtp.kernels.gpu import MOST_ROWS
 from mlx_mtp.models import few_rows as layers
 from tests.kernels.test_few_rows import BF16, exact, linear, near
 
@@ -16,8 +17,11 @@ AFFINE4 = Format("affine", 4, 64)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
-def test_experts_of_a_prompt(spread):
+def test_experts_of_a_prompt(monkeypatch, spread):
     """Evenly routed, to some more often, and nearly all to two."""
+    rows = MOST_ROWS + 2
+    launched, real = [], grouped.swiglu
+    monkeypatch.setattr(grouped, "swiglu", lambda *a: launched.append(len(a[0])) or real(*a))
     block, single = SwitchGLU(256, 512, 7), [[] for _ in range(7)]
     for name, inner in (("gate_proj", 256), ("up_proj", 256), ("down_proj", 512)):
         each = [linear(inner, 768 - inner, AFFINE4, seed) for seed in range(7)]
@@ -27,10 +31,10 @@ def test_experts_of_a_prompt(spread):
         for expert, layer in zip(single, each, strict=True):
             expert.append(weight_of(layer))
     assert all(grouped.fits(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
-    x = mx.random.normal((70, 256), key=mx.random.key(2)).astype(BF16)
-    drawn = mx.random.gumbel((70, 7), key=mx.random.key(3)) - spread * mx.arange(7)
-    indices = mx.argsort(-drawn, axis=-1)[:, :2]
-    block.__class__, block.least_rows = layers.FewRowsExperts, 65
+    x = mx.random.normal((rows, 256), key=mx.random.key(2)).astype(BF16)
+    drawn = mx.random.gumbel((rows, 7), key=mx.random.key(3)) - spread * mx.arange(7)
+    indices = mx.argsort(-drawn, axis=-1)[:, :2].astype(mx.int32)
+    block.__class__, block.least_rows = layers.FewRowsExperts, rows - 1
     found = block(x, indices)
     first = indices[:, :1]  # not contiguous
     assert mx.array_equal(block(x, first), block(x, mx.contiguous(first)))
@@ -40,19 +44,26 @@ def test_experts_of_a_prompt(spread):
             g, u = exact(x[row], gate), exact(x[row], up)
             inner = mx.array(g / (1 + np.exp(-g)) * u).astype(BF16)
             near(found[row, place], exact(inner, down), lost=1e-2)  # Weights are rounded.
-    assert mx.array_equal(block(x[:65], indices[:65]), found[:65]), "a row depends on the others"
+    fewer = block(x[: rows - 1], indices[: rows - 1])
+    assert mx.array_equal(fewer, found[: rows - 1]), "a row depends on the others"
+    assert launched == [rows, rows, rows, rows - 1]
 
 
-@pytest.mark.parametrize(("pairs", "experts"), [(1, 1), (64, 1), (65, 2), (1000, 7), (513, 64)])
-@pytest.mark.parametrize("spread", [1, 5])
+_SIZES = [(1, 1), (64, 1), (65, 2), (1000, 7), (513, 64), (3, 64)]
+
+
+@pytest.mark.parametrize(("pairs", "experts"), _SIZES)
+@pytest.mark.parametrize("spread", [1, 5, 0])  # evenly, to the first ones, all to the last one
 def test_pairs_are_cut_into_blocks_of_an_expert(pairs, experts, spread):
     drawn = np.random.default_rng(pairs).random(pairs) ** spread * experts
-    order, blocks = map(np.array, grouped._sort(mx.array(drawn.astype(np.int32)), experts))
+    chosen = np.minimum(drawn, experts - 1).astype(np.int32)
+    strided = mx.array(np.stack([chosen, chosen + 1], axis=1))[:, 0]
+    order, blocks = map(np.array, grouped._sort(strided, experts))
     assert [*np.sort(order)] == [*range(pairs)]
-    found = [(expert, order[first : first + count]) for expert, first, count in blocks if count]
-    assert max(len(own) for _, own in found) <= 64
+    assert all(0 <= count <= 64 for _, _, count in blocks)
+    found = [(expert, order[first : first + count]) for expert, first, count in blocks]
     assert [*np.concatenate([own for _, own in found])] == [*order]
-    assert all((drawn[own].astype(int) == expert).all() for expert, own in found)
+    assert all((chosen[own] == expert).all() for expert, own in found)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
