@@ -20,9 +20,9 @@ _STAGES = 2  # loads in flight, of 128 columns each
 _SORTING = 16  # warps that sort the pairs of an expert
 
 # A threadgroup has an expert, and a warp a run of the pairs. It counts those of the experts before
-# and its own, then writes its own down, those of a lane after each other, and the blocks that have
-# them: expert, first pair and count. The blocks of the experts before are at most one a ROWS pairs
-# and one an expert, so that each has its place without counting them; those between have no pairs.
+# and its own, then writes its own down, those of a lane after each other, and their blocks: expert,
+# first pair and count. An expert's begin where they would if each one before it had as many blocks
+# as it could: (pairs before) / ROWS, and one an expert. Those left over have no pairs.
 _ORDER_BODY = """
     constexpr int ROWS = 8 * TILES;
     constexpr int AT_ONCE = 8;
