@@ -20,7 +20,8 @@ from mlx_mtp.kernels import (
     router,
     shared_reads,
 )
-from tests.kernels.emulator import MATRIX_UNITS, WARPGROUP, WHY_NOT, EmulatedKernel
+from tests.kernels.emulator import WHY_NOT, EmulatedKernel
+from tests.kernels.matrix_units import MATRIX_UNITS, WARPGROUP
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +79,15 @@ def matrix_units(monkeypatch, compiled):
     yield
     for each in cached:
         each.cache_clear()
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Puts something wrong in place of a part of a kernel's source, an attribute of its owner."""
+
+    def replace(owner, name, right, wrong, count=-1):
+        source = getattr(owner, name)
+        assert right in source
+        monkeypatch.setattr(owner, name, source.replace(right, wrong, count))
+
+    return replace

@@ -83,11 +83,8 @@ def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
     ],
 )
 @pytest.mark.full
-def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog, right, wrong):
-    name = "_PIECES" if right in attention._PIECES else "_ADD"
-    body = getattr(attention, name)
-    assert right in body
-    monkeypatch.setattr(attention, name, body.replace(right, wrong))
+def test_a_wrong_body_is_found_and_not_used(spoil, caplog, right, wrong):
+    spoil(attention, "_PIECES" if right in attention._PIECES else "_ADD", right, wrong)
     queries, keys = normal(1, 4, 128), normal(1, 1, 128)
     assert not attention.fits(queries, keys, 1, 128**-0.5)
     assert "slower code is used" in caplog.text

@@ -107,8 +107,8 @@ def test_the_self_test_shows_it():
         ),
     ],
 )
-def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog, where, right, wrong):
+def test_a_wrong_body_is_found_and_not_used(spoil, caplog, where, right, wrong):
     name = next(n for n in ("_BODY", "_LOAD", "MATRIX") if right in getattr(where, n, ""))
-    monkeypatch.setattr(where, name, getattr(where, name).replace(right, wrong))
+    spoil(where, name, right, wrong)
     assert not flash.fits(normal(1, flash.LEAST, 2, DIM), normal(1, 1, 1, DIM), DIM**-0.5)
     assert "slower code is used" in caplog.text

@@ -57,10 +57,10 @@ def test_after_a_window_that_has_not_been_folded():
         (gated_delta_prepare, "__syncthreads();\n    T* const solved", "\n    T* const solved"),
     ],
 )
-def test_a_wrong_body_is_found_and_not_used(monkeypatch, caplog, module, right, wrong):
+def test_a_wrong_body_is_found_and_not_used(spoil, caplog, module, right, wrong):
     """A missing barrier too."""
     assert module._BODY.count(right) == 1
-    monkeypatch.setattr(module, "_BODY", module._BODY.replace(right, wrong))
+    spoil(module, "_BODY", right, wrong)
     assert not gated_delta_chunks.fits(Cases(0, SMALL, mx.bfloat16).window(1, 64)[1])
     assert "slower code is used" in caplog.text
 
