@@ -64,8 +64,9 @@ def replay(model, wanted: Request, outputs) -> int:
             assert is_last or kept
             assert not (is_last and kept) or o.finish_reason is not None
             if o.logprobs:
+                # Of mlx-lm's own, whole and token by token, 0.0025 was seen on one CPU.
                 own = logits[token] - mx.logsumexp(logits)
-                assert o.logprobs[place].logprob == pytest.approx(own.item(), abs=1e-3)
+                assert o.logprobs[place].logprob == pytest.approx(own.item(), abs=1e-2)
             done.append(token)
             before = [token]
         found += len(o.optimistic)
