@@ -176,7 +176,9 @@ def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.arr
     if num_kept is None:
         return history
     rows, length, channels = history.shape
-    where = num_kept[:, None] + mx.arange(tail) + length * mx.arange(rows)[:, None]
+    # A number that is multiplied by would be in the source of a fused kernel, one for each length.
+    firsts = mx.arange(0, rows * length, length)
+    where = num_kept[:, None] + mx.arange(tail) + firsts[:, None]
     return history.reshape(-1, channels)[where]  # Whole channels: take_along_axis takes each alone.
 
 
