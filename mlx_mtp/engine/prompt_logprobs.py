@@ -31,8 +31,8 @@ def prompt_scores(
         return None
     spans = zip(arrays.lengths.tolist(), counts)
     wanted = np.concatenate([np.arange(length) < count for length, count in spans])
-    states = hidden[mx.array(np.flatnonzero(wanted))]
-    following = mx.array(arrays.following[wanted])
+    places = mx.array(np.flatnonzero(wanted))
+    states, following = hidden[places], arrays.following[places]
     most = max(top for top in asked if top is not None)
     parts: list[tuple[mx.array, ...]] = []
     for start in range(0, len(states), PROMPT_POSITIONS):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _CLEAR_STEPS = 256
 _CLEAR_TOKENS = 512  # of prompts: not at each of many short chunks
-_CLEAR_TOKENS_CUDA = 16_384  # measured: to allocate anew takes as long as a third of a chunk
 
 T = TypeVar("T")
 
@@ -55,6 +55,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
         self.batches = Batches()
+        self._prompts = WeakKeyDictionary[Sequence, mx.array]()
         self._num_steps = self._num_tokens = 0  # of prompts, since the cache was cleared last
         self._failed_last = False
 
@@ -139,7 +140,7 @@ class ModelRunner:
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         warm = batch is None and all(s.prefix is not None for s in sequences)
-        arrays = ChunkArrays(chunk, int(warm))
+        arrays = ChunkArrays(chunk, int(warm), [self._prompt(s) for s in sequences])
         assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
         batch = batch or self._new_batch(sequences)
         num_drafts = self._num_drafts(batch, drafts)
@@ -157,7 +158,7 @@ class ModelRunner:
         hidden, counts = batch.last_hidden[:, 0], arrays.num_computed
         if counts.any():
             batch.cache.begin(counts.tolist(), mx.array(counts))
-            states = yield mx.array(arrays.computed), batch.cache
+            states = yield arrays.computed, batch.cache
             batch.cache.commit(mx.array(counts))
             hidden = packing.after(hidden, states) if arrays.before else states
         num_kept = mx.array(arrays.lengths)
@@ -168,9 +169,9 @@ class ModelRunner:
         step = InFlightStep(rows, is_prefill=True)
         step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self.vocab_size)
         mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
-        targets = mx.array(arrays.following)
+        targets = arrays.following
         if arrays.is_last.any():
-            targets = self._first_tokens(batch, step, arrays, start + num_kept)
+            targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
         computed = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
         self._finish(batch, step, computed, num_drafts)
@@ -181,19 +182,28 @@ class ModelRunner:
         return step
 
     def _first_tokens(
-        self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, end: mx.array
+        self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, last: mx.array, end: mx.array
     ) -> mx.array:
         """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [N]."""
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.masks = GrammarMasks(s.constraint if last else None for s, last in rows)
-        window = mx.array(arrays.tokens[arrays.ends])[:, None]
+        window = arrays.tokens[last][:, None]
         logits = self._model.logits(batch.last_hidden)
         step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
         step.note(batch.masks.errors())
-        known = mx.array(arrays.following[arrays.ends])
-        newest = mx.where(done, step.drawn.tokens[:, 0], known)
-        return mx.put_along_axis(mx.array(arrays.following), mx.array(arrays.ends), newest, axis=0)
+        newest = mx.where(done, step.drawn.tokens[:, 0], arrays.following[last])
+        return mx.put_along_axis(arrays.following, last, newest, axis=0)
+
+    def _prompt(self, sequence: Sequence) -> mx.array:
+        """A prompt and a 0, int32 [T + 1]: a chunk's tokens are a part of what is there already.
+
+        On CUDA an array from the host may get a buffer that was the device's, and moving that to
+        where the host can write waits for all chunks that were launched.
+        """
+        if sequence not in self._prompts:
+            self._prompts[sequence] = mx.array(np.array([*sequence.prompt, 0], dtype=np.int32))
+        return self._prompts[sequence]
 
     def _decode(self, plan: StepPlan) -> Launch:
         batch = self.batches.gather(plan.decode)
@@ -253,12 +263,16 @@ class ModelRunner:
         return Batch(sequences, cache, state, self.vocab_size)
 
     def _clear_cache(self, plan: StepPlan) -> None:
-        """Return freed buffers now and then; mlx keeps them for reuse without a bound."""
+        """Return freed buffers now and then; mlx keeps them for reuse without a bound.
+
+        On CUDA it keeps to the limit that `wire_memory` gives it, and returning them waits for all
+        chunks that were launched: for a third of one's time, with what is allocated anew.
+        """
         self._num_steps += 1
         self._num_tokens += sum(length for _, _, length in plan.chunk)
         due = not (plan.chunk or plan.decode) or self._num_steps % _CLEAR_STEPS == 0
-        most = _CLEAR_TOKENS_CUDA if mx.cuda.is_available() else _CLEAR_TOKENS
-        if due or self._failed_last or self._num_tokens >= most:
+        many = self._num_tokens >= _CLEAR_TOKENS and not mx.cuda.is_available()
+        if due or self._failed_last or many:
             self._num_tokens = 0
             mx.clear_cache()
         self._failed_last = False

@@ -1,6 +1,7 @@
 """A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
 
 from collections.abc import Generator, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -37,30 +38,24 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk on the host, row after row, after `before` cached tokens of each (0 or 1)."""
+    """A prefill chunk's tokens, row after row, after `before` cached tokens of each (0 or 1).
 
-    def __init__(self, chunk: PrefillChunk, before: int) -> None:
+    `prompts` has the rows' prompts on the device, int32 [T + 1], each with a 0 behind it.
+    """
+
+    def __init__(self, chunk: PrefillChunk, before: int, prompts: Many[mx.array]) -> None:
         self.before = before  # its hidden state is known
         # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
         self.num_computed = np.array([length for _, _, length in chunk], dtype=np.int32)
         self.lengths = self.num_computed + before
         self.ends = np.cumsum(self.lengths) - 1  # each row's last one among all
-        ends = [(s.num_prompt, start + length) for s, start, length in chunk]  # in this chunk
-        self.is_last = np.array([num_prompt == end for num_prompt, end in ends])
-        spans = [(s.prompt, start - before, start + length) for s, start, length in chunk]
-        # int32 [N]: the tokens, and the one after each, 0 where the prompt ends.
-        tokens = [prompt[low:high] for prompt, low, high in spans]
-        following = [(*prompt[low + 1 : high + 1], 0)[: high - low] for prompt, low, high in spans]
-        self.tokens, self.following = (
-            np.concatenate(parts).astype(np.int32) for parts in (tokens, following)
-        )
-
-    @property
-    def computed(self) -> np.ndarray:
-        """int32, the tokens that the trunk has to run."""
-        if not self.before:
-            return self.tokens
-        return np.delete(self.tokens, self.ends - self.num_computed)
+        ends = [start + length for _, start, length in chunk]  # in the prompts
+        self.is_last = np.array([s.num_prompt == end for (s, _, _), end in zip(chunk, ends)])
+        spans = [(p, start, end) for p, (_, start, _), end in zip(prompts, chunk, ends)]
+        # int32 [N]: what the trunk has to run; all tokens; the one after each, 0 at a prompt's end.
+        self.computed = _joined([p[start:end] for p, start, end in spans])
+        self.tokens = _joined([p[start - before : end] for p, start, end in spans])
+        self.following = _joined([p[start - before + 1 : end + 1] for p, start, end in spans])
 
 
 class Drawn(NamedTuple):
@@ -184,3 +179,8 @@ def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLog
 ForwardPass = tuple[mx.array, BatchCache]
 # Yields its forward pass, if it needs one, is sent the hidden states, and returns its step.
 Launch = Generator[ForwardPass, mx.array, InFlightStep]
+
+
+def _joined(parts: Many[mx.array]) -> mx.array:
+    filled = [part for part in parts if part.size] or parts[:1]
+    return filled[0] if len(filled) == 1 else mx.concatenate([*filled])

@@ -111,7 +111,7 @@ def test_the_logits_of_few_positions_are_in_memory_at_once():
     mx.eval(table, states)
     sequence = SimpleNamespace(request=request("r", [5], greedy(1, prompt_logprobs=TOP)))
     chunk = SimpleNamespace(
-        following=np.arange(count, dtype=np.int32),
+        following=mx.arange(count),
         num_computed=np.array([count]),
         lengths=np.array([count]),
         is_last=np.array([False]),
