@@ -33,8 +33,8 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
             found.append(model.logits(model.hidden(tokens, cache)))
             cache.commit(mx.array(kept or [1, lengths[1] - 1]))
         other = model.make_cache(1)  # of a prompt beside them
-        other.reserve([5])
-        both = cache.begin([2, 3]).num_tokens + other.begin([5], mx.array([5])).num_tokens
+        other.reserve([150])
+        both = cache.begin([2, 3]).num_tokens + other.begin([150], mx.array([150])).num_tokens
         found.append(model.logits(model.hidden(mx.arange(both) * 7 % VOCAB, cache, other)))
         return mx.concatenate(found)
 
