@@ -126,15 +126,17 @@ class ChunkCosts:
         return min(self.lengths, key=lambda each: abs(math.log(each / max(tokens, 1))))
 
     def _fresh(self) -> list[int]:
-        """Lengths that were measured lately."""
+        """Lengths that were measured lately, and often enough."""
         oldest = self._num_chunks - _STALE
-        return [n for n in self._units if self._measured.get(n, -math.inf) > oldest]
+        lately = (n for n in self._units if self._measured.get(n, -math.inf) > oldest)
+        return [n for n in lately if self._counts[n] >= _FEWEST]
 
     def _by_length(self) -> dict[int, float]:
         """Seconds per token of all lengths, with nothing before the chunk.
 
         What wasn't measured lies on a line between its neighbours, or goes on as those before it
-        do. So does what was measured long ago and seems to take more: it may be tried again.
+        do. So does what seems to take more and was measured long ago, or not often: it may be tried
+        again.
         """
         if self._expected:
             return self._expected

@@ -13,6 +13,9 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
+_WAITED = 0.02  # of a step's time: to read one that has ended takes less
+_FAR = 8.0  # times as long as a launch: the next one compiled kernels, or something else held it up
+
 
 class EngineCore:
     """Scheduler and runner. With `overlap` a step is read only after the next one is launched."""
@@ -99,16 +102,26 @@ class EngineCore:
             ready, self._in_flight = [*ready, *launched], []
         steps = []
         for step in ready:
+            asked = self._clock()
             steps += self.runner.read(step)
-            now = self._clock()
-            # The device begins it when it has been launched and what was before it has ended. It
-            # may have ended unseen: on a CPU mlx waits in the launch for most of what it launches.
-            seen = now - max(self._read_at, step.launched_at)
-            step.seconds, self._read_at = max(seen, step.launching), now
+            step.seconds, self._read_at = self._seconds(step, asked), self._clock()
         cost = self._timer.lap(ready, launched)
         for step in ready:
             step.cost = cost
         return steps
+
+    def _seconds(self, step: InFlightStep, asked: float) -> float | None:
+        """A step's time, which was asked for at `asked` and has been read now; None: not known.
+
+        The device begins it when it has been launched and what was before it has ended. Where it
+        has ended before it is asked for, its launch is what takes the time, unless the next one
+        took far longer. (On a CPU mlx waits in the launch for most of what it launches.)
+        """
+        now = self._clock()
+        seen = now - max(self._read_at, step.launched_at)
+        if now - asked > _WAITED * seen:
+            return max(step.launching, seen)
+        return step.launching if seen < _FAR * step.launching else None
 
 
 class StepTimer:
