@@ -22,6 +22,7 @@ Launch = Callable[..., Sequence[Any]]
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
 MOST_ROWS = 128  # tokens; more are a prompt's, unless they are said to be a step's
+MOST_PROMPT_ROWS = 64  # what is said to be a prompt's: of more it is faster to expand the weights
 LANES = 32
 _WARPS = 4  # of a threadgroup, where a kernel does not say
 # Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
@@ -30,7 +31,7 @@ TOLERANCE = 1e-4
 refused: set[str] = set()
 """Names of kernels that were found not to work here, for some shape at least."""
 
-_of_step = ContextVar("of_step", default=False)
+_of_step: ContextVar[bool | None] = ContextVar("of_step", default=None)
 
 _HEADERS: dict[Backend, str] = {
     "metal": """
@@ -100,12 +101,14 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
 
 def few(rows: int) -> bool:
     """Whether so many tokens are computed as a decode step's, where a row's bits are its own."""
-    return rows > 0 and (rows <= MOST_ROWS or _of_step.get())
+    is_step = _of_step.get()
+    most = MOST_PROMPT_ROWS if is_step is False else MOST_ROWS
+    return rows > 0 and (rows <= most or bool(is_step))
 
 
 @contextlib.contextmanager
 def step(is_step: bool = True) -> Iterator[None]:
-    """A pass whose tokens are a decode step's, however many they are."""
+    """A pass whose tokens are a decode step's, however many they are; or else a prompt's."""
     token = _of_step.set(is_step)
     try:
         yield

@@ -7,6 +7,7 @@ what a product of few rows takes, so of unquantized weights this costs little.
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels.gpu import backend, refused
+from mlx_mtp.kernels.gpu import MOST_PROMPT_ROWS, MOST_ROWS, backend, refused
 from mlx_mtp.models.few_rows import (
     REPLACED,
     FewRowsMLP,
@@ -36,10 +37,10 @@ def use_fixed_rows(model: nn.Module) -> None:
         if type(module) is FewRowsMLP and "scales" not in module.gate_proj:
             module.__class__ = Qwen3NextMLP
         module.__class__ = _FIXED.get(type(module), type(module))
-        if isinstance(module, (ExpandedLinear, GroupedExperts)) and module.least_rows < float(
-            "inf"
-        ):
-            module.least_rows = _EXPANDED_ROWS
+        if isinstance(module, (ExpandedLinear, GroupedExperts)) and module.least_rows < math.inf:
+            # Not as measured: prefixes on disk outlive a process.
+            is_dense = isinstance(module, ExpandedLinear)
+            module.least_rows = 1 + (MOST_PROMPT_ROWS if is_dense else MOST_ROWS)
 
 
 def choices(model: nn.Module) -> str:
@@ -74,7 +75,6 @@ def _fixed(base: type[Any], name: str) -> type[Any]:
     return type(f"Fixed{base.__name__}", (base,), {name: call})
 
 
-_EXPANDED_ROWS = 128  # Not as measured: prefixes on disk outlive a process.
 _PRODUCTS = nn.Linear, nn.QuantizedLinear, ExpandedLinear, SwitchGLU, GroupedExperts
 _TIED = nn.Embedding, nn.QuantizedEmbedding
 _FIXED: dict[type[Any], type[Any]] = {base: _fixed(base, "__call__") for base in _PRODUCTS}

@@ -17,11 +17,12 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_mtp.kernels import grouped
 from mlx_mtp.kernels.expand import expanded
 from mlx_mtp.kernels.formats import Weight, weight_of
-from mlx_mtp.kernels.gpu import MOST_ROWS, backend
+from mlx_mtp.kernels.gpu import MOST_PROMPT_ROWS, MOST_ROWS, backend, step
 
 logger = logging.getLogger(__name__)
 
 _ROWS = (2048, 1024, 512, 256, MOST_ROWS + 1)  # that are tried, as long as ours is faster
+_FEWER = (MOST_ROWS, MOST_PROMPT_ROWS + 1)  # then of dense weights; experts have a kernel for them
 # Bytes of a layer's weights. Timing smaller ones would time the host: on an H200 it takes 40 to 60
 # us for either form, and of 512 outputs of 2,048 tokens mlx's kernel takes the GPU 70.
 SMALL = 1 << 20
@@ -71,7 +72,8 @@ def use_many_rows(model: nn.Module, dtype: mx.Dtype) -> None:
         first = weight_of(parts_of(module)[0])
         kind = first.codes.shape, first.form, first.scales.dtype
         if kind not in found:
-            found[kind] = _least_rows(module, first, dtype)
+            with step(False):
+                found[kind] = _least_rows(module, first, dtype)
         module.least_rows = found[kind]
 
 
@@ -92,8 +94,10 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
     """From how many rows on a module is right so, and faster if not small; infinity: never."""
     least = float("inf")
-    is_small = isinstance(module, ExpandedLinear) and first.codes.nbytes < SMALL
-    for rows in _ROWS[-1:] if is_small else _ROWS:
+    is_dense = isinstance(module, ExpandedLinear)
+    is_small = is_dense and first.codes.nbytes < SMALL
+    tried = _ROWS + _FEWER * is_dense
+    for rows in tried[-1:] if is_small else tried:
         given = [mx.random.normal((1, rows, first.inputs), key=mx.random.key(0)).astype(dtype)]
         if isinstance(module, GroupedExperts):
             chosen = (1, rows, _CHOSEN)

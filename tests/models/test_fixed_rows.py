@@ -53,7 +53,7 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
                 found = (module.as_linear if name == "tied" else module)(*given)
             assert found.shape == true[name].shape
             assert mx.allclose(found, true[name], atol=1e-5).item()
-            few = step or rows <= gpu.MOST_ROWS
+            few = step or rows <= gpu.MOST_PROMPT_ROWS
             assert seen == ([64] * -(-rows // 64) if few else [])
 
 

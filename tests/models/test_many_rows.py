@@ -61,7 +61,7 @@ def test_small_weights_are_expanded_for_every_prompt_whatever_was_timed(measured
     monkeypatch.setattr(many_rows, "SMALL", 4096)
     model = Model()
     use_many_rows(model, mx.float32)
-    assert [layer.least_rows for layer in model.layers] == [129, 129]
+    assert [layer.least_rows for layer in model.layers] == [65, 65]
     assert model.few.least_rows == float("inf")  # has 8,192 bytes
 
 
