@@ -99,9 +99,14 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def of_step() -> bool | None:
+    """Whether this pass is a decode step's, if that has been said by `step`."""
+    return _of_step.get()
+
+
 def few(rows: int) -> bool:
     """Whether so many tokens are computed as a decode step's, where a row's bits are its own."""
-    is_step = _of_step.get()
+    is_step = of_step()
     most = MOST_PROMPT_ROWS if is_step is False else MOST_ROWS
     return rows > 0 and (rows <= most or bool(is_step))
 

@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_mtp.kernels.gpu import of_step
+
 _MOST_TRACES = 1024  # of 45 kB each; mlx drops none as long as a function lives
 
 Methods = dict[str, Callable[..., Any]]
@@ -36,15 +38,16 @@ class _Compiled:
         self._slots, self._method = list(_slots(twin)), getattr(twin, name)
         self._num_traces, self._run = 0, mx.compile(self._trace)
 
-    # The arrays are the last, as mlx compares the shapes of all arguments in their order.
+    # The arrays are the last, as mlx compares the shapes of all arguments in their order. A step's
+    # products are not those of a prompt of as many tokens: what is traced depends on `of_step`.
     def __call__(self, *args: Any, arrays: list[mx.array]) -> Any:
         if self._num_traces > _MOST_TRACES:
             self._num_traces, self._run = 0, mx.compile(self._trace)
-        return self._run(*args, arrays)
+        return self._run(*args, of_step(), arrays)
 
     def _trace(self, *args: Any) -> Any:
         self._num_traces += 1
-        *own, arrays = args
+        *own, _, arrays = args
         for (owner, key), array in zip(self._slots, arrays, strict=True):
             owner[key] = array
         return self._method(*own)

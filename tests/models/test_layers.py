@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.kernels import gpu
 from mlx_mtp.models import layers, shared
 from mlx_mtp.models.loader import load_model
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
@@ -50,3 +51,20 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
     monkeypatch.setattr(shared, "_MOST_TRACES", 2)
     assert mx.array_equal(logits("cuda"), logits("cuda")) and len(compiled) > 4, "traced anew"
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_and_a_prompt_of_as_many_tokens_are_not_traced_as_one(tmp_path, monkeypatch):
+    """Products of 65 to 128 tokens, and of more in a step, depend on which it is."""
+    write_checkpoint(tmp_path, Layout(FAMILIES[0], seed=7))
+    model = load_model(tmp_path, enable_mtp=False)
+    traced, add = [], layers.add_mlp
+    monkeypatch.setattr(layers, "backend", lambda: "cuda")
+    monkeypatch.setattr(layers, "add_mlp", lambda *a: traced.append(gpu.few(len(a[0]))) or add(*a))
+    monkeypatch.setattr(shared, "_compiled", {})
+    for rows, length, kinds in ((16, 6, {True}), (1, 96, {False}), (16, 6, ()), (1, 96, ())):
+        traced.clear()
+        cache = model.make_cache(rows)
+        cache.reserve([length] * rows)
+        tokens = mx.arange(cache.begin([length] * rows, mx.full(rows, length)).num_tokens)
+        mx.eval(model.hidden(tokens % VOCAB, cache))
+        assert {*traced} == {*kinds} and len(traced) == 2 * len(kinds), "one for each kind of layer"
