@@ -184,10 +184,13 @@ class ModelRunner:
     def _first_tokens(
         self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, last: mx.array, end: mx.array
     ) -> mx.array:
-        """Draw the token at `end` (int32 [B]) of ending prompts; returns what follows, [N]."""
+        """Draw the tokens at `end` of prompts that end; returns what follows each token, [N].
+
+        `last` and `end` are int32 [B]: a row's last token among all, and the position behind it.
+        """
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
-        batch.masks = GrammarMasks(s.constraint if last else None for s, last in rows)
+        batch.masks = GrammarMasks(s.constraint if ends else None for s, ends in rows)
         window = arrays.tokens[last][:, None]
         logits = self._model.logits(batch.last_hidden)
         step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)

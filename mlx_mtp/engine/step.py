@@ -175,12 +175,13 @@ def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLog
     )
 
 
+def _joined(parts: Many[mx.array]) -> mx.array:
+    # An operation on an empty array may end the process, on CUDA.
+    filled = [part for part in parts if part.size] or parts[:1]
+    return filled[0] if len(filled) == 1 else mx.concatenate([*filled])
+
+
 # Tokens [N] for the trunk, and the cache that has begun with them.
 ForwardPass = tuple[mx.array, BatchCache]
 # Yields its forward pass, if it needs one, is sent the hidden states, and returns its step.
 Launch = Generator[ForwardPass, mx.array, InFlightStep]
-
-
-def _joined(parts: Many[mx.array]) -> mx.array:
-    filled = [part for part in parts if part.size] or parts[:1]
-    return filled[0] if len(filled) == 1 else mx.concatenate([*filled])

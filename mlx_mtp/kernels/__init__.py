@@ -12,8 +12,8 @@
     expand        dequantization before a dense GEMM                         CUDA, prompts
     shared_reads  GEMM of two to eight rows                                  Metal
 
-What is a decode step `gpu.few` says: rows with windows of up to 17 each, up to 64 tokens of a prompt,
-and up to 128 where nobody says what they are.
+What is a decode step `gpu.few` says: rows with windows of up to 17 each, up to 64 tokens of a
+prompt, and up to 128 where nobody says what they are.
 
 Who decides: the first four and attention are compared with other code before their first use with
 a shape and type (`gpu.Kernel.works`, `attention.fits`); `portable`, or mlx's operations in the same

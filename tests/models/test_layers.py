@@ -9,6 +9,14 @@ from mlx_mtp.models.loader import load_model
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
 
+def compiled_model(path, monkeypatch):
+    """A tiny model whose layers are compiled, as on a GPU, and of which none has been yet."""
+    write_checkpoint(path, Layout(FAMILIES[0], seed=7))
+    monkeypatch.setattr(layers, "backend", lambda: "cuda")
+    monkeypatch.setattr(shared, "_compiled", {})
+    return load_model(path, enable_mtp=False)
+
+
 # A compiler's run for each fused operation takes its time.
 @pytest.mark.parametrize(
     "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.full) for each in FAMILIES[1:])]
@@ -53,14 +61,33 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
 
 
+def test_a_prompt_of_another_length_compiles_no_kernel(tmp_path, monkeypatch):
+    """mlx writes numbers of fused operations into a kernel's source: none may be a length."""
+    model = compiled_model(tmp_path, monkeypatch)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where mlx keeps what it compiles for a CPU
+
+    def new_kernels(rows, length):
+        before = {*tmp_path.rglob("*.so")}
+        cache = model.make_cache(rows)
+        cache.reserve([2 * length] * rows)
+        for _ in range(2):
+            count = cache.begin([length] * rows, mx.full(rows, length)).num_tokens
+            mx.eval(model.hidden(mx.arange(count) % VOCAB, cache))
+            cache.commit(mx.full(rows, length))
+        return {*tmp_path.rglob("*.so")} - before
+
+    mx.eval(mx.compile(lambda x: mx.exp(x) * 7919 + 31)(mx.ones(3)))
+    assert [*tmp_path.rglob("*.so")]
+    for rows in (1, 2):
+        new_kernels(rows, 150)
+        assert not new_kernels(rows, 171)
+
+
 def test_a_step_and_a_prompt_of_as_many_tokens_are_not_traced_as_one(tmp_path, monkeypatch):
     """Products of 65 to 128 tokens, and of more in a step, depend on which it is."""
-    write_checkpoint(tmp_path, Layout(FAMILIES[0], seed=7))
-    model = load_model(tmp_path, enable_mtp=False)
+    model = compiled_model(tmp_path, monkeypatch)
     traced, add = [], layers.add_mlp
-    monkeypatch.setattr(layers, "backend", lambda: "cuda")
     monkeypatch.setattr(layers, "add_mlp", lambda *a: traced.append(gpu.few(len(a[0]))) or add(*a))
-    monkeypatch.setattr(shared, "_compiled", {})
     for rows, length, kinds in ((16, 6, {True}), (1, 96, {False}), (16, 6, ()), (1, 96, ())):
         traced.clear()
         cache = model.make_cache(rows)
