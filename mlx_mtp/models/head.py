@@ -74,7 +74,7 @@ class MTPHead(nn.Module):
         return m
 
     def _parts(self, x: mx.array) -> tuple[Callable[..., Any], ...]:
-        """What surrounds the cache; compiled as the parts of a layer are."""
+        """What surrounds the cache; compiled on a GPU, but not for a prompt's many shapes."""
         if not few(x) or backend() is None:
             return self.join, self.ask, self.after
         return self._compiled

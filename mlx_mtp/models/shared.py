@@ -1,11 +1,13 @@
 """Methods of modules compiled by mlx, once for all modules that differ in their arrays alone.
 
-In a step of few rows a GPU waits for the host, which builds the graph anew at each step. A compiled
-function is repeated in a tenth of the time; with a layer's weights among its arguments, a new shape
-is traced for one layer of each kind and not for all.
+A GPU waits for the host where that builds the graph anew at each step, or for each chunk of a
+prompt. A compiled function is repeated in a tenth of the time; with a layer's weights among its
+arguments, a new shape is traced for one layer of each kind and not for all.
 """
 
 import copy
+import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
@@ -15,11 +17,13 @@ import mlx.nn as nn
 
 from mlx_mtp.kernels.gpu import of_step
 
-_MOST_TRACES = 1024  # of 45 kB each; mlx drops none as long as a function lives
+# By `of_step`, of 45 kB each, a prompt's 90; mlx drops none as long as a function lives.
+_MOST_TRACES = {None: 1024, True: 1024, False: 128}
 
 Methods = dict[str, Callable[..., Any]]
 
 _compiled: dict[Hashable, Methods] = {}  # by kind
+_tracing = threading.RLock()  # Engines of one process share the twins.
 
 
 def compiled(module: nn.Module, *names: str) -> Methods:
@@ -36,21 +40,24 @@ def compiled(module: nn.Module, *names: str) -> Methods:
 class _Compiled:
     def __init__(self, twin: nn.Module, name: str) -> None:
         self._slots, self._method = list(_slots(twin)), getattr(twin, name)
-        self._num_traces, self._run = 0, mx.compile(self._trace)
+        self._runs: dict[bool | None, Callable[..., Any]] = {}
+        self._num_traces: Counter[bool | None] = Counter()
 
     # The arrays are the last, as mlx compares the shapes of all arguments in their order. A step's
-    # products are not those of a prompt of as many tokens: what is traced depends on `of_step`.
+    # products are not those of a prompt of as many tokens, so what is traced depends on `of_step`.
     def __call__(self, *args: Any, arrays: list[mx.array]) -> Any:
-        if self._num_traces > _MOST_TRACES:
-            self._num_traces, self._run = 0, mx.compile(self._trace)
-        return self._run(*args, of_step(), arrays)
+        kind = of_step()
+        if kind not in self._runs or self._num_traces[kind] > _MOST_TRACES[kind]:
+            self._num_traces[kind], self._runs[kind] = 0, mx.compile(self._trace)
+        return self._runs[kind](*args, arrays)
 
     def _trace(self, *args: Any) -> Any:
-        self._num_traces += 1
-        *own, _, arrays = args
-        for (owner, key), array in zip(self._slots, arrays, strict=True):
-            owner[key] = array
-        return self._method(*own)
+        self._num_traces[of_step()] += 1
+        *own, arrays = args
+        with _tracing:
+            for (owner, key), array in zip(self._slots, arrays, strict=True):
+                owner[key] = array
+            return self._method(*own)
 
 
 def _twin(module: nn.Module) -> nn.Module:

@@ -1,5 +1,9 @@
 """A layer's compiled parts compute what they do uncompiled."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import pytest
 
@@ -50,14 +54,15 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
     plain = logits(None)
     assert not compiled
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
-    assert len(compiled) == 3, "layers of a kind share what they are compiled to"
+    assert len(compiled) == 6, "layers of a kind share what they are compiled to, twice"
     layer = model.causal_lm.model.layers[0]
     layer.post_attention_layernorm.eps *= 2
+    kinds = len(shared._compiled)
     shared.compiled(layer, "recur")
-    assert len(compiled) == 4, "one that differs in a number does not"
+    assert len(shared._compiled) == kinds + 1, "one that differs in a number does not"
     layer.post_attention_layernorm.eps /= 2
-    monkeypatch.setattr(shared, "_MOST_TRACES", 2)
-    assert mx.array_equal(logits("cuda"), logits("cuda")) and len(compiled) > 4, "traced anew"
+    monkeypatch.setattr(shared, "_MOST_TRACES", dict.fromkeys(shared._MOST_TRACES, 2))
+    assert mx.array_equal(logits("cuda"), logits("cuda")) and len(compiled) > 6, "traced anew"
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
 
 
@@ -95,3 +100,27 @@ def test_a_step_and_a_prompt_of_as_many_tokens_are_not_traced_as_one(tmp_path, m
         tokens = mx.arange(cache.begin([length] * rows, mx.full(rows, length)).num_tokens)
         mx.eval(model.hidden(tokens % VOCAB, cache))
         assert {*traced} == {*kinds} and len(traced) == 2 * len(kinds), "one for each kind of layer"
+
+
+def test_engines_of_one_process_trace_one_after_the_other(tmp_path, monkeypatch):
+    """They share what layers are traced in, each in its own thread."""
+    model = compiled_model(tmp_path, monkeypatch)
+    inside, add = [], layers.add_mlp
+
+    def slow(*given):
+        inside.append(threading.get_ident())
+        time.sleep(0.02)
+        assert inside.pop() == threading.get_ident() and not inside
+        return add(*given)
+
+    def run(length):
+        with mx.stream(mx.new_thread_local_stream(mx.cpu)):
+            cache = model.make_cache(1)
+            cache.reserve([length])
+            cache.begin([length], mx.array([length]))
+            mx.eval(model.hidden(mx.arange(length), cache))
+
+    mx.eval(model.model.parameters())
+    monkeypatch.setattr(layers, "add_mlp", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(3, 11)))
