@@ -25,8 +25,9 @@ def spread(vocab_size: int, count: int) -> tuple[int, ...]:
 class ChunkCalibration:
     """Computes first chunks of prompts that don't go on, shorter ones first, one at each step.
 
-    A request that comes waits for one of them, so none is tried that is expected to take longer
-    than `--max-decode-pause`; without that bound costs of chunks are not used.
+    A request that comes waits for one of them, so behind the first two lengths none is tried that
+    is expected to take longer than `--max-decode-pause`; without that bound costs of chunks are not
+    used.
     """
 
     def __init__(

@@ -88,6 +88,9 @@ class ChunkCosts:
     def longest_within(self, seconds: float, context: float) -> int:
         """The longest chunk expected to take less, that leaves prompts half of their speed.
 
+        Where none does, the shortest that leaves it, or one that is longer than all that were
+        measured: what each chunk takes, however short, may be most of the time of those.
+
         To a length that was not measured lately the context is taken to add as many seconds as to a
         shorter one that was. Else chunks could get ever shorter: where reading the context takes as
         long for fewer tokens, a short one shows more for each of them.
@@ -96,19 +99,34 @@ class ChunkCosts:
         for length, unit in self._by_length().items():
             alike = max((n for n in fresh if n <= length), default=length)
             units[length] = unit + self._per_context * context * alike / length
-        slowest = min(units[n] for n in self._units or units) / _LEAST_SPEED
+        slowest = (self._least_unit() + self._per_context * context) / _LEAST_SPEED
         allowed = [n for n in self.lengths if units[n] <= slowest]
         fits = [n for n in allowed if n * units[n] <= _MARGIN * seconds]
-        return max(fits, default=min(allowed))
+        if fits or allowed:
+            return max(fits) if fits else min(allowed)
+        return next((n for n in self.lengths if n > max(self._units)), self.lengths[-1])
+
+    def _least_unit(self) -> float:
+        """Seconds per token of the best length that was measured, or that a longer one may have.
+
+        That is taken to add what the longest measured takes more than the shortest.
+        """
+        if not self._units:
+            return _PRIOR
+        seconds = sorted((length, length * unit) for length, unit in self._units.items())
+        (short, least), (long, most) = seconds[0], seconds[-1]
+        rise = max(most - least, 0.0) / (long - short) if short < long else most / long
+        best = (most + max(_FIRST - long, 0) * rise) / max(_FIRST, long)
+        return min(best, *self._units.values())
 
     def next_unmeasured(self, seconds: float) -> int | None:
         """The shortest length with too few measurements, if it is expected to take no longer.
 
-        The first one is given in any case: nothing is known then.
+        The first two are given in any case: they tell what each chunk takes, however short.
         """
         left = (n for n in reversed(self._halves) if n >= _SHORTEST and self._counts[n] < _FEWEST)
         length = next(left, None)
-        if length is None or not self._units or self.seconds(length, 0) <= seconds:
+        if length is None or len(self._units) < 2 or self.seconds(length, 0) <= seconds:
             return length
         return None
 

@@ -14,7 +14,7 @@ from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 _WAITED = 0.02  # of a step's time: to read one that has ended takes less
-_FAR = 8.0  # times as long as a launch: the next one compiled kernels, or something else held it up
+_FAR = 2.0  # times as long as a launch: the next one compiled kernels, or something held it up
 
 
 class EngineCore:
@@ -104,24 +104,25 @@ class EngineCore:
         for step in ready:
             asked = self._clock()
             steps += self.runner.read(step)
-            step.seconds, self._read_at = self._seconds(step, asked), self._clock()
+            step.seconds, self._read_at = self._seconds(step, asked, launching), self._clock()
         cost = self._timer.lap(ready, launched)
         for step in ready:
             step.cost = cost
         return steps
 
-    def _seconds(self, step: InFlightStep, asked: float) -> float | None:
+    def _seconds(self, step: InFlightStep, asked: float, launching: float) -> float | None:
         """A step's time, which was asked for at `asked` and has been read now; None: not known.
 
         The device begins it when it has been launched and what was before it has ended. Where it
-        has ended before it is asked for, its launch is what takes the time, unless the next one
-        took far longer. (On a CPU mlx waits in the launch for most of what it launches.)
+        has ended before it is asked for, its own launch counts, unless the one behind it, of
+        `launching` seconds, took far longer. (On a CPU mlx waits in the launch for most of what it
+        launches.)
         """
         now = self._clock()
         seen = now - max(self._read_at, step.launched_at)
         if now - asked > _WAITED * seen:
             return max(step.launching, seen)
-        return step.launching if seen < _FAR * step.launching else None
+        return step.launching if launching <= _FAR * step.launching else None
 
 
 class StepTimer:

@@ -268,8 +268,8 @@ class ModelRunner:
     def _clear_cache(self, plan: StepPlan) -> None:
         """Return freed buffers now and then; mlx keeps them for reuse without a bound.
 
-        On CUDA it keeps to the limit that `wire_memory` gives it, and returning them waits for all
-        chunks that were launched: for a third of one's time, with what is allocated anew.
+        On CUDA they count for the limit of memory that `wire_memory` sets, and returning them waits
+        for all chunks that were launched: for a third of one's time, with what is allocated anew.
         """
         self._num_steps += 1
         self._num_tokens += sum(length for _, _, length in plan.chunk)
