@@ -49,9 +49,8 @@ class ChunkArrays:
         self.num_computed = np.array([length for _, _, length in chunk], dtype=np.int32)
         self.lengths = self.num_computed + before
         self.ends = np.cumsum(self.lengths) - 1  # each row's last one among all
-        ends = [start + length for _, start, length in chunk]  # in the prompts
-        self.is_last = np.array([s.num_prompt == end for (s, _, _), end in zip(chunk, ends)])
-        spans = [(p, start, end) for p, (_, start, _), end in zip(prompts, chunk, ends)]
+        self.is_last = np.array([s.num_prompt == start + length for s, start, length in chunk])
+        spans = [(p, start, start + length) for p, (_, start, length) in zip(prompts, chunk)]
         # int32 [N]: what the trunk has to run; all tokens; the one after each, 0 at a prompt's end.
         self.computed = _joined([p[start:end] for p, start, end in spans])
         self.tokens = _joined([p[start - before : end] for p, start, end in spans])
