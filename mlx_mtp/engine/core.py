@@ -114,15 +114,16 @@ class EngineCore:
         """A step's time, which was asked for at `asked` and has been read now; None: not known.
 
         The device begins it when it has been launched and what was before it has ended. Where it
-        has ended before it is asked for, its own launch counts, unless the one behind it, of
-        `launching` seconds, took far longer. (On a CPU mlx waits in the launch for most of what it
-        launches.)
+        has ended before it is asked for, launches count, the longer one of its own and of that
+        behind it, of `launching` seconds, unless that took far longer. (On a CPU mlx waits in the
+        launch for most of what it launches.)
         """
         now = self._clock()
         seen = now - max(self._read_at, step.launched_at)
         if now - asked > _WAITED * seen:
             return max(step.launching, seen)
-        return step.launching if launching <= _FAR * step.launching else None
+        known = launching <= _FAR * step.launching
+        return max(step.launching, launching) if known else None
 
 
 class StepTimer:
