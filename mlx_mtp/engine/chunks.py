@@ -102,8 +102,10 @@ class ChunkCosts:
         slowest = (self._least_unit() + self._per_context * context) / _LEAST_SPEED
         allowed = [n for n in self.lengths if units[n] <= slowest]
         fits = [n for n in allowed if n * units[n] <= _MARGIN * seconds]
-        if fits or allowed:
-            return max(fits) if fits else min(allowed)
+        if fits:
+            return max(fits)
+        if allowed:
+            return min(allowed)
         return next((n for n in self.lengths if n > max(self._units)), self.lengths[-1])
 
     def _least_unit(self) -> float:

@@ -157,9 +157,10 @@ class ModelRunner:
         packing = Packing(batch.cache.layout, start, arrays.lengths.tolist())
         hidden, counts = batch.last_hidden[:, 0], arrays.num_computed
         if counts.any():
-            batch.cache.begin(counts.tolist(), mx.array(counts))
+            computed = mx.array(counts)
+            batch.cache.begin(counts.tolist(), computed)
             states = yield arrays.computed, batch.cache
-            batch.cache.commit(mx.array(counts))
+            batch.cache.commit(computed)
             hidden = packing.after(hidden, states) if arrays.before else states
         num_kept = mx.array(arrays.lengths)
         last = mx.array(arrays.ends.astype(np.int32))
@@ -172,9 +173,9 @@ class ModelRunner:
         targets = arrays.following
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
-        computed = Computed(hidden, targets, last, packing, batch.cache)
+        window = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
-        self._finish(batch, step, computed, num_drafts)
+        self._finish(batch, step, window, num_drafts)
         step.saves.extend(self.prefixes.save_prompts(batch))
         step.did_more = warm or bool(step.saves) or step.prompt is not None
         step.done = batch.last_hidden

@@ -189,6 +189,24 @@ def test_after_a_fault_freed_buffers_go_back(tiny_models, monkeypatch):
     assert driver.reason("hit") == "error"
 
 
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_long_prompt_is_on_the_device_once_and_cuda_keeps_its_freed_buffers(
+    tiny_models, monkeypatch, cuda
+):
+    """There both would wait for the chunks that were launched."""
+    driver = Driver(tiny_models[FAMILY], vocab_size=VOCAB, config=EngineConfig(max_decode_pause=0))
+    sequence = driver.add(request("long", [5 + n % 50 for n in range(1600)], greedy(3)))
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    cleared, prompts = [], []
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
+    for _ in range(3):
+        driver.step()
+        prompts.append(driver.core.runner._prompts[sequence])
+    assert len(cleared) == (0 if cuda else 3)
+    assert all(prompt is prompts[0] for prompt in prompts)
+    assert prompts[0].tolist() == [*sequence.prompt, 0]
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError(MALLOC)])
 def test_want_of_memory_alone_empties_the_prefix_cache(tiny_models, monkeypatch, error):
     config = EngineConfig(prefix_cache_size=1 << 30)

@@ -66,7 +66,7 @@ def replay(model, wanted: Request, outputs) -> int:
             if o.logprobs:
                 # Of mlx-lm's own, whole and token by token, 0.0025 was seen on one CPU.
                 own = logits[token] - mx.logsumexp(logits)
-                assert o.logprobs[place].logprob == pytest.approx(own.item(), abs=1e-2)
+                assert o.logprobs[place].logprob == pytest.approx(own.item(), abs=5e-3)
             done.append(token)
             before = [token]
         found += len(o.optimistic)
