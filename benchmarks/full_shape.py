@@ -8,7 +8,9 @@ drawn at the rate given: the drafts, their verification and their rejection are 
 and the text means nothing. In 24 steps the number drawn varies by some 10%, so "expected" has the
 tokens per second of as many as the rate gives in the long run. "added" is to a step of as many rows
 at the first context. `--profile` shows launches and the GPU's milliseconds of a step, by torch,
-whose profiler may slow down what is measured after it.
+whose profiler may slow down what is measured after it. Products and experts are its parts, and
+without drafts those over the time of reading their weights once at `--bandwidth`, with as many
+experts as tokens that choose evenly have in the mean.
 """
 
 import argparse
@@ -19,7 +21,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from benchmarks.shapes import add_shape, build, integers, shape_of
 from benchmarks.timed import profiled, shares, table, within
@@ -30,6 +34,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.models.few_rows import FewRowsMixture
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.acceptance import AcceptResult, accept
@@ -43,6 +48,7 @@ PROMPT = 64
 _ENDLESS = 1 << 20
 _WARM_STEPS = 16  # the first of a shape compile kernels, also behind the first few
 _PROFILED_STEPS = 4
+_PARTS = ("products", "experts", "attention")  # of the GPU's time, that are shown
 _MLX_LM_CONTEXT = 512  # At most; mlx-lm's own rows are shorter, which favours it.
 
 
@@ -54,7 +60,7 @@ class Steps(NamedTuple):
     per_step: float  # tokens a step and row
     nbytes: int = 0  # of KV
     launches: float | None = None  # a step; None: not counted
-    gpu_ms: float | None = None  # a step
+    parts: dict[str, float] | None = None  # milliseconds of the GPU's a step
 
 
 class SyntheticAcceptance:
@@ -151,8 +157,8 @@ def measure_engine(
     run = profiled(lambda: [core.step() for _ in range(_PROFILED_STEPS)]) if profile else None
     if run is None:
         return found
-    gpu_ms = sum(run.parts.values()) / _PROFILED_STEPS
-    return found._replace(launches=run.num_launches / _PROFILED_STEPS, gpu_ms=gpu_ms)
+    parts = {part: ms / _PROFILED_STEPS for part, ms in run.parts.items()}
+    return found._replace(launches=run.num_launches / _PROFILED_STEPS, parts=parts)
 
 
 def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, steps: int) -> Steps:
@@ -182,6 +188,24 @@ def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, steps: int) -> St
     return Steps(1e3 * median, rows / median, 1.0)
 
 
+def weights_read(model: LoadedModel, tokens: int) -> dict[str, float]:
+    """Bytes of weights that a step of so many tokens without a head needs, by part."""
+    nbytes = {"products": 0.0, "experts": 0.0}
+    for module in model.causal_lm.modules():
+        size = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+        if isinstance(module, SwitchGLU):
+            count, chosen = len(module.gate_proj.weight), model.causal_lm.args.num_experts_per_tok
+            nbytes["experts"] += size * (1 - (1 - chosen / count) ** tokens)
+        elif isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
+            nbytes["products"] += size
+        if type(module) is FewRowsMixture:  # Its shared expert is one of the others.
+            shared = module.shared_expert.parameters()
+            shift = sum(array.nbytes for _, array in tree_flatten(shared))
+            nbytes["products"] -= shift
+            nbytes["experts"] += shift
+    return nbytes
+
+
 def expected_rate(found: Steps, rows: int, depth: int, acceptance: float) -> float:
     """Tokens per second with as many tokens a step as an acceptance gives in the long run."""
     return rows * sum(acceptance**n for n in range(depth + 1)) / found.ms * 1e3
@@ -194,8 +218,8 @@ def run(shape: str, end: float, options: argparse.Namespace) -> None:
     made = f"{mx.get_active_memory() / 1e9:.1f} GB, made in {time.perf_counter() - began:.0f} s"
     print(f"\n{shape}, {options.bits} bit, {made}, acceptance {options.acceptance}\n", flush=True)
     heads = ["rows", "context", "engine", "ms a step", "tokens a step", "tokens/s", "expected"]
-    ratios = ["of mlx-lm", "expected of it", "step over off", "added, ms", "launches", "GPU, ms"]
-    row = table(*heads, *ratios)
+    ratios = ["of mlx-lm", "expected of it", "step over off", "added, ms"]
+    row = table(*heads, *ratios, *(["launches", "GPU, ms", *_PARTS] if options.profile else []))
     names: dict[str, int | None] = {"mlx-lm": 0, "off": None}
     names = names | {f"k = {depth}": depth for depth in options.depths}
     measured: dict[tuple[int, int, str], Steps] = {}
@@ -222,8 +246,13 @@ def run(shape: str, end: float, options: argparse.Namespace) -> None:
         cells.append("" if off is None else f"{found.ms / off.ms:.2f}")
         first = next(each for (r, _, n), each in measured.items() if (r, n) == (rows, name))
         cells.append("" if first is found else f"{found.ms - first.ms:.1f}")
-        cells.append("" if found.launches is None else f"{found.launches:.0f}")
-        cells.append("" if found.gpu_ms is None else f"{found.gpu_ms:.1f}")
+        if found.parts is not None:
+            cells += [f"{found.launches:.0f}", f"{sum(found.parts.values()):.1f}"]
+            read = weights_read(model, rows) if name == "off" else {}
+            for part in _PARTS:
+                once = read.get(part, 0) / options.bandwidth / 1e9
+                ratio = f" ({found.parts[part] / once:.2f})" if once else ""
+                cells.append(f"{found.parts[part]:.2f}{ratio}")
         row(rows, f"{context:,}", name, *cells)
 
 
@@ -245,6 +274,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--mlx-lm", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, with --profile")
     parser.add_argument("--seconds", type=float, default=540, help="begin no case after them")
     options = parser.parse_args()
     runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]

@@ -17,8 +17,8 @@ _BEGAN = time.perf_counter()
 PARTS = {
     "recurrence": r"gated_delta",
     "attention": r"softmax|sdpa|attention|fmha|flash",
-    "experts": r"gather_qmm|grouped",
-    "products": r"gemm|qmm|qmv|gemv|cutlass|dequant|expand|xmma|nvjet|splitK",
+    "experts": r"gather_qmm|grouped|few_rows_\d_\d_1_",
+    "products": r"few_rows|gemm|qmm|qmv|gemv|cutlass|dequant|expand|xmma|nvjet|splitK",
     "rest": r"",
 }
 

@@ -8,6 +8,7 @@ to 7 rows.
 
 import functools
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from mlx_mtp.kernels.gpu import backend, kernel_name, launch, lean
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block
-# mlx's product reads bfloat16 and float16 once for more rows, too.
-MOST_PLAIN_ROWS = 8
+WORTH = 1.5  # what rows that don't depend on each other may take, over mlx's operation
+MOST_PAIRS = 1 << 15  # of token and expert, of a prompt: a chunk of 2,048 tokens has less
+_MOST_PLAIN_ROWS = 8  # mlx's product reads bfloat16 and float16 once for more, too
 _TILE, _MOST_TILES = 8, 2  # rows of x in a tile, and tiles of a block
 _MOST_WARPS = 16
 _STAGES = 2  # chunks in flight
@@ -246,9 +248,10 @@ def fits(weight: Weight, dtype: mx.Dtype) -> bool:
     return backend() == "cuda" and wide and weight.fits(dtype) and weight.inputs % _CHUNK == 0
 
 
-def serves(rows: int, weight: Weight) -> bool:
-    """Whether it is used for so many of a decode step's tokens."""
-    return weight.form.bits < 16 or rows <= MOST_PLAIN_ROWS
+def bands(weight: Weight) -> dict[int, range]:
+    """The numbers of tokens of a decode step that it may serve, each by that to time it with."""
+    is_plain = weight.form.bits == 16 and weight.codes.ndim == 2
+    return {4: range(1, _MOST_PLAIN_ROWS + 1 if is_plain else sys.maxsize)}
 
 
 def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:

@@ -198,7 +198,7 @@ class Kernel:
     """A kernel for the backend in use, built when it is first called.
 
     Its body, written once for CUDA and Metal, may use lane, warp (of its threadgroup), grid_x,
-    grid_y, grid_z and the macros; it must use the strides of inputs that may not be contiguous.
+    grid_y, grid_z and the macros.
     """
 
     name: str
@@ -208,6 +208,8 @@ class Kernel:
     # The largest difference from the portable code, at a shape and in a type.
     check: Callable[[Any, mx.Dtype], float] = lambda _shape, _dtype: 0.0
     applies: Callable[[Any], bool] = lambda _shape: True  # whether it is made for a shape
+    headers: dict[Backend, str] = field(default_factory=dict)  # what else it needs
+    contiguous: bool = False  # Its inputs are made so; else it uses their strides.
     _built: dict[Backend, Any] = field(default_factory=dict)
     _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
 
@@ -223,14 +225,15 @@ class Kernel:
         assert where is not None
         if where not in self._built:
             make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
-            header, source = _HEADERS[where], lean(_PROLOGUES[where] + self.body)
+            header = _HEADERS[where] + self.headers.get(where, "")
+            source = lean(_PROLOGUES[where] + self.body)
             self._built[where] = make(
                 name=kernel_name(self.name, header, source),
                 input_names=self.inputs,
                 output_names=self.outputs,
                 header=header,
                 source=source,
-                ensure_row_contiguous=False,
+                ensure_row_contiguous=self.contiguous,
             )
         return launch(self._built[where], inputs, template, grid, min(warps, grid[1]), outputs)
 

@@ -1,10 +1,10 @@
 """Layers whose products of few rows, those of a decode step, run a kernel of ours.
 
-That is `kernels.few_rows` on CUDA and `kernels.shared_reads` on Metal. `use_few_rows` decides when
-a model is loaded, for each kind of layer (class, shapes, format): the kernel must agree with
-float32, and must not be slower than mlx's operation by more than a bound, for which small ones on
-CUDA are not timed. Where it is used the module has a class of `REPLACED`; elsewhere it keeps
-mlx-lm's.
+That is `kernels.few_rows` on CUDA and `kernels.few_rows_metal` on Metal. `use_few_rows` decides
+when a model is loaded, for each kind of layer (class, shapes, format) and each of the kernel's
+bands of rows: the kernel must agree with float32, and must not be slower than mlx's operation by
+more than a bound, for which small ones on CUDA are not timed. Where it is used the module has a
+class of `REPLACED`; elsewhere it keeps mlx-lm's.
 """
 
 import copy
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from mlx_mtp.kernels import few_rows, gpu, shared_reads
+from mlx_mtp.kernels import few_rows, few_rows_metal, gpu
 from mlx_mtp.kernels.formats import Format, weight_of
 from mlx_mtp.models.many_rows import (
     SMALL,
@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 
 Stored = tuple[tuple[tuple[int, ...], Format], ...]  # shapes of codes
 
-_MOST_PAIRS = 1 << 15  # of token and expert: a chunk of 2,048 tokens has less
-_MOST_PLAIN_PAIRS = 2048  # the same where weights are not quantized, of which more are not measured
+# Pairs of token and expert of a prompt, if weights are not quantized: more are not measured.
+_MOST_PLAIN_PAIRS = 2048
 _TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
-_WORTH = 1.5  # what rows that don't depend on each other may take, over mlx's time
+_MOST_COMPARED = 13  # rows: two blocks
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 
 def _by_kernel(name: str, base: type[Any]) -> type[Any]:
-    """A subclass whose product runs the kernel for as many rows as that serves."""
+    """A subclass whose product runs the kernel for the numbers of rows that it has in `served`."""
     method = "as_linear" if hasattr(base, "as_linear") else "__call__"
     usual = getattr(base, method)
 
     def call(self: nn.Module, x: mx.array) -> Any:
-        return project(x, self)[0] if _serves(x, self) else usual(self, x)
+        return project(x, self)[0] if served(x, self) else usual(self, x)
 
     return type(name, (base,), {method: call})
 
@@ -61,19 +61,19 @@ class FewRowsMLP(Qwen3NextMLP):
     """An MLP whose gate, up and activation are one launch."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not _serves(x, self.gate_proj):
+        if not served(x, self):
             return super().__call__(x)
-        inner = few_rows.gate_and_up(_rows(x), *map(weight_of, (self.gate_proj, self.up_proj)))
+        inner = _kernel().gate_and_up(_rows(x), *map(weight_of, (self.gate_proj, self.up_proj)))
         return self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
 
 
 class FewRowsExperts(GroupedExperts):
-    """Experts, each of which is read once for up to eight of its tokens."""
+    """Experts, each of which is read once for several of its tokens."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        most = _MOST_PAIRS if "scales" in self.gate_proj else _MOST_PLAIN_PAIRS
+        most = _kernel().MOST_PAIRS if "scales" in self.gate_proj else _MOST_PLAIN_PAIRS
         expands = x.size // x.shape[-1] >= self.least_rows
-        if not (few(x) or (0 < indices.size <= most and not expands)):
+        if not (served(x, self) or (0 < indices.size <= most and not expands)):
             return super().__call__(x, indices)
         pairs = indices.reshape(-1).astype(mx.int32)
         order = mx.argsort(pairs).astype(mx.int32)
@@ -87,7 +87,8 @@ class FewRowsExperts(GroupedExperts):
         def product(x: mx.array, *names: str) -> mx.array:
             ours = [weight_of(self[name]) for name in names]
             theirs = [] if shared is None else [weight_of(shared[name]) for name in names]
-            return few_rows.experts(x, ours, theirs, chosen, order)
+            found: mx.array = _kernel().experts(x, ours, theirs, chosen, order)
+            return found
 
         return product(product(_rows(x), "gate_proj", "up_proj"), "down_proj")
 
@@ -114,7 +115,7 @@ _STORING = nn.QuantizedLinear, nn.Linear, *_EMBEDDINGS, QuantizedSwitchLinear, S
 def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """Several products of one input, in one launch where the kernel serves all of them."""
     forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
-    if len(forms) > 1 or None in forms or not _serves(x, layers[0]):
+    if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
         return [layer(x) for layer in layers]
     found = _kernel().products(_rows(x), [weight_of(layer) for layer in layers])
     return found if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in found]
@@ -132,15 +133,21 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
     used = False
     # An MLP is compared with what its own last product will be.
     for (ours, stored), modules in sorted(kinds.items(), key=lambda kind: len(kind[0][1])):
-        if problem := _problem(modules[0], ours, dtype):
-            logger.warning("The few-rows kernel is not used for %s: %s", stored, problem)
-            continue
-        if not _is_worth_it(modules[:_TIMED], ours, dtype):
-            logger.info("The few-rows kernel is not used for %s: mlx's is faster", stored)
-            continue
-        used = True
+        first, found = modules[0], range(0)
+        for rows, band in _kernel().bands(weight_of(parts_of(first)[0])).items():
+            if ours is FewRowsMLP and rows not in first.down_proj.served:
+                continue  # Its rows would depend on one another all the same.
+            what = f"{stored}, {band.start} rows and more"
+            if problem := _problem(first, ours, dtype, band):
+                logger.warning("The few-rows kernel is not used for %s: %s", what, problem)
+            elif not _is_worth_it(modules[:_TIMED], ours, dtype, rows):
+                logger.info("The few-rows kernel is not used for %s: mlx's is faster", what)
+            else:
+                found = range(found.start or band.start, band.stop)
         for module in modules:
-            module.__class__ = ours
+            module.served = found
+            if found:
+                used, module.__class__ = True, ours
     for module in model.modules():
         if type(module) is Qwen3NextSparseMoeBlock and _joins(module, dtype):
             module.__class__ = FewRowsMixture
@@ -161,8 +168,6 @@ def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
     if ours is None or (ours is FewRowsExperts and type(module.activation) is not SwiGLU):
         return None
     parts = parts_of(module)
-    if len(parts) > 1 and kernel is shared_reads:
-        return None
     if any(type(part) not in _STORING or "bias" in part for part in parts):
         return None
     weights = [weight_of(part) for part in parts]
@@ -172,7 +177,7 @@ def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
 
 def _kernel() -> Any:
     """The module of the kernel for this backend."""
-    return shared_reads if gpu.backend() == "metal" else few_rows
+    return few_rows_metal if gpu.backend() == "metal" else few_rows
 
 
 def apply(module: nn.Module, *inputs: mx.array) -> mx.array:
@@ -186,8 +191,9 @@ def few(x: mx.array) -> bool:
     return gpu.few(x.size // x.shape[-1])
 
 
-def _serves(x: mx.array, layer: nn.Module) -> bool:
-    return few(x) and bool(_kernel().serves(x.size // x.shape[-1], weight_of(layer)))
+def served(x: mx.array, layer: nn.Module) -> bool:
+    """Whether a layer of ours runs the kernel for these tokens [.., H]."""
+    return few(x) and x.size // x.shape[-1] in layer.served
 
 
 def _rows(x: mx.array) -> mx.array:
@@ -204,12 +210,10 @@ def _inputs(
     return (x, chosen) if type(module) is SwitchGLU else (x,)
 
 
-def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str | None:
+def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype, band: range) -> str | None:
     """Why it must not be of our class: it computes something else, or not each row by itself."""
     theirs = type(module)
-    least, most = (2, 7) if _kernel() is shared_reads else (1, 9)
-    if ours in (FewRowsPlainLinear, FewRowsPlainEmbedding, FewRowsMLP):
-        most = few_rows.MOST_PLAIN_ROWS  # Of unquantized weights the kernel serves no more.
+    least, most = band.start, min(band.stop - 1, _MOST_COMPARED)
     # Of experts some have one row, and some more than one block has.
     x, *rest = _inputs(module, most, dtype, mx.arange(2 * most) // 9)
     try:
@@ -217,7 +221,7 @@ def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str |
         twin, asked = _in_float32(module), (x.astype(mx.float32), *rest)
         fours = [[each[at : at + 4] for each in asked] for at in range(0, most, 4)]
         true = mx.concatenate([apply(twin, *each) for each in fours])
-        module.__class__ = ours
+        module.__class__, module.served = ours, band
         found = apply(module, x, *rest)
         alone = apply(module, x[:least], *(each[:least] for each in rest))
         error = float(mx.abs(found.astype(mx.float32) - true).max() / mx.abs(true).max())
@@ -234,7 +238,7 @@ def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype) -> str |
 def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether the shared expert gives the same as one of the others."""
     routed, shared = block.switch_mlp, block.shared_expert
-    if (type(routed), type(shared)) != (FewRowsExperts, FewRowsMLP):
+    if (type(routed), type(shared)) != (FewRowsExperts, FewRowsMLP) or 2 not in routed.served:
         return False
     both = ([weight_of(part) for part in parts_of(each)] for each in (routed, shared))
     if any(a.form != b.form or a.codes.shape[1:] != b.codes.shape for a, b in zip(*both)):
@@ -255,20 +259,22 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     return False
 
 
-def _is_worth_it(modules: Sequence[nn.Module], ours: type[nn.Module], dtype: mx.Dtype) -> bool:
-    """Whether four rows of some layers are worth it, beside mlx's operations."""
+def _is_worth_it(
+    modules: Sequence[nn.Module], ours: type[nn.Module], dtype: mx.Dtype, rows: int
+) -> bool:
+    """Whether so many rows of some layers are worth it, beside mlx's operations."""
     nbytes = sum(weight_of(part).codes.nbytes for part in parts_of(modules[0]))
-    if _kernel() is few_rows and nbytes < SMALL:
+    if gpu.backend() == "cuda" and nbytes < SMALL:
         return True
     theirs, times = type(modules[0]), []
-    inputs = _inputs(modules[0], 4, dtype, mx.arange(32))
+    inputs = _inputs(modules[0], rows, dtype, mx.arange(8 * rows))
     for kind in (ours, theirs):
         for module in modules:
-            module.__class__ = kind
+            module.__class__, module.served = kind, range(rows, rows + 1)
         # As layers are: else the host's time would be all that is seen.
         launch = mx.compile(lambda *inputs: [apply(module, *inputs) for module in modules])
         times.append(timed(lambda: launch(*inputs), _ROUNDS)[1])  # noqa: B023
-    return times[0] < times[1] * (1 if _kernel() is shared_reads else _WORTH)
+    return bool(times[0] < times[1] * _kernel().WORTH)
 
 
 def _in_float32(module: nn.Module) -> nn.Module:

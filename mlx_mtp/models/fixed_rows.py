@@ -45,8 +45,9 @@ def use_fixed_rows(model: nn.Module) -> None:
 
 def choices(model: nn.Module) -> str:
     """Which operations a loaded model uses, where measurement chose them: equal for equal ones."""
+    measured = "least_rows", "served"
     layers = [
-        (name, type(module).__name__, getattr(module, "least_rows", None))
+        (name, type(module).__name__, *(getattr(module, key, None) for key in measured))
         for name, module in model.named_modules()
     ]
     return hashlib.sha256(str((sorted(layers), sorted(refused))).encode()).hexdigest()

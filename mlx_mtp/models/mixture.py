@@ -7,7 +7,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.kernels import norms, router
-from mlx_mtp.models.few_rows import FewRowsMixture, few, project
+from mlx_mtp.models.few_rows import FewRowsMixture, few, project, served
 from mlx_mtp.world import summed, world
 
 
@@ -61,7 +61,7 @@ def _mixture(x: mx.array, mlp: nn.Module, kind: router.Router) -> tuple[mx.array
     """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
     routes = router.launch(logits, gate, kind)
-    if type(mlp) is FewRowsMixture:
+    if type(mlp) is FewRowsMixture and served(x, mlp.switch_mlp):
         found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
     else:
         routed = mlp.switch_mlp(x, routes.experts[:, :-1])

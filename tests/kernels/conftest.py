@@ -8,6 +8,7 @@ from mlx_mtp.kernels import (
     attention_plan,
     expand,
     few_rows,
+    few_rows_metal,
     flash,
     gated_delta,
     gated_delta_chunks,
@@ -18,7 +19,6 @@ from mlx_mtp.kernels import (
     mma,
     norms,
     router,
-    shared_reads,
 )
 from tests.kernels.emulator import WHY_NOT, EmulatedKernel
 from tests.kernels.matrix_units import MATRIX_UNITS, WARPGROUP
@@ -47,11 +47,13 @@ def emulated(request, monkeypatch, compiled):
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    kernels = [module.KERNEL for module in (gated_delta, inputs, router, shared_reads)]
+    kernels = [module.KERNEL for module in (gated_delta, inputs, router)]
     for kernel in [*kernels, *(each.kernel for each in norms.OPERATIONS)]:
         monkeypatch.setattr(kernel, "_built", {})
         monkeypatch.setattr(kernel, "_works", {})
-    return request.param
+    few_rows_metal._kernel.cache_clear()
+    yield request.param
+    few_rows_metal._kernel.cache_clear()
 
 
 @pytest.fixture

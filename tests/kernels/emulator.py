@@ -150,6 +150,35 @@ static bool any(bool mine) {
 #define simd_shuffle_xor(value, other) shuffle_xor(value, other)
 #define __shfl_xor_sync(mask, value, other) shuffle_xor(value, other)
 
+#define thread
+namespace metal {
+struct simdgroup_float8x8 {
+  float elements[2];
+  float* thread_elements() { return elements; }
+};
+// A lane has two neighbours of a line of each matrix, as mlx's own kernels have them.
+static int lane_of(int line, int column) {
+  return line / 4 * 16 + line % 4 * 2 + column / 4 * 8 + column / 2 % 2;
+}
+static void simdgroup_multiply_accumulate(simdgroup_float8x8& d, const simdgroup_float8x8& a,
+                                          const simdgroup_float8x8& b,
+                                          const simdgroup_float8x8& c) {
+  const Values* all = exchange({as_word(a.elements[0]), as_word(a.elements[1]),
+                                as_word(b.elements[0]), as_word(b.elements[1])});
+  for (int line = 0; line < 8; ++line) {
+    for (int column = 0; column < 8; ++column) {
+      if (lane_of(line, column) != lane_now % LANES) continue;
+      float sum = c.elements[column % 2];
+      for (int k = 0; k < 8; ++k) {
+        const unsigned left = all[lane_of(line, k)].words[k % 2];
+        sum += as_float(left) * as_float(all[lane_of(k, column)].words[2 + column % 2]);
+      }
+      d.elements[column % 2] = sum;
+    }
+  }
+}
+}
+
 // A threadgroup runs after the other.
 #define __shared__ static
 #define threadgroup static

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
-from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check, shared_reads
+from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import Pending, Projected, Shape
 from mlx_mtp.selftest.kernels import check_kernels
@@ -158,7 +158,7 @@ CUDA_ONLY = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|__\w+|cg::\w+)")
 CALLS = {"fma", "sqrt", "exp", "log", "ldexp", "fabs", "SHUFFLE_XOR", "if", "for", "return"}
 
 
-@pytest.mark.parametrize("module", [gated_delta, inputs, shared_reads])
+@pytest.mark.parametrize("module", [gated_delta, inputs])
 def test_the_body_is_common_c_of_both_backends(module):
     body = re.sub(r"//[^\n]*", "", module.KERNEL.body)
     assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)

@@ -115,7 +115,7 @@ def test_experts(form, many, monkeypatch):
             block[name][part] = mx.stack([layer[part] for layer in each])
     x = mx.random.normal((11, 256), key=mx.random.key(2)).astype(BF16)
     indices = mx.array([[3, 1]] * 9 + [[1, 4], [0, 3]])
-    block.__class__ = layers.FewRowsExperts
+    block.__class__, block.served = layers.FewRowsExperts, range(1, 20)
     found = block(x, indices)
     whole = [weight_of(block[name]) for name in ("gate_proj", "up_proj", "down_proj")]
     for row, chosen in enumerate(indices.tolist()):
@@ -197,7 +197,7 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     assert "not used" in caplog.text
 
 
-@pytest.mark.parametrize(("where", "most"), [("cuda", layers._WORTH), ("metal", 1)])
+@pytest.mark.parametrize(("where", "most"), [("cuda", few_rows.WORTH), ("metal", 1)])
 def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
     """Rows that don't depend on each other may take somewhat longer, shared reads not.
 

@@ -16,7 +16,7 @@ class Model(nn.Module):
         quantized = {"bits": 4, "group_size": 64}
         self.layers = [nn.QuantizedLinear(128, 48, bias=bias, **quantized) for bias in (0, 1)]
         self.few = nn.QuantizedLinear(256, 32, bias=False, bits=8, group_size=64)
-        self.few.__class__ = FewRowsLinear
+        self.few.__class__, self.few.served = FewRowsLinear, range(1, 129)
         self.lm_head = nn.QuantizedLinear(64, many_rows._MOST_OUTPUTS + 8, bias=False, **quantized)
         self.plain = nn.Linear(128, 48)
 

@@ -1,0 +1,354 @@
+"""GEMMs of few rows for Metal: quantized weights are read once for several rows.
+
+mlx's Metal backend runs so few rows as products of one, each of which reads the weights again: what
+a verify window costs there. Up to four rows, and experts, are sums of a warp's lanes; five to
+sixteen rows are products of 8 x 8 by the matrix units, of which a threadgroup's warps split K. All
+sums are float32, in an order that does not depend on the other rows.
+
+None of it has been run on a Mac; see `models.few_rows` for what has to hold before it is used. The
+bodies run on CUDA too, where `kernels.few_rows` is faster.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.formats import Weight
+
+WORTH = 1.0  # the most that it may take, over mlx's operation
+MOST_PAIRS = 0  # of token and expert, of a prompt
+
+_ROWS, _FEATURES = 4, 4  # of a warp that sums; their product is the number of its sums
+_MOST_ROWS = 16  # of a threadgroup with matrices: mlx's own serves more
+_MOST_TOKENS = 64  # with experts
+_STEP = 64  # columns that a warp multiplies at once: eight of each line of a matrix
+# Of this many features a warp with matrices has 32; of fewer 16, so that there are enough of them.
+_WIDE = 8192
+
+# c += a b of 8 x 8 float32. Of each matrix a lane has two neighbours of a line (`_MATRICES`).
+_MULTIPLY: dict[gpu.Backend, str] = {
+    "metal": """
+#ifdef __METAL_VERSION__
+#include <metal_simdgroup_matrix>
+#endif
+inline void multiply_8x8(thread float* c, float a0, float a1, float b0, float b1) {
+  metal::simdgroup_float8x8 left, right, sum;
+  left.thread_elements()[0] = a0;
+  left.thread_elements()[1] = a1;
+  right.thread_elements()[0] = b0;
+  right.thread_elements()[1] = b1;
+  sum.thread_elements()[0] = c[0];
+  sum.thread_elements()[1] = c[1];
+  metal::simdgroup_multiply_accumulate(sum, left, right, sum);
+  c[0] = sum.thread_elements()[0];
+  c[1] = sum.thread_elements()[1];
+}
+""",
+    # To try the body alone: the lanes ask one another.
+    "cuda": """
+__device__ inline void multiply_8x8(float* c, float a0, float a1, float b0, float b1) {
+  const int lane = threadIdx.x;
+  for (int k = 0; k < 8; ++k) {
+    const int left = (lane & 22) | (k & 4) << 1 | (k >> 1 & 1);
+    const int right = (lane & 9) | (k & 4) << 2 | (k & 3) << 1;
+    const unsigned mine = __float_as_uint(k & 1 ? a1 : a0);
+    const float a = __uint_as_float(__shfl_sync(0xffffffffu, mine, left));
+    const unsigned first = __shfl_sync(0xffffffffu, __float_as_uint(b0), right);
+    const unsigned second = __shfl_sync(0xffffffffu, __float_as_uint(b1), right);
+    c[0] = fma(a, __uint_as_float(first), c[0]);
+    c[1] = fma(a, __uint_as_float(second), c[1]);
+  }
+}
+""",
+}
+# Each body begins with the weights that it has ...
+_START = """
+    const int N = w0_shape[AXIS];
+    auto w_at = w0, w_up = w0;
+    auto s_at = s0, s_up = s0;
+    auto b_at = b0, b_up = b0;
+"""
+_GATE_AND_UP = "    w_up = w1; s_up = s1; b_up = b1;\n"
+# ... and the rows of x, which of `ROWS` it reads and writes: of plain products ...
+_PLAIN = """
+    const int first = grid_x * ROWS;
+    const int left = x_shape[0] - first;
+    const int count = left < ROWS ? left : ROWS;
+    const size_t base = 0;
+    #define SOURCE(r) (first + (r))
+    #define TARGET(r) (first + (r))
+"""
+# ... and of experts: pairs of token and expert are sorted by expert and cut at multiples of ROWS.
+# A block has those of one expert between two cuts. PAIRS of them have one row of x.
+_PAIRS = """
+    const int first = grid_x;
+    const int expert = experts[first];
+    if (first % ROWS > 0 && expert == experts[first - 1]) {
+      return;
+    }
+    int count = 1;
+    while ((first + count) % ROWS > 0 && first + count < experts_shape[0] &&
+           experts[first + count] == expert) {
+      ++count;
+    }
+    size_t base = static_cast<size_t>(expert) * N;
+    #define SOURCE(r) (order[first + (r)] / PAIRS)
+    #define TARGET(r) order[first + (r)]
+"""
+# The expert behind the last one, which all tokens share, has weights of its own.
+_SHARED = """
+    if (expert == w0_shape[0]) {
+      base = 0;
+      w_at = wI; s_at = sI; b_at = bI;
+      w_up = wL; s_up = sL; b_up = bL;
+    }
+"""
+# Eight codes of a part and a feature from a column on, as numbers times `scale`, plus `bias`.
+_RUN = """
+        const size_t line = base + (FEATURE < N ? FEATURE : N - 1);
+        const size_t group = line * (K / GROUP) + (COLUMN) / GROUP;
+        const float bias = AFFINE ? static_cast<float>((p ? b_up : b_at)[group]) : 0.0f;
+        float scale = static_cast<float>((p ? s_up : s_at)[group]);
+        if (!AFFINE) {  // an e4m3 or a power of two, times the unit of the numbers below
+          const int code = static_cast<int>((p ? s_up : s_at)[group]);
+          const int digits = code < 8 ? code : (8 + code % 8) << (code / 8 & 15) >> 1;
+          scale = GROUP == 16 ? digits / 1024.0f : ldexp(1.0f, code - (BITS == 4 ? 128 : 136));
+        }
+        // Eight codes are BITS bytes, and so begin with a byte of a word.
+        const int byte = (COLUMN) / 8 * BITS;
+        const auto words = (p ? w_up : w_at) + line * (K / 32 * BITS) + byte / 4;
+        uint64_t run = words[0];
+        if (byte % 4 * 8 + 8 * BITS > 32) {
+          run |= static_cast<uint64_t>(words[1]) << 32;
+        }
+        run >>= byte % 4 * 8;
+        const uint32_t halves[2] = {static_cast<uint32_t>(run),
+                                    static_cast<uint32_t>(run >> 4 * BITS)};
+        float codes[8];
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int code = halves[i / 4] >> i % 4 * BITS & ((1 << BITS) - 1);
+          codes[i] = static_cast<float>(code);
+          if (!AFFINE) {  // sign, exponent, and one or three digits, as an integer
+            constexpr int ONE = BITS == 4 ? 2 : 8;
+            const int rest = code % (1 << (BITS - 1));
+            const int digits = rest < ONE ? rest : (ONE + rest % ONE) << rest / ONE >> 1;
+            codes[i] = static_cast<float>(code > rest ? -digits : digits);
+          }
+        }
+"""
+# A warp has FEATURES features of each part and ROWS rows, and its lanes share the columns.
+_LANES = """
+    const int f0 = grid_y * FEATURES;
+    if (f0 >= N) {
+      return;
+    }
+    float sums[PARTS * FEATURES * ROWS];
+    for (int i = 0; i < PARTS * FEATURES * ROWS; ++i) {
+      sums[i] = 0.0f;
+    }
+    for (int at = lane * 8; at < K; at += 256) {
+      float values[ROWS][8];
+      float total[ROWS];
+      #pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        // Behind the last row and feature these are computed again, and not written.
+        const auto from = x + static_cast<size_t>(SOURCE(r < count ? r : 0)) * K + at;
+        total[r] = 0.0f;
+        #pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          values[r][i] = static_cast<float>(from[i]);
+          total[r] += values[r][i];
+        }
+      }
+      #pragma unroll
+      for (int f = 0; f < PARTS * FEATURES; ++f) {
+        const int p = f / FEATURES;
+        RUN
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          float dot = 0.0f;
+          #pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            dot = fma(codes[i], values[r][i], dot);
+          }
+          sums[f * ROWS + r] = fma(scale, dot, fma(bias, total[r], sums[f * ROWS + r]));
+        }
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < FEATURES * ROWS; ++i) {
+      const int f = f0 + i / ROWS, r = i % ROWS;
+      float done[PARTS];
+      for (int p = 0; p < PARTS; ++p) {
+        done[p] = sums[p * FEATURES * ROWS + i];
+        for (int other = 16; other > 0; other /= 2) {
+          done[p] += SHUFFLE_XOR(done[p], other);
+        }
+      }
+      if (lane == 0 && r < count && f < N) {
+        y[static_cast<size_t>(TARGET(r)) * N + f] = static_cast<T>(RESULT);
+      }
+    }
+""".replace("RUN", _RUN.replace("FEATURE", "(f0 + f % FEATURES)").replace("COLUMN", "at"))
+# A warp has ACROSS matrices of features of each part, TILES of rows, and every WARPS-th run of
+# columns. Line l of the right ones has the columns from 8 l on: what matrix i multiplies is the
+# i-th of each eight, and of x a lane has sixteen columns of a row.
+_MATRICES = """
+    constexpr int EACH = ACROSS * TILES * 2;
+    THREADGROUP(float, parts, WARPS * PARTS * EACH * 32);
+    const int f0 = grid_y / WARPS * 8 * ACROSS;
+    if (f0 >= N) {
+      return;
+    }
+    const int mine = lane / 16 * 4 + lane / 2 % 4;
+    const int pair = lane / 8 % 2 * 2 + lane % 2;
+    float sums[PARTS * EACH];
+    for (int i = 0; i < PARTS * EACH; ++i) {
+      sums[i] = 0.0f;
+    }
+    for (int at = warp * 64; at < K; at += WARPS * 64) {
+      float values[TILES][16];
+      #pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        const int r = 8 * n + mine;
+        const auto from = x + static_cast<size_t>(SOURCE(r < count ? r : 0)) * K + at + 16 * pair;
+        #pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          values[n][i] = static_cast<float>(from[i]);
+        }
+      }
+      #pragma unroll
+      for (int a = 0; a < PARTS * ACROSS; ++a) {
+        const int p = a / ACROSS;
+        float both[2][8];
+        #pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          RUN
+          #pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            both[e][i] = fma(scale, codes[i], bias);
+          }
+        }
+        #pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          #pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            multiply_8x8(sums + (a * TILES + n) * 2, values[n][i], values[n][8 + i],
+                         both[0][i], both[1][i]);
+          }
+        }
+      }
+    }
+    for (int i = 0; i < PARTS * EACH; ++i) {
+      parts[(warp * PARTS * EACH + i) * 32 + lane] = sums[i];
+    }
+    BARRIER;
+    for (int i = warp; i < EACH; i += WARPS) {
+      float done[PARTS];
+      for (int p = 0; p < PARTS; ++p) {
+        done[p] = 0.0f;
+        for (int s = 0; s < WARPS; ++s) {
+          done[p] += parts[((s * PARTS + p) * EACH + i) * 32 + lane];
+        }
+      }
+      const int f = f0 + i / (2 * TILES) * 8 + 2 * pair + i % 2;
+      const int r = i / 2 % TILES * 8 + mine;
+      if (r < count && f < N) {
+        y[static_cast<size_t>(TARGET(r)) * N + f] = static_cast<T>(RESULT);
+      }
+    }
+""".replace(
+    "RUN",
+    _RUN.replace("FEATURE", "(f0 + a % ACROSS * 8 + 2 * pair + e)").replace(
+        "COLUMN", "at + 8 * mine"
+    ),
+)
+_RESULTS = ["done[0]", "done[0] / (1.0f + exp(-done[0])) * done[1]"]  # by the number of parts
+
+
+def fits(weight: Weight, dtype: mx.Dtype) -> bool:
+    """Whether the kernels are made for such a weight, activations, and this backend."""
+    is_quantized = weight.form.bits <= 8 and weight.fits(dtype)
+    return gpu.backend() == "metal" and is_quantized and weight.inputs % _STEP == 0
+
+
+def bands(weight: Weight) -> dict[int, range]:
+    """The numbers of tokens of a decode step that it may serve, each by that to time it with."""
+    if weight.codes.ndim == 3:
+        return {4: range(1, _ROWS + 1), 32: range(_ROWS + 1, _MOST_TOKENS + 1)}
+    return {_ROWS: range(2, _ROWS + 1), _MOST_ROWS: range(_ROWS + 1, _MOST_ROWS + 1)}
+
+
+def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+    """x [M, K] times the transpose of each of some weights [N, K]: [M, N] each."""
+    return [_launch(x, [weight], [], ()) for weight in weights]
+
+
+def gate_and_up(x: mx.array, gate: Weight, up: Weight) -> mx.array:
+    """silu(x times the transpose of gate [N, K]) times that of up: [M, N]."""
+    return _launch(x, [gate, up], [], ())
+
+
+def experts(
+    x: mx.array,  # [S, K]
+    weights: Sequence[Weight],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
+    shared: Sequence[Weight],  # of expert E, the same without an axis of experts; or none
+    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
+    order: mx.array,  # int32 [P], which pair each of these is
+) -> mx.array:
+    """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
+    return _launch(x, weights, shared, (chosen, order))
+
+
+def _launch(
+    x: mx.array, weights: Sequence[Weight], shared: Sequence[Weight], pairs: Sequence[mx.array]
+) -> mx.array:
+    parts, outputs = len(weights), weights[0].codes.shape[-2]
+    mode, bits, group = weights[0].form
+    template: dict[str, Any] = {"T": x.dtype, "K": x.shape[1], "BITS": bits, "GROUP": group}
+    template |= {"AFFINE": mode == "affine", "PARTS": parts}
+    rows = pairs[0].size if pairs else len(x)
+    sums = bool(pairs) or rows <= _ROWS
+    if sums:
+        warps, features, block = 4, _FEATURES // parts, _ROWS
+        template |= {"FEATURES": features}
+        blocks = -(-outputs // features)
+    else:
+        across, warps = (4, 2) if outputs >= _WIDE else (2, 4)
+        across, tiles = across // parts, -(-min(rows, _MOST_ROWS) // 8)
+        block = 8 * tiles
+        template |= {"ACROSS": across, "TILES": tiles, "WARPS": warps}
+        blocks = -(-outputs // (8 * across)) * warps
+    template |= {"ROWS": block, **({"PAIRS": rows // len(x)} if pairs else {})}
+    (y,) = _kernel(sums, parts, len(shared), bool(pairs))(
+        [x, *itertools.chain(*(each[:3] for each in (*weights, *shared))), *pairs],
+        template,
+        (rows if pairs else -(-rows // block), blocks, 1),
+        [((rows, outputs), x.dtype)],
+        warps,
+    )
+    return y
+
+
+@functools.cache
+def _kernel(sums: bool, parts: int, shared: int, of_experts: bool) -> gpu.Kernel:
+    source = _START.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
+    source += _PAIRS if of_experts else _PLAIN
+    if shared:
+        source += _SHARED.replace("I", str(parts)).replace("L", str(2 * parts - 1))
+    source += (_LANES if sums else _MATRICES).replace("RESULT", _RESULTS[parts - 1])
+    numbers = range(parts + shared)
+    return gpu.Kernel(
+        f"few_rows_{'lanes' if sums else 'matrices'}_{parts}_{shared}_{int(of_experts)}",
+        ["x", *(f"{name}{number}" for number in numbers for name in "wsb")]
+        + ["experts", "order"] * of_experts,
+        ["y"],
+        source,
+        headers={} if sums else _MULTIPLY,
+        contiguous=True,
+    )

@@ -1,0 +1,147 @@
+"""Metal's products of few rows, emulated: exact, each row by itself, and used where they serve."""
+
+import re
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
+
+from mlx_mtp.kernels import few_rows_metal as kernels
+from mlx_mtp.kernels.formats import Format, Weight, weight_of
+from mlx_mtp.models import few_rows
+from tests.kernels.test_emulated import CALLS, CUDA_ONLY, METAL_ONLY
+from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
+
+ODD = [Format("affine", *each) for each in [(2, 64), (3, 32), (5, 64), (6, 64), (4, 128)]] + [MX4]
+BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
+on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        *((form, BF16) for form in (AFFINE4, Format("affine", 6, 32), MX8, NV4)),
+        (Format("affine", 8, 32), mx.float32),
+        *(pytest.param(form, mx.float16, marks=pytest.mark.full) for form in ODD),
+    ],
+)
+def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
+    # Some lanes have less to do, and the last threadgroup has features too many.
+    weight, other = (
+        weight_of(linear(448 - 448 % form.group_size, 35, form, seed, dtype)) for seed in (1, 2)
+    )
+    x = mx.random.normal((13, weight.inputs), key=mx.random.key(1)).astype(dtype)
+    gate, up = exact(x, weight), exact(x, other)
+    gated = gate / (1 + np.exp(-gate)) * up
+    for most, some in BANDS:
+        found, found_other = kernels.products(x[most], [weight, other])
+        near(found, gate[most])
+        near(found_other, up[most])
+        both = kernels.gate_and_up(x[most], weight, other)
+        near(both, gated[most])
+        assert mx.array_equal(kernels.products(x[some], [weight])[0], found[some])
+        assert mx.array_equal(kernels.gate_and_up(x[some], weight, other), both[some])
+
+
+def test_many_features_have_wider_warps(emulated, monkeypatch):
+    monkeypatch.setattr(kernels, "_WIDE", 64)
+    weight = weight_of(linear(128, 70, AFFINE4, seed=0))
+    x = mx.random.normal((9, 128), key=mx.random.key(1)).astype(BF16)
+    near(kernels.products(x, [weight])[0], exact(x, weight))
+
+
+def test_pairs_are_computed_by_their_experts(emulated):
+    """Also those of the expert that has weights of its own, of no pair, and of several blocks."""
+    layers = [
+        [linear(128, 10, AFFINE4, seed) for seed in range(start, 4 + start)] for start in (0, 9)
+    ]
+    routed = [
+        Weight(
+            *(mx.stack(part) for part in zip(*(weight_of(one)[:3] for one in each[:3]))), AFFINE4
+        )
+        for each in layers
+    ]
+    shared = [weight_of(each[3]) for each in layers]
+    chosen = mx.array([0, 2, 2, 2, 2, 2, 2, 3, 3, 3], dtype=mx.int32)
+    order = mx.array([1, 0, 2, 4, 6, 8, 3, 5, 7, 9], dtype=mx.int32)
+    x = mx.random.normal((5, 128), key=mx.random.key(2)).astype(BF16)
+    for parts in (1, 2):
+        found = kernels.experts(x, routed[:parts], shared[:parts], chosen, order)
+        for place, expert in zip(order.tolist(), chosen.tolist(), strict=True):
+            gate, *ups = (exact(x[place // 2][None], weight_of(each[expert])) for each in layers)
+            true = gate / (1 + np.exp(-gate)) * ups[0] if parts == 2 else gate
+            near(found[place], true[0])
+
+
+@on_metal
+def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch, caplog):
+    def layer(*worth):
+        monkeypatch.setattr(few_rows, "_is_worth_it", lambda *given: given[-1] in worth)
+        layer = linear(256, 32, AFFINE4, seed=0)
+        few_rows.use_few_rows(layer, BF16)
+        return layer
+
+    for worth, ours in [((4, 16), range(2, 17)), ((4,), range(2, 5)), ((16,), range(5, 17))]:
+        used = layer(*worth)
+        assert type(used) is few_rows.FewRowsLinear
+        for rows in (1, 2, 4, 5, 16, 17):
+            x = mx.random.normal((1, rows, 256), key=mx.random.key(rows)).astype(BF16)
+            if rows in ours:
+                near(used(x)[0], exact(x[0], weight_of(used)))
+            plain = nn.QuantizedLinear.__call__(used, x)
+            assert mx.array_equal(used(x), plain).item() != (rows in ours)
+    assert type(layer()) is nn.QuantizedLinear
+    assert "WARNING" not in caplog.text
+    for name, right, wrong, left in (
+        ("_LANES", "fma(bias, total", "fma(2 * bias, total", range(5, 17)),
+        ("_MATRICES", "values[n][8 + i]", "values[n][i]", range(2, 5)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, name, getattr(kernels, name).replace(right, wrong))
+            kernels._kernel.cache_clear()
+            assert layer(4, 16).served == left
+        kernels._kernel.cache_clear()
+        assert "it is off by" in caplog.text
+        caplog.clear()
+
+
+@on_metal
+@pytest.mark.parametrize(("worth", "rows"), [((4, 16, 32), 6), ((4,), 4)])
+def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
+    monkeypatch.setattr(few_rows, "_is_worth_it", lambda *given: given[-1] in worth)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
+    how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    block = Qwen3NextSparseMoeBlock(
+        SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=512)
+    )
+    block.set_dtype(BF16)
+    nn.quantize(block, 64, 4)
+    assert few_rows.use_few_rows(block, BF16)
+    assert type(block) is few_rows.FewRowsMixture
+    assert block.switch_mlp.served == range(1, 65 if 32 in worth else 5)
+    assert block.shared_expert.served == range(2, 17 if 16 in worth else 5)
+    x = mx.random.normal((rows, 256), key=mx.random.key(0)).astype(BF16)
+    chosen = mx.array([[0, 1], [1, 2]] * (rows // 2))
+    for layer, *rest in ((block.switch_mlp, chosen), (block.shared_expert,)):
+        found = layer(x, *rest).astype(mx.float32)
+        true = few_rows._in_float32(layer)(x.astype(mx.float32), *rest)
+        assert mx.abs(found - true).max() < 0.02 * mx.abs(true).max()
+    assert "WARNING" not in caplog.text
+
+
+@pytest.mark.parametrize("kernel", [(True, 2, 2, True), (False, 2, 0, False)])
+def test_the_bodies_are_common_c_of_both_backends(kernel):
+    body = re.sub(r"//[^\n]*|#define[^\n]*", "", kernels._kernel(*kernel).body)
+    assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)
+    called = set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body))
+    assert called <= CALLS | {"while", "multiply_8x8", "SOURCE", "TARGET", "THREADGROUP"}
+    assert "double" not in body and not re.findall(r"\b\d+\.\d*(?![\df])", body)
+
+
+def test_what_does_not_fit(emulated):
+    fits = {form: kernels.fits(weight_of(linear(128, 8, form, 0)), BF16) for form in (AFFINE8, MX8)}
+    assert all(fits.values()) == (emulated == "metal")
+    assert not kernels.fits(weight_of(linear(96, 8, Format("affine", 4, 32), 0)), BF16)
