@@ -10,7 +10,7 @@
     attention     attention of windows, split over the KV                    CUDA, decode steps
     grouped       grouped GEMM of experts, 4 bit                             CUDA, prompts
     expand        dequantization before a dense GEMM                         CUDA, prompts
-    shared_reads  GEMM of two to eight rows                                  Metal
+    few_rows_metal  the same of up to sixteen rows; experts                  Metal, decode steps
 
 What is a decode step `gpu.few` says: rows with windows of up to 17 each, up to 64 tokens of a
 prompt, and up to 128 where nobody says what they are.

@@ -162,6 +162,20 @@ def serves(model: nn.Module, dtype: mx.Dtype) -> bool:
     return all(few_rows.fits(weight_of(part), dtype) for part in parts)
 
 
+def with_kernel(module: nn.Module, dtype: mx.Dtype) -> tuple[nn.Module, str | None] | None:
+    """A copy of a layer that runs the kernel wherever that is made for, and why it must not."""
+    twin = copy.copy(module)
+    twin.__class__ = REPLACED.get(type(module), type(module))
+    ours = _class_for(twin, dtype)
+    if ours is None:
+        return None
+    bands = [*_kernel().bands(weight_of(parts_of(twin)[0])).values()]
+    problems = (_problem(twin, ours, dtype, band) for band in bands)
+    problem = next((found for found in problems if found), None)
+    twin.__class__, twin.served = ours, range(bands[0].start, bands[-1].stop)
+    return twin, problem
+
+
 def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
     """What takes its place, if the kernel is made for all of its weights."""
     ours, kernel = _OURS.get(type(module)), _kernel()

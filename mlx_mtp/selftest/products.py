@@ -12,11 +12,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_mtp.kernels.formats import Weight, weight_of
-from mlx_mtp.models.few_rows import REPLACED, apply
+from mlx_mtp.models.few_rows import REPLACED, apply, with_kernel
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
 
-ROWS = (1, 2, 4, 8)
+ROWS = (1, 2, 4, 8, 16)
 _ROUNDS = 5
 _LEAST_SECONDS = 2e-3  # of a round: several layers' products, or their launch is all that is seen
 
@@ -31,6 +31,8 @@ class Product:
     reading: list[float]  # at the speed of mlx's own reduction over the same weights
     independent: bool  # The first row has the same bits at each number of rows.
     theirs: list[float]  # Microseconds of mlx's own operation, where another is in use.
+    unused: list[float]  # Those of our kernel, where it is not used for each of these rows, or ...
+    problem: str | None  # ... why it can't be.
 
 
 @dataclass
@@ -79,23 +81,39 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
     once = _microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
     most = mx.random.normal((ROWS[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
     rows = [most[:count].astype(dtype) for count in ROWS]
-    times = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
+    times = _times(layers, rows)
     first = [layers[0](x)[0] for x in rows]
     independent = all(mx.array_equal(first[0], other).item() for other in first[1:])
-    theirs: list[float] = []
+    theirs, unused, problem = list[float](), list[float](), None
+    ours = [with_kernel(each.layer, dtype) for each in layers]
+    served = getattr(layers[0].layer, "served", ())
     if original := REPLACED.get(type(layers[0].layer)):
         for each in layers:
             each.layer = copy.copy(each.layer)
             each.layer.__class__ = original
-        theirs = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
+        theirs = _times(layers, rows)
+    if ours[0] is not None and any(r in ours[0][0].served and r not in served for r in ROWS):
+        problem = ours[0][1]
+        for each, found in zip(layers, ours, strict=True):
+            assert found is not None
+            each.layer = found[0]
+        unused = [] if problem else _times(layers, rows)
     return Product(
         name,
         len(layers),
-        [each / len(layers) for each in times],
+        times,
         [once / len(layers) * layers[0].share(count) for count in ROWS],
         independent,
-        [each / len(layers) for each in theirs],
+        theirs,
+        unused,
+        problem,
     )
+
+
+def _times(layers: Sequence[_Timed], rows: Sequence[mx.array]) -> list[float]:
+    """Microseconds of one layer."""
+    together = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
+    return [each / len(layers) for each in together]
 
 
 def _microseconds(launch: Callable[[], list[mx.array]]) -> float:

@@ -106,8 +106,10 @@ class Report:
         for product in self.products:
             pairs = zip(product.microseconds, product.reading, strict=True)
             text = ", ".join(f"{took:.0f} ({took / once:.1f})" for took, once in pairs)
-            if product.theirs:
-                text += f"; mlx {', '.join(f'{took:.0f}' for took in product.theirs)}"
+            for what, times in (("mlx", product.theirs), ("kernel, not used", product.unused)):
+                text += f"; {what} {', '.join(f'{took:.0f}' for took in times)}" if times else ""
+            if product.problem:
+                text += f"; kernel not used: {product.problem}"
             if not product.independent:
                 text += "; a row's bits depend on the others"
             yield f"{product.name}, {product.layers} layers", text, ""

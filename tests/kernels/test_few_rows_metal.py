@@ -12,14 +12,19 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_mtp.kernels import few_rows_metal as kernels
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.models import few_rows
+from mlx_mtp.selftest.products import ROWS, measure_products
 from tests.kernels.test_emulated import CALLS, CUDA_ONLY, METAL_ONLY
 from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
 
 ODD = [Format("affine", *each) for each in [(2, 64), (3, 32), (5, 64), (6, 64), (4, 128)]] + [MX4]
 BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
 on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
+on_both = pytest.mark.parametrize(
+    "emulated", ["metal", pytest.param("cuda", marks=pytest.mark.full)], indirect=True
+)
 
 
+@on_both
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [
@@ -46,6 +51,7 @@ def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
         assert mx.array_equal(kernels.gate_and_up(x[some], weight, other), both[some])
 
 
+@on_both
 def test_many_features_have_wider_warps(emulated, monkeypatch):
     monkeypatch.setattr(kernels, "_WIDE", 64)
     weight = weight_of(linear(128, 70, AFFINE4, seed=0))
@@ -53,6 +59,7 @@ def test_many_features_have_wider_warps(emulated, monkeypatch):
     near(kernels.products(x, [weight])[0], exact(x, weight))
 
 
+@on_both
 def test_pairs_are_computed_by_their_experts(emulated):
     """Also those of the expert that has weights of its own, of no pair, and of several blocks."""
     layers = [
@@ -78,6 +85,11 @@ def test_pairs_are_computed_by_their_experts(emulated):
 
 @on_metal
 def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch, caplog):
+    def measured(layer):
+        model = SimpleNamespace(model=layer, output_layer=None, dtype=BF16)
+        (found,) = measure_products(model, float("inf"))
+        return found
+
     def layer(*worth):
         monkeypatch.setattr(few_rows, "_is_worth_it", lambda *given: given[-1] in worth)
         layer = linear(256, 32, AFFINE4, seed=0)
@@ -93,8 +105,12 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
                 near(used(x)[0], exact(x[0], weight_of(used)))
             plain = nn.QuantizedLinear.__call__(used, x)
             assert mx.array_equal(used(x), plain).item() != (rows in ours)
-    assert type(layer()) is nn.QuantizedLinear
     assert "WARNING" not in caplog.text
+    unused = layer()
+    assert type(unused) is nn.QuantizedLinear
+    assert measured(unused).problem is None
+    assert len(measured(unused).unused) == len(measured(layer(4)).unused) == len(ROWS)
+    assert not measured(layer(4, 16)).unused
     for name, right, wrong, left in (
         ("_LANES", "fma(bias, total", "fma(2 * bias, total", range(5, 17)),
         ("_MATRICES", "values[n][8 + i]", "values[n][i]", range(2, 5)),
@@ -102,7 +118,8 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(kernels, name, getattr(kernels, name).replace(right, wrong))
             kernels._kernel.cache_clear()
-            assert layer(4, 16).served == left
+            assert (found := layer(4, 16)).served == left
+            assert "it is off by" in measured(found).problem
         kernels._kernel.cache_clear()
         assert "it is off by" in caplog.text
         caplog.clear()
@@ -141,6 +158,7 @@ def test_the_bodies_are_common_c_of_both_backends(kernel):
     assert "double" not in body and not re.findall(r"\b\d+\.\d*(?![\df])", body)
 
 
+@on_both
 def test_what_does_not_fit(emulated):
     fits = {form: kernels.fits(weight_of(linear(128, 8, form, 0)), BF16) for form in (AFFINE8, MX8)}
     assert all(fits.values()) == (emulated == "metal")

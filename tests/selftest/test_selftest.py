@@ -55,8 +55,8 @@ def test_the_bundled_model_passes(selftest, tmp_path):
     assert {k["shape"] for k in found["kernels"]} == {"this model", "80B"}
     assert all(k["ok"] and k["difference"] < gpu.TOLERANCE for k in found["kernels"])
     assert found["products"][0]["name"].startswith("4 of 16 experts, 256 -> 64, float32")
-    assert all(len(p["microseconds"]) == len(p["reading"]) == 4 for p in found["products"])
-    assert "microseconds (over reading once) at 1, 2, 4, 8 rows" in out
+    assert all(len(p["microseconds"]) == len(p["reading"]) == 5 for p in found["products"])
+    assert "microseconds (over reading once) at 1, 2, 4, 8, 16 rows" in out
     names = [e["name"] for e in found["equality"]]
     assert names == ["MTP off", "MTP, k = 1", "MTP, k = 2", "MTP, k = 3"]
     for depth, equality in enumerate(found["equality"]):
@@ -212,5 +212,5 @@ def test_a_row_that_depends_on_others_is_told(kind, monkeypatch):
     assert (found.name, found.layers) == ("32 -> 16, float32", 1)
     assert found.independent == (kind is Alone)
     assert min(found.microseconds + found.reading) > 0
-    assert len(found.theirs) == (4 if kind is Coupled else 0)
+    assert len(found.theirs) == (5 if kind is Coupled else 0)
     assert min(found.theirs, default=1.0) > 0
