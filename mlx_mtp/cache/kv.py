@@ -14,8 +14,6 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels import attention, chunk_attention, flash
 from mlx_mtp.kernels.gpu import backend
 
-Pair = tuple[mx.array, mx.array]  # keys and values
-
 
 class RaggedKVCache:
     """Keys and values of rows, each row's left-aligned in its slot.
@@ -26,32 +24,31 @@ class RaggedKVCache:
     packing: Packing  # of the trunk's pass; the head's are arguments
 
     def __init__(self) -> None:
-        # Keys and values, each [slots, heads, capacity, dim], made at the first write to a buffer.
-        self.buffers: dict[Buffer, Pair] = {}
+        # Keys, then values: [2, slots, heads, capacity, dim], made at the first write to a buffer.
+        # One array, so that a write to it is one launch.
+        self.buffers: dict[Buffer, mx.array] = {}
 
-    def write(self, packing: Packing, keys: mx.array, values: mx.array) -> None:
-        """Write the entries of a pass, each [N, heads, dim]."""
-        _, heads, dim = keys.shape
+    def write(self, packing: Packing, entries: mx.array) -> None:
+        """Write the keys and values of a pass, [N, 2, heads, dim]."""
+        _, _, heads, dim = entries.shape
         buffers = [part.buffer for part in packing.parts]
-        pairs = [self._writable(buffer, heads, dim, keys.dtype) for buffer in buffers]
+        arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
         counts = tuple(len(part.own) for part in packing.parts)
-        write: Callable[..., list[Pair]] = partial(_write, counts)
+        write: Callable[..., list[mx.array]] = partial(_write, counts)
         if backend() is not None and packing.longest <= attention.LONGEST:
-            write = _compiled(counts, *(keys.shape for keys, _ in pairs))
-        new = keys[packing.by_part], values[packing.by_part]
-        written = write(new, packing.places(heads), pairs)
+            write = _compiled(counts, *(array.shape for array in arrays))
+        written = write(entries[packing.by_part], packing.places(heads), arrays)
         self.buffers |= dict(zip(buffers, written, strict=True))
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
         """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
         own = [self.buffers[part.buffer] for part in packing.parts]
-        keys, _ = own[0]
-        if attention.fits(queries, keys, packing.longest, scale):
-            plan = packing.plan(queries.shape[1] // keys.shape[1])
+        if attention.fits(queries, own[0], packing.longest, scale):
+            plan = packing.plan(queries.shape[1] // own[0].shape[2])
             return attention.attend(queries, packing.positions, own, plan)
         outputs = []
-        for part in packing.parts:
-            whole, tokens = self.buffers[part.buffer], part.rect(queries)
+        for part, array in zip(packing.parts, own, strict=True):
+            whole, tokens = (array[0], array[1]), part.rect(queries)
             if flash.fits(tokens, whole[0], scale):
                 outputs.append(flash.attend(tokens[0], *whole, part.positions[0])[None])
                 continue
@@ -71,9 +68,9 @@ class RaggedKVCache:
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
         """Write a row's entries from `start` on, each [heads, T, dim]."""
         (buffer, slot), (heads, count, dim) = place, keys.shape
-        written = self._writable(buffer, heads, dim, keys.dtype)
-        for array, new in zip(written, (keys, values), strict=True):
-            array[slot, :, start : start + count] = new
+        array = self._writable(buffer, heads, dim, keys.dtype)
+        for which, new in enumerate((keys, values)):
+            array[which, slot, :, start : start + count] = new
 
     def row(self, place: Place) -> tuple[mx.array, ...]:
         """A row's keys and values, each [heads, capacity, dim]."""
@@ -101,38 +98,34 @@ class RaggedKVCache:
         self.buffers = self.buffers | other.buffers
 
     def arrays(self) -> list[mx.array]:
-        return [array for pair in self.buffers.values() for array in pair]
+        return list(self.buffers.values())
 
-    def _writable(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> Pair:
-        """Handles of our own: what a batch that was split off refers to stays as it is."""
+    def _writable(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
+        """A handle of our own: what a batch that was split off refers to stays as it is."""
         if buffer in self.buffers:
-            keys, values = self.buffers[buffer]
-            own = copy.copy(keys), copy.copy(values)
+            own = copy.copy(self.buffers[buffer])
         else:
-            shape = (buffer.slots, heads, buffer.capacity, dim)
-            own = mx.zeros(shape, dtype=dtype), mx.zeros(shape, dtype=dtype)
+            own = mx.zeros((2, buffer.slots, heads, buffer.capacity, dim), dtype=dtype)
         self.buffers[buffer] = own
         return own
 
 
 def _write(
     counts: Sequence[int],  # of the tokens of each buffer
-    new: Pair,  # keys and values, each [N, heads, dim]
-    where: tuple[mx.array, ...],  # slots, heads and positions, each [N, heads]
-    pairs: list[Pair],  # of all buffers
-) -> list[Pair]:
+    entries: mx.array,  # [N, 2, heads, dim]
+    where: tuple[mx.array, ...],  # see `Packing.places`
+    arrays: list[mx.array],  # of all buffers
+) -> list[mx.array]:
     first = 0
-    for count, pair in zip(counts, pairs, strict=True):
+    for count, array in zip(counts, arrays, strict=True):
         own = slice(first, first + count)
-        places = tuple(each[own] for each in where)
-        for array, entries in zip(pair, new, strict=True):
-            array[places] = entries[own]
+        array[tuple(each[own] for each in where)] = entries[own]
         first += count
-    return pairs
+    return arrays
 
 
 # With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
 # key has the shapes because a compiled function keeps an entry for each as long as it lives.
 @functools.lru_cache(maxsize=1024)
-def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[Pair]]:
+def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[mx.array]]:
     return mx.compile(partial(_write, counts))

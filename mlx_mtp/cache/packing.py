@@ -128,14 +128,16 @@ class Packing:
         return _index(np.concatenate([part.own for part in self.parts]))
 
     def places(self, heads: int) -> tuple[mx.array, ...]:
-        """Slot, KV head and position of each token's entries, by part.
+        """Where each token's entries are in its buffer: 0 for keys or 1 for values, slot, head and
+        position, by part.
 
-        uint32 [N, heads], so that no layer has to cast or broadcast them.
+        uint32 [N, 2, heads], so that no layer has to cast or broadcast them.
         """
         if heads not in self._places:
             slots = _on_device(np.concatenate([part.slot for part in self.parts]), np.uint32)
             positions = self.positions[self.by_part].view(mx.uint32)
-            where = slots[:, None], _on_device(np.arange(heads), np.uint32), positions[:, None]
+            both, head = (_on_device(np.arange(count), np.uint32) for count in (2, heads))
+            where = both[:, None], slots[:, None, None], head, positions[:, None, None]
             self._places[heads] = tuple(mx.broadcast_arrays(*where))
         return self._places[heads]
 

@@ -52,11 +52,12 @@ _PIECES = r"""
     const int end = positions[first + (base + count - 1) / GROUP] - start + 1;
     if (end <= 0) return;
     const int groups = min((end + 15) / 16, PIECE / 16);  // of 16 positions
-    auto k = k0, v = v0;
+    auto kv = kv0;
+    size_t apart = kv0_strides[0];
     CHOOSE
-    const size_t piece = ((size_t)(item[1] * KV + head) * item[2] + start) * D;
-    const uint4* keys = reinterpret_cast<const uint4*>(k + piece) + t;
-    const uint4* values = reinterpret_cast<const uint4*>(v + piece);
+    kv += ((size_t)(item[1] * KV + head) * item[2] + start) * D;
+    const uint4* keys = reinterpret_cast<const uint4*>(kv) + t;
+    const uint4* values = reinterpret_cast<const uint4*>(kv + apart);
     SHARED(shared);
     float* const scores = reinterpret_cast<float*>(shared);
 
@@ -259,14 +260,14 @@ _ADD = r"""
 """
 
 
-def fits(queries: mx.array, keys: mx.array, longest: int, scale: float) -> bool:
+def fits(queries: mx.array, kv: mx.array, longest: int, scale: float) -> bool:
     """Whether the kernel serves such queries [N, heads, D], in windows of up to so many tokens."""
     _, heads, dim = queries.shape
     if backend() != "cuda" or longest > LONGEST or dim not in DIMS or scale != dim**-0.5:
         return False
-    if keys.dtype != queries.dtype or keys.dtype not in (mx.bfloat16, mx.float16):
+    if kv.dtype != queries.dtype or kv.dtype not in (mx.bfloat16, mx.float16):
         return False
-    return _works(heads, keys.shape[1], dim, keys.dtype)
+    return _works(heads, kv.shape[2], dim, kv.dtype)
 
 
 @functools.cache
@@ -282,14 +283,14 @@ def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
 def attend(
     queries: mx.array,  # [N, heads, D]
     positions: mx.array,  # of each, int32 [N]: it attends up to its own
-    buffers: Sequence[tuple[mx.array, ...]],  # keys and values, each [slots, KV heads, capacity, D]
+    buffers: Sequence[mx.array],  # keys, then values: [2, slots, KV heads, capacity, D]
     launches: Plan,
 ) -> mx.array:
     """Attention of all windows of a pass: [N, heads, D]."""
-    heads, kv_heads = queries.shape[1], buffers[0][0].shape[1]
+    heads, kv_heads = queries.shape[1], buffers[0].shape[2]
     outputs = []
     for work in launches.works:
-        own = [array for number in work.buffers for array in buffers[number]]
+        own = [buffers[number] for number in work.buffers]
         counts = len(work.buffers), work.tiles, len(work.items), len(work.tokens)
         pieces, add = _launchers(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
         parts, stats = pieces(queries, positions, work.items, *own)
@@ -335,10 +336,9 @@ def _launchers(
 def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
     if buffers:
-        inputs = ["q", "positions", "items"]
-        inputs += [f"{name}{number}" for number in range(buffers) for name in "kv"]
+        inputs = ["q", "positions", "items", *(f"kv{number}" for number in range(buffers))]
         choices = (
-            f"if (item[0] == {number}) k = k{number}, v = v{number};\n"
+            f"if (item[0] == {number}) kv = kv{number}, apart = kv{number}_strides[0];\n"
             for number in range(1, buffers)
         )
         outputs, body = ["parts", "stats"], _PIECES.replace("CHOOSE", "".join(choices))

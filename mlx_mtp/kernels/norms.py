@@ -6,7 +6,7 @@ each kernel are mlx's own operations, which run where it does not fit or compute
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,16 +107,23 @@ _GATED = f"""
 # Of ROTATED dimensions, i and i + ROTATED / 2 are a pair, which one lane has.
 _ROTATE = f"""
     const int head = grid_y;
-    if (head >= HEADS + KEYS) {{
+    if (head >= HEADS + 2 * KEYS) {{
       return;
     }}
-    const bool is_key = head >= HEADS;
-    const int own = is_key ? head - HEADS : head;
-    const auto from = is_key ? k + grid_x * k_strides[0] + own * k_strides[1]
-                             : q + grid_x * q_strides[0] + own * q_strides[1];
-    const auto weight = is_key ? k_weight : q_weight;
-    const auto to = is_key ? keys + (grid_x * KEYS + own) * DIM
-                           : queries + (grid_x * HEADS + own) * DIM;
+    const bool is_query = head < HEADS;
+    const int own = is_query ? head : head - HEADS;
+    const auto to = is_query ? queries + (grid_x * HEADS + own) * DIM
+                             : entries + (grid_x * 2 * KEYS + own) * DIM;
+    if (head >= HEADS + KEYS) {{
+      const auto value = v + grid_x * v_strides[0] + (own - KEYS) * v_strides[1];
+      for (int i = lane; i < DIM; i += 32) {{
+        to[i] = value[i];
+      }}
+      return;
+    }}
+    const auto from = is_query ? q + grid_x * q_strides[0] + own * q_strides[1]
+                               : k + grid_x * k_strides[0] + own * k_strides[1];
+    const auto weight = is_query ? q_weight : k_weight;
     {_HEAD}
     for (int i = 0; i < DIM / 32; ++i) {{
       // Rounded as an array of this type would be.
@@ -145,7 +152,7 @@ class Shape(NamedTuple):
     dim: int  # of what is normed
     eps: float
     heads: int = 0  # of a token, or of its queries
-    keys: int = 0  # heads of a token's keys
+    keys: int = 0  # heads of a token's keys, and of its values
     rotated: int = 0  # dimensions, by
     base: float = 0.0  # of the rotation
     scale: float = 1.0  # of positions
@@ -186,7 +193,7 @@ class Operation:
 
     def launch(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
         """By the kernel."""
-        rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + shape.keys
+        rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + 2 * shape.keys
         most = _MOST_WARPS if gpu.few(rows) else _PROMPT_WARPS
         warps = heads or min(most, shape.dim // 32)
         template: dict[str, Any] = {"InT": dtype}
@@ -251,6 +258,7 @@ def _rotate(
     shape: Shape,
     q: mx.array,
     k: mx.array,
+    v: mx.array,
     q_weight: mx.array,
     k_weight: mx.array,
     positions: mx.array,  # int32 [N]
@@ -260,7 +268,8 @@ def _rotate(
     turn = functools.partial(
         mx.fast.rope, dims=shape.rotated, traditional=False, base=shape.base, scale=shape.scale
     )
-    return [turn(x, offset=positions).squeeze(2) for x in normed]
+    queries, keys = (turn(x, offset=positions).squeeze(2) for x in normed)
+    return [queries, mx.stack([keys, v], axis=1)]
 
 
 @functools.cache
@@ -306,13 +315,13 @@ GATED_NORM = Operation(
 )
 ROTATE = Operation(
     "norm_rotate",
-    ["q", "k", "q_weight", "k_weight", "positions"],
-    ["queries", "keys"],
+    ["q", "k", "v", "q_weight", "k_weight", "positions"],
+    ["queries", "entries"],
     _ROTATE,
     _rotate,
     lambda s, n: (
-        [(n, s.heads, s.dim), (n, s.keys, s.dim), (s.dim,), (s.dim,), (n,)],
-        [(n, s.heads or 1, s.dim), (n, s.keys or 1, s.dim)],
+        [(n, s.heads, s.dim), *[(n, s.keys, s.dim)] * 2, (s.dim,), (s.dim,), (n,)],
+        [(n, s.heads or 1, s.dim), (n, 2, s.keys or 1, s.dim)],
     ),
 )
 
@@ -322,16 +331,16 @@ OPERATIONS = ADD_NORM, MIX_NORM, GATED_NORM, ROTATE
 def rotate(
     shape: Shape,
     queries: mx.array | None,
-    keys: mx.array | None,
+    entries: Sequence[mx.array],  # keys and values, or nothing
     q_weight: mx.array,
     k_weight: mx.array,
     positions: mx.array,
 ) -> list[mx.array]:
-    """`ROTATE` where it fits; without queries or keys only the other result means something."""
+    """`ROTATE` where it fits; without queries or entries only the other result means something."""
     if queries is None:
         shape = shape._replace(heads=0)
-    if keys is None:
+    if not entries:
         shape = shape._replace(keys=0)
-    (known, *_) = both = [each for each in (queries, keys) if each is not None]
-    q, k = both if len(both) == 2 else (known, known)
-    return ROTATE.launch(shape, q, k, q_weight, k_weight, positions)
+    q = entries[0] if queries is None else queries
+    k, v = entries or (q, q)
+    return ROTATE.launch(shape, q, k, v, q_weight, k_weight, positions)

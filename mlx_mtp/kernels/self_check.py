@@ -136,8 +136,7 @@ def attention(
     """
     cases = Cases(0, QWEN3_NEXT_80B, dtype)
     buffers = [
-        tuple(cases.normal(len(ends), kv_heads, size, dim).astype(dtype) for _ in "kv")
-        for size, ends in _BUFFERS
+        cases.normal(2, len(ends), kv_heads, size, dim).astype(dtype) for size, ends in _BUFFERS
     ]
     places = [
         (number, slot, size, end)
@@ -157,7 +156,7 @@ def attention(
         found = run(*given, buffers, plan(tuple(rows), group))
         for number, slot, size, first, count in rows:
             own, last = slice(first, first + count), slice(first + count - 1, first + count)
-            entries = [array[slot : slot + 1] for array in buffers[number]]
+            entries = buffers[number][:, slot : slot + 1]
             errors.append(_attention_error(found[own], *(a[own] for a in given), *entries))
             single = plan((Row(number, slot, size, 0, 1),), group)
             alone = run(*(a[last] for a in given), buffers, single)

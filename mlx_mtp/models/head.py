@@ -35,14 +35,14 @@ class MTPHead(nn.Module):
 
     def join(
         self, embeddings: mx.array, hidden: mx.array, positions: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array]:
         """From embeddings of the next tokens and hidden states, [N, H]: the layer's input z, and
-        what it writes, keys and values.
+        the keys and values that it writes, [N, 2, heads, D].
         """
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         z = self.fc(mx.concatenate(parts, axis=-1))
         layer = self.layers[0]
-        return z, *layer.self_attn.entries(layer.input_layernorm(z), positions)
+        return z, layer.self_attn.entries(layer.input_layernorm(z), positions)
 
     def ask(self, z: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """The layer's queries for z, [N, H], and the gate of their answer."""
@@ -61,8 +61,8 @@ class MTPHead(nn.Module):
         self, embeddings: mx.array, hidden: mx.array, cache: RaggedKVCache, packing: Packing
     ) -> mx.array:
         """Write the keys and values of a pass's tokens; returns z."""
-        z, *entries = self._parts(hidden)[0](embeddings, hidden, packing.positions)
-        cache.write(packing, *entries)
+        z, entries = self._parts(hidden)[0](embeddings, hidden, packing.positions)
+        cache.write(packing, entries)
         return z
 
     def run(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:

@@ -29,25 +29,25 @@ class RaggedAttention(Qwen3NextAttention):
     """Runs a window of all rows on a `RaggedKVCache`. By itself it is mlx-lm's own."""
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """From tokens [N, H] at positions int32 [N]: queries, gate, keys, values [N, heads, D].
+        """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
 
         All rows are one, so that a projection is one product.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         queries, gate = self._halves(doubled)
-        queries, keys = self._rotated(positions, queries, self._by_head(keys))
-        return queries, gate, keys, self._by_head(values)
+        queries, entries = self._rotated(positions, queries, keys, values)
+        return queries, gate, entries
 
     def mix(
         self, inputs: tuple[mx.array, ...], caches: Sequence[RaggedKVCache]
     ) -> tuple[mx.array, mx.array]:
         """Attention [N, heads, D], and the gate."""
-        queries, gate, keys, values = inputs
+        queries, gate, entries = inputs
         counts = [cache.packing.num_tokens for cache in caches]
         outputs = []
-        for cache, (own, *entries) in zip(caches, _split([queries, keys, values], counts)):
-            cache.write(cache.packing, *entries)
-            outputs.append([cache.attend(cache.packing, own, self.scale)])
+        for cache, (asking, new) in zip(caches, _split([queries, entries], counts)):
+            cache.write(cache.packing, new)
+            outputs.append([cache.attend(cache.packing, asking, self.scale)])
         (attended,) = _joined(outputs)
         return attended, gate
 
@@ -55,46 +55,49 @@ class RaggedAttention(Qwen3NextAttention):
         """[N, H]."""
         return summed(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)))
 
-    def entries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """As `before`, keys and values alone."""
-        keys, values = map(self._by_head, project(x, self.k_proj, self.v_proj))
-        return self._rotated(positions, None, keys)[1], values
+    def entries(self, x: mx.array, positions: mx.array) -> mx.array:
+        """What a cache gets: keys and values, [N, 2, heads, D]."""
+        entries: mx.array = self._rotated(positions, None, *project(x, self.k_proj, self.v_proj))[1]
+        return entries
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """As `before`, queries and gate alone."""
         queries, gate = self._halves(self.q_proj(x))
-        return self._rotated(positions, queries, None)[0], gate
+        return self._rotated(positions, queries)[0], gate
 
     def _halves(self, doubled: mx.array) -> Any:
         return mx.split(doubled.reshape(doubled.shape[0], self.num_attention_heads, -1), 2, axis=-1)
 
-    def _by_head(self, entries: mx.array) -> mx.array:
-        return entries.reshape(entries.shape[0], self.num_key_value_heads, -1)
-
     def _rotated(
-        self, positions: mx.array, queries: mx.array | None, keys: mx.array | None
+        self, positions: mx.array, queries: mx.array | None, *projected: mx.array
     ) -> list[Any]:
-        """Queries and keys [N, heads, D], normed and rotated, in one launch where that serves."""
-        parts = [(queries, self.q_norm), (keys, self.k_norm)]
+        """Queries [N, heads, D] and entries of keys and values, in one launch where that serves.
+
+        Queries and keys are normed and rotated.
+        """
         heads = self.num_attention_heads, self.num_key_value_heads
+        entries = [x.reshape(len(x), heads[1], -1) for x in projected]
         rope = self.rope
         if type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
             shape = norms.Shape(self.head_dim, self.q_norm.eps, *heads, *angles)
             weights = self.q_norm.weight, self.k_norm.weight
             if norms.ROTATE.fits(shape, weights[0].dtype):
-                return norms.rotate(shape, queries, keys, *weights, positions)
-        return [
-            x if x is None else self._turned(norm(x)[:, :, None], positions) for x, norm in parts
-        ]
+                return norms.rotate(shape, queries, entries, *weights, positions)
+        if queries is not None:
+            queries = self._turned(self.q_norm(queries), positions)
+        if not entries:
+            return [queries, None]
+        keys, values = entries
+        return [queries, mx.stack([self._turned(self.k_norm(keys), positions), values], axis=1)]
 
     def _turned(self, x: mx.array, positions: mx.array) -> mx.array:
-        """Rotated by mlx, [N, heads, D] from [N, heads, 1, D]."""
+        """[N, heads, D] rotated by mlx."""
         most = len(x)
         if backend() == "cuda" and getattr(self.rope, "dims", 32) < 32:
             most = min(64, 256 // x.shape[1])  # Of more tokens at once the launch is refused.
         parts = [slice(at, at + most) for at in range(0, len(x), most)]
-        turned = [self.rope(x[own], offset=positions[own]) for own in parts]
+        turned = [self.rope(x[own, :, None], offset=positions[own]) for own in parts]
         return (turned[0] if len(turned) == 1 else mx.concatenate(turned)).squeeze(2)
 
 

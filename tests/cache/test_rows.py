@@ -43,7 +43,7 @@ class KVRows:
         packing = self.cache.begin(lengths.tolist())
         count = int(lengths.sum())
         q, k, v = self.random.standard_normal((3, count, HEADS, DIM)).astype(np.float32)
-        self.cache.layers[0].write(packing, mx.array(k), mx.array(v))
+        self.cache.layers[0].write(packing, mx.stack([mx.array(k), mx.array(v)], axis=1))
         outputs = np.array(self.cache.layers[0].attend(packing, mx.array(q), 0.5))
         kept, token = self.random.integers(0, lengths + 1), 0
         for row, length, number in zip(self.rows, lengths.tolist(), kept.tolist()):

@@ -63,16 +63,17 @@ def test_a_sum_in_float32_is_rounded_once(emulated):
         assert mx.abs(error / exact).mean() < 1.5e-3, "two roundings have 1.8e-3"
 
 
-def test_only_queries_or_keys(emulated):
-    q, k = (mx.random.normal((3, heads, 256), key=mx.random.key(heads)) for heads in (3, 2))
+def test_only_queries_or_entries(emulated):
+    q, k, v = (mx.random.normal((3, n, 256), key=mx.random.key(i)) for i, n in enumerate((3, 2, 2)))
     weights, positions = [mx.ones(128), mx.ones(128) * 2], mx.array([0, 5, 70], dtype=mx.int32)
-    q, k = q[..., 128:], k[..., :128]  # not contiguous
-    true = norms._rotate(ROTATED, q, k, *weights, positions)
-    both = norms.rotate(ROTATED, q, k, *weights, positions)
+    q, k, v = q[..., 128:], k[..., :128], v[..., 64:192]  # not contiguous
+    true = norms._rotate(ROTATED, q, k, v, *weights, positions)
+    both = norms.rotate(ROTATED, q, [k, v], *weights, positions)
     for found, expected in zip(both, true, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert mx.array_equal(norms.rotate(ROTATED, q, None, *weights, positions)[0], both[0])
-    assert mx.array_equal(norms.rotate(ROTATED, None, k, *weights, positions)[1], both[1])
+    assert mx.array_equal(both[1][:, 1], v)
+    assert mx.array_equal(norms.rotate(ROTATED, q, [], *weights, positions)[0], both[0])
+    assert mx.array_equal(norms.rotate(ROTATED, None, [k, v], *weights, positions)[1], both[1])
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -108,6 +109,12 @@ def test_a_wrong_norm_of_a_prompt_is_found(emulated, spoil, caplog, of_step):
     with gpu.step(of_step):
         assert not norms.ADD_NORM.fits(norms.Shape(288, 1e-6), mx.float32)
     assert "slower code is used" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["grid_x * v_strides[0]", "(own - KEYS) * v_strides[1]"])
+def test_wrong_values_are_found(emulated, spoil, wrong):
+    spoil(norms.ROTATE.kernel, "body", wrong, "0")
+    assert not norms.ROTATE.fits(ROTATED, mx.float32)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
