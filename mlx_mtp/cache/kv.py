@@ -48,11 +48,12 @@ class RaggedKVCache:
             return attention.attend(queries, packing.positions, own, plan)
         outputs = []
         for part, array in zip(packing.parts, own, strict=True):
-            whole, tokens = (array[0], array[1]), part.rect(queries)
-            if flash.fits(tokens, whole[0], scale):
-                outputs.append(flash.attend(tokens[0], *whole, part.positions[0])[None])
+            tokens = part.rect(queries)
+            keys, values = array  # views; an integer as the only index would copy
+            if flash.fits(tokens, keys, scale):
+                outputs.append(flash.attend(tokens[0], keys, values, part.positions[0])[None])
                 continue
-            keys, values = (a[: part.used, :, : part.limit] for a in whole)
+            keys, values = array[:, : part.used, :, : part.limit]
             rows = tokens.swapaxes(1, 2)
             # A chunk of one prompt; where windows begin the host does not know.
             if part.length > attention.LONGEST and chunk_attention.fits(rows):
@@ -72,10 +73,10 @@ class RaggedKVCache:
         for which, new in enumerate((keys, values)):
             array[which, slot, :, start : start + count] = new
 
-    def row(self, place: Place) -> tuple[mx.array, ...]:
-        """A row's keys and values, each [heads, capacity, dim]."""
+    def row(self, place: Place) -> mx.array:
+        """A view of a row's keys and values, [2, heads, capacity, dim]."""
         buffer, slot = place
-        return tuple(array[slot] for array in self.buffers[buffer])
+        return self.buffers[buffer][:, slot]
 
     def rearrange(self, layout: Layout, moves: Moves) -> None:
         """Follow a layout whose rows have moved."""

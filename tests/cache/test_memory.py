@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import CacheMemory
@@ -90,3 +91,16 @@ def test_a_batch_takes_what_its_rows_take(tiny_models):
     running.reserve([lengths[row] for row in rows])
     used = sum(a.nbytes for c in running.attention() for a in c.arrays())
     assert used == sum(memory.kv(lengths[row]) for row in rows)
+
+
+def test_attention_copies_no_kv():
+    cache = BatchCache([RaggedKVCache()], 1)
+    cache.reserve([8000])
+    layer, packing = cache.layers[0], cache.begin([1])
+    layer.write(packing, mx.ones((1, 2, 2, 64)))
+    (array,), queries = layer.arrays(), mx.ones((1, 4, 64))
+    mx.eval(array, queries)
+    mx.reset_peak_memory()
+    held = mx.get_active_memory()
+    mx.eval(layer.attend(packing, queries, 0.1))
+    assert mx.get_peak_memory() - held < array.nbytes / 8

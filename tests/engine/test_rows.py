@@ -125,4 +125,4 @@ def test_a_long_row_is_written_in_place(demo_model, overlap):
     mx.synchronize()
     caches = core.runner.batches.decoding.cache.attention()
     largest = max(array.nbytes for cache in caches for array in cache.arrays())
-    assert mx.get_peak_memory() - held < largest
+    assert mx.get_peak_memory() - held < largest / 2, "of keys or values alone"
