@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import mlx.core as mx
 
@@ -24,8 +23,9 @@ class RaggedKVCache:
     packing: Packing  # of the trunk's pass; the head's are arguments
 
     def __init__(self) -> None:
-        # Keys, then values: [2, slots, heads, capacity, dim], made at the first write to a buffer.
-        # One array, so that a write to it is one launch.
+        # Lines of keys, then of values, [2 * slots * heads * capacity, dim], made at the first
+        # write to a buffer. So a write is one launch, with one index: what mlx computes for each
+        # number grows with the axes and indices.
         self.buffers: dict[Buffer, mx.array] = {}
 
     def write(self, packing: Packing, entries: mx.array) -> None:
@@ -33,27 +33,28 @@ class RaggedKVCache:
         _, _, heads, dim = entries.shape
         buffers = [part.buffer for part in packing.parts]
         arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
-        counts = tuple(len(part.own) for part in packing.parts)
-        write: Callable[..., list[mx.array]] = partial(_write, counts)
+        lines = packing.lines(heads)
+        write: Callable[..., list[mx.array]] = _write
         if backend() is not None and packing.longest <= attention.LONGEST:
-            write = _compiled(counts, *(array.shape for array in arrays))
-        written = write(entries[packing.by_part], packing.places(heads), arrays)
+            write = _compiled(*(each.shape for each in (*arrays, *lines)))
+        written = write(entries[packing.by_part], lines, arrays)
         self.buffers |= dict(zip(buffers, written, strict=True))
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
         """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
         own = [self.buffers[part.buffer] for part in packing.parts]
-        if attention.fits(queries, own[0], packing.longest, scale):
-            plan = packing.plan(queries.shape[1] // own[0].shape[2])
-            return attention.attend(queries, packing.positions, own, plan)
+        kv_heads = _heads(packing.parts[0].buffer, own[0])
+        if attention.fits(queries, own[0], kv_heads, packing.longest, scale):
+            plan = packing.plan(queries.shape[1] // kv_heads)
+            return attention.attend(queries, packing.positions, own, kv_heads, plan)
         outputs = []
         for part, array in zip(packing.parts, own, strict=True):
-            tokens = part.rect(queries)
-            keys, values = array  # views; an integer as the only index would copy
+            tokens, whole = part.rect(queries), _by_axis(part.buffer, array)
+            keys, values = whole  # views; an integer as the only index would copy
             if flash.fits(tokens, keys, scale):
                 outputs.append(flash.attend(tokens[0], keys, values, part.positions[0])[None])
                 continue
-            keys, values = array[:, : part.used, :, : part.limit]
+            keys, values = whole[:, : part.used, :, : part.limit]
             rows = tokens.swapaxes(1, 2)
             # A chunk of one prompt; where windows begin the host does not know.
             if part.length > attention.LONGEST and chunk_attention.fits(rows):
@@ -69,14 +70,15 @@ class RaggedKVCache:
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
         """Write a row's entries from `start` on, each [heads, T, dim]."""
         (buffer, slot), (heads, count, dim) = place, keys.shape
-        array = self._writable(buffer, heads, dim, keys.dtype)
+        array = _by_axis(buffer, self._writable(buffer, heads, dim, keys.dtype))
         for which, new in enumerate((keys, values)):
             array[which, slot, :, start : start + count] = new
+        self.buffers[buffer] = array.reshape(-1, dim)
 
     def row(self, place: Place) -> mx.array:
         """A view of a row's keys and values, [2, heads, capacity, dim]."""
         buffer, slot = place
-        return self.buffers[buffer][:, slot]
+        return _by_axis(buffer, self.buffers[buffer])[:, slot]
 
     def rearrange(self, layout: Layout, moves: Moves) -> None:
         """Follow a layout whose rows have moved."""
@@ -106,27 +108,35 @@ class RaggedKVCache:
         if buffer in self.buffers:
             own = copy.copy(self.buffers[buffer])
         else:
-            own = mx.zeros((2, buffer.slots, heads, buffer.capacity, dim), dtype=dtype)
+            own = mx.zeros((2 * buffer.slots * heads * buffer.capacity, dim), dtype=dtype)
         self.buffers[buffer] = own
         return own
 
 
+def _heads(buffer: Buffer, array: mx.array) -> int:
+    return len(array) // (2 * buffer.slots * buffer.capacity)
+
+
+def _by_axis(buffer: Buffer, array: mx.array) -> mx.array:
+    """A view of a buffer, [2, slots, heads, capacity, dim]."""
+    axes = 2, buffer.slots, _heads(buffer, array), buffer.capacity, array.shape[1]
+    return array.reshape(axes)
+
+
 def _write(
-    counts: Sequence[int],  # of the tokens of each buffer
     entries: mx.array,  # [N, 2, heads, dim]
-    where: tuple[mx.array, ...],  # see `Packing.places`
+    lines: list[mx.array],  # see `Packing.lines`
     arrays: list[mx.array],  # of all buffers
 ) -> list[mx.array]:
-    first = 0
-    for count, array in zip(counts, arrays, strict=True):
-        own = slice(first, first + count)
-        array[tuple(each[own] for each in where)] = entries[own]
-        first += count
+    new, first = entries.reshape(-1, entries.shape[-1]), 0
+    for own, array in zip(lines, arrays, strict=True):
+        array[own] = new[first : first + len(own)]
+        first += len(own)
     return arrays
 
 
 # With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
 # key has the shapes because a compiled function keeps an entry for each as long as it lives.
 @functools.lru_cache(maxsize=1024)
-def _compiled(counts: Sequence[int], *_shapes: Sequence[int]) -> Callable[..., list[mx.array]]:
-    return mx.compile(partial(_write, counts))
+def _compiled(*_shapes: Sequence[int]) -> Callable[..., list[mx.array]]:
+    return mx.compile(lambda *inputs: _write(*inputs))

@@ -78,7 +78,7 @@ class Packing:
         self.rectangle = self.windows.rectangle
         self.num_tokens, self.longest = self.windows.num_tokens, self.windows.longest
         self._plans: dict[int, Plan] = {}
-        self._places: dict[int, tuple[mx.array, ...]] = {}
+        self._lines: dict[int, list[mx.array]] = {}
         self.positions = start  # of each token, int32
         self._single = self.longest == 1 and self.num_tokens == len(lengths)
         if not self._single:
@@ -127,19 +127,24 @@ class Packing:
         """The tokens of the first part, then those of the next."""
         return _index(np.concatenate([part.own for part in self.parts]))
 
-    def places(self, heads: int) -> tuple[mx.array, ...]:
-        """Where each token's entries are in its buffer: 0 for keys or 1 for values, slot, head and
-        position, by part.
+    def lines(self, heads: int) -> list[mx.array]:
+        """Which lines of each part's buffer its tokens' keys and values of these heads are.
 
-        uint32 [N, 2, heads], so that no layer has to cast or broadcast them.
+        uint32 [n * 2 * heads]; a buffer's lines lie as [2, slots, heads, capacity], keys first.
         """
-        if heads not in self._places:
-            slots = _on_device(np.concatenate([part.slot for part in self.parts]), np.uint32)
-            positions = self.positions[self.by_part].view(mx.uint32)
-            both, head = (_on_device(np.arange(count), np.uint32) for count in (2, heads))
-            where = both[:, None], slots[:, None, None], head, positions[:, None, None]
-            self._places[heads] = tuple(mx.broadcast_arrays(*where))
-        return self._places[heads]
+        if heads not in self._lines:
+            counts = [len(part.own) for part in self.parts]
+            sizes = [(part.buffer.slots, part.buffer.capacity) for part in self.parts]
+            slots, capacity = np.repeat(sizes, counts, axis=0).T[..., None, None]
+            slot = np.concatenate([part.slot for part in self.parts])[:, None, None]
+            both, head = np.arange(2)[:, None], np.arange(heads)
+            base = ((both * slots + slot) * heads + head) * capacity
+            base = base[:1] if (base == base[:1]).all() else base  # a prompt's: few to upload
+            starts = _on_device(base.reshape(len(base), -1), np.uint32)
+            lines = starts + self.positions[self.by_part].view(mx.uint32)[:, None]
+            ends = np.cumsum(counts)[:-1] * 2 * heads
+            self._lines[heads] = [*mx.split(lines.reshape(-1), ends.tolist())]
+        return self._lines[heads]
 
     @cached_property
     def _from_parts(self) -> Index:
@@ -216,10 +221,10 @@ def _order(wanted: np.ndarray, count: int) -> mx.array | None:
 
 
 def _on_device(values: np.ndarray, dtype: Any = np.int32) -> mx.array:
-    return _kept(values.astype(dtype).tobytes(), dtype)
+    return _kept(values.astype(dtype).tobytes(), dtype, values.shape)
 
 
 # A new array of the host's costs a page fault on the GPU where memory is managed, as on CUDA.
 @functools.lru_cache(maxsize=256)
-def _kept(values: bytes, dtype: Any) -> mx.array:
-    return mx.array(np.frombuffer(values, dtype=dtype))
+def _kept(values: bytes, dtype: Any, shape: tuple[int, ...]) -> mx.array:
+    return mx.array(np.frombuffer(values, dtype=dtype).reshape(shape))

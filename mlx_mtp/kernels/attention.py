@@ -53,11 +53,11 @@ _PIECES = r"""
     if (end <= 0) return;
     const int groups = min((end + 15) / 16, PIECE / 16);  // of 16 positions
     auto kv = kv0;
-    size_t apart = kv0_strides[0];
+    size_t lines = kv0_shape[0];
     CHOOSE
     kv += ((size_t)(item[1] * KV + head) * item[2] + start) * D;
     const uint4* keys = reinterpret_cast<const uint4*>(kv) + t;
-    const uint4* values = reinterpret_cast<const uint4*>(kv + apart);
+    const uint4* values = reinterpret_cast<const uint4*>(kv + lines / 2 * D);
     SHARED(shared);
     float* const scores = reinterpret_cast<float*>(shared);
 
@@ -260,14 +260,14 @@ _ADD = r"""
 """
 
 
-def fits(queries: mx.array, kv: mx.array, longest: int, scale: float) -> bool:
+def fits(queries: mx.array, kv: mx.array, kv_heads: int, longest: int, scale: float) -> bool:
     """Whether the kernel serves such queries [N, heads, D], in windows of up to so many tokens."""
     _, heads, dim = queries.shape
     if backend() != "cuda" or longest > LONGEST or dim not in DIMS or scale != dim**-0.5:
         return False
     if kv.dtype != queries.dtype or kv.dtype not in (mx.bfloat16, mx.float16):
         return False
-    return _works(heads, kv.shape[2], dim, kv.dtype)
+    return _works(heads, kv_heads, dim, kv.dtype)
 
 
 @functools.cache
@@ -283,11 +283,12 @@ def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
 def attend(
     queries: mx.array,  # [N, heads, D]
     positions: mx.array,  # of each, int32 [N]: it attends up to its own
-    buffers: Sequence[mx.array],  # keys, then values: [2, slots, KV heads, capacity, D]
+    buffers: Sequence[mx.array],  # keys, then values: [2 * slots * KV heads * capacity, D]
+    kv_heads: int,
     launches: Plan,
 ) -> mx.array:
     """Attention of all windows of a pass: [N, heads, D]."""
-    heads, kv_heads = queries.shape[1], buffers[0].shape[2]
+    heads = queries.shape[1]
     outputs = []
     for work in launches.works:
         own = [buffers[number] for number in work.buffers]
@@ -338,7 +339,7 @@ def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     if buffers:
         inputs = ["q", "positions", "items", *(f"kv{number}" for number in range(buffers))]
         choices = (
-            f"if (item[0] == {number}) kv = kv{number}, apart = kv{number}_strides[0];\n"
+            f"if (item[0] == {number}) kv = kv{number}, lines = kv{number}_shape[0];\n"
             for number in range(1, buffers)
         )
         outputs, body = ["parts", "stats"], _PIECES.replace("CHOOSE", "".join(choices))

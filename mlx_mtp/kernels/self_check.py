@@ -138,6 +138,7 @@ def attention(
     buffers = [
         cases.normal(2, len(ends), kv_heads, size, dim).astype(dtype) for size, ends in _BUFFERS
     ]
+    flat = [array.reshape(-1, dim) for array in buffers]
     places = [
         (number, slot, size, end)
         for number, (size, ends) in enumerate(_BUFFERS)
@@ -153,13 +154,13 @@ def attention(
             positions += range(place[3] - count, place[3])
         queries = cases.normal(len(positions), heads, dim).astype(dtype)
         given = queries, mx.array(positions, dtype=mx.int32)
-        found = run(*given, buffers, plan(tuple(rows), group))
+        found = run(*given, flat, kv_heads, plan(tuple(rows), group))
         for number, slot, size, first, count in rows:
             own, last = slice(first, first + count), slice(first + count - 1, first + count)
             entries = buffers[number][:, slot : slot + 1]
             errors.append(_attention_error(found[own], *(a[own] for a in given), *entries))
             single = plan((Row(number, slot, size, 0, 1),), group)
-            alone = run(*(a[last] for a in given), buffers, single)
+            alone = run(*(a[last] for a in given), flat, kv_heads, single)
             if not mx.array_equal(alone, found[last]):
                 raise ValueError("a position depends on what is beside it")
     return float(np.max(errors))

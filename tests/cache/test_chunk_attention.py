@@ -26,8 +26,8 @@ def test_a_chunk_attends_to_the_same(start, length, block):
     layout.arrange([start + length], [start + length])
     packing = Packing(layout, mx.array([start], dtype=mx.int32), [length])
     buffer = layout.buffers[0]
-    shape = 2, buffer.slots, KV_HEADS, buffer.capacity, DIM
-    cache.buffers[buffer] = normal(*shape, seed=start)
+    lines = 2 * buffer.slots * KV_HEADS * buffer.capacity
+    cache.buffers[buffer] = normal(lines, DIM, seed=start)
     queries = normal(length, HEADS, DIM, seed=7)
     expected = cache.attend(packing, queries, DIM**-0.5)
     with pytest.MonkeyPatch.context() as patched:

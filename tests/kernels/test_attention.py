@@ -32,11 +32,11 @@ def normal(*shape, seed=0, dtype=BF16):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype"), CASES)
 def test_it_is_exact_and_a_position_does_not_depend_on_others(heads, kv_heads, dim, dtype, caplog):
     """Windows of several lengths at the borders of pieces, of rows in one to five buffers."""
-    queries, kv = normal(1, heads, dim, dtype=dtype), normal(2, 1, kv_heads, 1, dim, dtype=dtype)
-    assert attention.fits(queries, kv, attention.LONGEST, dim**-0.5), caplog.text
-    assert not attention.fits(queries, kv, attention.LONGEST + 1, dim**-0.5)
-    assert not attention.fits(queries, kv, 1, 1.0)
-    assert not attention.fits(queries.astype(mx.float32), kv, 1, dim**-0.5)
+    queries, kv = normal(1, heads, dim, dtype=dtype), normal(2 * kv_heads, dim, dtype=dtype)
+    assert attention.fits(queries, kv, kv_heads, attention.LONGEST, dim**-0.5), caplog.text
+    assert not attention.fits(queries, kv, kv_heads, attention.LONGEST + 1, dim**-0.5)
+    assert not attention.fits(queries, kv, kv_heads, 1, 1.0)
+    assert not attention.fits(queries.astype(mx.float32), kv, kv_heads, 1, dim**-0.5)
 
 
 @pytest.mark.full
@@ -62,7 +62,7 @@ def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
     assert len(layout.buffers) > 2
     cache = RaggedKVCache()
     for number, buffer in enumerate(layout.buffers):
-        cache.buffers[buffer] = normal(2, buffer.slots, 1, buffer.capacity, 128, seed=number)
+        cache.buffers[buffer] = normal(2 * buffer.slots * buffer.capacity, 128, seed=number)
     packing = Packing(layout, mx.array(starts, dtype=mx.int32), lengths)
     queries = normal(packing.num_tokens, 4, 128, seed=7)
     found = cache.attend(packing, queries, 128**-0.5)
@@ -84,6 +84,6 @@ def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
 @pytest.mark.full
 def test_a_wrong_body_is_found_and_not_used(spoil, caplog, right, wrong):
     spoil(attention, "_PIECES" if right in attention._PIECES else "_ADD", right, wrong)
-    queries, kv = normal(1, 4, 128), normal(2, 1, 1, 1, 128)
-    assert not attention.fits(queries, kv, 1, 128**-0.5)
+    queries, kv = normal(1, 4, 128), normal(2, 128)
+    assert not attention.fits(queries, kv, 1, 1, 128**-0.5)
     assert "slower code is used" in caplog.text

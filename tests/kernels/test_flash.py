@@ -53,11 +53,12 @@ def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, l
     found = []
     for behind in (0.0, float("nan")):
         known = mx.arange(buffer.capacity)[:, None] < start + length
-        cache.buffers[buffer] = mx.where(known, entries, mx.array(behind, dtype=BF16))
+        kv = mx.where(known, entries, mx.array(behind, dtype=BF16))
+        cache.buffers[buffer] = kv.reshape(-1, DIM)
         found.append(cache.attend(packing, queries, DIM**-0.5))
     assert mx.array_equal(*found)
     monkeypatch.setattr(flash, "fits", lambda *_: False)
-    cache.buffers[buffer] = entries
+    cache.buffers[buffer] = entries.reshape(-1, DIM)
     true = cache.attend(packing, queries, DIM**-0.5)
     assert found[0].shape == true.shape and found[0].dtype == true.dtype
     found, true = (np.array(a.astype(mx.float32)) for a in (found[0], true))
