@@ -165,6 +165,7 @@ def banner(
     """
     from mlx_mtp.world import own_address
 
+    unused = ", ".join(loaded.unused_kernels)
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     depth = engine.num_draft_tokens
     drafts = (
@@ -188,6 +189,7 @@ def banner(
         else "off: --drafts, or a fixed number of drafts",
         **({"optimistic": _OPTIMISTIC.format(config.optimistic)} if config.optimistic else {}),
         "backend": backend,
+        **({"kernels": f"slower code in place of {unused}; see the warnings"} if unused else {}),
         "prefixes": prefixes,
         "answers": answers,
         "memory": "\n".join(memory),

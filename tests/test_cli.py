@@ -198,12 +198,13 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
 )
 def test_the_banner(config, engine, shown):
     config = ServerConfig(**{"model_name": "it's", "port": 81} | config)
-    about = {"head_source": "/m/mtp.safetensors", "num_ranks": 2}
+    about = {"head_source": "/m/mtp.safetensors", "num_ranks": 2, "unused_kernels": ["few rows"]}
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", **about)
     memory = ["8.0 GB: 1.0 GB weights", "rows: 3"]
     info = "CPU, OpenBLAS 1"
     text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same")
     assert shown in text and "a'b" not in text and "2, each with a part" in text
+    assert re.search(r"kernels +slower code in place of few rows; see", text)
     assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")
     narrow = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same", width=60)
     assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))

@@ -212,13 +212,18 @@ class Operation:
         with gpu.step(False):
             return max(self._error(shape, dtype, rows) for rows in _CHECKED_ROWS)
 
-    def _error(self, shape: Shape, dtype: mx.Dtype, rows: int) -> float:
+    def drawn(self, shape: Shape, dtype: mx.Dtype, rows: int) -> list[mx.array]:
+        """Random inputs."""
         draw, inputs = np.random.default_rng(0), []
         for name, size in zip(self.inputs, self.sizes(shape, rows)[0], strict=True):
             drawn = mx.array(draw.standard_normal(size, dtype=np.float32))
             inputs.append(drawn if name == "weights" else drawn.astype(dtype))
             if name == "positions":
                 inputs[-1] = mx.array(np.resize([0, 7, 3000], rows), dtype=mx.int32)
+        return inputs
+
+    def _error(self, shape: Shape, dtype: mx.Dtype, rows: int) -> float:
+        inputs = self.drawn(shape, dtype, rows)
         found = self.launch(shape, *inputs)
         mx.eval(found)
         with mx.stream(mx.cpu):

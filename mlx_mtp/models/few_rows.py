@@ -140,6 +140,7 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
             what = f"{stored}, {band.start} rows and more"
             if problem := _problem(first, ours, dtype, band):
                 logger.warning("The few-rows kernel is not used for %s: %s", what, problem)
+                gpu.refused.add("few_rows")
             elif not _is_worth_it(modules[:_TIMED], ours, dtype, rows):
                 logger.info("The few-rows kernel is not used for %s: mlx's is faster", what)
             else:

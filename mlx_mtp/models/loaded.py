@@ -17,7 +17,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels.attention import DIMS, LONGEST
-from mlx_mtp.kernels.gpu import backend, step
+from mlx_mtp.kernels.gpu import backend, refused, step
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.few_rows import serves, use_few_rows
 from mlx_mtp.models.head import MTPHead
@@ -133,6 +133,11 @@ class LoadedModel:
     def is_exact(self, wanted: bool | None = None) -> bool:
         """What `EngineConfig.exact` is: as wanted, or else whether it makes no product slower."""
         return self.can_be_exact and serves(self.model, self.dtype) if wanted is None else wanted
+
+    @property
+    def unused_kernels(self) -> list[str]:
+        """Names of the kernels that do not work here, as far as they have been tried."""
+        return sorted(name.replace("_", " ") for name in refused)
 
     def make_cache(self, num_rows: int) -> BatchCache:
         layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -23,10 +23,17 @@ from mlx_mtp.kernels import (
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
 from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.selftest.timing import Launch, microseconds
 
 _LENGTH, _ROWS = 90, 3  # Of windows for the portable code: two chunks, the second one short.
-# Its name, the comparison, and whether the kernel is made for the shape.
-_Case = tuple[str, Callable[[], float], bool]
+_TOKENS = 4  # that a kernel is timed with: what three drafts verify
+
+
+class _Case(NamedTuple):
+    name: str
+    compare: Callable[[], float]
+    applies: bool  # The kernel is made for the shape.
+    timed: tuple[Launch, Launch] | None = None  # The kernel, and what would run without it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class KernelCheck:
     difference: float | None = None  # The largest, in float32's measure.
     problem: str | None = None  # Why there is no difference.
     applies: bool = True  # False: the kernel isn't made for this shape, and portable code runs.
+    microseconds: float | None = None  # Of four tokens, and of what would run without the kernel.
+    portable: float | None = None
 
 
 def check_model(model: LoadedModel) -> list[KernelCheck]:
@@ -60,14 +69,15 @@ def check_model(model: LoadedModel) -> list[KernelCheck]:
 def check_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelCheck:
     """Compare the attention kernel with float32; attention in float32 is mlx's own."""
     compare = partial(attention.error, heads, kv_heads, dim, mx.bfloat16)
-    case = "attention kernel / float32", compare, dim in attention.DIMS
+    case = _Case("attention kernel / float32", compare, dim in attention.DIMS)
     return _check(called, mx.bfloat16, case, attention.TOLERANCE)
 
 
 def check_chunk_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelCheck:
     """The same for the kernel of prompts' chunks."""
     compare = partial(flash.error, heads, kv_heads, mx.bfloat16)
-    case = "chunk attention kernel / float32", compare, dim == flash.DIM and flash.hopper()
+    applies = dim == flash.DIM and flash.hopper()
+    case = _Case("chunk attention kernel / float32", compare, applies)
     return _check(called, mx.bfloat16, case, flash.TOLERANCE)
 
 
@@ -90,25 +100,31 @@ def name_of(dtype: mx.Dtype) -> str:
 def _check(
     called: str, dtype: mx.Dtype, case: _Case, tolerance: float = gpu.TOLERANCE
 ) -> KernelCheck:
-    name, compare, applies = case
-    what = (name, called, name_of(dtype))
-    if not applies:
+    what = (case.name, called, name_of(dtype))
+    if not case.applies:
         return KernelCheck(*what, ok=True, applies=False)
     try:
-        difference = compare()
+        difference = case.compare()
+        times = [microseconds(launch) for launch in case.timed or ()]
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return KernelCheck(*what, ok=False, problem=lines[0][:200])
-    return KernelCheck(*what, ok=difference < tolerance, difference=difference)  # NaN is wrong.
+    ok = difference < tolerance  # NaN is wrong.
+    return KernelCheck(*what, ok, difference, None, True, *times)
 
 
 def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
-    yield _case("gated delta kernel / portable", gated_delta.KERNEL, shape, dtype)
-    yield _case("inputs kernel / portable", inputs.KERNEL, shape, dtype)
+    cases = Cases(0, shape, dtype)
+    given = *cases.window(1, _TOKENS), cases.state(1), None, None
+    both = partial(gated_delta.launch, *given), partial(portable.step, *given)
+    yield _case("gated delta kernel / portable", gated_delta.KERNEL, shape, dtype, *both)
+    before = cases.projected(1, _TOKENS), cases.convolution(), cases.history(1, 0), None
+    pair = partial(inputs.launch, *before), partial(portable.prepare, *before)
+    yield _case("inputs kernel / portable", inputs.KERNEL, shape, dtype, *pair)
     if gpu.backend() == "cuda":
         compare = partial(gated_delta_chunks.error, shape, dtype)
         applies = gated_delta_chunks.applies(shape, dtype)
-        yield "gated delta of prompts / portable", compare, applies
+        yield _Case("gated delta of prompts / portable", compare, applies)
 
 
 def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
@@ -123,20 +139,28 @@ def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
     if getattr(args, "num_experts", 0):
         chosen = args.num_experts_per_tok
         kind = router.Router(args.num_experts, chosen, args.norm_topk_prob)
-        yield _case("router kernel / mlx", router.KERNEL, kind, dtype)
+        logits = mx.random.normal((_TOKENS, kind.experts + 1), key=mx.random.key(0)).astype(dtype)
+        given = logits[:, :-1], logits[:, -1:], kind
+        routed = partial(router.launch, *given), partial(router.portable, *given)
+        yield _case("router kernel / mlx", router.KERNEL, kind, dtype, *routed)
         # Of a step with the shared expert, of a prompt without.
         shapes += [(norms.MIX_NORM, width._replace(chosen=n)) for n in (chosen + 1, chosen)]
     for each, shape in shapes:
-        yield _case(f"{each.name.replace('_', ' ')} kernel / mlx", each.kernel, shape, dtype)
+        name, drawn = each.name.replace("_", " "), each.drawn(shape, dtype, _TOKENS)
+        both = partial(each.launch, shape, *drawn), partial(each.portable, shape, *drawn)
+        yield _case(f"{name} kernel / mlx", each.kernel, shape, dtype, *both)
 
 
-def _case(name: str, kernel: gpu.Kernel, shape: Any, dtype: mx.Dtype) -> _Case:
-    return name, partial(kernel.check, shape, dtype), kernel.applies(shape)
+def _case(
+    name: str, kernel: gpu.Kernel, shape: Any, dtype: mx.Dtype, ours: Launch, theirs: Launch
+) -> _Case:
+    compare = partial(kernel.check, shape, dtype)
+    return _Case(name, compare, kernel.applies(shape), (ours, theirs))
 
 
 def _cpu_cases(shape: Shape) -> Iterator[_Case]:
-    yield "chunkwise / mlx-lm's loop", lambda: _chunkwise(shape), True
-    yield "fold / mlx-lm's loop", lambda: _fold(shape), True
+    yield _Case("chunkwise / mlx-lm's loop", lambda: _chunkwise(shape), True)
+    yield _Case("fold / mlx-lm's loop", lambda: _fold(shape), True)
 
 
 def _chunkwise(shape: Shape) -> float:

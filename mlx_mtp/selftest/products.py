@@ -1,7 +1,6 @@
 """What the model's products cost by rows, and whether a row's bits depend on those beside it."""
 
 import copy
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from mlx_mtp.kernels.formats import Weight, weight_of
 from mlx_mtp.models.few_rows import REPLACED, apply, with_kernel
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
+from mlx_mtp.selftest.timing import microseconds
 
 ROWS = (1, 2, 4, 8, 16)
-_ROUNDS = 5
-_LEAST_SECONDS = 2e-3  # of a round: several layers' products, or their launch is all that is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
 
 def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
     weights = [[array for _, array in tree_flatten(each.layer.parameters())] for each in layers]
-    once = _microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
+    once = microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
     most = mx.random.normal((ROWS[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
     rows = [most[:count].astype(dtype) for count in ROWS]
     times = _times(layers, rows)
@@ -112,24 +110,8 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
 
 def _times(layers: Sequence[_Timed], rows: Sequence[mx.array]) -> list[float]:
     """Microseconds of one layer."""
-    together = [_microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
+    together = [microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
     return [each / len(layers) for each in together]
-
-
-def _microseconds(launch: Callable[[], list[mx.array]]) -> float:
-    """The median of what a launch takes, repeated in one evaluation until it takes long enough."""
-    repeats = 1
-    while (seconds := _seconds(launch, repeats)) < _LEAST_SECONDS:
-        repeats *= 2
-    rounds = [seconds, *(_seconds(launch, repeats) for _ in range(_ROUNDS - 1))]
-    return 1e6 * statistics.median(rounds) / repeats
-
-
-def _seconds(launch: Callable[[], list[mx.array]], repeats: int) -> float:
-    results = [result for _ in range(repeats) for result in launch()]
-    began = time.perf_counter()
-    mx.eval(results)
-    return time.perf_counter() - began
 
 
 def _weight(layer: nn.Module) -> Weight:

@@ -97,7 +97,10 @@ class Report:
         for check in self.kernels:
             name, verdict = f"{check.name}: {check.shape}, {check.dtype}", _VERDICTS[check.ok]
             if check.applies:
-                yield name, check.problem or f"off by {check.difference:.1e} at most", verdict
+                text = check.problem or f"off by {check.difference:.1e} at most"
+                if check.microseconds is not None:
+                    text += f"; {check.microseconds:.0f} us, without it {check.portable:.0f}"
+                yield name, text, verdict
             else:
                 yield name, "not for these sizes: portable code in use", ""
         if self.products:
