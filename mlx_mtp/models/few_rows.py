@@ -134,7 +134,7 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
     # An MLP is compared with what its own last product will be.
     for (ours, stored), modules in sorted(kinds.items(), key=lambda kind: len(kind[0][1])):
         first, found = modules[0], range(0)
-        for rows, band in _kernel().bands(weight_of(parts_of(first)[0])).items():
+        for rows, band in _bands(first).items():
             if ours is FewRowsMLP and rows not in first.down_proj.served:
                 continue  # Its rows would depend on one another all the same.
             what = f"{stored}, {band.start} rows and more"
@@ -163,18 +163,32 @@ def serves(model: nn.Module, dtype: mx.Dtype) -> bool:
     return all(few_rows.fits(weight_of(part), dtype) for part in parts)
 
 
-def with_kernel(module: nn.Module, dtype: mx.Dtype) -> tuple[nn.Module, str | None] | None:
-    """A copy of a layer that runs the kernel wherever that is made for, and why it must not."""
+def with_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
+    """A copy of a layer that runs the kernel wherever that is made for, unchecked."""
+    twin = _by_mlx(module)
+    if (ours := _class_for(twin, dtype)) is None:
+        return None
+    bands = [*_bands(twin).values()]
+    twin.__class__, twin.served = ours, range(bands[0].start, bands[-1].stop)
+    return twin
+
+
+def problem(module: nn.Module, dtype: mx.Dtype) -> str | None:
+    """What is wrong with a layer that `with_kernel` has made."""
+    ours, plain = type(module), _by_mlx(module)
+    found = (_problem(plain, ours, dtype, band) for band in _bands(plain).values())
+    return next((each for each in found if each), None)
+
+
+def _by_mlx(module: nn.Module) -> nn.Module:
     twin = copy.copy(module)
     twin.__class__ = REPLACED.get(type(module), type(module))
-    ours = _class_for(twin, dtype)
-    if ours is None:
-        return None
-    bands = [*_kernel().bands(weight_of(parts_of(twin)[0])).values()]
-    problems = (_problem(twin, ours, dtype, band) for band in bands)
-    problem = next((found for found in problems if found), None)
-    twin.__class__, twin.served = ours, range(bands[0].start, bands[-1].stop)
-    return twin, problem
+    return twin
+
+
+def _bands(module: nn.Module) -> dict[int, range]:
+    found: dict[int, range] = _kernel().bands(weight_of(parts_of(module)[0]))
+    return found
 
 
 def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
@@ -229,8 +243,9 @@ def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype, band: ra
     """Why it must not be of our class: it computes something else, or not each row by itself."""
     theirs = type(module)
     least, most = band.start, min(band.stop - 1, _MOST_COMPARED)
-    # Of experts some have one row, and some more than one block has.
-    x, *rest = _inputs(module, most, dtype, mx.arange(2 * most) // 9)
+    # The first expert has more rows than a block, others one, and they are in no order.
+    pair = mx.arange(2 * most)
+    x, *rest = _inputs(module, most, dtype, mx.where(pair % 3 > 0, 0, -1 - pair))
     try:
         # For more rows mlx compiles another kernel, which may take it half a minute a format.
         twin, asked = _in_float32(module), (x.astype(mx.float32), *rest)
@@ -253,7 +268,9 @@ def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype, band: ra
 def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether the shared expert gives the same as one of the others."""
     routed, shared = block.switch_mlp, block.shared_expert
-    if (type(routed), type(shared)) != (FewRowsExperts, FewRowsMLP) or 2 not in routed.served:
+    if (type(routed), type(shared)) != (FewRowsExperts, FewRowsMLP):
+        return False
+    if 2 not in routed.served or 2 not in shared.served:
         return False
     both = ([weight_of(part) for part in parts_of(each)] for each in (routed, shared))
     if any(a.form != b.form or a.codes.shape[1:] != b.codes.shape for a, b in zip(*both)):
@@ -294,8 +311,7 @@ def _is_worth_it(
 
 def _in_float32(module: nn.Module) -> nn.Module:
     """A module of the same codes that multiplies and adds in float32."""
-    twin = copy.copy(module)
-    twin.__class__ = REPLACED.get(type(twin), type(twin))
+    twin = _by_mlx(module)
     for name, value in module.items():
         if isinstance(value, nn.Module) and "weight" in value:
             twin[name] = _in_float32(value)

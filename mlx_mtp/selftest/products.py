@@ -11,7 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_mtp.kernels.formats import Weight, weight_of
-from mlx_mtp.models.few_rows import REPLACED, apply, with_kernel
+from mlx_mtp.models.few_rows import REPLACED, apply, problem, with_kernel
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
 from mlx_mtp.selftest.timing import microseconds
@@ -82,7 +82,7 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
     times = _times(layers, rows)
     first = [layers[0](x)[0] for x in rows]
     independent = all(mx.array_equal(first[0], other).item() for other in first[1:])
-    theirs, unused, problem = list[float](), list[float](), None
+    theirs, unused, wrong = list[float](), list[float](), None
     ours = [with_kernel(each.layer, dtype) for each in layers]
     served = getattr(layers[0].layer, "served", ())
     if original := REPLACED.get(type(layers[0].layer)):
@@ -90,12 +90,13 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
             each.layer = copy.copy(each.layer)
             each.layer.__class__ = original
         theirs = _times(layers, rows)
-    if ours[0] is not None and any(r in ours[0][0].served and r not in served for r in ROWS):
-        problem = ours[0][1]
-        for each, found in zip(layers, ours, strict=True):
-            assert found is not None
-            each.layer = found[0]
-        unused = [] if problem else _times(layers, rows)
+    if ours[0] is not None and any(r in ours[0].served and r not in served for r in ROWS):
+        wrong = problem(ours[0], dtype)
+        if wrong is None:
+            for each, found in zip(layers, ours, strict=True):
+                assert found is not None
+                each.layer = found
+            unused = _times(layers, rows)
     return Product(
         name,
         len(layers),
@@ -104,7 +105,7 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
         independent,
         theirs,
         unused,
-        problem,
+        wrong,
     )
 
 

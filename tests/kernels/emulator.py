@@ -28,6 +28,7 @@ _TYPES = {
     mx.uint8: "unsigned char",
 }
 _CANARY = 256
+_MOST_GROUPS_TWICE = 256  # Of a launch, which are run in both orders: two may write to one place.
 
 _SHIMS = r"""
 // No header of C++: they would take twice as long to compile as the kernel does.
@@ -267,18 +268,17 @@ static bool run_group() {
 }
 
 extern "C" int run(const int* grid, const int* group, void** in, int** shapes, int64_t** strides,
-                   void** out) {
+                   void** out, int backwards) {
   inputs = in; all_shapes = shapes; all_strides = strides; outputs = out;
   blockDim = {unsigned(group[0]), unsigned(group[1]), unsigned(group[2])};
   lanes_in_all = group[0] * group[1];
   // CUDA launches whole groups, so that some warps lie outside of the grid.
-  for (unsigned z = 0; z < unsigned(grid[2]); ++z) {
-    for (unsigned y = 0; y < unsigned((grid[1] + group[1] - 1) / group[1]); ++y) {
-      for (unsigned x = 0; x < unsigned(grid[0] / LANES); ++x) {
-        blockIdx = {x, y, z};
-        if (!run_group()) return 1;
-      }
-    }
+  const unsigned x = grid[0] / LANES, y = (grid[1] + group[1] - 1) / group[1];
+  const unsigned all = x * y * grid[2];
+  for (unsigned i = 0; i < all; ++i) {
+    const unsigned at = backwards ? all - 1 - i : i;
+    blockIdx = {at % x, at / x % y, at / x / y};
+    if (!run_group()) return 1;
   }
   return 0;
 }
@@ -318,20 +318,28 @@ class EmulatedKernel:
         addresses = [_address(a, view) for a, view in zip(inputs, views)]
         shapes = [(ctypes.c_int * v.ndim)(*v.shape) for v in views]
         strides = [(ctypes.c_int64 * v.ndim)(*(s // v.itemsize for s in v.strides)) for v in views]
-        results = [
-            # What is not written stays NaN; what is written behind the end is seen.
-            np.full(int(np.prod(shape)) * dtype.size + _CANARY, 0xFF, dtype=np.uint8)
-            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
-        ]
-        diverged = run(
-            (ctypes.c_int * 3)(*grid),
-            (ctypes.c_int * 3)(*threadgroup),
-            (ctypes.c_void_p * len(inputs))(*addresses),
-            (ctypes.c_void_p * len(inputs))(*map(ctypes.addressof, shapes)),
-            (ctypes.c_void_p * len(inputs))(*map(ctypes.addressof, strides)),
-            (ctypes.c_void_p * len(results))(*(r.ctypes.data for r in results)),
-        )
-        assert not diverged, f"{self._name}: lanes of a warp came to different steps"
+        x, y, z = grid
+        groups = x // threadgroup[0] * -(-y // threadgroup[1]) * z
+        kept = None
+        for backwards in (False, True) if groups <= _MOST_GROUPS_TWICE else (False,):
+            results = [
+                # What is not written stays NaN; what is written behind the end is seen.
+                np.full(int(np.prod(shape)) * dtype.size + _CANARY, 0xFF, dtype=np.uint8)
+                for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+            ]
+            diverged = run(
+                (ctypes.c_int * 3)(*grid),
+                (ctypes.c_int * 3)(*threadgroup),
+                (ctypes.c_void_p * len(inputs))(*addresses),
+                (ctypes.c_void_p * len(inputs))(*map(ctypes.addressof, shapes)),
+                (ctypes.c_void_p * len(inputs))(*map(ctypes.addressof, strides)),
+                (ctypes.c_void_p * len(results))(*(r.ctypes.data for r in results)),
+                backwards,
+            )
+            assert not diverged, f"{self._name}: lanes of a warp came to different steps"
+            same = kept is None or all(map(np.array_equal, kept, results))
+            assert same, f"{self._name}: the order of threadgroups matters"
+            kept = results
         for name, result in zip(self._outputs, results):
             assert (result[-_CANARY:] == 0xFF).all(), f"{self._name}: {name} has been overrun"
         return [

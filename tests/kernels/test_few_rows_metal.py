@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import few_rows_metal as kernels
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
@@ -150,6 +151,28 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
         true = few_rows._in_float32(layer)(x.astype(mx.float32), *rest)
         assert mx.abs(found - true).max() < 0.02 * mx.abs(true).max()
     assert "WARNING" not in caplog.text
+
+
+@on_metal
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("static_cast<size_t>(expert) * N", "0"),
+        ("order[first + (r)] / PAIRS", "(first + (r)) / PAIRS"),
+        ("TARGET(r) order[first + (r)]", "TARGET(r) first + (r)"),
+        ("&&\n           experts[first + count] == expert", ""),
+    ],
+)
+def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, caplog):
+    """Neither of few tokens nor of many, nor with a block that goes on into another expert."""
+    monkeypatch.setattr(few_rows, "_is_worth_it", lambda *_: True)
+    spoil(kernels, "_PAIRS", right, wrong)
+    block = SwitchGLU(128, 64, 9)
+    block.set_dtype(BF16)
+    nn.quantize(block, 64, 4)
+    few_rows.use_few_rows(block, BF16)
+    assert type(block) is SwitchGLU and not block.served
+    assert "not used" in caplog.text
 
 
 @pytest.mark.parametrize("kernel", [(True, 2, 2, True), (False, 2, 0, False)])
