@@ -37,6 +37,14 @@ def compiled(tmp_path_factory):
     return make
 
 
+@pytest.fixture(autouse=True)
+def orders(request, monkeypatch):
+    """It takes as long again, so the quick suite does it where pairs are shared out alone."""
+    is_quick = request.config.option.markexpr == "not full"
+    both = not is_quick or request.module.__name__.endswith("few_rows_metal")
+    monkeypatch.setattr(EmulatedKernel, "both_orders", both)
+
+
 # The bodies are the same for both; a compiler's run for each shape and type takes its time.
 @pytest.fixture(params=["cuda", pytest.param("metal", marks=pytest.mark.full)])
 def emulated(request, monkeypatch, compiled):

@@ -28,7 +28,6 @@ _TYPES = {
     mx.uint8: "unsigned char",
 }
 _CANARY = 256
-_MOST_GROUPS_TWICE = 256  # Of a launch, which are run in both orders: two may write to one place.
 
 _SHIMS = r"""
 // No header of C++: they would take twice as long to compile as the kernel does.
@@ -288,6 +287,8 @@ extern "C" int run(const int* grid, const int* group, void** in, int** shapes, i
 class EmulatedKernel:
     """What `mx.fast.cuda_kernel` or `mx.fast.metal_kernel` returns, on the CPU."""
 
+    both_orders = False  # of threadgroups: two that write to one place are seen
+
     def __init__(
         self,
         folder,
@@ -318,10 +319,8 @@ class EmulatedKernel:
         addresses = [_address(a, view) for a, view in zip(inputs, views)]
         shapes = [(ctypes.c_int * v.ndim)(*v.shape) for v in views]
         strides = [(ctypes.c_int64 * v.ndim)(*(s // v.itemsize for s in v.strides)) for v in views]
-        x, y, z = grid
-        groups = x // threadgroup[0] * -(-y // threadgroup[1]) * z
         kept = None
-        for backwards in (False, True) if groups <= _MOST_GROUPS_TWICE else (False,):
+        for backwards in (False, True)[: 1 + self.both_orders]:
             results = [
                 # What is not written stays NaN; what is written behind the end is seen.
                 np.full(int(np.prod(shape)) * dtype.size + _CANARY, 0xFF, dtype=np.uint8)
