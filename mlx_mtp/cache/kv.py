@@ -52,13 +52,14 @@ class RaggedKVCache:
             tokens, whole = part.rect(queries), _by_axis(part.buffer, array)
             keys, values = whole  # views; an integer as the only index would copy
             if flash.fits(tokens, keys, scale):
-                outputs.append(flash.attend(tokens[0], keys, values, part.positions[0])[None])
+                one = tokens.squeeze(0), keys, values, part.positions.squeeze(0)
+                outputs.append(flash.attend(*one)[None])
                 continue
             keys, values = whole[:, : part.used, :, : part.limit]
             rows = tokens.swapaxes(1, 2)
             # A chunk of one prompt; where windows begin the host does not know.
             if part.length > attention.LONGEST and chunk_attention.fits(rows):
-                at = part.positions[0], part.known
+                at = part.positions.squeeze(0), part.known
                 attended = chunk_attention.attend(rows, keys, values, *at, scale)
             else:
                 attended = mx.fast.scaled_dot_product_attention(
