@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_mtp.errors import UsageError
 
@@ -45,6 +46,8 @@ _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
 _BLANK = "0" * 64
 _DIGEST_WITHIN = 4096  # The metadata come first in a file.
+_FLOATS = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+_TYPES = {**_FLOATS, "U32": mx.uint32, "I32": mx.int32, "U8": mx.uint8}
 _HASH_BLOCK = 256 << 20  # of weights, so that one large file is read by several threads too
 _HASH_PIECE = 1 << 18
 _HASH_THREADS = 8
@@ -71,10 +74,21 @@ def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
 
 
 def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
-    """Arrays and bits of a content that has been checked."""
-    arrays, metadata = mx.load(io.BytesIO(content), format="safetensors", return_metadata=True)
+    """Arrays and bits of a content that has been checked.
+
+    Not by `mx.load`, which reads a Python file on a thread that needs the interpreter's lock: on a
+    CPU `mx.clear_cache` holds that lock while it waits for such threads, those of others too.
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    bits = int(header.pop("__metadata__")["bits"])
+    arrays = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        data = mx.array(np.frombuffer(content, np.uint8, end - begin, start + begin))
+        arrays[name] = data.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
     mx.eval(arrays)
-    return arrays, int(metadata["bits"]) or None  # type: ignore[index, return-value]
+    return arrays, bits or None
 
 
 def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:

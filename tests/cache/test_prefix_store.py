@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -52,6 +54,24 @@ def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
     assert all(map(same, fetch(open_store(), 1, 2), (kv, states)))
     with safe_open(next(folder.glob("*-0-2.*")), "numpy") as opened:  # It is what its name says.
         assert set(opened.keys()) == set(arrays)
+
+
+READS_WHILE_CACHES_ARE_CLEARED = """
+import threading
+import mlx.core as mx
+from mlx_mtp.cache.prefix_files import pack, unpack
+content = pack({f"{n}": mx.zeros((64,)) for n in range(200)}, None)
+reads = threading.Thread(target=lambda: [unpack(content) for _ in range(50)])
+reads.start()
+while reads.is_alive():
+    mx.eval(mx.ones((1000,)) + 1)
+    mx.clear_cache()
+"""
+
+
+def test_it_is_read_while_another_engine_clears_mlxs_cache():
+    """`mx.clear_cache` waits for the streams of all threads, and lets no Python run meanwhile."""
+    subprocess.run([sys.executable, "-c", READS_WHILE_CACHES_ARE_CLEARED], timeout=120, check=True)
 
 
 def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store):
