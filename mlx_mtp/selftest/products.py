@@ -1,6 +1,7 @@
 """What the model's products cost by rows, and whether a row's bits depend on those beside it."""
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_mtp.kernels.formats import Weight, weight_of
-from mlx_mtp.models.few_rows import REPLACED, apply, problem, with_kernel
+from mlx_mtp.models.few_rows import (
+    REPLACED,
+    FewRowsExperts,
+    apply,
+    problem,
+    served,
+    with_kernel,
+)
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
 from mlx_mtp.selftest.timing import microseconds
@@ -21,12 +29,15 @@ ROWS = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One kind of product, by `ROWS`: microseconds of a layer, and of reading its weights once."""
+    """One kind of product, by `rows`: what a layer takes, and reading its weights once."""
 
     name: str
     layers: int
+    routed: bool  # Of experts, which each row chooses for itself.
+    rows: Sequence[int]
     microseconds: list[float]
-    reading: list[float]  # at the speed of mlx's own reduction over the same weights
+    nbytes: list[float]  # of the weights that are read
+    reading: list[float]  # Microseconds at the speed of mlx's own reduction over the same weights.
     independent: bool  # The first row has the same bits at each number of rows.
     theirs: list[float]  # Microseconds of mlx's own operation, where another is in use.
     unused: list[float]  # Those of our kernel, where it is not used for each of these rows, or ...
@@ -35,9 +46,11 @@ class Product:
 
 @dataclass
 class _Timed:
-    """A layer's product of rows, and the share of its weights that so many read."""
+    """A layer's product, the numbers of rows, and the share of its weights that so many read."""
 
     layer: nn.Module
+    rows: Sequence[int]
+    routed: bool = False
     run: Callable[[nn.Module, mx.array], mx.array] = apply
     share: Callable[[int], float] = lambda _rows: 1.0
 
@@ -45,28 +58,53 @@ class _Timed:
         return self.run(self.layer, x)
 
 
-def _experts(block: nn.Module) -> _Timed:
+def _experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
     """The routed experts of a block, with random ones for each row."""
     count = block.num_experts
-    drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(ROWS[-1])]
+    drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(rows[-1])]
     chosen = mx.stack(drawn)[:, : block.top_k]
-    return _Timed(
-        block.switch_mlp,
-        lambda layer, x: layer(x, chosen[: len(x)]),
-        lambda rows: len(set(np.array(chosen[:rows]).flat)) / count,
-    )
+
+    def run(layer: nn.Module, x: mx.array) -> mx.array:
+        if not (isinstance(layer, FewRowsExperts) and served(x, layer)):
+            return layer(x, chosen[: len(x)])
+        found = layer.ordered(x, None, *ordered(len(x)))  # A step's router has sorted the pairs.
+        return found.reshape(len(x), block.top_k, -1)
+
+    @functools.cache
+    def ordered(rows: int) -> tuple[mx.array, mx.array]:
+        pairs = chosen[:rows].flatten().astype(mx.int32)
+        order = mx.argsort(pairs).astype(mx.int32)
+        mx.eval(found := (pairs[order], order))
+        return found
+
+    def share(rows: int) -> float:
+        return len(set(np.array(chosen[:rows]).flat)) / count
+
+    return _Timed(block.switch_mlp, rows, True, run, share)
 
 
-def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
-    """Measure each kind of product, that with the most weights first, until the deadline."""
+def measure_products(
+    model: LoadedModel,
+    deadline: float,
+    rows: Sequence[int] = ROWS,
+    tokens: Sequence[int] = ROWS,
+) -> list[Product]:
+    """Measure each kind of product, that with the most weights first, until the deadline.
+
+    Args:
+        model: with weights on the device.
+        deadline: as `time.perf_counter` counts; no kind is begun after it.
+        rows: ascending numbers of them.
+        tokens: as `rows`, of experts.
+    """
     kinds: dict[str, list[_Timed]] = {}
     for module in model.model.modules():
         if "switch_mlp" in module:  # a mixture of experts
             inner = _name(module.switch_mlp)
             name = f"{module.top_k} of {module.num_experts} experts, {inner}"
-            kinds.setdefault(name, []).append(_experts(module))
+            kinds.setdefault(name, []).append(_experts(module, tokens))
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) or module is model.output_layer:
-            kinds.setdefault(_name(module), []).append(_Timed(module))
+            kinds.setdefault(_name(module), []).append(_Timed(module, rows))
     found = []
     for name, layers in sorted(kinds.items(), key=lambda kind: -sum(map(_nbytes, kind[1]))):
         if time.perf_counter() < deadline:
@@ -75,33 +113,38 @@ def measure_products(model: LoadedModel, deadline: float) -> list[Product]:
 
 
 def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
+    counts = layers[0].rows
     weights = [[array for _, array in tree_flatten(each.layer.parameters())] for each in layers]
     once = microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
-    most = mx.random.normal((ROWS[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
-    rows = [most[:count].astype(dtype) for count in ROWS]
+    most = mx.random.normal((counts[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
+    rows = [most[:count].astype(dtype) for count in counts]
     times = _times(layers, rows)
     first = [layers[0](x)[0] for x in rows]
     independent = all(mx.array_equal(first[0], other).item() for other in first[1:])
     theirs, unused, wrong = list[float](), list[float](), None
     ours = [with_kernel(each.layer, dtype) for each in layers]
-    served = getattr(layers[0].layer, "served", ())
+    used = getattr(layers[0].layer, "served", ())
     if original := REPLACED.get(type(layers[0].layer)):
         for each in layers:
             each.layer = copy.copy(each.layer)
             each.layer.__class__ = original
         theirs = _times(layers, rows)
-    if ours[0] is not None and any(r in ours[0].served and r not in served for r in ROWS):
+    if ours[0] is not None and any(n in ours[0].served and n not in used for n in counts):
         wrong = problem(ours[0], dtype)
         if wrong is None:
             for each, found in zip(layers, ours, strict=True):
                 assert found is not None
                 each.layer = found
             unused = _times(layers, rows)
+    shares = [*map(layers[0].share, counts)]
     return Product(
         name,
         len(layers),
+        layers[0].routed,
+        counts,
         times,
-        [once / len(layers) * layers[0].share(count) for count in ROWS],
+        [_nbytes(layers[0]) * share for share in shares],
+        [once / len(layers) * share for share in shares],
         independent,
         theirs,
         unused,

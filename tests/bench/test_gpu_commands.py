@@ -17,6 +17,7 @@ SIBLING = "tests/data/dense-demo:16"
     "command",
     [
         "full_shape --tiny --cases 1x64,2x80 --steps 2 --depths 1,3",
+        "products --tiny --shape Qwen3.6-35B-A3B --rows 1,2 --tokens 1,4",
         "prefill --tiny --shape Qwen3.5-27B Qwen3.6-35B-A3B --layers 4 --prompts 150 --steps 64",
         "pauses --tiny --shape Qwen3.5-27B --prompt 1500 --streams 2",
         "rows --tiny --shape Qwen3.5-27B --rows 1 --long 600 --depths 1 --steps 2",
