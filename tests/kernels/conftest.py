@@ -1,5 +1,7 @@
 """A GPU that is emulated on the CPU."""
 
+import functools
+
 import mlx.core as mx
 import pytest
 
@@ -22,6 +24,7 @@ from mlx_mtp.kernels import (
 )
 from tests.kernels.emulator import WHY_NOT, EmulatedKernel
 from tests.kernels.matrix_units import MATRIX_UNITS, WARPGROUP
+from tests.kernels.metal_source import MetalKernel
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +33,9 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     kept = {}
 
-    def make(**asked):
-        key = repr(asked)
-        return kept.setdefault(key, EmulatedKernel(folder, **asked))
+    def make(kind=EmulatedKernel, **asked):
+        key = kind, repr(asked)
+        return kept.setdefault(key, kind(folder, **asked))
 
     return make
 
@@ -53,7 +56,8 @@ def emulated(request, monkeypatch, compiled):
         pytest.skip(WHY_NOT)
     monkeypatch.setattr(gpu, "backend", lambda: request.param)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
-    monkeypatch.setattr(mx.fast, f"{request.param}_kernel", compiled)
+    make = functools.partial(compiled, MetalKernel)
+    monkeypatch.setattr(mx.fast, f"{request.param}_kernel", make)
     monkeypatch.setattr(mx, "compile", lambda function: function)
     kernels = [module.KERNEL for module in (gated_delta, inputs, router)]
     for kernel in [*kernels, *(each.kernel for each in norms.OPERATIONS)]:

@@ -1,8 +1,6 @@
 """The kernels' real sources and launches on an emulated GPU, against the portable code; on a real
 one over a small grid of `python -m benchmarks.kernels`."""
 
-import re
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -151,26 +149,6 @@ def test_shapes_that_the_kernels_are_not_made_for(emulated):
     found = check_kernels({"odd": Shape(1, 48, 2, 48)})
     assert len(found) == (6 if emulated == "cuda" else 4)
     assert all(check.ok and not check.applies for check in found)
-
-
-METAL_ONLY = re.compile(r"\b(simd_\w+|\w+_in_(?:grid|threadgroup|simdgroup)|metal|device|half)\b")
-CUDA_ONLY = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|__\w+|cg::\w+)")
-# Common to C++ for both; anything else that is called must be made sure of first.
-CALLS = {"fma", "sqrt", "exp", "log", "ldexp", "fabs", "SHUFFLE_XOR", "if", "for", "return"}
-
-
-@pytest.mark.parametrize("module", [gated_delta, inputs])
-def test_the_body_is_common_c_of_both_backends(module):
-    body = re.sub(r"//[^\n]*", "", module.KERNEL.body)
-    assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)
-    assert set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body)) <= CALLS
-    # A double has no place on Metal.
-    assert "double" not in body and not re.findall(r"\b\d+\.\d*(?![\df])", body)
-
-
-def test_prologues_and_headers_are_of_their_backend():
-    for where, foreign in (("metal", CUDA_ONLY), ("cuda", METAL_ONLY)):
-        assert not foreign.findall(gpu._PROLOGUES[where] + gpu._HEADERS[where])
 
 
 GPU_SIZES = [(mx.float32, 1, 32), (mx.float16, 3, 64), (mx.bfloat16, 2, 128)]

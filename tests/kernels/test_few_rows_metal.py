@@ -1,6 +1,5 @@
 """Metal's products of few rows, emulated: exact, each row by itself, and used where they serve."""
 
-import re
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -14,7 +13,6 @@ from mlx_mtp.kernels import few_rows_metal as kernels
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.models import few_rows
 from mlx_mtp.selftest import products
-from tests.kernels.test_emulated import CALLS, CUDA_ONLY, METAL_ONLY
 from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
 
 ODD = [Format("affine", *each) for each in [(2, 64), (3, 32), (5, 64), (6, 64), (4, 128)]] + [MX4]
@@ -173,15 +171,6 @@ def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, 
     few_rows.use_few_rows(block, BF16)
     assert type(block) is SwitchGLU and not block.served
     assert "not used" in caplog.text
-
-
-@pytest.mark.parametrize("kernel", [(True, 2, 2, True), (False, 2, 0, False)])
-def test_the_bodies_are_common_c_of_both_backends(kernel):
-    body = re.sub(r"//[^\n]*|#define[^\n]*", "", kernels._kernel(*kernel).body)
-    assert not METAL_ONLY.findall(body) and not CUDA_ONLY.findall(body)
-    called = set(re.findall(r"\b([A-Za-z_]\w*)\s*\(", body))
-    assert called <= CALLS | {"while", "multiply_8x8", "SOURCE", "TARGET", "THREADGROUP"}
-    assert "double" not in body and not re.findall(r"\b\d+\.\d*(?![\df])", body)
 
 
 @on_both

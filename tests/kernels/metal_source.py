@@ -1,0 +1,118 @@
+"""Parses kernels as Metal's compiler would: as C++ in which pointers have their address spaces.
+
+The source is put together as mlx's Metal backend does it (`write_signature` in mlx's
+metal_kernel.cpp), for the inputs at hand: those of fewer than eight numbers are `constant`. What is
+declared here is all that is known, so that nothing else of Metal's library may be used.
+"""
+
+import functools
+
+import mlx.core as mx
+from clang.cindex import Diagnostic, Index
+
+from mlx_mtp.kernels import gpu
+from tests.kernels.emulator import EmulatedKernel
+
+_CONSTANT_BELOW = 8
+_TYPES = {
+    mx.float32: "float",
+    mx.bfloat16: "bfloat16_t",
+    mx.float16: "float16_t",
+    mx.int32: "int32_t",
+    mx.uint32: "uint32_t",
+    mx.uint8: "uint8_t",
+}
+_POSITIONS = (
+    "thread_position_in_grid",
+    "thread_position_in_threadgroup",
+    "threadgroup_position_in_grid",
+)
+_DECLARATIONS = r"""
+#define device __attribute__((address_space(1)))
+#define constant __attribute__((address_space(2)))
+#define threadgroup static __attribute__((address_space(3)))
+#define thread
+#define double there_is_no_double
+typedef unsigned char uint8_t;
+typedef int int32_t;
+typedef unsigned uint, uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t, size_t;
+typedef _Float16 half, float16_t;
+typedef __bf16 bfloat, bfloat16_t;
+namespace metal {
+typedef float float2 __attribute__((ext_vector_type(2)));
+typedef uint uint3 __attribute__((ext_vector_type(3)));
+float fma(float, float, float), ldexp(float, int);
+float exp(float), exp2(float), log(float), sqrt(float), cos(float), sin(float), fabs(float);
+template <typename T> T min(T, T);
+template <typename T> T simd_shuffle_xor(T, ushort);
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+void threadgroup_barrier(mem_flags);
+struct simdgroup_float8x8 {
+  float2 elements;
+  float2& thread_elements() { return elements; }
+};
+void simdgroup_multiply_accumulate(simdgroup_float8x8&, simdgroup_float8x8, simdgroup_float8x8,
+                                   simdgroup_float8x8);
+}
+using namespace metal;
+""".replace("ushort", "unsigned short")
+
+
+class MetalKernel(EmulatedKernel):
+    """A kernel whose body is Metal's too: it is parsed, besides being run."""
+
+    def __call__(self, *, inputs, template, output_dtypes, **how):
+        given = {"inputs": inputs, "template": template, "output_dtypes": output_dtypes}
+        results = super().__call__(**given, **how)
+        if (header := _as_metal(self._header)) is not None:
+            found = problems(self._metal_text(header, inputs, template, output_dtypes))
+            assert not found, f"{self._name} is no Metal:\n{found}"
+        return results
+
+    def _metal_text(self, header, inputs, template, output_dtypes):
+        source = self._source.replace(
+            gpu.lean(gpu._PROLOGUES["cuda"]), gpu.lean(gpu._PROLOGUES["metal"])
+        )
+        parameters = []
+        for name, array in zip(self._inputs, inputs, strict=True):
+            place = "constant" if array.size < _CONSTANT_BELOW else "device"
+            kind = "*" if array.ndim else "&"
+            parameters.append(f"const {place} {_TYPES[array.dtype]}{kind} {name}")
+            for more, of in ((f"{name}_shape", "int"), (f"{name}_strides", "int64_t")):
+                if array.ndim and more in source:
+                    parameters.append(f"const constant {of}* {more}")
+        pairs = zip(self._outputs, output_dtypes, strict=True)
+        parameters += [f"device {_TYPES[dtype]}* {name}" for name, dtype in pairs]
+        parameters += [f"uint3 {name}" for name in _POSITIONS if name in source]
+        names, values = [], []
+        for name, value in template:
+            kind = "typename" if isinstance(value, mx.Dtype) else type(value).__name__
+            names.append(f"{kind} {name}")
+            values.append(_TYPES[value] if kind == "typename" else str(value).lower())
+        body = f"void body({', '.join(parameters)}) {{\n{source}}}\n"
+        used = f"auto used = &body<{', '.join(values)}>;\n"
+        return f"{header}template <{', '.join(names)}>\n{body}{used}" if names else header + body
+
+
+@functools.cache
+def problems(text):
+    """The errors in a source, each with its line; one that is empty is right."""
+    file = ("kernel.cpp", _DECLARATIONS + text)
+    # A number that is a double by mistake is a slow one on CUDA.
+    options = ["-std=c++17", "--target=x86_64-linux-gnu", "-Werror=double-promotion"]
+    unit = Index.create().parse(file[0], options, unsaved_files=[file])
+    lines = file[1].split("\n")
+    return "\n".join(
+        f"{each.spelling}: {lines[each.location.line - 1]}"
+        for each in unit.diagnostics
+        if each.severity >= Diagnostic.Error
+    )
+
+
+def _as_metal(header):
+    """The header for Metal; None if it has code for CUDA."""
+    if header.startswith(gpu._HEADERS["metal"]):
+        return header
+    return gpu._HEADERS["metal"] if header == gpu._HEADERS["cuda"] else None

@@ -1,0 +1,35 @@
+"""What the emulator runs and Metal's compiler would refuse is found."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.kernels.gpu import Kernel
+
+RIGHT = "const auto from = x; y[lane] = fma(from[lane], few[0], 1.0f);"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (RIGHT, ""),
+        (RIGHT.replace("auto", "float*"), "'const float *' with an lvalue of type 'device float"),
+        # An array of fewer than eight numbers is constant.
+        ("auto from = x; from = few;" + RIGHT.partition(";")[2], "address space of pointer"),
+        (RIGHT.replace("fma", "fmaf"), "undeclared identifier 'fmaf'"),
+        (RIGHT.replace("1.0f", "1.0f * threadIdx.x"), "undeclared identifier 'threadIdx'"),
+        (RIGHT.replace("1.0f", "float(from[lane] * 1.5)"), "floating-point precision"),
+    ],
+)
+def test_metal(emulated, body, problem):
+    kernel = Kernel("of_a_test", ["x", "few"], ["y"], body)
+
+    def launch():
+        (y,) = kernel([mx.ones(32), mx.ones(4)], {"N": 1}, (1, 1, 1), [((32,), mx.float32)])
+        assert (y == 2).all().item()
+
+    if problem:
+        with pytest.raises(AssertionError, match="is no Metal") as found:
+            launch()
+        assert problem in str(found.value)
+    else:
+        launch()
