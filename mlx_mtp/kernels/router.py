@@ -13,7 +13,8 @@ from mlx_mtp.kernels import gpu, self_check
 
 _MOST_EXPERTS = 1024  # a lane has their logits in registers
 _MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
-MOST_PAIRS = 8192  # of token and expert, which are sorted in a threadgroup's memory
+# Of token and expert, which are sorted in a threadgroup's memory: all that Metal has.
+MOST_PAIRS = 8192
 _MOST_WARPS = 16  # more would have too few registers
 
 # A warp has a token, and its lanes share the experts. Of equal logits the first one is taken.
@@ -22,7 +23,7 @@ _BODY = """
     constexpr int ALL = K + 1;
     const int rows = gate_shape[0];
     const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
-    THREADGROUP(int, pairs, MOST_ROWS * ALL);
+    THREADGROUP(int, pairs, PAIRS);
     for (int row = grid_x * warps + warp; row < rows; row += SORT ? warps : rows) {
       float value[N];
       for (int i = 0; i < N; ++i) {
@@ -130,9 +131,10 @@ def _launch(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> 
     rows, (experts, chosen, normalize) = gate.size, router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
-    most_rows = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS if sort else 1
+    # Rounded up, as each number is a kernel of its own.
+    most_pairs = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS * (chosen + 1) if sort else 1
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}
-    constants |= {"MOST_ROWS": most_rows, "MOST_WARPS": _MOST_WARPS}
+    constants |= {"PAIRS": min(most_pairs, MOST_PAIRS), "MOST_WARPS": _MOST_WARPS}
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1) if sort else 1,)
     outputs = [(shape, mx.int32), (shape, mx.float32), (pairs, mx.int32), (pairs, mx.int32)]
     return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)

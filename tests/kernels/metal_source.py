@@ -14,6 +14,7 @@ from mlx_mtp.kernels import gpu
 from tests.kernels.emulator import EmulatedKernel
 
 _CONSTANT_BELOW = 8
+_MOST_BUFFERS = 31  # of a launch
 _TYPES = {
     mx.float32: "float",
     mx.bfloat16: "bfloat16_t",
@@ -85,6 +86,7 @@ class MetalKernel(EmulatedKernel):
                     parameters.append(f"const constant {of}* {more}")
         pairs = zip(self._outputs, output_dtypes, strict=True)
         parameters += [f"device {_TYPES[dtype]}* {name}" for name, dtype in pairs]
+        assert len(parameters) <= _MOST_BUFFERS, f"{self._name} has {len(parameters)} buffers"
         parameters += [f"uint3 {name}" for name in _POSITIONS if name in source]
         names, values = [], []
         for name, value in template:
@@ -112,7 +114,9 @@ def problems(text):
 
 
 def _as_metal(header):
-    """The header for Metal; None if it has code for CUDA."""
-    if header.startswith(gpu._HEADERS["metal"]):
-        return header
-    return gpu._HEADERS["metal"] if header == gpu._HEADERS["cuda"] else None
+    """The header for Metal, with its limit of memory; None if it has code for CUDA."""
+    if header == gpu._HEADERS["cuda"]:
+        header = gpu._HEADERS["metal"]
+    array = "threadgroup type name[size]"
+    limit = 'static_assert(sizeof(type) * (size) <= 32 << 10, "is more than Metal has")'
+    return header.replace(array, f"{limit}; {array}") if array in header else None
