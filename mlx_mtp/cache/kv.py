@@ -13,6 +13,9 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels import attention, chunk_attention, flash
 from mlx_mtp.kernels.gpu import backend
 
+# What mlx's fused form takes on Metal: positions, and these times the query heads of a KV head.
+_FUSED_POSITIONS, _FUSED_PAIRS = 8, 32
+
 
 class RaggedKVCache:
     """Keys and values of rows, each row's left-aligned in its slot.
@@ -62,9 +65,7 @@ class RaggedKVCache:
                 at = part.positions.squeeze(0), part.known
                 attended = chunk_attention.attend(rows, keys, values, *at, scale)
             else:
-                attended = mx.fast.scaled_dot_product_attention(
-                    rows, keys, values, scale=scale, mask=part.mask
-                )
+                attended = _attend(rows, keys, values, scale, part.mask)
             outputs.append(attended.swapaxes(1, 2))
         return packing.join(outputs)
 
@@ -122,6 +123,29 @@ def _by_axis(buffer: Buffer, array: mx.array) -> mx.array:
     """A view of a buffer, [2, slots, heads, capacity, dim]."""
     axes = 2, buffer.slots, _heads(buffer, array), buffer.capacity, array.shape[1]
     return array.reshape(axes)
+
+
+def _attend(
+    queries: mx.array,  # [slots, heads, T, dim]
+    keys: mx.array,  # [slots, KV heads, limit, dim]
+    values: mx.array,
+    scale: float,
+    mask: mx.array,  # bool [slots, 1, T, limit]
+) -> mx.array:
+    """By mlx's operation. Of a window on Metal in pieces that it has a fused form for there: of
+    others it multiplies and masks all scores, and reads the keys again for each query head.
+    """
+    length = most = queries.shape[2]
+    if backend() == "metal" and length <= attention.LONGEST:
+        most = max(1, min(_FUSED_POSITIONS, _FUSED_PAIRS * keys.shape[1] // queries.shape[1]))
+    pieces = [slice(at, at + most) for at in range(0, length, most)]
+    attended = [
+        mx.fast.scaled_dot_product_attention(
+            queries[:, :, own], keys, values, scale=scale, mask=mask[:, :, own]
+        )
+        for own in pieces
+    ]
+    return attended[0] if len(pieces) == 1 else mx.concatenate(attended, axis=2)
 
 
 def _write(

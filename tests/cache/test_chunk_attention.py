@@ -1,4 +1,4 @@
-"""Attention of chunks in blocks of queries, against mlx's own."""
+"""Attention in blocks of queries, against mlx's own of all at once."""
 
 import mlx.core as mx
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.cache import kv
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
@@ -34,4 +35,30 @@ def test_a_chunk_attends_to_the_same(start, length, block):
         patched.setattr(chunk_attention, "fits", lambda _: True)
         patched.setattr(chunk_attention, "BLOCK", block)
         found = cache.attend(packing, queries, DIM**-0.5)
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "pieces"),
+    [(1, 1, [8, 8, 1]), (12, 2, [5, 5, 5, 2]), (8, 1, [4, 4, 4, 4, 1]), (64, 1, 17 * [1])],
+)
+def test_a_window_on_metal_is_cut_to_mlxs_fused_form(monkeypatch, heads, kv_heads, pieces):
+    """One of 17 positions beside one of three, with up to 32 query heads times positions."""
+    layout, cache = Layout(2), RaggedKVCache()
+    layout.arrange([317, 293], [317, 293])
+    packing = Packing(layout, mx.array([300, 290], dtype=mx.int32), [17, 3])
+    for buffer in layout.buffers:
+        cache.buffers[buffer] = normal(2 * buffer.slots * kv_heads * buffer.capacity, DIM, seed=3)
+    queries = normal(20, heads, DIM, seed=7)
+    expected = cache.attend(packing, queries, DIM**-0.5)
+    lengths, own = [], mx.fast.scaled_dot_product_attention
+
+    def attention(part, *given, **how):
+        lengths.append(part.shape[2])
+        return own(part, *given, **how)
+
+    monkeypatch.setattr(kv, "backend", lambda: "metal")
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
+    found = cache.attend(packing, queries, DIM**-0.5)
+    assert lengths == pieces
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
