@@ -14,7 +14,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from operator import attrgetter, mul
+from operator import attrgetter
 
 from benchmarks.shapes import add_shape, build, integers, shape_of
 from benchmarks.timed import table
@@ -35,12 +35,10 @@ def print_table(products: Sequence[Product], bandwidth: float) -> None:
         theirs = ", ".join(f"{us:.0f}" for us in each.theirs)
         own = cells(each.microseconds, each.nbytes)
         row(each.layers, each.name, *own, theirs, f"{speed:.2f}")
-    layers = [each.layers for each in products]
-    times, nbytes = (
-        [sum(map(mul, layers, column)) for column in zip(*map(attrgetter(figure), products))]
-        for figure in ("microseconds", "nbytes")
-    )
-    row(sum(layers), "all", *cells(times, nbytes), "", "")
+    columns = range(len(counts))
+    times = [sum(each.layers * each.microseconds[n] for each in products) for n in columns]
+    nbytes = [sum(each.layers * each.nbytes[n] for each in products) for n in columns]
+    row(sum(each.layers for each in products), "all", *cells(times, nbytes), "", "")
 
 
 def main() -> None:
@@ -56,7 +54,9 @@ def main() -> None:
     end = time.perf_counter() + options.seconds
     for shape in options.shape:
         model, _ = build(shape_of(shape, options), options.bits)
-        found = measure_products(model, end, options.rows, options.tokens)
+        found = measure_products(model, end, sorted(options.rows), sorted(options.tokens))
+        if time.perf_counter() > end:
+            print("\nThe time is over: kinds with fewer bytes may be missing.", flush=True)
         for what, of in groupby(sorted(found, key=attrgetter("routed")), attrgetter("routed")):
             title = "experts, by tokens" if what else "products, by rows"
             print(f"\n{shape}, {options.bits} bit, {title}\n", flush=True)

@@ -13,8 +13,10 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels import attention, chunk_attention, flash
 from mlx_mtp.kernels.gpu import backend
 
-# What mlx's fused form takes on Metal: positions, and these times the query heads of a KV head.
-_FUSED_POSITIONS, _FUSED_PAIRS = 8, 32
+# On Metal mlx's attention reads the KV once for all query heads of a KV head where there are so
+# many keys, up to 8 positions, and up to 32 pairs of a position and one of these heads. Of more, at
+# this dimension, it is separate operations.
+_FUSED_KEYS, _FUSED_POSITIONS, _FUSED_PAIRS, _FUSED_DIM = 4096, 8, 32, 256
 
 
 class RaggedKVCache:
@@ -132,20 +134,15 @@ def _attend(
     scale: float,
     mask: mx.array,  # bool [slots, 1, T, limit]
 ) -> mx.array:
-    """By mlx's operation. Of a window on Metal in pieces that it has a fused form for there: of
-    others it multiplies and masks all scores, and reads the keys again for each query head.
-    """
-    length = most = queries.shape[2]
-    if backend() == "metal" and length <= attention.LONGEST:
-        most = max(1, min(_FUSED_POSITIONS, _FUSED_PAIRS * keys.shape[1] // queries.shape[1]))
+    """By mlx's operation; on Metal a window is cut into pieces that its fused form takes."""
+    _, heads, length, dim = queries.shape
+    most = min(_FUSED_POSITIONS, _FUSED_PAIRS * keys.shape[1] // heads)
+    is_fused = dim == _FUSED_DIM and keys.shape[2] >= _FUSED_KEYS and most > 0
+    if backend() != "metal" or length > attention.LONGEST or length <= most or not is_fused:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     pieces = [slice(at, at + most) for at in range(0, length, most)]
-    attended = [
-        mx.fast.scaled_dot_product_attention(
-            queries[:, :, own], keys, values, scale=scale, mask=mask[:, :, own]
-        )
-        for own in pieces
-    ]
-    return attended[0] if len(pieces) == 1 else mx.concatenate(attended, axis=2)
+    attended = [_attend(queries[:, :, own], keys, values, scale, mask[:, :, own]) for own in pieces]
+    return mx.concatenate(attended, axis=2)
 
 
 def _write(

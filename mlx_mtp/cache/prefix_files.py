@@ -46,8 +46,13 @@ _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
 _BLANK = "0" * 64
 _DIGEST_WITHIN = 4096  # The metadata come first in a file.
-_FLOATS = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
-_TYPES = {**_FLOATS, "U32": mx.uint32, "I32": mx.int32, "U8": mx.uint8}
+_TYPES = {
+    "BF16": mx.bfloat16,
+    "F16": mx.float16,
+    "F32": mx.float32,
+    "U32": mx.uint32,
+    "U8": mx.uint8,
+}
 _HASH_BLOCK = 256 << 20  # of weights, so that one large file is read by several threads too
 _HASH_PIECE = 1 << 18
 _HASH_THREADS = 8

@@ -13,7 +13,7 @@ from mlx_mtp.kernels import gpu, self_check
 
 _MOST_EXPERTS = 1024  # a lane has their logits in registers
 _MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
-# Of token and expert, which are sorted in a threadgroup's memory: all that Metal has.
+# Pairs of token and expert. They are sorted in a threadgroup's memory, of which Metal has 32 KB.
 MOST_PAIRS = 8192
 _MOST_WARPS = 16  # more would have too few registers
 
@@ -131,6 +131,7 @@ def _launch(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> 
     rows, (experts, chosen, normalize) = gate.size, router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
+    assert not sort or rows * (chosen + 1) <= MOST_PAIRS, "more than fit into a threadgroup"
     # Rounded up, as each number is a kernel of its own.
     most_pairs = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS * (chosen + 1) if sort else 1
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}

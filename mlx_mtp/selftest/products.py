@@ -15,6 +15,7 @@ from mlx_mtp.kernels.formats import Weight, weight_of
 from mlx_mtp.models.few_rows import (
     REPLACED,
     FewRowsExperts,
+    FewRowsMixture,
     apply,
     problem,
     served,
@@ -64,21 +65,22 @@ def _experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
     drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(rows[-1])]
     chosen = mx.stack(drawn)[:, : block.top_k]
 
-    def run(layer: nn.Module, x: mx.array) -> mx.array:
-        if not (isinstance(layer, FewRowsExperts) and served(x, layer)):
-            return layer(x, chosen[: len(x)])
-        found = layer.ordered(x, None, *ordered(len(x)))  # A step's router has sorted the pairs.
-        return found.reshape(len(x), block.top_k, -1)
-
     @functools.cache
-    def ordered(rows: int) -> tuple[mx.array, mx.array]:
-        pairs = chosen[:rows].flatten().astype(mx.int32)
+    def ordered(tokens: int) -> tuple[mx.array, mx.array]:
+        pairs = chosen[:tokens].flatten().astype(mx.int32)
         order = mx.argsort(pairs).astype(mx.int32)
         mx.eval(found := (pairs[order], order))
         return found
 
-    def share(rows: int) -> float:
-        return len(set(np.array(chosen[:rows]).flat)) / count
+    def run(layer: nn.Module, x: mx.array) -> mx.array:
+        # Where the shared expert is one of the others, a step's router has sorted the pairs.
+        if type(block) is FewRowsMixture and type(layer) is FewRowsExperts and served(x, layer):
+            found = layer.ordered(x, None, *ordered(len(x)))
+            return found.reshape(len(x), block.top_k, -1)
+        return layer(x, chosen[: len(x)])
+
+    def share(tokens: int) -> float:
+        return len(set(np.array(chosen[:tokens]).flat)) / count
 
     return _Timed(block.switch_mlp, rows, True, run, share)
 

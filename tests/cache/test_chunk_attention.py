@@ -39,18 +39,24 @@ def test_a_chunk_attends_to_the_same(start, length, block):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "pieces"),
-    [(1, 1, [8, 8, 1]), (12, 2, [5, 5, 5, 2]), (8, 1, [4, 4, 4, 4, 1]), (64, 1, 17 * [1])],
+    ("heads", "kv_heads", "dim", "pieces"),
+    [
+        (1, 1, 256, [8, 8, 1]),
+        (12, 2, 256, [5, 5, 5, 2]),
+        (8, 1, 256, [4, 4, 4, 4, 1]),
+        (33, 1, 256, [17]),
+        (8, 1, 64, [17]),
+    ],
 )
-def test_a_window_on_metal_is_cut_to_mlxs_fused_form(monkeypatch, heads, kv_heads, pieces):
-    """One of 17 positions beside one of three, with up to 32 query heads times positions."""
+def test_a_window_on_metal_is_cut_to_mlxs_fused_form(monkeypatch, heads, kv_heads, dim, pieces):
+    """One of 17 positions beside one of three."""
     layout, cache = Layout(2), RaggedKVCache()
     layout.arrange([317, 293], [317, 293])
     packing = Packing(layout, mx.array([300, 290], dtype=mx.int32), [17, 3])
     for buffer in layout.buffers:
-        cache.buffers[buffer] = normal(2 * buffer.slots * kv_heads * buffer.capacity, DIM, seed=3)
-    queries = normal(20, heads, DIM, seed=7)
-    expected = cache.attend(packing, queries, DIM**-0.5)
+        cache.buffers[buffer] = normal(2 * buffer.slots * kv_heads * buffer.capacity, dim, seed=3)
+    queries = normal(20, heads, dim, seed=7)
+    expected = cache.attend(packing, queries, dim**-0.5)
     lengths, own = [], mx.fast.scaled_dot_product_attention
 
     def attention(part, *given, **how):
@@ -59,6 +65,10 @@ def test_a_window_on_metal_is_cut_to_mlxs_fused_form(monkeypatch, heads, kv_head
 
     monkeypatch.setattr(kv, "backend", lambda: "metal")
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
-    found = cache.attend(packing, queries, DIM**-0.5)
+    assert cache.attend(packing, queries, dim**-0.5).shape == expected.shape
+    assert lengths == [17], "of few keys"
+    lengths.clear()
+    monkeypatch.setattr(kv, "_FUSED_KEYS", 300)
+    found = cache.attend(packing, queries, dim**-0.5)
     assert lengths == pieces
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ declared here is all that is known, so that nothing else of Metal's library may 
 """
 
 import functools
+import re
 
 import mlx.core as mx
 from clang.cindex import Diagnostic, Index
@@ -28,6 +29,13 @@ _POSITIONS = (
     "thread_position_in_threadgroup",
     "threadgroup_position_in_grid",
 )
+_OPTIONS = ["--target=x86_64-linux-gnu", "-std=c++14", "-Werror=c++17-extensions", "-Werror=vla"]
+# What clang takes: a pointer without an address space, and a double, which is slow on CUDA.
+_NEVER = {
+    "no address space": r"(?<!device )(?<!constant )(?<!thread )\b(float|T|u?int(\d+_t)?)[*&] ",
+    "a double": r"\b\d+\.\d*(e-?\d+)?(?![\dfe])",
+    "reserved": r"\b(half|kernel|vertex|fragment|sampler)\b",
+}
 _DECLARATIONS = r"""
 #define device __attribute__((address_space(1)))
 #define constant __attribute__((address_space(2)))
@@ -35,6 +43,7 @@ _DECLARATIONS = r"""
 #define thread
 #define double there_is_no_double
 typedef unsigned char uint8_t;
+typedef unsigned short ushort;
 typedef int int32_t;
 typedef unsigned uint, uint32_t;
 typedef long int64_t;
@@ -45,7 +54,9 @@ namespace metal {
 typedef float float2 __attribute__((ext_vector_type(2)));
 typedef uint uint3 __attribute__((ext_vector_type(3)));
 float fma(float, float, float), ldexp(float, int);
+half fma(half, half, half), ldexp(half, int);
 float exp(float), exp2(float), log(float), sqrt(float), cos(float), sin(float), fabs(float);
+half exp(half), exp2(half), log(half), sqrt(half), cos(half), sin(half), fabs(half);
 template <typename T> T min(T, T);
 template <typename T> T simd_shuffle_xor(T, ushort);
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
@@ -58,7 +69,7 @@ void simdgroup_multiply_accumulate(simdgroup_float8x8&, simdgroup_float8x8, simd
                                    simdgroup_float8x8);
 }
 using namespace metal;
-""".replace("ushort", "unsigned short")
+"""
 
 
 class MetalKernel(EmulatedKernel):
@@ -102,15 +113,16 @@ class MetalKernel(EmulatedKernel):
 def problems(text):
     """The errors in a source, each with its line; one that is empty is right."""
     file = ("kernel.cpp", _DECLARATIONS + text)
-    # A number that is a double by mistake is a slow one on CUDA.
-    options = ["-std=c++17", "--target=x86_64-linux-gnu", "-Werror=double-promotion"]
-    unit = Index.create().parse(file[0], options, unsaved_files=[file])
+    unit = Index.create().parse(file[0], _OPTIONS, unsaved_files=[file])
     lines = file[1].split("\n")
-    return "\n".join(
+    found = [
         f"{each.spelling}: {lines[each.location.line - 1]}"
         for each in unit.diagnostics
         if each.severity >= Diagnostic.Error
-    )
+    ]
+    for line in text.split("\n"):
+        found += [f"{why}: {line}" for why, pattern in _NEVER.items() if re.search(pattern, line)]
+    return "\n".join(found)
 
 
 def _as_metal(header):

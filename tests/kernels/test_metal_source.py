@@ -17,7 +17,11 @@ RIGHT = "const auto from = x; y[lane] = fma(from[lane], few[0], 1.0f);"
         ("auto from = x; from = few;" + RIGHT.partition(";")[2], "address space of pointer"),
         (RIGHT.replace("fma", "fmaf"), "undeclared identifier 'fmaf'"),
         (RIGHT.replace("1.0f", "1.0f * threadIdx.x"), "undeclared identifier 'threadIdx'"),
-        (RIGHT.replace("1.0f", "float(from[lane] * 1.5)"), "floating-point precision"),
+        (RIGHT.replace("1.0f", "float(1.5)"), "a double"),
+        (RIGHT.replace("1.0f", "sqrt(lane)"), "ambiguous"),
+        ("float v = 1.0f; float& own = v;" + RIGHT, "no address space"),
+        ("float v[lane + 1];" + RIGHT, "variable length array"),
+        ("THREADGROUP(float, v, 8193);" + RIGHT, "more than Metal has"),
     ],
 )
 def test_metal(emulated, body, problem):
