@@ -65,8 +65,9 @@ def test_prometheus_reads_the_metrics_and_promtool_finds_nothing_new(tmp_path: P
             with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
                 for _ in range(120):
                     url = f"http://{address}/api/v1/query"
-                    answer = client.get(url, params={"query": query}).json()
-                    if result := answer.get("data", {}).get("result"):
+                    # 503, and no JSON, until it has started.
+                    answer = client.get(url, params={"query": query})
+                    if answer.is_success and (result := answer.json()["data"]["result"]):
                         break
                     time.sleep(0.5)
                 (series,) = result
