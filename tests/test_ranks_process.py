@@ -165,7 +165,7 @@ def filled(self, plan):
     steps.append(plan)
     if len(steps) == 30:
         raise RuntimeError("[malloc] Unable to allocate 9 bytes.")
-    return decode(self, plan)
+    return (yield from decode(self, plan))
 ModelRunner._decode = filled
 """)
     commands = [full if n == rank else SERVE for n in range(2)]
