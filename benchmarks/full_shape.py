@@ -8,9 +8,9 @@ drawn at the rate given: the drafts, their verification and their rejection are 
 and the text means nothing. In 24 steps the number drawn varies by some 10%, so "expected" has the
 tokens per second of as many as the rate gives in the long run. "added" is to a step of as many rows
 at the first context. `--profile` shows launches and the GPU's milliseconds of a step, by torch,
-whose profiler may slow down what is measured after it. Products and experts are its parts, and
-without drafts those over the time of reading their weights once at `--bandwidth`, with as many
-experts as tokens that choose evenly have in the mean.
+whose profiler may slow down what is measured after it. Products are a part of it, without drafts
+over the time of reading their weights once at `--bandwidth`. How much experts read is not known
+here, as with random weights the tokens of a step choose alike: see `benchmarks.products`.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.switch_layers import SwitchGLU
 
 from benchmarks.shapes import add_shape, build, integers, shape_of
 from benchmarks.timed import profiled, shares, table, within
@@ -188,21 +187,18 @@ def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, steps: int) -> St
     return Steps(1e3 * median, rows / median, 1.0)
 
 
-def weights_read(model: LoadedModel, tokens: int) -> dict[str, float]:
-    """Bytes of weights that a step of so many tokens without a head needs, by part."""
-    nbytes = {"products": 0.0, "experts": 0.0}
+def product_bytes(model: LoadedModel) -> int:
+    """Bytes of weights that the products of a step without a head read."""
+
+    def size(module: nn.Module) -> int:
+        return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
+
+    nbytes = 0
     for module in model.causal_lm.modules():
-        size = sum(array.nbytes for _, array in tree_flatten(module.parameters()))
-        if isinstance(module, SwitchGLU):
-            count, chosen = len(module.gate_proj.weight), model.causal_lm.args.num_experts_per_tok
-            nbytes["experts"] += size * (1 - (1 - chosen / count) ** tokens)
-        elif isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
-            nbytes["products"] += size
+        if isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
+            nbytes += size(module)
         if type(module) is FewRowsMixture:  # Its shared expert is one of the others.
-            shared = module.shared_expert.parameters()
-            shift = sum(array.nbytes for _, array in tree_flatten(shared))
-            nbytes["products"] -= shift
-            nbytes["experts"] += shift
+            nbytes -= size(module.shared_expert)
     return nbytes
 
 
@@ -248,11 +244,10 @@ def run(shape: str, end: float, options: argparse.Namespace) -> None:
         cells.append("" if first is found else f"{found.ms - first.ms:.1f}")
         if found.parts is not None:
             cells += [f"{found.launches:.0f}", f"{sum(found.parts.values()):.1f}"]
-            read = weights_read(model, rows) if name == "off" else {}
-            for part in _PARTS:
-                once = read.get(part, 0) / options.bandwidth / 1e9
-                ratio = f" ({found.parts[part] / once:.2f})" if once else ""
-                cells.append(f"{found.parts[part]:.2f}{ratio}")
+            cells += [f"{found.parts[part]:.2f}" for part in _PARTS]
+            if name == "off":
+                once = product_bytes(model) / options.bandwidth / 1e9
+                cells[-len(_PARTS)] += f" ({found.parts['products'] / once:.2f})"
         row(rows, f"{context:,}", name, *cells)
 
 

@@ -29,6 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.errors import UsageError
+from mlx_mtp.kernels.formats import TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,6 @@ _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
 _BLANK = "0" * 64
 _DIGEST_WITHIN = 4096  # The metadata come first in a file.
-_TYPES = {
-    "BF16": mx.bfloat16,
-    "F16": mx.float16,
-    "F32": mx.float32,
-    "U32": mx.uint32,
-    "U8": mx.uint8,
-}
 _HASH_BLOCK = 256 << 20  # of weights, so that one large file is read by several threads too
 _HASH_PIECE = 1 << 18
 _HASH_THREADS = 8
@@ -92,7 +86,7 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             data = mx.array(np.frombuffer(content, np.uint8, end - begin, start + begin))
-            arrays[name] = data.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
+            arrays[name] = data.view(TYPES[entry["dtype"]]).reshape(entry["shape"])
         mx.eval(arrays)
     return arrays, bits or None
 

@@ -16,15 +16,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError
+from mlx_mtp.kernels import formats
 from mlx_mtp.models.files import read_header
 from mlx_mtp.models.head_weights import SIDECAR, SIDECAR_INDEX, SIDECAR_PATTERN, sidecar_files
 
 FORMAT_VERSION_KEY = "mlx_mtp_format_version"
 FP8 = "F8_E4M3"
-_FLOATS = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 # The format's names of the types that are read; FP8 as its codes.
-TYPES = {**_FLOATS, "U32": mx.uint32, FP8: mx.uint8, "U8": mx.uint8}
-_TYPE_NAMES = {dtype: name for name, dtype in TYPES.items() if name != FP8}
+TYPES = {**formats.TYPES, FP8: mx.uint8}
+_TYPE_NAMES = {dtype: name for name, dtype in formats.TYPES.items()}
 _TEMPORARY = ".mtp-{}.tmp"
 
 
@@ -74,7 +74,7 @@ class StoredTensor:
             )
         blocks = (-(-size // each) for size, each in zip(self.shape[-2:], block))
         expected = (*self.shape[:-2], *blocks)
-        if scales.shape != expected or scales.dtype not in _FLOATS:
+        if scales.shape != expected or scales.dtype not in formats.FLOATS:
             raise CheckpointError(
                 f"{scales.name} in {scales.file.path} has shape {scales.shape} and type "
                 f"{scales.dtype}; for a matrix of shape {self.shape} in blocks of "

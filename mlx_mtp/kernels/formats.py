@@ -8,6 +8,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+# mlx's types by their names in safetensors files; no others are read.
+FLOATS = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+TYPES = {**FLOATS, "U32": mx.uint32, "U8": mx.uint8}
 # By mode: bits of a code, and columns with one scale.
 _KNOWN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)),

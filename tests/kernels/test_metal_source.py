@@ -20,6 +20,7 @@ RIGHT = "const auto from = x; y[lane] = fma(from[lane], few[0], 1.0f);"
         (RIGHT.replace("1.0f", "float(1.5)"), "a double"),
         (RIGHT.replace("1.0f", "sqrt(lane)"), "ambiguous"),
         ("float v = 1.0f; float& own = v;" + RIGHT, "no address space"),
+        ("int kernel = 1;" + RIGHT, "reserved"),
         ("float v[lane + 1];" + RIGHT, "variable length array"),
         ("THREADGROUP(float, v, 8193);" + RIGHT, "more than Metal has"),
     ],
