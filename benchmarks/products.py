@@ -4,10 +4,11 @@
 
 Microseconds of a layer as the engine runs it, and in brackets how many times the time of reading
 what it needs once at `--bandwidth`: of experts those that so many tokens chose, at random. The last
-line has all layers together. "mlx" is mlx's own operation at the same numbers, where it is not in
-use, and "mx.max" the speed at which mlx reads the weights in one reduction: what this machine has
-of `--bandwidth`. Layers of a kind are independent of each other here, which those of a step are
-not.
+line has all layers together, and the last table those of all shapes. "mlx" is mlx's own operation
+at the same numbers, where it is not in use, and "mx.max" the speed at which mlx reads the weights
+in one reduction: what this machine has of `--bandwidth`. Layers of a kind are independent of each
+other here, which those of a step are not. With CUDA and torch it is the GPU's time by its profiler;
+by the clock the host's work for small products would be most of it.
 """
 
 import argparse
@@ -17,11 +18,11 @@ from itertools import groupby
 from operator import attrgetter
 
 from benchmarks.shapes import add_shape, build, integers, shape_of
-from benchmarks.timed import table
+from benchmarks.timed import gpu_microseconds, table
 from mlx_mtp.selftest.products import Product, measure_products
 
 
-def print_table(products: Sequence[Product], bandwidth: float) -> None:
+def print_table(products: Sequence[Product], bandwidth: float, kinds: bool = True) -> None:
     """Print one line a kind, and one for all of them."""
     counts = products[0].rows
 
@@ -30,7 +31,7 @@ def print_table(products: Sequence[Product], bandwidth: float) -> None:
         return [f"{us:.1f} ({ratio:.2f})" for us, ratio in zip(times, ratios)]
 
     row = table("layers", "product", *map(str, counts), "mlx", "mx.max, TB/s")
-    for each in products:
+    for each in products if kinds else ():
         speed = each.nbytes[-1] / each.reading[-1] / 1e6
         theirs = ", ".join(f"{us:.0f}" for us in each.theirs)
         own = cells(each.microseconds, each.nbytes)
@@ -52,15 +53,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540, help="begin no kind after them")
     options = parser.parse_args()
     end = time.perf_counter() + options.seconds
+    counts = sorted(options.rows), sorted(options.tokens)
+    all_shapes = list[Product]()
     for shape in options.shape:
         model, _ = build(shape_of(shape, options), options.bits)
-        found = measure_products(model, end, sorted(options.rows), sorted(options.tokens))
+        found = measure_products(model, end, *counts, timer=gpu_microseconds)
+        all_shapes += [each for each in found if not each.routed]
         if time.perf_counter() > end:
             print("\nThe time is over: kinds with fewer bytes may be missing.", flush=True)
         for what, of in groupby(sorted(found, key=attrgetter("routed")), attrgetter("routed")):
             title = "experts, by tokens" if what else "products, by rows"
             print(f"\n{shape}, {options.bits} bit, {title}\n", flush=True)
             print_table([*of], options.bandwidth)
+    if len(options.shape) > 1 and all_shapes:
+        print(f"\nall shapes, {options.bits} bit, products, by rows\n", flush=True)
+        print_table(all_shapes, options.bandwidth, kinds=False)
 
 
 if __name__ == "__main__":

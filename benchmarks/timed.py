@@ -9,9 +9,12 @@ from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
+from mlx_mtp.selftest.timing import Launch, microseconds
+
 T = TypeVar("T")
 
 _BEGAN = time.perf_counter()
+_REPEATS = 5
 
 # The parts of the GPU's work by the names of kernels; the first that fits.
 PARTS = {
@@ -85,3 +88,15 @@ def profiled(run: Callable[[], object]) -> Profile | None:
         parts[next(part for part, found in PARTS.items() if re.search(found, name))] += ms
     ordered = sorted(kernels.items(), key=lambda item: -item[1][0])
     return Profile(parts, [(name, ms, int(count)) for name, (ms, count) in ordered])
+
+
+def gpu_microseconds(launch: Launch) -> float:
+    """What the GPU works on a launch; without torch or CUDA what it takes by the clock."""
+
+    def repeat() -> None:
+        for _ in range(_REPEATS):
+            mx.eval(list(launch()))
+
+    repeat()  # also compiles kernels
+    run = profiled(repeat)
+    return microseconds(launch) if run is None else 1e3 * sum(run.parts.values()) / _REPEATS

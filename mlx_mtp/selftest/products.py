@@ -23,9 +23,10 @@ from mlx_mtp.models.few_rows import (
 )
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.selftest.kernels import name_of
-from mlx_mtp.selftest.timing import microseconds
+from mlx_mtp.selftest.timing import Launch, microseconds
 
 ROWS = (1, 2, 4, 8, 16)
+Timer = Callable[[Launch], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def measure_products(
     deadline: float,
     rows: Sequence[int] = ROWS,
     tokens: Sequence[int] = ROWS,
+    timer: Timer = microseconds,
 ) -> list[Product]:
     """Measure each kind of product, that with the most weights first, until the deadline.
 
@@ -98,6 +100,7 @@ def measure_products(
         deadline: as `time.perf_counter` counts; no kind is begun after it.
         rows: ascending numbers of them.
         tokens: as `rows`, of experts.
+        timer: microseconds of a launch.
     """
     kinds: dict[str, list[_Timed]] = {}
     for module in model.model.modules():
@@ -110,17 +113,17 @@ def measure_products(
     found = []
     for name, layers in sorted(kinds.items(), key=lambda kind: -sum(map(_nbytes, kind[1]))):
         if time.perf_counter() < deadline:
-            found.append(_measured(name, layers, model.dtype))
+            found.append(_measured(name, layers, model.dtype, timer))
     return found
 
 
-def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
+def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer) -> Product:
     counts = layers[0].rows
     weights = [[array for _, array in tree_flatten(each.layer.parameters())] for each in layers]
-    once = microseconds(lambda: [mx.max(array) for arrays in weights for array in arrays])
+    once = timer(lambda: [mx.max(array) for arrays in weights for array in arrays])
     most = mx.random.normal((counts[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
     rows = [most[:count].astype(dtype) for count in counts]
-    times = _times(layers, rows)
+    times = _times(layers, rows, timer)
     first = [layers[0](x)[0] for x in rows]
     independent = all(mx.array_equal(first[0], other).item() for other in first[1:])
     theirs, unused, wrong = list[float](), list[float](), None
@@ -130,14 +133,14 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
         for each in layers:
             each.layer = copy.copy(each.layer)
             each.layer.__class__ = original
-        theirs = _times(layers, rows)
+        theirs = _times(layers, rows, timer)
     if ours[0] is not None and any(n in ours[0].served and n not in used for n in counts):
         wrong = problem(ours[0], dtype)
         if wrong is None:
             for each, found in zip(layers, ours, strict=True):
                 assert found is not None
                 each.layer = found
-            unused = _times(layers, rows)
+            unused = _times(layers, rows, timer)
     shares = [*map(layers[0].share, counts)]
     return Product(
         name,
@@ -154,9 +157,9 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype) -> Product:
     )
 
 
-def _times(layers: Sequence[_Timed], rows: Sequence[mx.array]) -> list[float]:
+def _times(layers: Sequence[_Timed], rows: Sequence[mx.array], timer: Timer) -> list[float]:
     """Microseconds of one layer."""
-    together = [microseconds(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
+    together = [timer(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
     return [each / len(layers) for each in together]
 
 
