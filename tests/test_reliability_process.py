@@ -50,6 +50,17 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
     wait_until(lambda: taken() >= len(jobs) + beside)
 
 
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """For processes started here: under nohup, or behind a shell's &, they would ignore these."""
+    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(
     ("sig", "read_log"),
     [

@@ -2,8 +2,8 @@
 
 For CUDA, by the tensor cores' m16n8k16: 16 features of the weights are its a, 8 rows of x its b, so
 that weights are read once for up to 16 rows. The warps of a block split K, and their sums are added
-in a fixed order, which depends on K and the format alone. mlx's own read the weights once a row up
-to 7 rows.
+in a fixed order, which depends on the weights alone. mlx's own read the weights once a row up to
+7 rows.
 """
 
 import functools
@@ -25,6 +25,7 @@ MOST_PAIRS = 1 << 15  # of token and expert, of a prompt: a chunk of 2,048 token
 _MOST_PLAIN_ROWS = 8  # mlx's product reads bfloat16 and float16 once for more, too
 _TILE, _MOST_TILES = 8, 2  # rows of x in a tile, and tiles of a block
 _MOST_WARPS = 16
+_MANY_FEATURES, _THEIR_WARPS = 1 << 16, 4  # lm_head's: enough blocks, whatever each takes
 _STAGES = 2  # chunks in flight
 _MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
 
@@ -288,7 +289,8 @@ def _launch(
     span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
     (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
     inner, affine = x.shape[1], bits < 16 and scale == x.dtype
-    warps = _warps(inner // _CHUNK, bits, parts)
+    outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
+    warps = _warps(inner // _CHUNK, bits, parts, max(outputs))
     template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
     template |= {"AFFINE": affine, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
@@ -299,7 +301,6 @@ def _launch(
     sides = 0 if bits == 16 else _CHUNK // group * (4 if affine else 1)
     feature = 16 * (2 * bits + max(1, bits // 4)) + sides
     shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
-    outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
     blocks = sum(-(-features // _FEATURES) for features in outputs)
     return launch(
         _kernel(len(weights), parts, bool(pairs), x.dtype, shared),
@@ -311,9 +312,10 @@ def _launch(
     )
 
 
-def _warps(chunks: int, bits: int, parts: int) -> int:
+def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
     """How many split K. The order of a sum follows from it, so that it must not depend on rows."""
     most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
+    most = min(most, _THEIR_WARPS) if features >= _MANY_FEATURES else most
     least = max(1, min(chunks, most // 2))
     return min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
 
