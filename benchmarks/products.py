@@ -65,7 +65,7 @@ def main() -> None:
             title = "experts, by tokens" if what else "products, by rows"
             print(f"\n{shape}, {options.bits} bit, {title}\n", flush=True)
             print_table([*of], options.bandwidth)
-    if len(options.shape) > 1 and all_shapes:
+    if len(options.shape) > 1 and time.perf_counter() <= end:
         print(f"\nall shapes, {options.bits} bit, products, by rows\n", flush=True)
         print_table(all_shapes, options.bandwidth, kinds=False)
 

@@ -55,10 +55,14 @@ def table(*heads: str) -> Callable[..., None]:
 
 
 class Profile(NamedTuple):
-    """What the GPU did: milliseconds by part, and each kernel's, with its launches."""
+    """What the GPU did: milliseconds by part, and each kernel's, with its launches.
+
+    Kernels may overlap, so that they take longer together than the GPU is busy.
+    """
 
     parts: dict[str, float]
     kernels: list[tuple[str, float, int]]  # the longest first
+    busy: float  # milliseconds
 
     @property
     def num_launches(self) -> int:
@@ -78,16 +82,28 @@ def profiled(run: Callable[[], object]) -> Profile | None:
         mx.synchronize()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    spans = []
     for event in found.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             entry = kernels[event.name]
             entry[0] += event.device_time / 1e3
             entry[1] += 1
+            spans.append((event.time_range.start / 1e3, event.time_range.end / 1e3))
     parts = dict.fromkeys(PARTS, 0.0)
     for name, (ms, _) in kernels.items():
         parts[next(part for part, found in PARTS.items() if re.search(found, name))] += ms
     ordered = sorted(kernels.items(), key=lambda item: -item[1][0])
-    return Profile(parts, [(name, ms, int(count)) for name, (ms, count) in ordered])
+    listed = [(name, ms, int(count)) for name, (ms, count) in ordered]
+    return Profile(parts, listed, union(spans))
+
+
+def union(spans: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of these is under way, each from its start to its end."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total
 
 
 def gpu_microseconds(launch: Launch) -> float:
@@ -99,4 +115,4 @@ def gpu_microseconds(launch: Launch) -> float:
 
     repeat()  # also compiles kernels
     run = profiled(repeat)
-    return microseconds(launch) if run is None else 1e3 * sum(run.parts.values()) / _REPEATS
+    return microseconds(launch) if run is None else 1e3 * run.busy / _REPEATS

@@ -25,7 +25,7 @@ MOST_PAIRS = 1 << 15  # of token and expert, of a prompt: a chunk of 2,048 token
 _MOST_PLAIN_ROWS = 8  # mlx's product reads bfloat16 and float16 once for more, too
 _TILE, _MOST_TILES = 8, 2  # rows of x in a tile, and tiles of a block
 _MOST_WARPS = 16
-_MANY_FEATURES, _THEIR_WARPS = 1 << 16, 4  # lm_head's: enough blocks, whatever each takes
+_MANY_FEATURES, _THEIR_WARPS = 1 << 17, 4  # lm_head's: enough blocks, whatever each takes
 _STAGES = 2  # chunks in flight
 _MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
 
@@ -313,9 +313,13 @@ def _launch(
 
 
 def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
-    """How many split K. The order of a sum follows from it, so that it must not depend on rows."""
+    """How many split K. The order of a sum follows from it, so that it must not depend on rows.
+
+    Nor on what else is in a launch: no projection has as many features as lm_head.
+    """
     most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
-    most = min(most, _THEIR_WARPS) if features >= _MANY_FEATURES else most
+    if features >= _MANY_FEATURES:
+        return min(chunks, most, _THEIR_WARPS)
     least = max(1, min(chunks, most // 2))
     return min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
 

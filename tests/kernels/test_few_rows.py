@@ -229,13 +229,17 @@ def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("form", [AFFINE4, PLAIN])
-def test_an_embedding_that_is_lm_head(form):
+@pytest.mark.parametrize("is_large", [False, True])
+def test_an_embedding_that_is_lm_head(form, is_large, monkeypatch):
+    if is_large:
+        monkeypatch.setattr(few_rows, "_MANY_FEATURES", 40)
+    inputs = 256 * (few_rows._THEIR_WARPS + 1)  # a warp has two chunks, if there are so many
     model = nn.Module()
-    model.embed_tokens = nn.Embedding(40, 256)
+    model.embed_tokens = nn.Embedding(40, inputs)
     model.embed_tokens.set_dtype(BF16)
     if form.bits < 16:
         model.embed_tokens = model.embed_tokens.to_quantized(64, form.bits)
-    theirs, x = type(model.embed_tokens), mx.random.normal((9, 256)).astype(BF16)
+    theirs, x = type(model.embed_tokens), mx.random.normal((9, inputs)).astype(BF16)
     assert layers.use_few_rows(model, BF16)
     own = model.embed_tokens
     assert layers.REPLACED[type(own)] is theirs
@@ -244,6 +248,6 @@ def test_an_embedding_that_is_lm_head(form):
     assert mx.array_equal(own(mx.array([3])), theirs.__call__(own, mx.array([3])))
 
     model.embed_tokens.__class__ = theirs
-    model.lm_head = linear(256, 40, form, 0)
+    model.lm_head = linear(inputs, 40, form, 0)
     assert layers.use_few_rows(model, BF16)
     assert type(model.embed_tokens) is theirs, "it is only looked up"
