@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.shapes import add_shape, build, integers, shape_of
@@ -34,7 +33,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.models.few_rows import FewRowsMixture
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loaded import LoadedModel, module_nbytes
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.acceptance import AcceptResult, accept
 from mlx_mtp.speculative.proposer import MTPProposer
@@ -189,16 +188,12 @@ def measure_mlx_lm(plain: nn.Module, *, vocab: int, rows: int, steps: int) -> St
 
 def product_bytes(model: LoadedModel) -> int:
     """Bytes of weights that the products of a step without a head read."""
-
-    def size(module: nn.Module) -> int:
-        return sum(array.nbytes for _, array in tree_flatten(module.parameters()))
-
     nbytes = 0
     for module in model.causal_lm.modules():
         if isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
-            nbytes += size(module)
+            nbytes += module_nbytes(module)
         if type(module) is FewRowsMixture:  # Its shared expert is one of the others.
-            nbytes -= size(module.shared_expert)
+            nbytes -= module_nbytes(module.shared_expert)
     return nbytes
 
 

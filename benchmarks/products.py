@@ -4,11 +4,11 @@
 
 Microseconds of a layer as the engine runs it, and in brackets how many times the time of reading
 what it needs once at `--bandwidth`: of experts those that so many tokens chose, at random. The last
-line has all layers together, and the last table those of all shapes. "mlx" is mlx's own operation
-at the same numbers, where it is not in use, and "mx.max" the speed at which mlx reads the weights
-in one reduction: what this machine has of `--bandwidth`. Layers of a kind are independent of each
-other here, which those of a step are not. With CUDA and torch it is the GPU's time by its profiler;
-by the clock the host's work for small products would be most of it.
+line of a table has all layers together, that below all tables those of all shapes. "mlx" is mlx's
+own operation at the same numbers, where it is not in use, and "mx.max" the speed at which mlx reads
+the weights in one reduction: what this machine has of `--bandwidth`. Layers of a kind are
+independent of each other here, which those of a step are not. With CUDA and torch it is the GPU's
+time by its profiler; by the clock the host's work for small products would be most of it.
 """
 
 import argparse
@@ -22,24 +22,29 @@ from benchmarks.timed import gpu_microseconds, table
 from mlx_mtp.selftest.products import Product, measure_products
 
 
-def print_table(products: Sequence[Product], bandwidth: float, kinds: bool = True) -> None:
-    """Print one line a kind, and one for all of them."""
-    counts = products[0].rows
+def cells(times: Sequence[float], nbytes: Sequence[float], bandwidth: float) -> list[str]:
+    """Microseconds, each over the time of reading so many bytes."""
+    ratios = [us * bandwidth * 1e6 / size for us, size in zip(times, nbytes)]
+    return [f"{us:.1f} ({ratio:.2f})" for us, ratio in zip(times, ratios)]
 
-    def cells(times: Sequence[float], nbytes: Sequence[float]) -> list[str]:
-        ratios = [us * bandwidth * 1e6 / size for us, size in zip(times, nbytes)]
-        return [f"{us:.1f} ({ratio:.2f})" for us, ratio in zip(times, ratios)]
 
-    row = table("layers", "product", *map(str, counts), "mlx", "mx.max, TB/s")
-    for each in products if kinds else ():
-        speed = each.nbytes[-1] / each.reading[-1] / 1e6
-        theirs = ", ".join(f"{us:.0f}" for us in each.theirs)
-        own = cells(each.microseconds, each.nbytes)
-        row(each.layers, each.name, *own, theirs, f"{speed:.2f}")
-    columns = range(len(counts))
+def total(products: Sequence[Product], bandwidth: float) -> list[str]:
+    """`cells` of all layers together."""
+    columns = range(len(products[0].rows))
     times = [sum(each.layers * each.microseconds[n] for each in products) for n in columns]
     nbytes = [sum(each.layers * each.nbytes[n] for each in products) for n in columns]
-    row(sum(each.layers for each in products), "all", *cells(times, nbytes), "", "")
+    return cells(times, nbytes, bandwidth)
+
+
+def print_table(products: Sequence[Product], bandwidth: float) -> None:
+    """Print one line a kind, and one for all of them."""
+    row = table("layers", "product", *map(str, products[0].rows), "mlx", "mx.max, TB/s")
+    for each in products:
+        speed = each.nbytes[-1] / each.reading[-1] / 1e6
+        theirs = ", ".join(f"{us:.0f}" for us in each.theirs)
+        own = cells(each.microseconds, each.nbytes, bandwidth)
+        row(each.layers, each.name, *own, theirs, f"{speed:.2f}")
+    row(sum(each.layers for each in products), "all", *total(products, bandwidth), "", "")
 
 
 def main() -> None:
@@ -66,8 +71,7 @@ def main() -> None:
             print(f"\n{shape}, {options.bits} bit, {title}\n", flush=True)
             print_table([*of], options.bandwidth)
     if len(options.shape) > 1 and time.perf_counter() <= end:
-        print(f"\nall shapes, {options.bits} bit, products, by rows\n", flush=True)
-        print_table(all_shapes, options.bandwidth, kinds=False)
+        print(f"\nall shapes, products, by rows: {', '.join(total(all_shapes, options.bandwidth))}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
 @pytest.fixture
 def default_signals() -> Iterator[None]:
     """For processes started here: under nohup, or behind a shell's &, they would ignore these."""
-    numbers = signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
+    numbers = signal.SIGHUP, signal.SIGQUIT
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     yield
     for number, handler in before.items():

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
 from mlx_mtp.engine.memory import MemoryPlan, footprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.inspect.memory import Demand, plan
 from mlx_mtp.machine import MemoryLimit, mac_memory, machine_memory
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loaded import LoadedModel, module_nbytes
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, Release
 from mlx_mtp.units import size_text
@@ -74,7 +73,7 @@ def _sizes(name: str, bits: int) -> tuple[Demand, int]:
 
     # mlx makes the arrays when they are looked at, which here they never are.
     head.set_dtype(mx.bfloat16)
-    in_bf16 = sum(array.nbytes for _, array in tree_flatten(head.parameters()))
+    in_bf16 = module_nbytes(head)
     model.set_dtype(mx.bfloat16)
     for module in (model, head):
         nn.quantize(module, class_predicate=how)

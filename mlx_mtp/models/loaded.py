@@ -82,10 +82,8 @@ class LoadedModel:
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the trunk's weights and of the head's. No weight is read."""
-        total = sum(array.nbytes for _, array in tree_flatten(self.model.parameters()))
-        head = {} if self.head is None else self.head.parameters()
-        of_head = sum(array.nbytes for _, array in tree_flatten(head))
-        return total - of_head, of_head
+        of_head = 0 if self.head is None else module_nbytes(self.head)
+        return module_nbytes(self.model) - of_head, of_head
 
     def row_nbytes(self) -> int:
         """Bytes of one token's row of lm_head. No weight is read."""
@@ -200,4 +198,9 @@ class DraftHead:
 
     @property
     def nbytes(self) -> int:
-        return sum(value.nbytes for _, value in tree_flatten(self.layer.parameters()))
+        return module_nbytes(self.layer)
+
+
+def module_nbytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters. None is read."""
+    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))

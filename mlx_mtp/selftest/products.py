@@ -21,7 +21,7 @@ from mlx_mtp.models.few_rows import (
     served,
     with_kernel,
 )
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.loaded import LoadedModel, module_nbytes
 from mlx_mtp.selftest.kernels import name_of
 from mlx_mtp.selftest.timing import Launch, microseconds
 
@@ -111,7 +111,9 @@ def measure_products(
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) or module is model.output_layer:
             kinds.setdefault(_name(module), []).append(_Timed(module, rows))
     found = []
-    for name, layers in sorted(kinds.items(), key=lambda kind: -sum(map(_nbytes, kind[1]))):
+    for name, layers in sorted(
+        kinds.items(), key=lambda kind: -sum(module_nbytes(each.layer) for each in kind[1])
+    ):
         if time.perf_counter() < deadline:
             found.append(_measured(name, layers, model.dtype, timer))
     return found
@@ -148,7 +150,7 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer
         layers[0].routed,
         counts,
         times,
-        [_nbytes(layers[0]) * share for share in shares],
+        [module_nbytes(layers[0].layer) * share for share in shares],
         [once / len(layers) * share for share in shares],
         independent,
         theirs,
@@ -175,7 +177,3 @@ def _name(layer: nn.Module) -> str:
         "plain": name_of(weight.codes.dtype),
     }
     return f"{weight.inputs} -> {weight.codes.shape[-2]}, {stored.get(mode, mode)}"
-
-
-def _nbytes(product: _Timed) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(product.layer.parameters()))

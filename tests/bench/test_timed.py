@@ -1,3 +1,5 @@
+"""What is computed from a GPU's profile."""
+
 from benchmarks.timed import union
 
 
