@@ -1,7 +1,13 @@
-"""`python -m mlx_mtp` is `mlx-mtp`."""
+"""The program: `mlx-mtp` and `python -m mlx_mtp`."""
 
-import sys
+from mlx_mtp import safe_path
 
-from mlx_mtp.cli import main
+# Before other imports: `python -m` would look for them in the current directory first.
+safe_path.drop_current_directory()
 
-sys.exit(main())
+import sys  # noqa: E402
+
+from mlx_mtp.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -162,6 +162,10 @@ class EngineHungError(EngineStoppedError, code="engine_hung"):
     """The engine takes no new requests while a step doesn't end."""
 
 
+class UnavailableError(EngineError, status=503, code="unavailable"):
+    """A process that the request needs can't be started, or was ended from outside."""
+
+
 class BytesLimitError(EngineError, status=503, code="too_many_bytes"):
     """Other requests' bodies and unread answers take the memory that there is for them."""
 

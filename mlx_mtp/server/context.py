@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
-from mlx_mtp.server.admission import HeldBytes, RequestLimiter
+from mlx_mtp.server.admission import HeldBytes, RequestLimiter, client_of
 from mlx_mtp.server.body import Model, read_body
 from mlx_mtp.server.generation import Dispatcher, timeout_error
 from mlx_mtp.server.metrics import Metrics
@@ -68,10 +68,14 @@ class Context:
             self.metrics.count("request_timeouts")
             raise timeout_error(seconds) from None
 
+    @property
+    def fault(self) -> str | None:
+        """Why the server can't answer now."""
+        return self.engine.unhealthy_reason or self.engine.hang_reason or self.prompter.fault
+
     def close(self) -> None:
         self.grammars.close()
-        if self.prompter.workers is not None:
-            self.prompter.workers.close()
+        self.prompter.close()
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -130,7 +134,8 @@ async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
     lenient = asks and config.unknown_parameters == "warn"
     limits = config.max_body_bytes, config.body_timeout
     take = partial(context.held.take_body, request.scope)
-    body = await read_body(request, model, *limits, take, lenient=lenient)
+    parse = partial(context.limiter.parsing.run, client_of(request.scope, None))
+    body = await read_body(request, model, *limits, take, parse, lenient=lenient)
     if asks:
         name = getattr(body, "model", "")
         served = context.served_name(name)

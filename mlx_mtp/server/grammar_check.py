@@ -20,9 +20,10 @@ from typing import IO, Any
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_mtp.errors import EngineError, GrammarError, is_fault
+from mlx_mtp.errors import GrammarError, UnavailableError, is_fault
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.server.helper import Helper, HelperError, answer_questions
 
 MAX_COMPILE_SECONDS = 0.5
@@ -32,12 +33,13 @@ MAX_WAIT_SECONDS = 10.0
 STACK_BYTES = 2 << 20
 """Stack that a grammar may take here. The server's threads have several times as much, and 8,800
 real schemas need less than half."""
+_NO_VERDICT = ""
 _TRIAL_TOKENS = 32
 _SPARE_SECONDS = 2.0
-_DEATHS: dict[int, str] = {
-    signal.SIGPROF: f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile.",
-    signal.SIGALRM: f"It takes more than {MAX_WAIT_SECONDS:g} s to compile.",
-}
+_TOO_SLOW = f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile."
+_CRASHED = "It is too deeply nested, or takes too much memory."
+# The system ended the trial, for want of memory, or the machine stood still: no verdict.
+_NOT_ITS_FAULT = (signal.SIGKILL, signal.SIGTERM, signal.SIGALRM)
 
 
 def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
@@ -56,15 +58,23 @@ def checker(tokenizer_json: str, eos_token_ids: Sequence[int]) -> Helper:
 
 
 def check(helper: Helper, spec: GrammarSpec) -> None:
-    """Try a grammar out; GrammarError: it is wrong, or takes too much."""
+    """Try a grammar out, twice where the first trial gives no verdict.
+
+    GrammarError: the grammar is wrong, or takes too much. UnavailableError: no verdict.
+    """
     for _ in range(2):
         with contextlib.suppress(HelperError):
             # What the fork's own timers don't end stops the process: not the grammar's fault.
             error = helper.ask(dataclasses.asdict(spec), MAX_WAIT_SECONDS + _SPARE_SECONDS)
-            if error is not None:
+            if error is None:
+                return
+            if error != _NO_VERDICT:
                 raise GrammarError(error)
-            return
-    raise EngineError("The process that checks grammars has ended; try again.")
+    raise UnavailableError(
+        "The process that checks grammars was ended, by a lack of memory or of processor time. "
+        "Try again later.",
+        retry_after=UNKNOWN_RETRY_SECONDS,
+    )
 
 
 def _answers(header: tuple[str, list[int]]) -> Callable[[Any], str | None]:
@@ -74,7 +84,7 @@ def _answers(header: tuple[str, list[int]]) -> Callable[[Any], str | None]:
 
 
 def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
-    """What is wrong with a grammar; None: nothing. A child that dies has not found it right."""
+    """Return what is wrong with a grammar, or None; _NO_VERDICT: the child was killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -93,8 +103,10 @@ def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
         answer = answers.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        crashed = "It is too deeply nested, or takes too much memory."
-        return _DEATHS.get(os.WTERMSIG(status), crashed)
+        number = os.WTERMSIG(status)
+        if number in _NOT_ITS_FAULT:
+            return _NO_VERDICT
+        return _TOO_SLOW if number == signal.SIGPROF else _CRASHED
     return json.loads(answer or '"llguidance failed on it."')
 
 

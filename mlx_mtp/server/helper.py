@@ -2,13 +2,18 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+from mlx_mtp import safe_path
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 """In which a helper must be ready; importing its libraries takes seconds, and more where all else
@@ -19,36 +24,72 @@ class HelperError(Exception):
     """The helper has ended, by itself or for its time; the next question starts another."""
 
 
+class HelperStartError(HelperError):
+    """The helper can't be started now: the system's fault or the server's, not the question's."""
+
+
 class Helper:
     """One process of a module that calls `answer_questions`; for one thread at a time."""
 
     def __init__(self, module: str, header: Any) -> None:
-        self._command, self._header = [sys.executable, "-m", module], header
+        self._module, self._header = module, header
         self._process: subprocess.Popen[str] | None = None
+        self._ready = False
+        self.fault: str | None = None  # why the last start failed
 
     def start(self) -> None:
-        """Begin to start it, so that it is ready when it is needed."""
-        if self._process is None:
+        """Begin to start the process, unless one runs; HelperStartError: the system refuses."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is not None:
+            return
+        # Python would import from the current directory first, which may be a model's.
+        path = os.pathsep.join(safe_path.entries())
+        try:
             self._process = subprocess.Popen(
-                self._command,
+                [sys.executable, "-P", "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
                 # ctrl-C is for the server: a helper ends when its input does.
                 start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path},
             )
-            self._ready = False
             # A long header fills the pipe before the process reads it.
             threading.Thread(target=_write, args=(self._process, self._header)).start()
+        except (OSError, RuntimeError) as error:  # No files, no memory, no more threads.
+            self.close()
+            self._fail(str(error))
+
+    def make_ready(self) -> None:
+        """Start the process and wait until it can answer; HelperStartError: it never will."""
+        self.start()
+        if self._ready:
+            return
+        try:
+            self._read(START_SECONDS)
+        except HelperError:
+            self._fail("it ended before it was ready")
+        if self.fault is not None:
+            logger.info("The process %s runs again.", self._module)
+        self._ready, self.fault = True, None
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """The answer to a question; HelperError: there is none within so many seconds."""
-        self.start()
-        if not self._ready:
-            self._read(START_SECONDS)
-            self._ready = True
+        """Return the answer to a question.
+
+        HelperStartError: there is no process to ask. HelperError: it ended, by itself or because
+        the answer took more than `seconds`.
+        """
+        self.make_ready()
         return self._read(seconds, question)
+
+    def _fail(self, reason: str) -> NoReturn:
+        fault = f"the process {self._module} can't be started: {reason}"
+        if self.fault is None:
+            logger.warning("Requests that need it fail until it runs: %s.", fault)
+        self.fault = fault
+        raise HelperStartError(fault) from None
 
     def _read(self, seconds: float, *questions: Any) -> Any:
         process, answer = self._process, ""
@@ -79,6 +120,7 @@ class Helper:
             with contextlib.suppress(OSError):
                 self._process.communicate()
             self._process = None
+        self._ready = False
 
 
 def _write(process: "subprocess.Popen[str]", *lines: Any) -> None:

@@ -1,18 +1,17 @@
 """From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
+from mlx_mtp.errors import InvalidRequestError, UnavailableError, UnsupportedParameterError
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.admission import Client
+from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, Client
 from mlx_mtp.server.answer_grammar import answer_grammar
 from mlx_mtp.server.conversation import Conversation, folded
-from mlx_mtp.server.helper import HelperError
+from mlx_mtp.server.helper import HelperError, HelperStartError
 from mlx_mtp.server.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.server.plain_text import marked
 from mlx_mtp.server.text_worker import MAX_ENCODE_SECONDS, NUM_WORKERS, TextWorkers
@@ -21,10 +20,9 @@ from mlx_mtp.server.turns import Turns
 
 Result = TypeVar("Result")
 
-LARGE_TEXT = 1 << 18
-"""Of longer prompts, in characters, `LARGE_AT_ONCE` are encoded at once: each may take hundreds of
-megabytes, and a core for seconds."""
 LARGE_AT_ONCE = 1
+"""Long prompts that are encoded at once: each may take hundreds of megabytes, and a core for
+seconds."""
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
@@ -76,15 +74,27 @@ class Prompter:
                 )
             return Prompt(token_ids, thinking, spec)
 
-        size = sum(len(message.content) for message in conversation.messages)
-        return await self.in_turn(size, client, work)
+        return await self.in_turn(conversation.size, client, work)
+
+    @property
+    def fault(self) -> str | None:
+        """Why no prompt can be made now."""
+        return None if self.workers is None else self.workers.fault
+
+    async def keep_running(self) -> None:
+        """Start the workers again that could not be started, until the server ends."""
+        if self.workers is not None:
+            await self.workers.keep_running()
+
+    def close(self) -> None:
+        if self.workers is not None:
+            self.workers.close()
 
     async def in_turn(self, size: int, client: Client, work: Callable[[], Result]) -> Result:
         """Do some work on a text of so many characters off the event loop, in its client's turn."""
-        if self.workers is None and size <= LARGE_TEXT:
-            return await asyncio.to_thread(work)
-        turns = self._large if self.workers is None else self._working
-        return await turns.run(client, work)
+        if self.workers is None:
+            return await self._large.run_by_size(size, client, work)
+        return await self._working.run(client, work)
 
     def encode(self, text: str, param: str, **options: Any) -> tuple[int, ...]:
         """Token ids of a text, as `Tokenizer.encode` gives them; to be called in a turn."""
@@ -97,6 +107,9 @@ class Prompter:
         what = "tokenizer" if name == "encode" else "chat template"
         try:
             return self.workers.call(name, seconds, *args, **more)
+        except HelperStartError as error:
+            message = f"The model's {what} can't be used now: {error}."
+            raise UnavailableError(message, retry_after=UNKNOWN_RETRY_SECONDS) from None
         except TimeoutError:
             fault = f"took more than {seconds:g} s on this"
         except HelperError:

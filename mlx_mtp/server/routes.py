@@ -30,12 +30,11 @@ async def _model(request: Request) -> Response:
 
 async def _health(request: Request) -> Response:
     context = context_of(request)
-    reason = context.engine.unhealthy_reason or context.engine.hang_reason
     if context.limiter.draining:
         reason = f"the server is shutting down; {context.limiter.held} answers are not finished"
         return JSONResponse({"status": "draining", "reason": reason}, 503)
-    if reason is not None:
-        return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
+    if context.fault is not None:
+        return JSONResponse({"status": "unhealthy", "reason": context.fault}, 503)
     return JSONResponse({"status": "ok"})
 
 

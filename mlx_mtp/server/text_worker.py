@@ -4,6 +4,8 @@ They are its author's programs: a template may take Python's lock for minutes in
 tokenizer all memory. What takes too much of either ends its process, and no other request.
 """
 
+import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -12,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from mlx_mtp import errors
-from mlx_mtp.server.helper import Helper, HelperError, answer_questions
+from mlx_mtp.server.helper import Helper, HelperError, HelperStartError, answer_questions
 from mlx_mtp.server.tokenizer import Tokenizer
 
 NUM_WORKERS = 2
@@ -23,36 +26,71 @@ MAX_WORKER_BYTES = 4 << 30  # beside what a worker takes when its tokenizer is l
 MAX_ENCODE_SECONDS = 60.0
 _SPARE_SECONDS = 2.0  # By then a worker has ended itself, if it is not stopped.
 _WATCH_SECONDS = 0.05
+_RETRY_SECONDS = 1.0
 
 
 class TextWorkers:
     """The processes, from the server's side; as many threads as `NUM_WORKERS` may use them."""
 
     def __init__(self, path: Path) -> None:
-        header = [str(path), MAX_WORKER_BYTES]
-        self._idle = [Helper(__name__, header) for _ in range(NUM_WORKERS)]
-        for helper in self._idle:
-            helper.start()
+        header = [str(path.absolute()), MAX_WORKER_BYTES]
+        self._helpers = [Helper(__name__, header) for _ in range(NUM_WORKERS)]
+        self._idle: SimpleQueue[Helper] = SimpleQueue()
+        for helper in self._helpers:
+            self._give_back(helper)
+
+    @property
+    def fault(self) -> str | None:
+        """Why no text can be read now: no process could be started at the last attempt."""
+        faults = [helper.fault for helper in self._helpers]
+        return faults[0] if all(faults) else None
 
     def call(self, name: str, seconds: float, *args: Any, **more: Any) -> Any:
-        """What the tokenizer's method gives, or its RequestError; TimeoutError, HelperError."""
-        helper, began = self._idle.pop(), time.monotonic()
+        """Return what the tokenizer's method returns, or raise its RequestError.
+
+        TimeoutError: it took more than `seconds`. HelperError: it ended its process.
+        HelperStartError: no process can be started.
+        """
+        helper = self._idle.get()
         try:
+            helper.make_ready()
+            began = time.monotonic()
             answer = helper.ask([name, seconds, args, more], seconds + _SPARE_SECONDS)
+        except HelperStartError:
+            raise
         except HelperError:
             if time.monotonic() - began >= seconds:
                 raise TimeoutError from None
             raise
         finally:
-            helper.start()
-            self._idle.append(helper)
+            self._give_back(helper)
         if "error" in answer:
             kind, message, param = answer["error"]
             raise getattr(errors, kind)(message, param=param)
         return answer["found"]
 
+    async def keep_running(self) -> None:
+        """Start again what could not be started, until the server ends."""
+        while True:
+            await asyncio.sleep(_RETRY_SECONDS)
+            if any(helper.fault for helper in self._helpers):
+                await asyncio.to_thread(self._start_again)
+
+    def _start_again(self) -> None:
+        for _ in self._helpers:
+            helper = self._idle.get()
+            with contextlib.suppress(HelperStartError):
+                if helper.fault:
+                    helper.make_ready()
+            self._idle.put(helper)
+
+    def _give_back(self, helper: Helper) -> None:
+        with contextlib.suppress(HelperStartError):  # `keep_running` tries again.
+            helper.start()
+        self._idle.put(helper)
+
     def close(self) -> None:
-        for helper in self._idle:
+        for helper in self._helpers:
             helper.close()
 
 

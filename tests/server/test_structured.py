@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.build import build_engine
-from mlx_mtp.errors import GrammarError
+from mlx_mtp.errors import GrammarError, UnavailableError
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
@@ -206,6 +207,33 @@ def test_a_checker_that_is_stopped_is_replaced(
 
     with contextlib.closing(Grammars(tokenizer, (EOS,))) as made:
         asyncio.run(script(made))
+
+
+def test_a_trial_that_was_killed_refuses_no_grammar(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is short; a grammar that crashes its trial is refused."""
+    script = f"""if True:
+        import os, signal
+        from mlx_mtp.server import grammar_check
+        def end(grammar):
+            with open({str(tmp_path / "trials")!r}, "a+") as trials:
+                trials.seek(0)
+                number = len(trials.read())
+                trials.write("x")
+            os.kill(os.getpid(), signal.SIGKILL if number < 3 else signal.SIGSEGV)
+        grammar_check._walk = end
+        grammar_check.answer_questions(grammar_check._answers)
+    """
+    begin = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", script], **more)
+    )
+    with contextlib.closing(Grammars(tokenizer, (EOS,))) as made:
+        # Of each grammar two trials: both killed; one killed, and one that crashes.
+        for error, words in ((UnavailableError, "lack of memory"), (GrammarError, "too deeply")):
+            with pytest.raises(error, match=words):
+                asyncio.run(made.compile(GrammarSpec("regex", "a"), "x", ME))
 
 
 def test_one_clients_grammars_do_not_hold_up_anothers(

@@ -1,6 +1,7 @@
 """Templates and tokenizers that never end, take all memory or break: only their request fails."""
 
 import asyncio
+import errno
 import json
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import CHAT, COUNT, GOOD, TEXT, TOKENIZE, in_process
 from tests.server.raw_http import error_of
 from tests.server.wire_help import chat_body
+from tests.waiting import wait_until
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # What the first message says, and what the template does then. Constants would be computed before.
@@ -105,6 +107,34 @@ def test_a_tokenizer_that_grows_at_the_start_ends_its_process(
     header = json.dumps([str(tmp_path), 1 << 28]) + "\n"
     done = subprocess.run(command, input=header, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and not done.stdout
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again_until_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(text_worker, "_RETRY_SECONDS", 0.05)
+    begin = subprocess.Popen
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with in_process(text_workers=BUNDLED_MODEL) as client:
+        assert client.post(CHAT, json=GOOD[CHAT]).is_success
+        for refusal in (refused, lambda *_, **more: begin([sys.executable, "-c", ""], **more)):
+            monkeypatch.setattr(subprocess, "Popen", refusal)
+            for helper in client._transport._inner.app.state.context.prompter.workers._helpers:
+                helper.kill()
+                helper._process.wait()
+            while client.get("/health").is_success:
+                failed = client.post(CHAT, json=GOOD[CHAT])
+                error = failed.json()["error"]
+                assert (failed.status_code, error["code"]) == (503, "unavailable")
+                assert "can't be started" in error["message"]
+                assert failed.headers["Retry-After"]
+            assert "can't be started" in client.get("/health").json()["reason"]
+            monkeypatch.setattr(subprocess, "Popen", begin)
+            wait_until(lambda: client.get("/health").is_success)
+            assert client.post(CHAT, json=GOOD[CHAT]).is_success
 
 
 def test_prompts_are_those_of_this_process(tokenizer: Tokenizer) -> None:

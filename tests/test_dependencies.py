@@ -1,0 +1,99 @@
+"""What other packages must have: each is declared, and each private part that is used exists."""
+
+import argparse
+import ast
+import dis
+import inspect
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import h11
+import pytest
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+import mlx_mtp
+from mlx_mtp.flags import CommandParser
+from mlx_mtp.server import http_protocol
+from mlx_mtp.server.serve import Server
+
+PACKAGE = Path(mlx_mtp.__file__).parent
+PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]
+DECLARED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["plot"]]
+# Our classes that change others', the name by which their code has an object, and its class.
+USES: list[tuple[type, str, type]] = [
+    (http_protocol.LimitedProtocol, "self", H11Protocol),
+    (http_protocol.LimitedProtocol, "cycle", RequestResponseCycle),
+    (http_protocol.LimitedProtocol, "conn", h11.Connection),
+    (http_protocol.BoundedConnection, "self", h11.Connection),
+    (Server, "self", uvicorn.Server),
+    (CommandParser, "self", argparse.ArgumentParser),
+]
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported() -> set[str]:
+    """The top-level modules of other packages that the package imports."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - {"mlx_mtp"} - sys.stdlib_module_names
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    declared = {normalized(re.match(r"[\w.-]+", line)[0]) for line in DECLARED}
+    owners = metadata.packages_distributions()
+    missing = {
+        name for name in imported() if not declared & set(map(normalized, owners.get(name, ())))
+    }
+    assert not missing
+
+
+def test_packages_whose_private_parts_are_used_have_upper_bounds() -> None:
+    for name in ("uvicorn", "h11"):
+        (line,) = (line for line in DECLARED if re.match(rf"{name}\b", line))
+        assert "<" in line
+
+
+def attributes(theirs: type) -> set[str]:
+    """The names that a class defines, or that its methods set."""
+    methods = (each for base in theirs.__mro__ for each in vars(base).values())
+    code = (each for each in methods if inspect.isfunction(each))
+    steps = (step for each in code for step in dis.get_instructions(each))
+    return {*dir(theirs), *(step.argval for step in steps if step.opname == "STORE_ATTR")}
+
+
+@pytest.mark.parametrize(("ours", "name", "theirs"), USES)
+def test_what_is_used_and_overridden_of_other_packages_exists(
+    ours: type, name: str, theirs: type
+) -> None:
+    def is_named(node: Any) -> bool:
+        return getattr(node, "id", None) == name or getattr(node, "attr", None) == name
+
+    tree = ast.parse(inspect.getsource(ours))
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in uses if is_named(node.value)}
+    set_here = {node.attr for node in uses if isinstance(node.ctx, ast.Store)}
+    own = {defined for defined in vars(ours) if not defined.startswith("__")}
+    assert used - own - set_here <= attributes(theirs)
+    if name == "self":
+        # A method that nothing of ours calls is there to be called by theirs.
+        overriding = own - {node.attr for node in uses if not isinstance(node.value, ast.Call)}
+        assert overriding and overriding <= attributes(theirs)
+
+
+def test_uvicorn_is_used_as_it_is_called() -> None:
+    """`Server._accept` makes protocols and leaves uvicorn no socket to listen on."""
+    assert {"config", "server_state", "app_state"} <= set(inspect.signature(H11Protocol).parameters)
+    assert "sockets" in inspect.signature(uvicorn.Server.startup).parameters
