@@ -428,6 +428,13 @@ for soft, hard, found in ((256, 512, 512), (256, 4000, 2048), (3000, 4000, 3000)
     assert done.returncode == 0 and "2 tokens" in done.stderr
 
 
+def test_a_server_without_files_for_its_clients_is_refused():
+    shell = 'ulimit -n 64 && exec "$0" -m mlx_mtp serve --port 0'
+    done = subprocess.run(["bash", "-c", shell, sys.executable], capture_output=True, text=True)
+    told = "mlx-mtp: The limit of open files is 64, and the server needs 80: raise it, as by "
+    assert (done.returncode, done.stderr, done.stdout) == (2, f"{told}`ulimit -n 80`.\n", "")
+
+
 def test_generate_for_real():
     argv = [*COMMAND, "generate", "-", "--max-tokens", "12", "--temperature", "0"]
     argv += ["--mtp-num-draft-tokens", "2"]

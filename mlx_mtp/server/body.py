@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from email.message import Message
 from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
@@ -50,12 +50,14 @@ async def read_body(
     max_bytes: int,
     max_seconds: float,
     take: Callable[[bytes], None] = lambda _: None,
+    parse: Callable[[Callable[[], Model]], Awaitable[Model]] = asyncio.to_thread,
     *,
     lenient: bool = False,
 ) -> Model:
-    """Read, parse and validate the body; raises RequestError. `take` is called with each piece.
+    """Read, parse and validate the body; raises RequestError.
 
-    If `lenient`, unknown parameters are no error, but noted in the request's record.
+    `take` is called with each piece, and `parse` runs the parsing of a large body on a thread. If
+    `lenient`, unknown parameters are no error, but noted in the request's record.
     """
     _check_headers(request.headers, max_bytes)
     body = bytearray()
@@ -78,7 +80,7 @@ async def read_body(
         except ValidationError as error:
             raise from_validation(error) from None
 
-    return await asyncio.to_thread(validated) if len(body) > LARGE_BODY else validated()
+    return await parse(validated) if len(body) > LARGE_BODY else validated()
 
 
 def _check_headers(headers: Headers, max_bytes: int) -> None:

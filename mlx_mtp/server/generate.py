@@ -78,7 +78,7 @@ class Admitted(Generic[Body]):
             name = context.tokenizer.token_bytes
             return token_ids, echo_of(prompt, token_ids, name, with_tokens=with_tokens)
 
-        size = len(suffix) + sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        size = len(suffix) + sum(map(len, prompts))
         async with context.in_time(self.scope):
             encoded = await context.prompter.in_turn(
                 size, self.client, lambda: list(map(encode, prompts))

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,12 +41,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STOPPING = "Stopping: up to %(seconds).0f s for %(answers)d unfinished; Ctrl-C again ends it now."
+_NO_ROOM = "No connection is accepted for %(seconds)g s: %(reason)s."
 STOP_SECONDS = 10.0  # for the engine's thread to end
 FLUSH_SECONDS = 5  # for clients to read the error that ended their response
 # The event loop needs the interpreter's lock several times a token: with Python's own 5 ms clients
 # would wait for a step to be built.
 SWITCH_SECONDS = 0.001
 _SPARE_FILES = 64  # Open beside the clients' connections.
+_MIN_CONNECTIONS = 16  # With fewer, clients that keep theirs open would lock out the others.
+_NUM_THREADS = 16  # Beside the event loop: more than long work of all kinds may keep busy at once.
+_PAUSE_SECONDS = 1.0  # without accepting connections, when the system has no room for one
 
 
 def create_app(
@@ -57,12 +62,18 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mlx-mtp-work")
+        asyncio.get_running_loop().set_default_executor(threads)
         context.dispatcher.start()
-        background = asyncio.create_task(live.background())
+        background = [
+            asyncio.create_task(work)
+            for work in (live.background(), context.prompter.keep_running())
+        ]
         try:
             yield
         finally:
-            background.cancel()
+            for task in background:
+                task.cancel()
             await context.dispatcher.stop(STOP_SECONDS)
             context.close()
 
@@ -102,6 +113,12 @@ def create_app(
 
 def bind(host: str, port: int) -> socket.socket:
     """Listen on the address, or raise a UsageError; port 0 takes a free one."""
+    needed = _SPARE_FILES + _MIN_CONNECTIONS
+    if (limit := _file_limit(needed)) < needed:
+        raise UsageError(
+            f"The limit of open files is {limit}, and the server needs {needed}: raise it, as by "
+            f"`ulimit -n {needed}`."
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Only for sockets that say that they are TCP's asyncio switches Nagle's algorithm off.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -141,9 +158,36 @@ class Server(uvicorn.Server):
             self._limiter.drain(self._context.config.drain_timeout)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        self._accepting = [asyncio.create_task(self._accept(sock)) for sock in sockets or ()]
         if self.started:
             self._on_ready()
+
+    async def _accept(self, sock: socket.socket) -> None:
+        """Accept connections one at a time, so that those beyond the limit are closed in between.
+
+        asyncio's own listener accepts the whole backlog at once, and goes on when the process has
+        no more files, with an error for each connection.
+        """
+        loop, config = asyncio.get_running_loop(), self.config
+        sock.setblocking(False)
+        make: Any = config.http_protocol_class
+        protocol = partial(
+            make,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(sock)
+                await loop.connect_accepted_socket(protocol, connection)
+            except ConnectionError:
+                pass  # The client has left already.
+            except OSError as error:
+                fields = {"reason": error.strerror, "seconds": _PAUSE_SECONDS}
+                logger.warning(_NO_ROOM, fields)
+                await asyncio.sleep(_PAUSE_SECONDS)
 
     async def on_tick(self, counter: int) -> bool:
         stop = await super().on_tick(counter)
@@ -159,6 +203,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._limiter.drain(0.0)
+        for task in self._accepting:
+            task.cancel()
         if held := self._limiter.held:
             logger.info("Ending what is unfinished: %(answers)d.", {"answers": held})
 
@@ -193,6 +239,7 @@ def make_server(
         timeout_keep_alive=math.ceil(settings.head_timeout),
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
+        loop="asyncio",
     )
     return Server(config, context, on_ready)
 

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.logs import Later
+from mlx_mtp.server.admission import client_of
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.output_stream import Delta
 from mlx_mtp.server.request_log import record_of
@@ -42,7 +43,8 @@ async def respond(
         keep(answer)
     if not writer.slow:
         return JSONResponse(answer)
-    content = await asyncio.to_thread(packed_slowly, answer)
+    client = client_of(request.scope, None)
+    content = await context.limiter.packing.run(client, partial(packed_slowly, answer))
     return Response(content, media_type="application/json")
 
 

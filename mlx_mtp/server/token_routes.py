@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Annotated, Any
 
@@ -26,6 +25,8 @@ from mlx_mtp.server.fields import (
 )
 from mlx_mtp.server.openai.wire import Message, TemplateFields, Tool
 from mlx_mtp.server.writer import packed_json, packed_slowly
+
+_TOKEN_CHARACTERS = 8  # About as many are written for each token.
 
 
 class TokenizeRequest(TemplateFields):
@@ -100,7 +101,10 @@ async def tokenize(request: Request) -> Response:
         }
         return packed_slowly(found)
 
-    return Response(await asyncio.to_thread(content), media_type="application/json")
+    written = await context.limiter.packing.run_by_size(
+        _TOKEN_CHARACTERS * len(ids), client, content
+    )
+    return Response(written, media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
@@ -118,4 +122,6 @@ async def detokenize(request: Request) -> Response:
         text = packed_json(raw.decode(errors="replace"))
         return f'{{"prompt":{text},"content":{text}}}'
 
-    return Response(await asyncio.to_thread(content), media_type="application/json")
+    size, client = _TOKEN_CHARACTERS * len(body.tokens), client_of(request.scope, None)
+    written = await context.limiter.packing.run_by_size(size, client, content)
+    return Response(written, media_type="application/json")

@@ -10,6 +10,9 @@ from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
 
 Result = TypeVar("Result")
 
+SMALL = 1 << 18
+"""Characters, or bytes, of a text that is read or written within milliseconds."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Waiting:
@@ -26,6 +29,14 @@ class Turns:
     def __init__(self, free: int, executor: Executor | None = None) -> None:
         self._free, self._executor = free, executor
         self._queue: Any = FairQueue()
+
+    async def run_by_size(
+        self, size: int, client: tuple[str, ...], work: Callable[[], Result]
+    ) -> Result:
+        """Do work on a text of this many characters: in turn, or at once if it is small."""
+        if size <= SMALL:
+            return await asyncio.to_thread(work)
+        return await self.run(client, work)
 
     async def run(self, client: tuple[str, ...], work: Callable[[], Result]) -> Result:
         """Do some work in its client's turn.

@@ -1,11 +1,13 @@
 """Clients that are slow, stalled, silent or too many; none of them may hold the others up."""
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.server import http_protocol
+from mlx_mtp.server import serve as serve_module
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, Output, answer, out
 from tests.server.in_process import CHAT, GOOD
@@ -328,3 +331,50 @@ def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "too_many_connections"
         assert refused.headers["connection"] == "close"
+
+
+def test_a_burst_of_silent_connections_is_accepted_as_it_can_be_closed(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other: all at once may be more than the process has files for."""
+    made, counts = http_protocol.LimitedProtocol.connection_made, []
+
+    def counted(self: http_protocol.LimitedProtocol, transport: Any) -> None:
+        made(self, transport)
+        counts.append(len(self.connections))
+
+    monkeypatch.setattr(http_protocol.LimitedProtocol, "connection_made", counted)
+    with serve(small(answer([300])), **FEW) as client, contextlib.ExitStack() as stack:
+        began, go_on = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            began.set()
+            go_on.wait(30)
+
+        client.server._context.dispatcher._loop.call_soon_threadsafe(stand_still)
+        assert began.wait(30)
+        crowd = [stack.enter_context(connect(client)) for _ in range(300)]
+        go_on.set()
+        assert post(client).status_code == 200
+        assert rest_of(crowd[0]) == b""
+        assert len(counts) == 301 and max(counts) <= 65 + 2
+
+
+def test_without_files_connections_wait_and_the_log_says_so_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, refusals = socket.socket.accept, []
+
+    def refused(self: socket.socket) -> Any:
+        if len(refusals) < 3:
+            refusals.append(self)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(serve_module, "_PAUSE_SECONDS", 0.05)
+    with serve(small(answer([300]))) as client:
+        monkeypatch.setattr(socket.socket, "accept", refused)
+        for _ in range(3):
+            assert httpx.get(f"{client.base_url}/health", timeout=30).status_code == 200
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines.count("No connection is accepted for 0.05 s: Too many open files.") == 3

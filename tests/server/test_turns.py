@@ -1,0 +1,57 @@
+"""What is long is read, encoded and written one piece at a time, and clients take turns."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mlx_mtp.server.turns import SMALL, Turns
+from tests.server.in_process import CHAT, DETOKENIZE, GOOD, HI, TOKENIZE, in_process
+
+LONG = "a b " * (SMALL // 4 + 1)
+SCHEMA = {"type": "object", "properties": {"a": {"description": LONG}}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "f", "arguments": json.dumps({"a": LONG})},
+}
+CALLED = [*HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+FEW_IDS, MANY_IDS = [300] * 100, [300] * (SMALL // 8 + 1)
+CASES: list[tuple[str, dict[str, Any], set[str]]] = [
+    (CHAT, {}, set()),
+    (CHAT, {"messages": [{"role": "user", "content": LONG}]}, {"parsing", "encoding"}),
+    (CHAT, {"tools": [TOOL]}, {"parsing", "encoding"}),
+    (
+        CHAT,
+        {"messages": [*CALLED, {"role": "tool", "tool_call_id": "1", "content": "1"}]},
+        {"parsing", "encoding"},
+    ),
+    (CHAT, {"messages": HI, "metadata": {"a": "b"}, "user": LONG}, {"parsing"}),
+    (TOKENIZE, {"prompt": LONG}, {"parsing", "encoding", "packing"}),
+    (DETOKENIZE, {"tokens": FEW_IDS}, set()),
+    (DETOKENIZE, {"tokens": MANY_IDS}, {"packing"}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "turns"), CASES)
+def test_what_is_long_takes_turns(
+    monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], turns: set[str]
+) -> None:
+    run, taken = Turns.run, []
+
+    async def noted(self: Turns, *args: Any) -> Any:
+        taken.append(self)
+        return await run(self, *args)
+
+    monkeypatch.setattr(Turns, "run", noted)
+    with in_process(max_body_bytes=8 << 20) as client:
+        client.post(path, json=GOOD[path] | fields)
+        context = client._transport._inner.app.state.context
+        limiter = context.limiter
+        names = {
+            "parsing": limiter.parsing,
+            "packing": limiter.packing,
+            "encoding": context.prompter._large,
+        }
+        assert {name for name, each in names.items() if each in taken} == turns
