@@ -66,8 +66,8 @@ class Batch:
         self.num_drafts = [c.num_drafts or n for c, n in zip(own, self.num_drafts)]
         width = max(self.num_drafts)
         table = np.zeros((len(own), width + max(c.ahead for c in own)), dtype=np.int32)
-        for row, (run, _) in zip(table, own):
-            row[: len(run)] = run
+        for row, each in zip(table, own):
+            row[: len(each.run)] = each.run
         first = mx.where(mx.array([c.ahead > 0 for c in own]), self.kept, 0)
         runs = mx.take_along_axis(mx.array(table), first[:, None] + mx.arange(width), axis=1)
         copied = mx.array([c.num_drafts > 0 for c in own])[:, None]

@@ -106,7 +106,7 @@ class LeadRunner(ModelRunner):
             tuple((numbers[s], start, length) for s, start, length in plan.chunk),
             tuple(numbers[s] for s in plan.decode),
             {numbers[s]: count for s, count in plan.drafts.items()},
-            {numbers[s]: (tuple(run), ahead) for s, (run, ahead) in plan.copies.items()},
+            {numbers[s]: (tuple(copy.run), copy.ahead) for s, copy in plan.copies.items()},
             plan.together,
         )
 

@@ -70,7 +70,7 @@ class RequestOutput:
     # max_tokens or the context is used up; "error" with `error`.
     finish_reason: FinishReason | None = None
     error: MlxMtpError | None = None
-    num_draft_tokens: int = 0  # drafts verified for this request in this step
+    num_draft_tokens: int = 0  # drafts that count in this step (see `StepRow.num_drafts`)
     num_accepted_tokens: int = 0  # how many of them were accepted
     # Which of its tokens are drafts that the model did not draw (`SamplingParams.optimistic`).
     optimistic: tuple[int, ...] = ()
@@ -79,5 +79,5 @@ class RequestOutput:
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
     # With the first output, if they were asked for: of all tokens of the prompt but its first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    drafts: tuple[int, ...] | None = None  # verified in this step; None: no trace was asked for
+    drafts: tuple[int, ...] | None = None  # that count in this step; None: no trace was asked for
     progress: Progress | None = None  # up to the first output with tokens, if it was asked for

@@ -231,7 +231,7 @@ class ModelRunner:
         last = packing.at(drawn.accepted.at_last)
         batch.keep_hidden(hidden[last], num_kept)
         windows = zip(batch.sequences, lengths, batch.num_drafts, strict=True)
-        rows = [StepRow(s, length, drafts, s in plan.copies) for s, length, drafts in windows]
+        rows = [StepRow(s, length, drafts, plan.copies.get(s)) for s, length, drafts in windows]
         step = InFlightStep(rows, drawn=drawn)
         targets = packing.flat(drawn.tokens)
         computed = Computed(hidden, targets, last, packing, batch.cache)

@@ -129,7 +129,7 @@ class Scheduler:
             self._drafts.observe(DecodeStep(shape, outcomes, step.cost))
 
     def _source(self, row: StepRow) -> str:
-        return COPY if row.copied else self._config.draft_source
+        return COPY if row.copy is not None else self._config.draft_source
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:
         sequence, tokens, error = row.sequence, row.token_ids, row.error
@@ -156,7 +156,7 @@ class Scheduler:
         if ended:
             sequence.status = Status.FINISHED
             sequence.ended = True
-            if self._copies is not None:
+            if self._copies is not None and not sequence.request.sampling.optimistic:
                 self._copies.keep(sequence.salt, sequence.output)
             reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"
         return RequestOutput(
@@ -199,7 +199,9 @@ class Scheduler:
         if self._copies is None or row.fixed is not None:
             return
         if row.copier is None:
-            row.copier = self._copies.of(sequence.prompt, sequence.salt)
+            # A draft that is accepted in place of the token drawn would tell another's answer.
+            alone = sequence.request.sampling.optimistic > 0
+            row.copier = self._copies.of(sequence.prompt, sequence.salt, alone=alone)
         row.copier.extend(tokens)
 
     def _admitted(self) -> list[Sequence]:

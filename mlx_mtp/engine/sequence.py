@@ -25,6 +25,7 @@ class Copy(NamedTuple):
 
     run: Many[int]  # what should follow the last token that has been read
     ahead: int  # of it, what the window in flight may bring
+    of_others: bool = False  # from an earlier answer, which may be another client's
 
     @property
     def num_drafts(self) -> int:
@@ -107,7 +108,7 @@ class Sequence:
         run = copier.run[: min(ahead + count, self.max_new_tokens - len(self.output) - 1)]
         if self.constraint is not None:
             run = run[: self.constraint.num_allowed(run)]
-        return Copy(run, ahead) if len(run) > ahead else None
+        return Copy(run, ahead, copier.of_others) if len(run) > ahead else None
 
     def begin(self, prefix: Node | None, save_points: list[int]) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""

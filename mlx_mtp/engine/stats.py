@@ -51,7 +51,7 @@ class EngineStats:
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0  # given to requests
     num_drafts: int = 0  # verify windows that had at least one draft, counted per row
-    num_draft_tokens: int = 0  # drafts verified
+    num_draft_tokens: int = 0  # drafts verified; see `StepRow.num_drafts`
     num_accepted_tokens: int = 0  # drafts accepted
     num_optimistic_tokens: int = 0  # how many of them the model did not draw
     # By source, and by position in the window, from 0; and the drafts verified there.

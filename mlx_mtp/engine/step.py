@@ -86,8 +86,10 @@ class StepRow:
 
     sequence: Sequence
     num_positions: int  # of its window
-    num_drafts: int = 0  # of them, that count
-    copied: bool = False  # whether these were copied
+    # Of them, the drafts that count. What was copied of others counts only if it is accepted:
+    # neither its tokens nor their number may tell the rest of another client's answer.
+    num_drafts: int = 0
+    copy: Copy | None = None  # what these were copied from
     num_proposed: int = 0  # drafts for its next window
     error: MlxMtpError | None = None
     num_cached: int = 0  # positions that stay in the caches
@@ -153,6 +155,8 @@ class InFlightStep:
             row.token_ids, row.finished = tuple(own[:num_kept]), finished
             if not self.is_prefill:
                 row.num_cached, row.num_accepted = num_kept, num_accepted
+                if row.copy is not None and row.copy.of_others:
+                    row.num_drafts = num_accepted
                 # A row that had ended before verifies nothing.
                 row.num_drafts = row.num_drafts if num_kept else 0
             if swapped is not None:

@@ -39,6 +39,7 @@ function Legend({ steps }) {
       ${tried.filter((each) => each.source === source).map(({ position, tried: all, accepted }) => html`<span title="${accepted} of ${all} that were tried">
         <span class="key ${classOf(source, position)}">a</span> ${ordinal(position)} draft ${percent(accepted, all)}</span>`)}
     </p>`)}
+    <p>Drafts copied from other answers are shown only if they were accepted.</p>
   </div>`;
 }
 
@@ -46,7 +47,7 @@ function Step({ step: [texts, drafts, accepted], index }) {
   const own = texts[accepted];
   return html`<p class="step" aria-live="polite">
     <strong>Step ${index + 1}.</strong>
-    ${" "}${drafts.length ? `Drafted ${drafts.length}:` : "Nothing was drafted;"}
+    ${" "}${drafts.length ? `Drafted ${drafts.length}:` : "No drafts;"}
     ${drafts.map(([text, source], position) => html`${" "}<span class="key ${position < accepted ? classOf(source, position) : position === accepted && own !== undefined ? "rejected" : "untried"}">${shown(text)}</span>${" "}${
       position < accepted ? "accepted" : position > accepted ? "not tried" : own === undefined ? "beyond the end" : "rejected"},`)}
     ${own === undefined

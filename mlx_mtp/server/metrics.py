@@ -88,7 +88,10 @@ _TOTALS = {
         "stats.prefix_cache.num_files_dropped",
     ),
     "spec_decode_num_drafts": ("Windows of drafts verified.", "stats.num_drafts"),
-    "spec_decode_num_draft_tokens": ("Drafts verified.", "stats.num_draft_tokens"),
+    "spec_decode_num_draft_tokens": (
+        "Drafts verified; those copied from earlier answers if they were accepted.",
+        "stats.num_draft_tokens",
+    ),
     "spec_decode_num_accepted_tokens": ("Drafts accepted.", "stats.num_accepted_tokens"),
     "spec_decode_num_optimistic_tokens": (
         "Drafts accepted in place of other tokens that the model drew (--mtp-optimistic).",

@@ -4,45 +4,115 @@ A mark is put into each name of such a token, and the prompt is encoded in parts
 """
 
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-# Code points that are no characters, and never will be: the first that a request has not.
-_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-_KEPT = frozenset({"role", "type"})  # fields whose values are the API's words
+# The objects that the server builds for a template, by place. Their keys are the API's words, and
+# so are the values of the keys listed here; every other text in a chat is the client's.
+_API_WORDS: Mapping[tuple[str, ...], frozenset[str]] = {
+    (): frozenset(),
+    ("messages",): frozenset({"role"}),
+    ("messages", "tool_calls"): frozenset({"type"}),
+    ("messages", "tool_calls", "function"): frozenset(),
+    ("tools",): frozenset({"type"}),
+    ("tools", "function"): frozenset(),
+    ("template_kwargs",): frozenset(),
+}
+_MARK_DIGITS = 20
+_MOST_COMPARED = 64  # characters of a name
+_PARTS_OF_NAME = re.compile(r"([\W_]*).*?([\W_]*)", re.DOTALL)
 
 
-def marked(value: Any, names: Iterable[str]) -> tuple[Any, str | None]:
-    """The same with a mark in each of the names, in objects' keys too; None: there was none."""
-    pattern = _pattern(frozenset(name for name in names if len(name) > 1))
-    texts = list(_texts(value))
-    if not any(map(pattern.search, texts)):
-        return value, None
-    mark = next((mark for mark in _MARKS if not any(mark in text for text in texts)), "")
+class _Names(NamedTuple):
+    """How a client's text contains a name, or a part that a template may complete to one.
 
-    def within(part: Any) -> Any:
+    A template may write `"<" ~ key ~ ">"`. All are compared in lower case.
+    """
+
+    whole: re.Pattern[str]  # the first character of a name, where the rest follows
+    begun: frozenset[str]  # beginnings of names, at a text's end
+    ended: frozenset[str]  # names without leading punctuation, at a text's beginning
+    inner: frozenset[str]  # names without leading and trailing punctuation, as a whole text
+    longest: int  # of these, in characters
+
+
+def marked(chat: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], str]:
+    """Return a chat with a mark in each of the names in it, and the mark.
+
+    `chat` has `messages`, `tools` and `template_kwargs` as a template gets them. The mark is drawn
+    anew for each chat, so no client's text can contain it, and templates' filters keep its digits.
+    """
+    patterns = _compiled(frozenset(name for name in names if len(name) > 1))
+    mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}"
+
+    def within(part: Any, *place: str) -> Any:
         if isinstance(part, str):
-            # Behind the first character of each name, also of those that overlap.
-            return pattern.sub(lambda found: found[1] + mark, part)
-        if isinstance(part, Mapping):
-            return {
-                within(key): inner if key in _KEPT else within(inner) for key, inner in part.items()
-            }
-        return [within(inner) for inner in part] if isinstance(part, list | tuple) else part
+            return _marked_text(part, patterns, mark)
+        if isinstance(part, list | tuple):
+            return [within(inner, *place) for inner in part]
+        if not isinstance(part, Mapping):
+            return part
+        words = _API_WORDS.get(place)
+        if words is None:
+            return {within(key): within(inner, *place, key) for key, inner in part.items()}
+        return {
+            key: inner if key in words else within(inner, *place, key)
+            for key, inner in part.items()
+        }
 
-    return within(value), mark
+    return within(chat), mark
 
 
-def _texts(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for inner in [*value, *value.values()] if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
+def _marked_text(text: str, names: _Names, mark: str) -> str:
+    def put(piece: str) -> str:
+        return names.whole.sub(lambda found: found[0] + mark, piece)
+
+    # A template may trim it.
+    first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+    start = text[first : first + names.longest + 1].lower()
+    end = text[max(first, last - names.longest) : last].lower()
+    lengths = range(1, names.longest + 1)
+    before = after = ""
+    if start.rstrip() in names.inner or any(start[:n] in names.ended for n in lengths):
+        before, text, last = put(text[:first]) + mark, text[first:], last - first
+    # One of its characters begins a name, or none of its ends does.
+    if not names.begun.isdisjoint(end) and any(end[-n:] in names.begun for n in lengths):
+        text, after = text[:last], mark + put(text[last:])
+    return before + put(text) + after
 
 
 @lru_cache(maxsize=1)
-def _pattern(names: frozenset[str]) -> re.Pattern[str]:
-    whole = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in sorted(names))
-    return re.compile(f"({whole})" if names else r"(?!)", re.DOTALL)
+def _compiled(names: frozenset[str]) -> _Names:
+    begun, ended, inner = set[str](), set[str](), set[str]()
+    compared = {name[:_MOST_COMPARED].lower() for name in names}
+    for name in compared:
+        parts, size = _PARTS_OF_NAME.fullmatch(name), len(name)
+        assert parts is not None
+        left, right = map(len, parts.groups())
+        begun.update(name[:n] for n in range(1, size) if left)
+        ended.update(name[n:] for n in range(1, min(left + 1, size)))
+        inner.update(name[n:-m] for n in range(1, left + 1) for m in range(1, right + 1))
+    rests: dict[str, set[str]] = {}
+    for name in compared:
+        rests.setdefault(name[0], set()).add(name[1:])
+    whole = "|".join(f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in rests.items())
+    return _Names(
+        re.compile(whole or r"(?!)", re.IGNORECASE),
+        frozenset(begun),
+        frozenset(ended),
+        frozenset(inner),
+        max(map(len, begun | ended | inner), default=0),
+    )
+
+
+def _any_of(texts: set[str]) -> str:
+    """An expression for any of these beginnings, which reads each character once."""
+    if "" in texts:
+        return ""
+    branches = [
+        re.escape(first) + _any_of({text[1:] for text in texts if text[0] == first})
+        for first in sorted({text[0] for text in texts})
+    ]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -119,7 +119,7 @@ class Prompter:
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
         """The chat as the template writes it, and the mark of `plain_text.marked` in it, if any.
 
-        RequestError: the template lacks what is asked of it.
+        Raises RequestError if the template lacks what is asked of it.
         """
         # Templates of that format write each argument as a tag of its own.
         as_object = self.output_format.tools == QWEN3_CODER
@@ -156,7 +156,7 @@ class Prompter:
                 "continue_final_message needs a last message of role assistant.",
                 param="continue_final_message",
             )
-        chat_of = (messages, tools, kwargs)
+        chat_of = {"messages": messages, "tools": tools, "template_kwargs": kwargs}
         mark = None
         if self.special_as_text:
             chat_of, mark = marked(chat_of, self.tokenizer.added_tokens)
@@ -164,7 +164,7 @@ class Prompter:
         if self.workers is not None:
             render = partial(self._ask, "messages", "render_chat", self.seconds)
         text = render(
-            *chat_of,
+            **chat_of,
             template=template,
             generation_prompt=conversation.generation_prompt,
             continue_final=conversation.continue_final,

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,9 @@ from mlx_mtp.server.writer import Writer, packed_slowly
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Keep = Callable[[dict[str, Any]], None]  # gets a whole answer at its end, streamed or not
+Keep = Callable[
+    [dict[str, Any]], Awaitable[None]
+]  # gets a whole answer at its end, streamed or not
 
 
 async def respond(
@@ -40,7 +42,7 @@ async def respond(
     with writer.generation:
         answer = await _until_disconnect(request.receive, _collect_response(writer, patience))
     if keep is not None:
-        keep(answer)
+        await keep(answer)
     if not writer.slow:
         return JSONResponse(answer)
     client = client_of(request.scope, None)
@@ -105,7 +107,7 @@ async def stream_events(
                 yield b"".join(events)
         if keep is not None:
             # Before the client can know the end: from then on it may ask for the answer.
-            keep(writer.whole())
+            await keep(await _written(writer, writer.whole))
         yield b"".join((*writer.ending(), writer.done))
     except Exception as error:
         writer.generation.fail(error)

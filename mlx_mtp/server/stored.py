@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,14 +19,16 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.access import key_of
+from mlx_mtp.server.admission import client_of
 from mlx_mtp.server.context import context_of, read
 from mlx_mtp.server.fields import Labels, WireModel
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.sse import Keep
 from mlx_mtp.server.text import cut
-from mlx_mtp.server.writer import packed_json
+from mlx_mtp.server.turns import Turns
+from mlx_mtp.server.writer import packed_json, packed_slowly
 
-# Of JSON that are kept for all keys together, in equal parts; only the newest may be larger.
+# Of JSON that are kept for all keys together, in equal parts.
 MAX_STORED_BYTES = 64 << 20
 _LABEL = re.compile(r"metadata\[(.*)\]")
 Inputs = tuple[tuple[str, bytes], ...]  # messages or items, each with its id
@@ -44,35 +46,52 @@ class Stored:
 
     @property
     def size(self) -> int:
-        return len(self.answer) + sum(len(packed) for _, packed in self.inputs)
+        return len(self.answer) + _size(self.inputs)
+
+    def relabelled(self, metadata: Mapping[str, str]) -> "Stored":
+        body = self.answer.removesuffix(_ending(self.metadata))
+        return replace(self, metadata=metadata, answer=body + _ending(metadata))
 
 
 def _stored(answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs) -> Stored:
-    packed = packed_json(answer | {"metadata": dict(metadata)}).encode()
+    fields = {name: value for name, value in answer.items() if name != "metadata"}
+    packed = packed_slowly(fields)[:-1].encode() + _ending(metadata)
     return Stored(answer["id"], answer["model"], metadata, packed, inputs)
+
+
+def _ending(metadata: Mapping[str, str]) -> bytes:
+    """The metadata as an answer's last field."""
+    return b"," + packed_json({"metadata": dict(metadata)})[1:].encode()
 
 
 def _packed(items: Iterable[dict[str, Any]]) -> Inputs:
     return tuple((item["id"], packed_json(item).encode()) for item in items)
 
 
+def _size(inputs: Inputs) -> int:
+    return sum(len(packed) for _, packed in inputs)
+
+
 class Store:
     """The latest stored answers, oldest first; the oldest are evicted for new ones."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
-        self._max_count, self._max_bytes, self._size = max_count, max_bytes, 0
+        self.max_bytes, self._max_count, self._size = max_bytes, max_count, 0
         self._answers: dict[str, Stored] = {}
+        self.turns = Turns(1)  # to join a page of them, which may be as large as all
         self.all = self._answers.values
         self.find = self._answers.get
 
-    def keep(self, answer: Stored) -> None:
+    def keep(self, answer: Stored) -> bool:
+        """Keep an answer, or its new labels; False: it alone is too large, and nothing changes."""
+        if answer.size > self.max_bytes:
+            return False
         before = self.find(answer.id)
         self._size += answer.size - (0 if before is None else before.size)
         self._answers[answer.id] = answer
-        while len(self._answers) > self._max_count or (
-            self._size > self._max_bytes and len(self._answers) > 1
-        ):
-            self.delete(next(iter(self._answers)))
+        while len(self._answers) > self._max_count or self._size > self.max_bytes:
+            self.delete(next(name for name in self._answers if name != answer.id))
+        return True
 
     def delete(self, name: str) -> None:
         self._size -= self._answers.pop(name).size
@@ -88,18 +107,43 @@ def _store(request: Request) -> Store:
     return found
 
 
+async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
+    return await _store(request).turns.run(client_of(request.scope, None), page)
+
+
 async def keeper(
     request: Request,
+    store: bool | None,
     metadata: Mapping[str, str] | None,
     inputs: Callable[[], Iterable[dict[str, Any]]],
     earlier: Inputs = (),
-) -> Keep:
-    """What stores the answer and its inputs; raises UnsupportedParameterError if none is kept."""
+) -> Keep | None:
+    """Return what stores the answer and its inputs, or None if it will not be stored.
+
+    `store` None stores it if that is possible. Raises RequestError if it must be, and can't.
+    """
+    if store is False:
+        return None
     if not context_of(request).config.max_stored_completions:
+        if store is None:
+            return None
         message = "store: this server keeps no answers (--max-stored-completions 0)."
         raise UnsupportedParameterError(message, param="store")
     packed = earlier + await asyncio.to_thread(lambda: _packed(inputs()))
-    return lambda answer: _store(request).keep(_stored(answer, metadata or {}, packed))
+    size, most = _size(packed), _store(request).max_bytes
+    if size > most:
+        if store is None:
+            return None
+        raise InvalidRequestError(
+            f"store: the answer can't be kept. What leads to it, earlier answers that it continues "
+            f"included, is {size} bytes of JSON; at most {most} are kept.",
+            param="store",
+        )
+
+    async def keep(answer: dict[str, Any]) -> None:
+        _store(request).keep(await asyncio.to_thread(_stored, answer, metadata or {}, packed))
+
+    return keep
 
 
 async def continued(request: Request, name: str) -> Inputs:
@@ -149,7 +193,9 @@ class Kind:
         return _store(request).find(name) if name.startswith(self.prefix) else None
 
     def missing(self, name: str) -> str:
-        made = f"it was made {self.unasked}, was deleted, or was replaced by newer ones"
+        made = (
+            f"it was made {self.unasked}, was too large, was deleted, or made room for newer ones"
+        )
         return f"There is no stored {self.noun} {cut(name)!r}: {made}."
 
     def named(self, request: Request) -> Stored:
@@ -175,7 +221,7 @@ class Kind:
     async def inputs(self, request: Request) -> Response:
         """GET {id}/messages or input_items: what was asked."""
         query = _query(request, self.query)
-        return _page(self.named(request).inputs, query)
+        return await _in_turn(request, partial(_page, self.named(request).inputs, query))
 
 
 CHATS = Kind(
@@ -188,24 +234,29 @@ RESPONSES = Kind("resp_", "response", "with `store: false`", "response", _ItemsQ
 async def list_chats(request: Request) -> Response:
     """GET /v1/chat/completions."""
     query = _query(request, _ChatsQuery)
-    chats = [
-        (chat.id, chat.answer)
-        for chat in _store(request).all()
-        if chat.id.startswith(CHATS.prefix)
-        and query.model in (None, chat.model)
-        and query.metadata.items() <= chat.metadata.items()
-    ]
-    return _page(chats, query)
+    stored = [*_store(request).all()]
+
+    def page() -> Response:
+        chats = [
+            (chat.id, chat.answer)
+            for chat in stored
+            if chat.id.startswith(CHATS.prefix)
+            and query.model in (None, chat.model)
+            and query.metadata.items() <= chat.metadata.items()
+        ]
+        return _page(chats, query)
+
+    return await _in_turn(request, page)
 
 
 async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}: only the metadata changes."""
     _, body = await read(request, _Labels)
-    old = CHATS.named(request)
-    chat = await asyncio.to_thread(
-        lambda: _stored(json.loads(old.answer), body.metadata, old.inputs)
-    )
-    _store(request).keep(chat)
+    # Nothing is awaited between the two: the chat may be deleted meanwhile.
+    chat = CHATS.named(request).relabelled(body.metadata)
+    if not _store(request).keep(chat):
+        message = f"metadata: with it the answer is {chat.size} bytes, too large to be kept."
+        raise InvalidRequestError(message, param="metadata")
     return _json(chat.answer)
 
 
@@ -237,5 +288,6 @@ def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
     # The ids are strings even where the page is empty.
     shown = ids[first:last] or [""]
     ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
-    items = b",".join(packed for _, packed in listed[first:last])
-    return _json(b'{"object":"list","data":[' + items + b"]," + packed_json(ends)[1:].encode())
+    items = [piece for _, packed in listed[first:last] for piece in (b",", packed)][1:]
+    tail = b"]," + packed_json(ends)[1:].encode()
+    return _json(b"".join((b'{"object":"list","data":[', *items, tail)))

@@ -133,12 +133,13 @@ class Copies:
         self._prompts: WeakValueDictionary[Hashable, Index] = WeakValueDictionary()
         self._rates = CopyRates(0.99)  # of all requests
 
-    def of(self, prompt: tuple[int, ...], salt: Hashable) -> "Copier":
+    def of(self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False) -> "Copier":
+        """A copier for a request; if `alone`, it copies from the request itself only."""
         key = salt, prompt
         index = self._prompts.get(key)
         if index is None:
             index = self._prompts[key] = Index(prompt)
-        return Copier(index, self._rates, self._texts.get(salt))
+        return Copier(index, self._rates, None if alone else self._texts.get(salt))
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
         if not self._limit or len(answer) <= GRAM:
@@ -176,6 +177,11 @@ class Copier:
         self._source, self._at = self._text, 0
         self.match = 0
         self.run: Sequence[int] = ()
+
+    @property
+    def of_others(self) -> bool:
+        """True if the run is from an earlier answer, not from the request's prompt or answer."""
+        return self._source is self._others
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens have been drawn: judge the run by them, and look for the next one."""

@@ -52,6 +52,31 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
     assert all(len(o.drafts) == o.num_draft_tokens for o in told)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own", "others"])
+@pytest.mark.parametrize("optimistic", [0.0, 1e-30])
+def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, optimistic):
+    """In traces and in numbers. Optimistic acceptance, which would take them, gets none of them."""
+    model, known, secret = tiny_models["qwen3_5"].without_head(), [9] * 20, [*range(40, 60)]
+    config = EngineConfig("auto", prefix_cache_size=1 << 28)
+    driver = Driver(model, vocab_size=VOCAB, config=config, depth=cheap(head=False))
+    bias = {"logit_bias": ((9, 45.0),), "optimistic": optimistic}
+    asked = request("a", [*known, *secret, 5] if own else [5], greedy(20, ignore_eos=True, **bias))
+    sequence = driver.add(dataclasses.replace(asked, trace=True))
+    if not own:
+        driver.copies.keep(sequence.salt, [*known, *secret])
+    plans, run = [], driver.runner.run
+    driver.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
+    driver.run()
+    outputs, stats = driver.outputs["a"], driver.core.stats()
+    tried = {token for plan in plans for each in plan.copies.values() for token in each.run}
+    assert set(secret).isdisjoint(tried) == (not own and optimistic > 0)
+    assert set(secret).isdisjoint(token for o in outputs for token in o.drafts) != own
+    assert set(secret).isdisjoint(driver.tokens("a")) or (own and optimistic)
+    for count in (sum(o.num_draft_tokens for o in outputs), stats.num_draft_tokens):
+        rejected = count - stats.num_accepted_tokens
+        assert not rejected if not own else rejected or optimistic
+
+
 def test_a_request_that_fixed_its_drafts_copies_nothing(tiny_models):
     model = tiny_models["qwen3_5"]
     driver = Driver(model, vocab_size=VOCAB, config=EngineConfig("auto"), depth=cheap(draft=2.0))

@@ -142,7 +142,7 @@ def test_the_heads_cache_has_the_tokens_that_were_emitted(tiny_models):
 
 
 def test_what_is_computed_is_shared_among_optimistic_requests_alone(tiny_models):
-    """Prefixes, under the same salt and others, and earlier answers to copy from."""
+    """Prefixes, under the same salt and others; none copies from earlier answers."""
     run, prompt = driver(tiny_models["qwen3_next"], "auto"), words(8, 40)
     base = replace(request("first", prompt, greedy(12, ignore_eos=True)), cache_salt="s")
     ask(run, optimistic(base, 0.3))
@@ -153,7 +153,6 @@ def test_what_is_computed_is_shared_among_optimistic_requests_alone(tiny_models)
         ("alike", 0.7, "s", len(text) - 2),
     ):
         asked = replace(base, request_id=name, prompt_token_ids=text, cache_salt=salt)
-        sequence = run.add(optimistic(asked, share))
-        assert (run.copies.of(text, sequence.salt)._others is not None) == bool(reused)
+        run.add(optimistic(asked, share))
         run.run()
         assert run.reused(name) == reused

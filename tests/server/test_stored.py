@@ -1,6 +1,11 @@
 """Chat completions that are kept because the client asked for it, and responses."""
 
-from collections.abc import Iterator
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -8,6 +13,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from mlx_mtp.server import stored
 from mlx_mtp.server.fields import MAX_MESSAGES
 from mlx_mtp.server.stored import Store, Stored
 from mlx_mtp.server.tokenizer import Tokenizer
@@ -143,10 +149,51 @@ def test_the_oldest_make_room_counted_in_bytes_too() -> None:
     assert after("c", 1) == ["b", "c"]
     # What has been relabelled counts once, and keeps its place.
     assert after("b", 9) == ["b", "c"]
-    assert after("d", 20) == ["d"]
+    # What is too large takes nothing away, a label too; and a label doesn't evict its own answer.
+    assert after("d", 11) == after("b", 11) == ["b", "c"]
+    assert after("b", 10) == ["b"]
     assert after("e", 10) == ["e"]
     kept.delete("e")
     assert [after(name, 2) for name in "fghi"][-1] == ["g", "h", "i"]
+
+
+def test_a_chat_that_is_deleted_while_it_is_labelled_stays_deleted(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads(text: bytes) -> Any:
+        time.sleep(0.3)
+        return json.loads(text)
+
+    path = f"{CHAT}/{ask(client, store=True)['id']}"
+    monkeypatch.setattr(stored, "json", SimpleNamespace(loads=loads))
+    label = threading.Thread(target=client.post, args=(path,), kwargs={"json": {"metadata": {}}})
+    label.start()
+    time.sleep(0.1)
+    assert client.delete(path).json()["deleted"]
+    label.join()
+    error(client.get(path), 404)
+
+
+def test_what_may_be_large_is_joined_and_packed_off_the_event_loop(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_loop: dict[str, list[bool]] = {"_page": [], "_stored": []}
+
+    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            on_loop[name].append(asyncio._get_running_loop() is not None)
+            return work(*args)
+
+        return run
+
+    for name in on_loop:
+        monkeypatch.setattr(stored, name, watched(name, getattr(stored, name)))
+    chat, response = ask(client, store=True), respond(client)
+    events(client, store=True)
+    listed(client)
+    for path in (f"{CHAT}/{chat['id']}/messages", f"{RESPONSES}/{response['id']}/input_items"):
+        assert len(client.get(path).json()["data"]) == 1
+    assert on_loop == {"_page": [False] * 3, "_stored": [False] * 3}
 
 
 def test_the_key_guards_what_is_stored() -> None:
@@ -257,3 +304,35 @@ def test_a_chat_that_is_continued_is_bounded_as_one_that_is_sent() -> None:
         made = client.post(RESPONSES, json=body).json()
         body["previous_response_id"] = made["id"]
         assert "4097 items" in error(client.post(RESPONSES, json=body), 400)["message"]
+
+
+def test_responses_that_continue_each_other_are_bounded_in_bytes() -> None:
+    """What leads to an answer counts in each; what is too large is answered, but not kept."""
+    share, engine = 20_000, FakeEngine(answer([300]), FakeInfo(max_model_len=1 << 20))
+    with in_process(engine, max_held_bytes=8 * share) as client:
+        body: dict[str, Any] = {"model": MODEL, "input": "x" * 5000}
+        made = []
+        for _ in range(4):
+            made.append(client.post(RESPONSES, json=body).json())
+            body["previous_response_id"] = made[-1]["id"]
+            kept = [client.get(f"{RESPONSES}/{each['id']}") for each in made]
+            paths = [f"{RESPONSES}/{each['id']}/input_items" for each in made]
+            inputs = [client.get(path, params={"limit": 100}) for path in paths]
+            assert kept[-1].is_success == made[-1]["store"]
+            # A list has some words around its items.
+            sizes = [len(each.content) - 200 for each in (*kept, *inputs) if each.is_success]
+            assert sum(sizes) <= share
+        assert [each["store"] for each in made] == [True, True, True, False]
+        told = error(client.post(RESPONSES, json=body), 400)
+        assert told["code"] == "previous_response_not_found" and "too large" in told["message"]
+        count = len(engine.submitted)
+        body |= {"previous_response_id": made[2]["id"], "store": True}
+        chat = {"messages": [{"role": "user", "content": "x" * share}], "store": True}
+        for path, asked in ((RESPONSES, body), (CHAT, {"model": MODEL} | chat)):
+            told = error(client.post(path, json=asked), 400)
+            assert told["param"] == "store" and "at most 20000" in told["message"]
+        assert len(engine.submitted) == count
+        kept_chat = client.post(CHAT, json=chat_body(store=True)).json()["id"]
+        big = {"metadata": {str(n): "y" * 512 for n in range(64)}}
+        assert error(client.post(f"{CHAT}/{kept_chat}", json=big), 400)["param"] == "metadata"
+        assert client.get(f"{CHAT}/{kept_chat}").json()["metadata"] == {}

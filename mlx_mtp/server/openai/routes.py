@@ -244,11 +244,8 @@ def _call(block: Block) -> dict[str, Any]:
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     admitted = await admit(request, ChatRequest, "chatcmpl-")
-    body = admitted.body
-    keep = None
-    if body.store:
-        name = admitted.answer_id
-        keep = await keeper(request, body.metadata, lambda: body.listed_messages(name))
+    body, name = admitted.body, admitted.answer_id
+    keep = await keeper(request, body.store, body.metadata, lambda: body.listed_messages(name))
     generation = await admitted.chat(body.conversation())
     return await respond(request, ChatWriter(admitted, generation), body.stream, keep)
 

@@ -196,17 +196,13 @@ async def responses(request: Request) -> Response:
     """POST /v1/responses."""
     admitted = await admit(request, ResponsesRequest, "resp_")
     body, name = admitted.body, admitted.answer_id
-    if body.store is None:
-        stores = admitted.context.config.max_stored_completions > 0
-        body = body.model_copy(update={"store": stores})
-        admitted = replace(admitted, body=body)
     earlier: Inputs = ()
     items: Sequence[Any] = ()
     if body.previous_response_id is not None:
         earlier = await continued(request, body.previous_response_id)
         items = await asyncio.to_thread(items_of, [packed for _, packed in earlier])
-    keep = None
-    if body.store:
-        keep = await keeper(request, body.metadata, lambda: body.listed_input(name), earlier)
+    listed = partial(body.listed_input, name)
+    keep = await keeper(request, body.store, body.metadata, listed, earlier)
+    admitted = replace(admitted, body=body.model_copy(update={"store": keep is not None}))
     generation = await admitted.chat(body.chat(items))
     return await respond(request, _ResponseWriter(admitted, generation), body.stream, keep)

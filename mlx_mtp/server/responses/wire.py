@@ -243,7 +243,7 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     include: Annotated[
         list[_Included], FailFast(), fields.known_only(*_INCLUDED), at_most(fields.MAX_LABELS)
     ] = Field([])
-    store: bool | None = None  # None: if the server stores any
+    store: bool | None = None  # None: if the server can store it
     previous_response_id: str | None = None
     conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
     max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
