@@ -22,9 +22,8 @@ from mlx_mtp.server.writer import Writer, packed_slowly
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Keep = Callable[
-    [dict[str, Any]], Awaitable[None]
-]  # gets a whole answer at its end, streamed or not
+Keep = Callable[[dict[str, Any]], Awaitable[None]]
+"""Gets a whole answer at its end, streamed or not."""
 
 
 async def respond(

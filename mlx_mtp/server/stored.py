@@ -25,7 +25,6 @@ from mlx_mtp.server.fields import Labels, WireModel
 from mlx_mtp.server.http_errors import from_validation
 from mlx_mtp.server.sse import Keep
 from mlx_mtp.server.text import cut
-from mlx_mtp.server.turns import Turns
 from mlx_mtp.server.writer import packed_json, packed_slowly
 
 # Of JSON that are kept for all keys together, in equal parts.
@@ -46,7 +45,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        return len(self.answer) + _size(self.inputs)
+        return len(self.answer) + size_of(self.inputs)
 
     def relabelled(self, metadata: Mapping[str, str]) -> "Stored":
         body = self.answer.removesuffix(_ending(self.metadata))
@@ -68,7 +67,8 @@ def _packed(items: Iterable[dict[str, Any]]) -> Inputs:
     return tuple((item["id"], packed_json(item).encode()) for item in items)
 
 
-def _size(inputs: Inputs) -> int:
+def size_of(inputs: Inputs) -> int:
+    """Bytes of their JSON."""
     return sum(len(packed) for _, packed in inputs)
 
 
@@ -78,7 +78,6 @@ class Store:
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self.max_bytes, self._max_count, self._size = max_bytes, max_count, 0
         self._answers: dict[str, Stored] = {}
-        self.turns = Turns(1)  # to join a page of them, which may be as large as all
         self.all = self._answers.values
         self.find = self._answers.get
 
@@ -108,7 +107,8 @@ def _store(request: Request) -> Store:
 
 
 async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
-    return await _store(request).turns.run(client_of(request.scope, None), page)
+    # A page may be as large as all that is stored.
+    return await context_of(request).limiter.packing.run(client_of(request.scope, None), page)
 
 
 async def keeper(
@@ -130,7 +130,7 @@ async def keeper(
         message = "store: this server keeps no answers (--max-stored-completions 0)."
         raise UnsupportedParameterError(message, param="store")
     packed = earlier + await asyncio.to_thread(lambda: _packed(inputs()))
-    size, most = _size(packed), _store(request).max_bytes
+    size, most = size_of(packed), _store(request).max_bytes
     if size > most:
         if store is None:
             return None

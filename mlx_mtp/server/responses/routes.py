@@ -1,6 +1,5 @@
 """The route of responses, and how they are worded, whole and as the events of a stream."""
 
-import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from mlx_mtp.server.openai.tokens import logprob_entries
 from mlx_mtp.server.parsing.events import OutputToken
 from mlx_mtp.server.responses.wire import ENCRYPTED, ResponsesRequest, items_of
 from mlx_mtp.server.sse import respond
-from mlx_mtp.server.stored import Inputs, continued, keeper
+from mlx_mtp.server.stored import Inputs, continued, keeper, size_of
 from mlx_mtp.server.text import wrap
 from mlx_mtp.server.writer import Block, Content, Kind, Writer, event
 
@@ -200,7 +199,9 @@ async def responses(request: Request) -> Response:
     items: Sequence[Any] = ()
     if body.previous_response_id is not None:
         earlier = await continued(request, body.previous_response_id)
-        items = await asyncio.to_thread(items_of, [packed for _, packed in earlier])
+        read = partial(items_of, [packed for _, packed in earlier])
+        parsing = admitted.context.limiter.parsing
+        items = await parsing.run_by_size(size_of(earlier), admitted.client, read)
     listed = partial(body.listed_input, name)
     keep = await keeper(request, body.store, body.metadata, listed, earlier)
     admitted = replace(admitted, body=body.model_copy(update={"store": keep is not None}))
