@@ -95,7 +95,7 @@ async def clients(request: Request) -> Response:
 
 
 class _Watch(StreamingResponse):
-    """/live's messages; the watcher has its place until the last one is sent, or until it leaves."""
+    """The messages of /live; its watcher has a place until the last one, or until it leaves."""
 
     def __init__(self, watched: Live) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
