@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import json
+import logging
 import os
 import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +15,9 @@ import mlx.core as mx
 
 from mlx_mtp.errors import BackendError
 
+logger = logging.getLogger(__name__)
+
+NOTICE_SECONDS = 10.0
 # What mlx.launch sets for each of mlx's backends.
 _RING, _JACCL, _NCCL = "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"
 _BACKENDS = {_RING: "ring", _JACCL: "jaccl", _NCCL: "nccl"}
@@ -31,6 +37,8 @@ def world() -> World:
     found = next((key for key in _BACKENDS if os.environ.get(key)), None)
     if found is None or "MLX_RANK" not in os.environ or (found == _RING and not _ring()):
         return World()
+    # mlx holds the interpreter's lock meanwhile, so nothing can be told later.
+    logger.info("Waiting for the other ranks to start.")
     try:
         group = mx.distributed.init(strict=True, backend=_BACKENDS[found])
     except Exception as error:
@@ -39,18 +47,20 @@ def world() -> World:
 
 
 def rank_zero_hosts() -> list[str]:
-    """Where the others may reach rank 0, which asks.
+    """Where the others may reach rank 0, which asks and listens nowhere else.
 
-    A ring's addresses may be those of cables, and rank 0's that of the cable to the last rank. So
-    the address that the machine has for all others is the second.
+    The addresses of a ring of three or more may be those of cables, and rank 0's that of the cable
+    to the last rank. So the address that the machine has for all others is the second.
     """
     if os.environ.get(_RING):
-        found = _ring()[0][0].rpartition(":")[0]
-    elif coordinator := os.environ.get(_JACCL):
-        found = coordinator.rpartition(":")[0]
-    else:
-        found = os.environ[_NCCL]
-    return [*dict.fromkeys([found, own_address()])]
+        ring = _ring()
+        found = ring[0][0].rpartition(":")[0]
+        if len(ring) > 2 and not found.startswith(("127.", "localhost")):
+            return [*dict.fromkeys([found, own_address()])]
+        return [found]
+    if coordinator := os.environ.get(_JACCL):
+        return [coordinator.rpartition(":")[0]]
+    return [os.environ[_NCCL]]
 
 
 def own_address(host: str = "0.0.0.0") -> str:
@@ -62,6 +72,24 @@ def own_address(host: str = "0.0.0.0") -> str:
         sock.connect((far, 9))  # Chooses the way there, and sends nothing.
         return str(sock.getsockname()[0])
     return socket.gethostname()
+
+
+@contextlib.contextmanager
+def waiting(what: str | Callable[[], str]) -> Iterator[None]:
+    """Log what is being waited for, such as another rank, every `NOTICE_SECONDS`."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(NOTICE_SECONDS):
+            logger.warning("Waiting for %s.", what if isinstance(what, str) else what())
+
+    thread = threading.Thread(target=tell, name="mlx-mtp-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _ring() -> list[list[str]]:

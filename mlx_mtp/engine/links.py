@@ -4,7 +4,9 @@ A collective that waits for a rank that is gone can't be ended. So each rank hea
 it is linked with on threads of their own, and ends its process when one falls silent.
 """
 
+import asyncio
 import contextlib
+import hmac
 import io
 import json
 import pickle
@@ -12,10 +14,10 @@ import queue
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any
 
 import mlx.core as mx
@@ -24,14 +26,22 @@ import numpy as np
 from mlx_mtp.engine import messages
 from mlx_mtp.engine.messages import Answer, Failed
 from mlx_mtp.errors import RankError, UsageError
-from mlx_mtp.world import World, rank_zero_hosts, summed
+from mlx_mtp.world import World, rank_zero_hosts, summed, waiting
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 8.0
 """Without a sign of life after which a rank is taken to be lost."""
-_CONNECT_SECONDS = 60.0
-_REACH_SECONDS = 3.0
+CONNECT_SECONDS = 60.0
+"""Within which all ranks must have connected to rank 0."""
+PROVE_SECONDS = 10.0
+"""Within which a connection must show that it is a rank's."""
+_REACH_SECONDS, _RETRY_SECONDS = 3.0, 0.1
 _TOLD_BYTES = 1024
+_MOST_STRANGERS = 64  # connections that have shown nothing yet; the oldest gives way to a new one
+# Each side shows that it has the key without sending it. Rank 0 sends random bytes; the other one
+# its rank, random bytes of its own, and a proof of all this; rank 0 another proof.
+_RANDOM_BYTES, _RANK_BYTES, _PROOF_BYTES = 32, 4, 32
+_HELLO_BYTES = _RANK_BYTES + _RANDOM_BYTES + _PROOF_BYTES
 
 
 class _Loader(pickle.Unpickler):
@@ -46,19 +56,17 @@ class _Loader(pickle.Unpickler):
 
 
 class Link:
-    """A connection to a rank, for those that have the key. Messages are pickled."""
+    """A connection to a rank that has shown that it has the key. Messages are pickled."""
 
     def __init__(
         self,
         sock: socket.socket,
-        key: bytes,
+        peer: int,  # its rank
         on_lost: Callable[[str], None],  # called on a thread of its own
-        *,
-        to_lead: bool,
     ) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer = 0  # its rank
+        self.peer = peer
         self.num_done = 0  # steps that the peer says it has computed
         self.own_done = 0  # what it is told
         self.memory = 0  # bytes that the rank with the least has
@@ -66,10 +74,6 @@ class Link:
         self.on_answer: Callable[[], None] = lambda: None  # on a thread of the link's own
         self._on_lost = on_lost
         self._connection = Connection(sock.detach())
-        # Each proves that it has the key.
-        turns = (answer_challenge, deliver_challenge)
-        for turn in turns if to_lead else turns[::-1]:
-            turn(self._connection, key)
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -157,7 +161,8 @@ class Links:
     def wait(self) -> None:
         """Until each has sent something; RankError if one is lost."""
         for link in self.all:
-            link.receive()
+            with waiting(f"rank {link.peer} to read its weights"):
+                link.receive()
 
     def progress(self) -> str:
         """How many steps the others have computed, in words."""
@@ -176,34 +181,39 @@ def connect(
 ) -> Links | Link:
     """Link rank 0 and the others, each with its memory in bytes.
 
-    Addresses and key go by the collective itself. UsageError where ranks differ in their facts.
+    Addresses and key go by the collective itself. UsageError where ranks differ in their facts,
+    RankError where one can't be reached.
     """
-    words, server = bytes(_TOLD_BYTES), None
-    try:
+    words, servers = bytes(_TOLD_BYTES), dict[str, socket.socket]()
+    with contextlib.ExitStack() as stack:
         if ranks.rank == 0:
-            server = socket.create_server(("", 0), backlog=ranks.size)
-            server.settimeout(_CONNECT_SECONDS)
-            port, key = server.getsockname()[1], secrets.token_hex()
-            words = json.dumps([rank_zero_hosts(), port, key]).encode().ljust(_TOLD_BYTES)
-        hosts, port, key = json.loads(bytes(np.array(summed(mx.array([*words]))).tolist()))
-        if server is None:
-            link = Link(_reach(hosts, port), key.encode(), on_failure, to_lead=True)
-            link.send((ranks.rank, dict(facts), memory))
+            for host in rank_zero_hosts():
+                with contextlib.suppress(OSError):
+                    server = socket.create_server((host, 0))
+                    servers[host] = stack.enter_context(server)
+            places = [(host, server.getsockname()[1]) for host, server in servers.items()]
+            words = json.dumps([places, secrets.token_hex()]).encode().ljust(_TOLD_BYTES)
+        # When a rank has gone, mlx raises a RuntimeError or sums to what can't be read.
+        try:
+            with waiting("the other ranks to look at the model's files"):
+                mx.eval(total := summed(mx.array([*words])))
+            places, key = json.loads(bytes(np.array(total).tolist()))
+        except (RuntimeError, ValueError) as error:
+            raise RankError(f"Rank 0 and the others can't connect: {error}") from error
+        if not places:
+            raise RankError("Rank 0's machine doesn't have the address that it is listed with.")
+        if ranks.rank:
+            link = Link(_reach(places, key.encode(), ranks.rank), 0, on_failure)
+            link.send((dict(facts), memory))
             refusal, link.memory = link.receive()
             if refusal:
                 raise UsageError(refusal)
             return link
-        with server:
-            socks = [server.accept()[0] for _ in range(1, ranks.size)]
         links = Links(on_failure)
-        links.all = [Link(sock, key.encode(), links.fail, to_lead=False) for sock in socks]
-    # When a rank has gone, mlx raises a RuntimeError or sums to what can't be read (ValueError);
-    # another program may listen at the port.
-    except (OSError, EOFError, RuntimeError, ValueError, AuthenticationError) as error:
-        raise RankError(f"Rank 0 and the others can't connect: {error}") from error
+        asyncio.run(_admit([*servers.values()], key.encode(), ranks.size, links))
     refusal, links.memory = None, memory
     for link in links.all:
-        link.peer, others, least = link.receive()
+        others, least = link.receive()
         links.memory = min(links.memory, least)
         if wrong := [name for name in facts if facts[name] != others.get(name)]:
             told = "; ".join(f"{n}: {facts[n]} and {others.get(n)}" for n in wrong)
@@ -215,9 +225,92 @@ def connect(
     return links
 
 
-def _reach(hosts: Many[str], port: int) -> socket.socket:
+def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join((role, *parts)), "sha256")
+
+
+def _reach(places: Many[tuple[str, int]], key: bytes, rank: int) -> socket.socket:
     """Connect to rank 0 at the first address that leads to it."""
-    for host in hosts:
+    for host, port in places:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            sock = stack.enter_context(socket.create_connection((host, port), _REACH_SECONDS))
+            sock.settimeout(PROVE_SECONDS)
+            theirs = _read(sock, _RANDOM_BYTES)
+            own = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
+            sock.sendall(own + _proof(key, b"other", theirs, own))
+            if hmac.compare_digest(_read(sock, _PROOF_BYTES), _proof(key, b"zero", own, theirs)):
+                stack.pop_all()
+                return sock
+    named = " or ".join(f"{host}:{port}" for host, port in places)
+    raise RankError(f"Rank 0 can't be reached at {named}.")
+
+
+def _read(sock: socket.socket, count: int) -> bytes:
+    """So many bytes, or fewer where the connection ends before."""
+    found = b""
+    while len(found) < count and (piece := sock.recv(count - len(found))):
+        found += piece
+    return found
+
+
+async def _admit(servers: Many[socket.socket], key: bytes, size: int, links: Links) -> None:
+    """Wait until all other ranks have connected and shown that they have the key.
+
+    A connection that says nothing, or something else, is closed. RankError if a rank is missing
+    after `CONNECT_SECONDS`.
+    """
+    loop, complete = asyncio.get_running_loop(), asyncio.Event()
+    missing, strangers = set(range(1, size)), deque[asyncio.Task[None]]()
+
+    async def greet(sock: socket.socket) -> None:
+        sent, hello = secrets.token_bytes(_RANDOM_BYTES), b""
         with contextlib.suppress(OSError):
-            return socket.create_connection((host, port), _REACH_SECONDS)
-    raise RankError(f"Rank 0 can't be reached at port {port} of {' or '.join(hosts)}.")
+            async with asyncio.timeout(PROVE_SECONDS):
+                await loop.sock_sendall(sock, sent)
+                while len(hello) < _HELLO_BYTES:
+                    piece = await loop.sock_recv(sock, _HELLO_BYTES - len(hello))
+                    if not piece:
+                        return
+                    hello += piece
+                own, proof = hello[:-_PROOF_BYTES], hello[-_PROOF_BYTES:]
+                rank = int.from_bytes(own[:_RANK_BYTES], "big")
+                if rank in missing and hmac.compare_digest(proof, _proof(key, b"other", sent, own)):
+                    await loop.sock_sendall(sock, _proof(key, b"zero", own, sent))
+                    missing.remove(rank)
+                    # It takes the socket over; heartbeats must not wait for the other ranks.
+                    links.all.append(Link(sock, rank, links.fail))
+            if not missing:
+                complete.set()
+
+    def welcome(sock: socket.socket) -> None:
+        strangers.append(asyncio.create_task(greet(sock)))
+        strangers[-1].add_done_callback(lambda _: sock.close())  # Nothing, if a link has it.
+
+    async def listen(server: socket.socket) -> None:
+        server.setblocking(False)
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(server)
+            except OSError:  # The connection has gone, or there are too many open files.
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            welcome(sock)
+            if len(strangers) > _MOST_STRANGERS:
+                strangers.popleft().cancel()
+
+    places = " or ".join("{}:{}".format(*server.getsockname()) for server in servers)
+
+    def waited() -> str:
+        return f"{' and '.join(f'rank {rank}' for rank in sorted(missing))} to connect to {places}"
+
+    listening = [asyncio.create_task(listen(server)) for server in servers]
+    try:
+        with waiting(waited):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await complete.wait()
+    except TimeoutError:
+        told = f"Rank 0 has waited {CONNECT_SECONDS:g} s for {waited()}."
+        raise RankError(told) from None
+    finally:
+        for task in listening:
+            task.cancel()

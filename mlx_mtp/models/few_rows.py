@@ -35,7 +35,10 @@ Stored = tuple[tuple[tuple[int, ...], Format], ...]  # shapes of codes
 # Pairs of token and expert of a prompt, if weights are not quantized: more are not measured.
 _MOST_PLAIN_PAIRS = 2048
 _TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
-_MOST_COMPARED = 13  # rows: two blocks
+# Rows that are compared, beside those that are timed, as far as a kernel serves them: two blocks,
+# the last of which is not full; and as many as Metal's experts serve at most.
+_COMPARED = 13, 64
+_NOT_HERE = "it does not run here: {}"
 _TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 
 
@@ -123,6 +126,9 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
 
 def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
     """Let products use a kernel, each shape where it agrees with mlx; whether any does."""
+    for module in model.modules():
+        if "switch_mlp" in module:
+            module.switch_mlp.top_k = module.top_k  # which its kernel is compiled for
     tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
     kinds: dict[tuple[type[nn.Module], Stored], list[nn.Module]] = {}
     for module in model.modules():
@@ -138,10 +144,16 @@ def use_few_rows(model: nn.Module, dtype: mx.Dtype) -> bool:
             if ours is FewRowsMLP and rows not in first.down_proj.served:
                 continue  # Its rows would depend on one another all the same.
             what = f"{stored}, {band.start} rows and more"
-            if problem := _problem(first, ours, dtype, band):
+            problem, is_worth_it = _problem(first, ours, dtype, band, rows), False
+            if problem is None:
+                try:
+                    is_worth_it = _is_worth_it(modules[:_TIMED], ours, dtype, rows)
+                except Exception as fault:
+                    problem = _NOT_HERE.format(fault)
+            if problem is not None:
                 logger.warning("The few-rows kernel is not used for %s: %s", what, problem)
                 gpu.refused.add("few_rows")
-            elif not _is_worth_it(modules[:_TIMED], ours, dtype, rows):
+            elif not is_worth_it:
                 logger.info("The few-rows kernel is not used for %s: mlx's is faster", what)
             else:
                 found = range(found.start or band.start, band.stop)
@@ -176,7 +188,7 @@ def with_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
 def problem(module: nn.Module, dtype: mx.Dtype) -> str | None:
     """What is wrong with a layer that `with_kernel` has made."""
     ours, plain = type(module), _by_mlx(module)
-    found = (_problem(plain, ours, dtype, band) for band in _bands(plain).values())
+    found = (_problem(plain, ours, dtype, band, rows) for rows, band in _bands(plain).items())
     return next((each for each in found if each), None)
 
 
@@ -230,37 +242,46 @@ def _rows(x: mx.array) -> mx.array:
 
 
 def _inputs(
-    module: nn.Module, rows: int, dtype: mx.Dtype, experts: mx.array
+    module: nn.Module,
+    rows: int,
+    dtype: mx.Dtype,
+    experts: Callable[[mx.array], mx.array] = lambda pair: pair,  # of each pair, by its number
 ) -> tuple[mx.array, ...]:
     """Some rows, and of a mixture the experts of all of them."""
     weight = weight_of(parts_of(module)[0])
     x = mx.random.normal((rows, weight.inputs), key=mx.random.key(0)).astype(dtype)
-    chosen = (experts % weight.codes.shape[0]).reshape(rows, -1)
-    return (x, chosen) if type(module) is SwitchGLU else (x,)
+    if type(module) is not SwitchGLU:
+        return (x,)
+    pairs = mx.arange(rows * getattr(module, "top_k", 2))  # Those of a model have their block's.
+    return x, (experts(pairs) % weight.codes.shape[0]).reshape(rows, -1)
 
 
-def _problem(module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype, band: range) -> str | None:
+def _problem(
+    module: nn.Module, ours: type[nn.Module], dtype: mx.Dtype, band: range, timed: int
+) -> str | None:
     """Why it must not be of our class: it computes something else, or not each row by itself."""
-    theirs = type(module)
-    least, most = band.start, min(band.stop - 1, _MOST_COMPARED)
-    # The first expert has more rows than a block, others one, and they are in no order.
-    pair = mx.arange(2 * most)
-    x, *rest = _inputs(module, most, dtype, mx.where(pair % 3 > 0, 0, -1 - pair))
+    theirs, least, last = type(module), band.start, band.stop - 1
+    sizes = sorted({min(rows, last) for rows in (*_COMPARED, timed)})
+    # The first expert has more rows than a block, others few, and they are in no order.
+    x, *rest = _inputs(module, sizes[-1], dtype, lambda pair: mx.where(pair % 3 > 0, 0, -1 - pair))
     try:
         # For more rows mlx compiles another kernel, which may take it half a minute a format.
         twin, asked = _in_float32(module), (x.astype(mx.float32), *rest)
-        fours = [[each[at : at + 4] for each in asked] for at in range(0, most, 4)]
+        fours = [[each[at : at + 4] for each in asked] for at in range(0, len(x), 4)]
         true = mx.concatenate([apply(twin, *each) for each in fours])
         module.__class__, module.served = ours, band
-        found = apply(module, x, *rest)
         alone = apply(module, x[:least], *(each[:least] for each in rest))
-        error = float(mx.abs(found.astype(mx.float32) - true).max() / mx.abs(true).max())
-        if not error < _TOLERANCE:
-            return f"it is off by {error:.1e}"
-        same = mx.array_equal(found[:least], alone).item()
-        return None if same else "a row depends on the others"
+        for rows in sizes:
+            found = apply(module, x[:rows], *(each[:rows] for each in rest))
+            wanted = true[:rows]
+            error = float(mx.abs(found.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
+            if not error < _TOLERANCE:
+                return f"it is off by {error:.1e} at {rows} rows"
+            if not mx.array_equal(found[:least], alone).item():
+                return f"a row depends on the others at {rows} rows"
+        return None
     except Exception as problem:
-        return f"it does not run here: {problem}"
+        return _NOT_HERE.format(problem)
     finally:
         module.__class__ = theirs
 
@@ -275,18 +296,21 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     both = ([weight_of(part) for part in parts_of(each)] for each in (routed, shared))
     if any(a.form != b.form or a.codes.shape[1:] != b.codes.shape for a, b in zip(*both)):
         return False
-    (x,) = _inputs(shared, 2, dtype, mx.arange(2))
-    last = block.num_experts
-    order = mx.array([0, 3, 1, 4, 2, 5], dtype=mx.int32)
-    chosen = mx.array([0, 0, 1, 1, last, last], dtype=mx.int32)
+    rows, last = min(routed.served.stop - 1, _COMPARED[-1]) // 2 * 2, block.num_experts
+    (x,) = _inputs(shared, rows, dtype)
+    chosen = mx.arange(rows * block.top_k).reshape(rows, -1) % last
+    pairs = mx.pad(chosen, [(0, 0), (0, 1)], constant_values=last).flatten().astype(mx.int32)
+    order = mx.argsort(pairs).astype(mx.int32)
     fault = "it gives other results"
     try:
-        found = routed.ordered(x, shared, chosen, order).reshape(2, 3, -1)
-        true = mx.concatenate([routed(x, mx.array([[0, 1]] * 2)), shared(x)[:, None]], axis=1)
+        found = routed.ordered(x, shared, pairs[order], order).reshape(rows, block.top_k + 1, -1)
+        # By itself it may serve fewer rows than with the others.
+        own = mx.concatenate([shared(x[at : at + 2]) for at in range(0, rows, 2)])
+        true = mx.concatenate([routed(x, chosen), own[:, None]], axis=1)
         if mx.array_equal(found, true).item():
             return True
     except Exception as problem:
-        fault = f"it does not run here: {problem}"
+        fault = _NOT_HERE.format(problem)
     logger.warning("The few-rows kernel is not used for shared experts: %s", fault)
     return False
 
@@ -299,13 +323,17 @@ def _is_worth_it(
     if gpu.backend() == "cuda" and nbytes < SMALL:
         return True
     theirs, times = type(modules[0]), []
-    inputs = _inputs(modules[0], rows, dtype, mx.arange(8 * rows))
-    for kind in (ours, theirs):
+    inputs = _inputs(modules[0], rows, dtype)
+    try:
+        for kind in (ours, theirs):
+            for module in modules:
+                module.__class__, module.served = kind, range(rows, rows + 1)
+            # As layers are: else the host's time would be all that is seen.
+            launch = mx.compile(lambda *inputs: [apply(module, *inputs) for module in modules])
+            times.append(timed(lambda: launch(*inputs), _ROUNDS)[1])  # noqa: B023
+    finally:
         for module in modules:
-            module.__class__, module.served = kind, range(rows, rows + 1)
-        # As layers are: else the host's time would be all that is seen.
-        launch = mx.compile(lambda *inputs: [apply(module, *inputs) for module in modules])
-        times.append(timed(lambda: launch(*inputs), _ROUNDS)[1])  # noqa: B023
+            module.__class__ = theirs
     return bool(times[0] < times[1] * _kernel().WORTH)
 
 

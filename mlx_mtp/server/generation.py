@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from mlx_mtp.server.output_stream import Delta, OutputStream
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
+logger = logging.getLogger(__name__)
+
 
 def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
     """The error of a request that took too long."""
@@ -29,7 +32,10 @@ def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
 
 
 class Dispatcher:
-    """Starts and stops the engine, and passes its outputs to generations, one call a step."""
+    """Starts and stops the engine, and passes its outputs to generations, one call a step.
+
+    Only the event loop calls it, apart from `_deliver`.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -76,10 +82,14 @@ class Dispatcher:
 
     def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
-            if (generation := self.open.get(output.request_id)) is not None:
-                if output.finish_reason is not None:
-                    del self.open[output.request_id]
+            take = self.open.get if output.finish_reason is None else self.open.pop
+            if (generation := take(output.request_id, None)) is None:
+                continue
+            try:
                 generation.put(at, output)
+            except Exception as error:  # The other requests' outputs must still arrive.
+                logger.exception("an output could not be passed on")
+                generation.fail(error)
 
 
 @dataclass(slots=True)
@@ -201,10 +211,7 @@ class Generation:
                     if not output.token_ids:
                         continue
                 try:
-                    if output.prompt_logprobs:  # which may be many
-                        delta = await asyncio.to_thread(self._push, at, output)
-                    else:
-                        delta = self._push(at, output)
+                    delta = await self._push(at, output)
                 except MlxMtpError as error:
                     self.error = error  # Raised as soon as what came before it has been sent.
                     break
@@ -223,13 +230,16 @@ class Generation:
             raise self.error
         return left
 
-    def _push(self, at: float, output: RequestOutput) -> Delta:
+    async def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
             return Delta(stream.index)  # Arrived with the step that completed a stop.
         self._last = at
         before = stream.num_tokens
-        delta = stream.push(output)
+        if output.prompt_logprobs:  # There may be many; all but the text stays on the event loop.
+            delta = await asyncio.to_thread(stream.push, output)
+        else:
+            delta = stream.push(output)
         if stream.num_tokens > before:
             self._note_times(at, output, stream.num_tokens - before)
         if delta.finish_reason is not None:

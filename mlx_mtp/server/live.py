@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -44,28 +45,30 @@ class Live:
             self._history.append(self._totals())
             await asyncio.sleep(_SAMPLE_SECONDS)
 
-    def check_room(self) -> None:
-        """Raise QueueFullError where as many watch as may."""
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold one of the watchers' places; raises QueueFullError if all are taken."""
         if self._num_watchers >= MOST_WATCHERS:
             raise QueueFullError(
                 f"/live has {MOST_WATCHERS} watchers, the most that it takes: close a page's Live "
                 "view or a `mlx-mtp top`.",
                 retry_after=UNKNOWN_RETRY_SECONDS,
             )
-
-    async def watch(self) -> AsyncIterator[bytes]:
-        """Messages as server-sent events; whoever reads slowly gets fewer."""
         self._num_watchers += 1
         try:
-            yield event({**self._state(), "history": [*self._history]})
-            # A server that stops waits for what is open.
-            while not (self._limiter.draining and self._limiter.held == 0):
-                if self._next is None:
-                    self._next = asyncio.create_task(self._make())
-                yield await asyncio.shield(self._next)
-            yield event(self._state())
+            yield
         finally:
             self._num_watchers -= 1
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Messages as server-sent events; whoever reads slowly gets fewer."""
+        yield event({**self._state(), "history": [*self._history]})
+        # A server that stops waits for what is open.
+        while not (self._limiter.draining and self._limiter.held == 0):
+            if self._next is None:
+                self._next = asyncio.create_task(self._make())
+            yield await asyncio.shield(self._next)
+        yield event(self._state())
 
     def cancel(self, request_id: str, key: str) -> None:
         """End an answer with all its choices, for those who have the key that it was asked with."""

@@ -116,7 +116,10 @@ _IN_VLLM |= {
 
 
 class Metrics(Collector):
-    """One app's metrics, in a registry of its own; each sample has the model's name."""
+    """One app's metrics, in a registry of its own; each sample has the model's name.
+
+    Only the event loop observes and counts, so nothing here needs a lock.
+    """
 
     def __init__(self, engine: Engine, limiter: RequestLimiter, config: ServerConfig) -> None:
         self._engine, self._limiter = engine, limiter

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mlx_mtp.connect.clients import Served, shown
 from mlx_mtp.connect.command import NAMES
@@ -93,14 +94,25 @@ async def clients(request: Request) -> Response:
     return JSONResponse([{"name": name, "text": shown(name, served)} for name in NAMES])
 
 
+class _Watch(StreamingResponse):
+    """The messages of /live; its watcher has a place until the last one, or until it leaves."""
+
+    def __init__(self, watched: Live) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(watched.messages(), media_type="text/event-stream", headers=headers)
+        self._place = watched.place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._place():
+            if scope["method"] == "HEAD":
+                await Response(headers=self.headers)(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, send)
+
+
 async def live(request: Request) -> Response:
     """GET /live: what the server does now, as server-sent events."""
-    watched: Live = request.app.state.live
-    watched.check_room()
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    if request.method == "HEAD":
-        return Response(media_type="text/event-stream", headers=headers)
-    return StreamingResponse(watched.watch(), media_type="text/event-stream", headers=headers)
+    return _Watch(request.app.state.live)
 
 
 async def cancel(request: Request) -> Response:

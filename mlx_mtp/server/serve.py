@@ -101,6 +101,8 @@ def create_app(
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],  # SDKs in browsers send a dozen of their own.
             expose_headers=["Retry-After", IGNORED, REQUEST_ID],
+            # Some versions of Chrome ask before a page from the internet calls this machine.
+            allow_private_network=True,
         )
     app.add_middleware(check, check=partial(access.check_origin, origins))
     names = access.known_names(config.host, config.allowed_hosts)

@@ -1,10 +1,13 @@
 """Several ranks answer as one does, as threads of this process and as processes."""
 
+import contextlib
 import io
 import itertools
 import json
 import pickle
 import queue
+import re
+import socket
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -14,7 +17,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.convert import convert as mlx_lm_convert
 
-from mlx_mtp import ranks
+from mlx_mtp import ranks, world
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.engine import calibration, links
@@ -213,6 +216,119 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     assert on_lead.get(timeout=60) == "rank 1 has ended"
     with pytest.raises(RankError, match="rank 1 has ended"):
         lead.wait()
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """`start(size)`: what `connect` returns on each of so many ranks, or the error's text."""
+
+    def started(size, lost=lambda _: None):
+        exchange = Exchange(size, monkeypatch)
+        monkeypatch.setattr(links, "summed", exchange.summed)
+        monkeypatch.setattr(links, "rank_zero_hosts", lambda: ["127.0.0.1"])
+
+        def one(rank):
+            try:
+                return links.connect(World(rank, size), {}, 1 << 30, lost)
+            except RankError as error:
+                return str(error)
+
+        return exchange.run(one)
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [
+        (["127.0.0.1:4", "127.0.0.1:5"], ["127.0.0.1"]),
+        (["127.0.0.1:4", "127.0.0.1:5", "127.0.0.1:6"], ["127.0.0.1"]),
+        (["10.0.0.1:4", "10.0.0.2:4"], ["10.0.0.1"]),
+        # The first may be that of a cable to the last rank.
+        (["10.0.0.1:4", "10.0.1.2:4", "10.0.2.1:4"], ["10.0.0.1", "192.168.1.5"]),
+    ],
+)
+def test_rank_zero_listens_where_the_hostfile_says(hosts, found, monkeypatch, tmp_path):
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps([[host] for host in hosts]))
+    monkeypatch.setenv("MLX_HOSTFILE", str(file))
+    monkeypatch.setattr(world, "own_address", lambda: "192.168.1.5")
+    assert world.rank_zero_hosts() == found
+
+
+def test_strangers_take_no_ranks_place(start, monkeypatch, caplog):
+    """Silent ones, more than are waited for at once, and some that say something else."""
+    strangers, listen, call = [], socket.create_server, socket.create_connection
+
+    def called(*given, **more):
+        server = listen(*given, **more)
+        assert server.getsockname()[0] == "127.0.0.1", "nobody else on the network can call"
+        for number in range(links._MOST_STRANGERS + 10):
+            strangers.append(call(server.getsockname(), timeout=60))
+            if number % 10 == 0:
+                strangers[-1].sendall(bytes(links._HELLO_BYTES))
+        return server
+
+    def late(*given, **more):
+        """Of two ranks one waits until rank 0 has told that it waits."""
+        if not threads:
+            threads.append(threading.current_thread())
+            wait_until(lambda: re.search(r"Waiting for rank \d to connect to 127", caplog.text))
+        return call(*given, **more)
+
+    threads = []
+    monkeypatch.setattr(world, "NOTICE_SECONDS", 0.05, raising=False)
+    monkeypatch.setattr(socket, "create_server", called)
+    monkeypatch.setattr(socket, "create_connection", late)
+    lead, *others = start(3)
+    assert sorted(link.peer for link in lead.all) == [1, 2]
+    lead.send("begin")
+    assert [other.receive() for other in others] == ["begin"] * 2
+    for each in strangers:
+        with each, contextlib.suppress(ConnectionError):
+            while each.recv(99):
+                pass
+    lead.close()
+
+
+def test_a_silent_stranger_is_dropped_and_a_missing_rank_is_named(start, monkeypatch):
+    monkeypatch.setattr(links, "PROVE_SECONDS", 1.0)
+    reach = links._reach
+
+    def silent_first(places, *key):
+        with socket.create_connection(places[0], 60) as stranger:
+            while stranger.recv(99):
+                pass
+        return reach(places, *key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(links, "_reach", silent_first)
+        lead, _ = start(2)
+        lead.close()
+
+    def never(places, *key):
+        raise RankError("it gave up")
+
+    monkeypatch.setattr(links, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(links, "_reach", never)
+    lead, *others = start(3)
+    told = r"Rank 0 has waited 0.2 s for rank 1 and rank 2 to connect to 127.0.0.1:\d+."
+    assert re.fullmatch(told, lead) and others == ["it gave up"] * 2
+
+
+def test_a_rank_that_is_lost_at_the_start_is_named(start, monkeypatch):
+    send, lost = links.Link.send, queue.SimpleQueue()
+
+    def end(link, message):
+        if isinstance(message, tuple) and {} in message:  # its first one, with its facts
+            link._closed.set()
+            link._connection.close()
+        else:
+            send(link, message)
+
+    monkeypatch.setattr(links.Link, "send", end)
+    assert start(2, lost.put)[0] == "rank 1 has ended"
+    assert lost.get(timeout=60) == "rank 1 has ended"
 
 
 @pytest.mark.parametrize("factor", [1.2, 1.0001])

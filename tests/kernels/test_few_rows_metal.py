@@ -132,19 +132,20 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
 @on_metal
 @pytest.mark.parametrize(("worth", "rows"), [((4, 16, 32), 6), ((4,), 4)])
 def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "_MOST_TOKENS", 6)  # as more take too long here
     monkeypatch.setattr(few_rows, "_is_worth_it", lambda *given: given[-1] in worth)
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(
-        SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=512)
+        SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=64)
     )
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
     assert few_rows.use_few_rows(block, BF16)
     assert type(block) is few_rows.FewRowsMixture
-    assert block.switch_mlp.served == range(1, 65 if 32 in worth else 5)
+    assert block.switch_mlp.served == range(1, 7 if 32 in worth else 5)
     assert block.shared_expert.served == range(2, 17 if 16 in worth else 5)
-    x = mx.random.normal((rows, 256), key=mx.random.key(0)).astype(BF16)
+    x = mx.random.normal((rows, 128), key=mx.random.key(0)).astype(BF16)
     chosen = mx.array([[0, 1], [1, 2]] * (rows // 2))
     for layer, *rest in ((block.switch_mlp, chosen), (block.shared_expert,)):
         found = layer(x, *rest).astype(mx.float32)
@@ -173,6 +174,40 @@ def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, 
     few_rows.use_few_rows(block, BF16)
     assert type(block) is SwitchGLU and not block.served
     assert "not used" in caplog.text
+
+
+@on_metal
+@pytest.mark.parametrize(("rows", "fails"), [(None, False), (None, True), (32, False), (64, True)])
+def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
+    emulated, rows, fails, monkeypatch, caplog
+):
+    """That which is timed, or the largest; without a number only the timing may fail."""
+    run, times = kernels.experts, iter(range(99))
+
+    def experts(x, weights, shared, chosen, order):
+        found = run(x, weights, shared, chosen, order)
+        if rows is None or len(chosen) != 2 * rows:
+            return found
+        if fails:
+            raise RuntimeError("no memory")
+        return found * 1.1
+
+    def timed(call, _):
+        if fails and rows is None:
+            raise RuntimeError("no memory")
+        return None, next(times)
+
+    monkeypatch.setattr(kernels, "experts", experts)
+    monkeypatch.setattr(few_rows, "timed", timed)
+    block = SwitchGLU(64, 64, 3)
+    block.set_dtype(BF16)
+    nn.quantize(block, 64, 4)
+    few_rows.use_few_rows(block, BF16)
+    sound = range(0) if fails else range(1, 65)
+    used = sound if rows is None else range(1, 5)
+    assert block.served == used and (type(block) is few_rows.FewRowsExperts) == bool(used)
+    fault = "no memory" if fails else f"at {rows} rows"
+    assert (fault in caplog.text) == (used != range(1, 65))
 
 
 @on_both

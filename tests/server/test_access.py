@@ -83,9 +83,10 @@ def test_foreign_pages_are_refused_and_own_ones_pass(client: httpx.Client) -> No
         for method, path in (("POST", TEXT), ("OPTIONS", "/v1/messages"), ("GET", "/")):
             headers = {"Host": "localhost:8123", "Origin": page}
             headers["Access-Control-Request-Method"] = "POST"
+            headers["Access-Control-Request-Private-Network"] = "true"
             refused = client.request(method, path, headers=headers)
             assert "--cors-origin" in error_of(refused, path, 403)
-            assert "access-control-allow-origin" not in refused.headers
+            assert not any(name.startswith("access-control-allow") for name in refused.headers)
     for page, host in OWN_PAGES:
         own = client.get("/v1/models", headers={"Host": host, "Origin": page})
         assert own.status_code == 200, page
@@ -105,6 +106,13 @@ def test_a_page_that_may_can_read_answers_and_errors(locked: httpx.Client) -> No
     assert "POST" in preflight.headers["access-control-allow-methods"]
     assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
     assert "access-control-allow-credentials" not in preflight.headers
+    assert "access-control-allow-private-network" not in preflight.headers
+    # Chrome adds this where the page is from the internet and the server is not.
+    headers["Access-Control-Request-Private-Network"] = "true"
+    preflight = locked.options(TEXT, headers=headers)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == PAGE
+    assert preflight.headers["access-control-allow-private-network"] == "true"
     for key, status in ((OTHER, 200), ("x", 401)):
         headers = {"Origin": PAGE, "Authorization": f"Bearer {key}"}
         response = locked.post(TEXT, json=GOOD[TEXT], headers=headers)

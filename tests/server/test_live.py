@@ -1,12 +1,15 @@
 """`/live`, what its messages may have, and what watching leaves behind; traces in streams."""
 
+import asyncio
 import gc
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from rich.console import Console
 
 from mlx_mtp import cli, progress, top
@@ -97,6 +100,46 @@ def test_an_hour_of_messages_leaves_nothing_behind(
         client.server._limiter.drain(30)
         *_, last = other
         assert last["server"]["state"] == "stopping"
+
+
+def test_no_more_watch_than_may_however_many_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MOST_WATCHERS", 3)
+
+    async def ask(app: FastAPI, method: str, stays: bool, statuses: list[int]) -> None:
+        async def receive() -> dict[str, str]:
+            await asyncio.sleep(3600 if stays else 0)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        headers = [(b"host", b"localhost")]
+        scope = {"type": "http", "method": method, "path": "/live", "headers": headers}
+        await app(scope | {"query_string": b"", "client": ("127.0.0.1", 1)}, receive, send)
+
+    async def burst(app: FastAPI) -> None:
+        watched: live.Live = app.state.live
+        for _ in range(3):  # Places are given back, so that the next burst gets as many.
+            # These have left before their first message.
+            await asyncio.gather(*(ask(app, "GET", False, []) for _ in range(3)))
+            assert watched._num_watchers == 0
+            statuses: list[int] = []
+            tasks = [asyncio.create_task(ask(app, "GET", True, statuses)) for _ in range(9)]
+            while len(statuses) < len(tasks):
+                await asyncio.sleep(0.001)
+            assert sorted(statuses) == [200] * 3 + [429] * 6
+            await ask(app, "HEAD", True, statuses)
+            assert statuses.pop() == 429
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await ask(app, "HEAD", True, statuses)
+            assert statuses.pop() == 200 and watched._num_watchers == 0
+
+    with in_process() as client:
+        bridge: Any = client._transport
+        bridge._portal.call(burst, bridge._inner.app)
 
 
 def test_a_trace_in_a_stream_tells_what_the_text_is_made_of(tokenizer: Tokenizer) -> None:

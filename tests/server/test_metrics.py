@@ -1,5 +1,6 @@
 """/metrics: the promised names, the engine's numbers, and one observation per token."""
 
+import asyncio
 import json
 import re
 import time
@@ -10,10 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_mtp.engine.request import Progress
 from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
-from mlx_mtp.server.metrics import HISTOGRAMS
+from mlx_mtp.server import body
+from mlx_mtp.server.generation import Dispatcher
+from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
-from tests.server.in_process import CHAT, GOOD, TEXT, in_process
+from tests.server.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
 
 
 def samples(client: httpx.Client) -> dict[str, float]:
@@ -107,6 +110,43 @@ def test_latencies_count_each_sequence_once_and_each_later_token_once() -> None:
         # The two tokens of each sequence's first step have no time of their own.
         assert found[between] == 20 - 2 * 2
         assert samples(other)[first] == 0
+
+
+def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is done on other threads for a request: a large body, logprobs of its prompt."""
+    called, elsewhere = set(), set()
+    names = [(Metrics, "observe"), (Metrics, "count"), (Metrics, "count_ignored")]
+    names += [(Dispatcher, "submit"), (Dispatcher, "cancel"), (Dispatcher, "_dispatch")]
+
+    def watch(owner: type, name: str) -> None:
+        usual = getattr(owner, name)
+
+        def call(*given: object) -> None:
+            called.add(name)
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                elsewhere.add(name)
+            usual(*given)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in names:
+        watch(owner, name)
+    monkeypatch.setattr(body, "LARGE_BODY", 0)
+    with in_process(FakeEngine(answer([300] * 3))) as client:
+        for path in GENERATING:
+            for more in ({}, {"stream": True}, {"another": 1}):
+                assert client.post(path, json=GOOD[path] | more).is_success, (path, more)
+        for path in (CHAT, TEXT):
+            asked = GOOD[path] | {"prompt_logprobs": 2, "n": 2}
+            # Its only step is also its last one.
+            for most in (1, 9):
+                assert client.post(path, json=asked | {"max_tokens": most}).is_success
+        echoed = {"echo": True, "logprobs": 1, "stream": True}
+        assert client.post(TEXT, json=GOOD[TEXT] | echoed).is_success
+    assert called == {name for _, name in names}
+    assert not elsewhere
 
 
 # What vLLM's own Grafana dashboard asks for, but for what this server does not do (swapping).

@@ -112,3 +112,23 @@ def test_a_reader_cancelled_as_something_arrives_is_cancelled(stream: Stream, ti
             assert reader.result()
 
     asyncio.run(main())
+
+
+def test_an_output_that_fails_takes_no_other_with_it(context: Context) -> None:
+    async def main() -> None:
+        broken, sound = Stream(context), Stream(context)
+        for each in (broken, sound):
+            await each.open()
+        generations = [context.dispatcher.open[f"{each.name}-0"] for each in (broken, sound)]
+        generations[0].put = None  # type: ignore[method-assign, assignment]
+        outputs = [
+            dataclasses.replace(out(40, finish="length"), request_id=f"{each.name}-0")
+            for each in (broken, sound)
+        ]
+        context.dispatcher._dispatch(0.0, outputs)
+        assert [event async for piece in sound.pieces for event in events(piece)][-1] == "[DONE]"
+        with pytest.raises(TypeError):
+            await anext(broken.pieces)
+        assert not {f"{each.name}-0" for each in (broken, sound)} & context.dispatcher.open.keys()
+
+    asyncio.run(main())
