@@ -28,7 +28,7 @@ class Live:
     """One message for all that watch, made only while somebody does."""
 
     def __init__(self, context: Context) -> None:
-        self._engine, self._limiter = context.engine, context.limiter
+        self._context, self._engine, self._limiter = context, context.engine, context.limiter
         self._metrics, self._dispatcher = context.metrics, context.dispatcher
         self._names = context.model_names
         self._history: deque[dict[str, float]] = deque(maxlen=_MOST_SAMPLES)
@@ -100,7 +100,7 @@ class Live:
     def _state(self) -> dict[str, Any]:
         engine, limiter = self._engine, self._limiter
         stats, info = engine.stats(), engine.info
-        fault = engine.unhealthy_reason or engine.hang_reason
+        fault = self._context.fault
         return {
             "server": {
                 "models": self._names,
