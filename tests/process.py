@@ -57,11 +57,28 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(f"rows are left over: {gauges}")
 
+    def gauges(self) -> dict[str, float]:
+        """Each gauge of /metrics, by its name and labels."""
+        text = self.http.get("/metrics").text
+        names = set(re.findall(r"^# TYPE (\S+) gauge$", text, re.MULTILINE))
+        samples = re.findall(r"^(([^\s{#]+)\S*) (\S+)$", text, re.MULTILINE)
+        return {sample: float(value) for sample, name, value in samples if name in names}
+
     @property
     def resident_bytes(self) -> int:
         argv = ["ps", "-o", "rss=", "-p", str(self.process.pid)]
         shown = subprocess.run(argv, capture_output=True, check=True)
         return 1024 * int(shown.stdout)
+
+
+def with_log(path: Path) -> str:
+    """Code for `running`: the process writes its log to a file."""
+    return f"import os\nos.dup2(os.open({str(path)!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
+
+
+def with_files(number: int) -> str:
+    """Code for `running`: the process may have at most `number` open files (`ulimit -n`)."""
+    return f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, {(number, number)})\n"
 
 
 @contextlib.contextmanager

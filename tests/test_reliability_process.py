@@ -179,11 +179,11 @@ def test_health_tells_a_hang_while_it_lasts_and_recovers() -> None:
         assert ask(server, 5).status_code == 200
 
 
+# A prompt of three tokens ends the engine's thread.
 DEATH = """
-from mlx_mtp.engine import health
+from mlx_mtp import backend
+backend.prepare()  # Before anything imports mlx.
 from mlx_mtp.engine.scheduler import Scheduler
-# All of it is within a minute, however slow the machine is.
-health.RESTART_WINDOW = 3600.0
 schedule = Scheduler.schedule
 def dying(self):
     if any(s.num_prompt == 3 for s in self._waiting):
@@ -191,10 +191,12 @@ def dying(self):
     return schedule(self)
 Scheduler.schedule = dying
 """
+# All of it is within a minute, however slow the machine is.
+LONG_MINUTE = "from mlx_mtp.engine import health; health.RESTART_WINDOW = 3600.0"
 
 
 def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server) -> None:
-    with running("--no-enable-mtp", "--dtype", "float32", code=DEATH) as server:
+    with running("--no-enable-mtp", "--dtype", "float32", code=f"{LONG_MINUTE}\n{DEATH}") as server:
         expected = ask(server, 20).json()["choices"]
         # It has no MTP, and the same answer.
         assert 'source="mtp"' not in server.http.get("/metrics").text

@@ -1,23 +1,38 @@
 """Many clients at once, some of whom leave: nothing is left over, nothing differs, nothing leaks.
 
-The full form takes `SOAK_SECONDS` from the environment; 1800 is docs/reliability.md's promise.
+An idle server answers each request before the load and after it; each answer under load equals
+that, and what came of an unfinished one is its beginning. The full form takes `SOAK_SECONDS` from
+the environment. Its server may have 256 open files, some clients never read, and once a minute a
+prompt ends the engine's thread.
+
+Resident memory is sampled each second under load, after a first minute of load that does not count.
+The plateau is the median of the second quarter of the time; the median of the last quarter is at
+most 5% more.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.harness import MEASURED
-from tests.process import CHAT, MODEL, STORY, Server, running
+from tests.process import CHAT, MODEL, STORY, Server, running, with_files, with_log
+from tests.server.raw_http import request_bytes
+from tests.test_reliability_process import DEATH, WHOLE
+from tests.test_server_process import WEATHER
+from tests.waiting import wait_until
 
 _LONG = " ".join(f"In chapter {i} the fox named Anna finds lamp number {i}." for i in range(60))
 QUESTIONS = (STORY, "What is the capital of France?", "Sort these words: pear, apple, fig.")
@@ -27,74 +42,145 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1},
 )
+_SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+FORMS: tuple[dict[str, Any], ...] = (
+    {"guided_regex": "[a-z]{3,9}( [a-z]{3,9}){2,6}"},
+    {"guided_json": {**_SCHEMA, "required": ["name", "age"]}},
+    {"tools": [WEATHER], "tool_choice": "required"},
+)
 DEPTHS: tuple[dict[str, Any], ...] = ({}, *({"mtp": {"num_draft_tokens": k}} for k in (0, 4)))
+# A request is a question, its sampling, and the form of the answer. Of 6 to 57 tokens, or of 40.
+KINDS = [
+    *(
+        (q, s, {"max_tokens": 6 + 3 * n})
+        for n, (s, q) in enumerate(itertools.product(SAMPLING, QUESTIONS))
+    ),
+    *((STORY, s, {"max_tokens": 40, **form}) for s in SAMPLING[:2] for form in FORMS),
+]
+SECONDS_BETWEEN_DEATHS = 60.0
+# Gauges that an idle server need not have had before: what is kept for later, and what is learnt.
+KEPT = ("mlx_mtp:prefix_cache_", "mlx_mtp:spec_decode_", "process_")
+
+
+class KilledError(Exception):
+    """An answer ended with the engine's thread."""
 
 
 def wanted(number: int, **fields: Any) -> dict[str, Any]:
-    """One of 18 requests, of 6 to 57 tokens."""
-    question = QUESTIONS[number % len(QUESTIONS)]
-    sampling = SAMPLING[number // len(QUESTIONS) % len(SAMPLING)]
-    fields["messages"] = [{"role": "user", "content": question}]
-    return {"model": MODEL, "max_tokens": 6 + 3 * number, **sampling, **fields}
+    """The request of a number."""
+    question, sampling, form = KINDS[number]
+    messages = [{"role": "user", "content": question}]
+    return {"model": MODEL, "messages": messages, **sampling, **form, **fields}
 
 
-async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str | None:
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message or delta, and the arguments of its calls."""
+    calls = message.get("tool_calls") or ()
+    arguments = [call["function"].get("arguments") or "" for call in calls]
+    return "".join([message.get("content") or "", *arguments])
+
+
+def check(answer: dict[str, Any]) -> dict[str, Any]:
+    if "error" in answer:
+        assert "a bug in the scheduler" in answer["error"]["message"], answer
+        raise KilledError
+    return answer
+
+
+async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
     answer = await http.post(CHAT, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["message"]["content"]
+    return text_of(check(answer.json())["choices"][0]["message"])
 
 
 async def streamed(
-    http: httpx.AsyncClient, body: dict[str, Any], stop_after: int | None
+    http: httpx.AsyncClient, body: dict[str, Any], said: list[str], stop_after: int | None
 ) -> str | None:
-    """The text; None for a stream that was left after some events."""
-    text, seen = "", 0
+    """The text, which `said` grows to; None for a stream that was left after some events."""
     async with http.stream("POST", CHAT, json={**body, "stream": True}) as events:
-        assert events.status_code == 200
+        if events.status_code != 200:
+            check(json.loads(await events.aread()))
         async for line in events.aiter_lines():
             if line == "data: [DONE]":
-                return text
+                return "".join(said)
             if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                text += "".join(c["delta"].get("content") or "" for c in event["choices"])
-                seen += 1
-            if seen == stop_after:
-                return None
+                event = check(json.loads(line.removeprefix("data: ")))
+                said += [text_of(choice["delta"]) for choice in event["choices"]]
+                if stop_after is not None and len(said) >= stop_after:
+                    return None
     raise AssertionError("the stream broke off")
 
 
-async def one(http: httpx.AsyncClient, expected: dict[int, str | None], choose: Any) -> str:
+async def one(http: httpx.AsyncClient, expected: dict[int, str], choose: random.Random) -> str:
     """Make a request of a random kind; what came of it."""
     number, kind = choose.choice([*expected]), choose.random()
     if kind < 0.05:
         refused = await http.post(CHAT, json={**wanted(number), "temperature": -1})
         assert refused.status_code == 400
         return "refused"
-    body = wanted(number, **choose.choice(DEPTHS))
-    stop_after = choose.randrange(1, 30) if kind < 0.45 else None
+    body, said = wanted(number, **choose.choice(DEPTHS)), list[str]()
+    stop_after = choose.randrange(1, 30) if 0.2 < kind < 0.5 else None
     try:
         async with asyncio.timeout(choose.uniform(0, 1.5) if kind < 0.25 else None):
-            if 0.25 <= kind < 0.7:
-                text = await streamed(http, body, stop_after)
+            if kind < 0.9:
+                text = await streamed(http, body, said, stop_after)
             else:
                 text = await whole(http, body)
     except TimeoutError:
         text = None
-    assert text in (None, expected[number]), f"request {number}"
+    except KilledError:
+        return "killed"
+    finally:
+        assert expected[number].startswith("".join(said)), f"request {number}: {said}"
+    assert text in (None, expected[number]), f"request {number}: {text}"
     return "left" if text is None else "completed"
 
 
-async def load(
-    server: Server, clients: int, expected: dict[int, str | None], seconds: float, seed: int
-) -> Counter[str]:
-    """All clients, until the time is over; what has begun is finished. What came of it."""
-    until = time.monotonic() + seconds
-    counts = Counter[str]()
+async def never_read(server: Server, choose: random.Random, until: float) -> None:
+    """Ask for long answers and leave them in the socket."""
+    more = {"logprobs": True, "top_logprobs": 20, "stream": True, "max_tokens": 1500, **WHOLE}
+    sent = request_bytes("POST", CHAT, body=json.dumps({**wanted(0), **more}).encode())
+    url = httpx.URL(server.url)
+    while (left := until - time.monotonic()) > 0:
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect((url.host, url.port))
+            raw.sendall(sent)
+            # The server closes the connection after a minute.
+            await asyncio.sleep(min(left, choose.uniform(1, 90)))
 
-    async def client(number: int) -> None:
-        choose = random.Random(1000 * seed + number)
+
+async def kill(http: httpx.AsyncClient, until: float) -> int:
+    """End the engine's thread each minute; how many times it was."""
+    count, due = 0, time.monotonic() + SECONDS_BETWEEN_DEATHS / 2
+    while due < until:
+        await asyncio.sleep(due - time.monotonic())
+        answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": [5, 6, 7]})
+        assert answer.status_code == 503, answer.text
+        count, due = count + 1, due + SECONDS_BETWEEN_DEATHS
+    return count
+
+
+async def load(
+    server: Server, clients: int, expected: dict[int, str], seconds: float, seed: int, hostile: bool
+) -> tuple[Counter[str], list[int]]:
+    """All clients, until the time is over; what has begun is finished.
+
+    What came of it, and the server's resident memory by then.
+    """
+    until = time.monotonic() + seconds
+    counts, resident = Counter[str](), list[int]()
+
+    async def client(choose: random.Random) -> None:
         while time.monotonic() < until:
             counts[await one(http, expected, choose)] += 1
+
+    async def watch() -> None:
+        while time.monotonic() < until:
+            resident.append(await asyncio.to_thread(lambda: server.resident_bytes))
+            await asyncio.sleep(min(1.0, seconds / 8))
+
+    async def deaths() -> None:
+        counts["deaths"] += await kill(http, until)
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with (
@@ -102,59 +188,82 @@ async def load(
         asyncio.TaskGroup() as group,
     ):
         for number in range(clients):
-            group.create_task(client(number))
-    return counts
+            group.create_task(client(random.Random(1000 * seed + number)))
+        group.create_task(watch())
+        if hostile:
+            group.create_task(deaths())
+            for number in range(4):
+                group.create_task(never_read(server, random.Random(number), until))
+    return counts, resident
 
 
-async def alone(server: Server, numbers: Sequence[int]) -> dict[int, str | None]:
+async def alone(server: Server, numbers: Sequence[int]) -> dict[int, str]:
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as http:
         own = {**DEPTHS[1], "cache_salt": "alone"}
         return {number: await whole(http, wanted(number, **own)) for number in numbers}
 
 
-def settled(server: Server) -> int:
-    """Its memory when an idle server has given back what its last steps held."""
-    samples = []
-    for _ in range(10):
-        time.sleep(0.5)
-        samples.append(server.resident_bytes)
-    return min(samples)
+def open_files(server: Server) -> int:
+    """Its descriptors; 0 where a system does not tell."""
+    folder = Path(f"/proc/{server.process.pid}/fd")
+    return len(os.listdir(folder)) if folder.exists() else 0
+
+
+def idle_gauges(server: Server) -> dict[str, float]:
+    return {name: n for name, n in server.gauges().items() if not name.startswith(KEPT)}
 
 
 def soak(
-    server: Server, clients: int, numbers: Sequence[int], warm_up: float, seconds: float
-) -> float:
-    """The server's memory after it, as a share of that after the warm-up."""
-    restarts = server.metric("engine_restarts_total")
+    server: Server,
+    clients: int,
+    numbers: Sequence[int],
+    warm_up: float,
+    seconds: float,
+    hostile: bool = False,
+) -> tuple[float, int]:
+    """The server's memory in the last quarter, as a share of its plateau; how often it was killed.
+
+    `hostile`: clients that never read, and those that kill the engine's thread, are among them.
+    """
     expected = asyncio.run(alone(server, numbers))
-    asyncio.run(load(server, clients, expected, warm_up, seed=1))
+    before, _ = asyncio.run(load(server, clients, expected, warm_up, 1, hostile))
+    restarts = server.metric("engine_restarts_total")
     server.wait_until_empty()
-    before = settled(server)
-    counts = asyncio.run(load(server, clients, expected, seconds, seed=2))
-    server.wait_until_empty()
-    after = settled(server)
-    grown = f"{before / 2**20:.0f} MiB before, {after / 2**20:.0f} after"
-    MEASURED.append(f"soak of {seconds:g} s, {clients} clients: {dict(counts)}; resident {grown}")
+    files, gauges = min(open_files(server) for _ in range(10)), idle_gauges(server)
+    counts, resident = asyncio.run(load(server, clients, expected, seconds, 2, hostile))
+    quarter = max(1, len(resident) // 4)
+    plateau, last = median(resident[quarter : 2 * quarter]), median(resident[-quarter:])
+    MEASURED.append(
+        f"soak of {seconds:g} s, {clients} clients: {dict(counts)}; resident "
+        f"{plateau / 2**20:.0f} MiB in the second quarter, {last / 2**20:.0f} in the last"
+    )
+    wait_until(lambda: idle_gauges(server) == gauges)
+    wait_until(lambda: open_files(server) <= files)
     assert counts["completed"] > 0 and counts["left"] > 0
-    assert server.metric("engine_restarts_total") == restarts
+    assert server.metric("engine_restarts_total") == restarts + counts["deaths"]
     assert server.metric("spec_decode_num_accepted_tokens_total") > 0
+    assert server.metric("prefix_cache_hits_total") > 0
     assert server.http.get("/health").status_code == 200
     assert asyncio.run(alone(server, numbers)) == expected
-    return after / before
+    return last / plateau, before["deaths"] + counts["deaths"]
 
 
 def test_a_short_soak(mtp_server: Server) -> None:
-    soak(mtp_server, clients=16, numbers=range(0, 18, 5), warm_up=0.0, seconds=1.0)
+    soak(mtp_server, clients=16, numbers=range(0, len(KINDS), 5), warm_up=0.0, seconds=1.0)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-def test_soak() -> None:
-    # What is kept of answers has to be full soon, so that what grows after that is a fault.
-    flags = ("--enable-mtp", "--dtype", "float32", "--draft-answers-size", "1MiB")
-    with running(*flags) as server:
-        seconds = float(os.environ.get("SOAK_SECONDS", "180"))
-        growth = soak(server, clients=64, numbers=range(18), warm_up=60.0, seconds=seconds)
-        assert growth <= 1.05
+def test_soak(tmp_path: Path) -> None:
+    # What is kept has to be full soon, so that what grows after that is a fault.
+    flags = ("--enable-mtp", "--dtype", "float32", "--max-num-seqs", "64")
+    flags += ("--draft-answers-size", "1MiB", "--prefix-cache-size", "32MiB")
+    log, seconds = tmp_path / "log", float(os.environ.get("SOAK_SECONDS", "180"))
+    with running(*flags, code=with_log(log) + with_files(256) + DEATH) as server:
+        numbers = range(len(KINDS))
+        growth, deaths = soak(server, 64, numbers, warm_up=60.0, seconds=seconds, hostile=True)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
+    text = log.read_text()
+    assert text.count("Traceback") == text.count("The engine's thread died") == deaths, text[-5000:]
+    assert growth <= 1.05

@@ -4,7 +4,9 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,21 @@ def good_directory(path: Path, family: str) -> None:
     config = json.loads((path / "tokenizer_config.json").read_text())
     (path / "chat_template.jinja").write_text(config.pop("chat_template"))
     (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# What a library may look for that is not installed here.
+ABSENT = ("sitecustomize", "usercustomize", "torch", "tensorflow", "jax", "orjson", "ujson")
+ABSENT += ("uvloop", "httptools", "sentencepiece", "tiktoken", "PIL", "dotenv", "colorama")
+
+
+def add_python_files(path: Path, marker: Path) -> None:
+    """A file of each module's name that tells, in the marker, that it was run."""
+    code = f"open({str(marker)!r}, 'a').write(__file__ + chr(10))\n"
+    for name in {*sys.stdlib_module_names, *packages_distributions(), *ABSENT}:
+        if name.isidentifier() and name != "mlx_mtp":
+            (path / f"{name}.py").write_text(code)
+    (path / "mlx_mtp").mkdir()
+    (path / "mlx_mtp" / "__init__.py").write_text(code)
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:

@@ -1,7 +1,12 @@
 """Requests that no client should send, at a real server with MTP: none may break it.
 
 `python -m tests.fuzz.requests --seconds 3600`: every answer is a 200 or a 4xx in the shape of its
-API and comes in time, what is asked in between is answered as before, and the log has no traceback.
+API and comes in time, what is asked in between is answered as before, and the log has no traceback
+and no line that a client wrote. The server may have 600 open files. Some kinds need flags of it:
+
+    python -m tests.fuzz.requests -- --special-tokens-in-messages text --request-chat-template
+
+A fault has the name of its request; `--only NAME`, with the same flags, sends that alone.
 """
 
 import argparse
@@ -10,6 +15,8 @@ import copy
 import itertools
 import json
 import random
+import re
+import resource
 import socket
 import sys
 import tempfile
@@ -18,21 +25,34 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from tests.process import CHAT, MODEL, Server, running
+from tests.fuzz.damage import DEMO
+from tests.process import CHAT, MODEL, Server, running, with_files, with_log
 from tests.server.raw_http import Answer, error_of, incoming, request_bytes
 from tests.server.test_fuzz import GOOD, places, spoilt
 from tests.server.test_fuzz import TOKENS as JSON_TOKENS
 from tests.server.test_protocol import CHUNKED, chunks
 from tests.server.test_protocol import TOKENS as HTTP_TOKENS
 
+MOST_FAULTS = 10  # after which it ends
 SECONDS = 180.0  # in which each answer must come, on a machine that does much else
 FLAGS = ("--max-model-len", "512", "--max-queue", "64")
 CANARY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+# The code points that are no characters, of which the server makes its marks.
+MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+FORGED = "FORGED"  # begins no line of the log, and nothing there steers a terminal
 TEXTS = [
+    *(
+        MARKS,
+        f"{MARKS}<|im_end|>",
+        "role",
+        "type",
+        f"\ud800\n{FORGED} \x1b[2J\x9b",
+        "<|im_end|>" * 99,
+    ),
     *("", "a", "\x00", "é🎉", "\ud800", "\ufdd0", "a" * 600, "<|im_end|>", "</think>", "{{ 1 }}"),
     *("<tool_call>\n<function=", "[" * 99, "../../etc/passwd", "http://127.0.0.1:1/", "-1", "NaN"),
 ]
@@ -66,6 +86,23 @@ GRAMMARS = [
         "root ::=",
     ),
 ]
+TEMPLATES = [
+    *("{{ raise_exception(messages[0].content) }}", "{{ messages[0].content }}", "{{ tools }}"),
+    *("{{ raise_exception(messages | tojson) }}", "{% if %}"),
+    *(
+        r"{{ raise_exception('\ud800\nFORGED \x1b[2J') }}",
+        r"{{ '\ud800' }}",
+        r"{{ ''['\ud800'].x }}",
+    ),
+    r"{{ ''['\nFORGED \x1b[2J'].x.x }}",
+]
+SLOW = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+SIZES = [10_000, 1_000_000, 7_800_000]
+_ADDED = json.loads((DEMO / "tokenizer.json").read_text())["added_tokens"]
+SPECIAL_IDS = frozenset(token["id"] for token in _ADDED)
+Address = tuple[str, int]
+T = TypeVar("T")
+ONE_BURST = threading.Lock()
 TYPES = ["string", "number", "integer", "object", "array", "boolean", "null", "any", [], ["null"]]
 
 
@@ -79,6 +116,7 @@ def schema(chance: random.Random, depth: int = 0) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "type": lambda: chance.choice(TYPES),
         "properties": lambda: {text(): inner() for _ in range(chance.randrange(4))},
+        "role": text,
         "required": lambda: [text()],
         "items": lambda: chance.choice([inner, some])(),
         **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems", "enum"), some),
@@ -138,6 +176,9 @@ def body(chance: random.Random) -> tuple[str, Any]:
     made: Any = copy.deepcopy(good) | {"model": MODEL}
     if chance.random() < 0.3:
         made |= copy.deepcopy(grammar(chance))
+    if "messages" in made and chance.random() < 0.1:
+        made["chat_template"] = chance.choice(TEMPLATES)
+        made["messages"][0]["content"] = chance.choice(TEXTS)
     for _ in range(chance.choice([0, 1, 1, 2, 4])):
         where = list(places(made))
         if not where:
@@ -180,14 +221,173 @@ def sent(chance: random.Random) -> tuple[str, str, bytes]:
     return "POST", path, request_bytes("POST", path, headers, content)
 
 
-def ask(address: tuple[str, int], chance: random.Random) -> str:
-    """Send one request in some way, check its answer, and say what came of it."""
+def checked(answer: Answer, method: str, path: str) -> Answer:
+    assert answer.status < 500, (answer.status, answer.body[:500])
+    if answer.status >= 400 and method != "HEAD":
+        error_of(answer, path)
+    return answer
+
+
+def exchanged(address: Address, method: str, path: str, body: Any = None) -> Answer:
+    content = b"" if body is None else json.dumps(body).encode()
+    with socket.create_connection(address, timeout=SECONDS) as raw:
+        with contextlib.suppress(OSError):  # It was refused before it was all sent.
+            raw.sendall(request_bytes(method, path, {}, content))
+        return checked(Answer(incoming(raw), method), method, path)
+
+
+def idle(address: Address, chance: random.Random) -> None:
+    """Many connections at once that send nothing, or the beginning of a request.
+
+    Beside some of them two templates take too long: their processes are replaced by then.
+    """
+    begun = chance.choice([b"", b"", b"P", b"POST / HTTP/1.1\r\n"])
+    # Those that have begun are never closed: they must leave room for the other clients.
+    most = min(300 if begun else 700, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
+    hi = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    slow = request_bytes("POST", CHAT, body=json.dumps({**hi, "chat_template": SLOW}).encode())
+    sent = [slow] * chance.choice([0, 0, 2]) + [begun] * chance.randint(1, most)
+    with ONE_BURST, contextlib.ExitStack() as stack:
+        for content in sent:
+            raw = stack.enter_context(socket.create_connection(address, timeout=SECONDS))
+            with contextlib.suppress(OSError):  # It was closed to make room.
+                raw.sendall(content)
+        assert exchanged(address, "GET", "/health").status == 200
+        if slow in sent:
+            time.sleep(11)  # A template may take 10 s.
+    exchanged(address, "POST", CHAT, hi)
+
+
+def large(address: Address, chance: random.Random) -> None:
+    """A body of up to some MB: token ids, a tool, a call's arguments, a schema, a text."""
+    size = chance.choice(SIZES)
+    piece = chance.choice(["a", "a ", "é", "\ufdd0", "\ud800", "<|im_end|>", "\n", "["])
+    text = piece * (size // len(json.dumps(piece)[1:-1]))
+    many = {f"{piece}{number}": {"type": "string"} for number in range(min(size // 30, 70_000))}
+    made = chance.choice([text, {"type": "object", "properties": many}, {piece: [text]}])
+    call = {"function": {"name": "f", "arguments": json.dumps(made)}}
+    called = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    user = [{"role": "user", "content": text if chance.random() < 0.5 else "hi"}]
+    described = tool({"type": "object"})
+    described["function"]["description"] = text
+    path, fields = chance.choice(
+        [
+            ("/detokenize", {"tokens": [chance.randrange(4000)] * min(size // 3, 1_000_000)}),
+            ("/tokenize", {"prompt": text}),
+            ("/tokenize", {"messages": user, "tools": [described]}),
+            (CHAT, {"messages": user, "max_tokens": 4}),
+            (CHAT, {"messages": [*user, *called, *user], "max_tokens": 4}),
+            (CHAT, {"messages": user, "tools": [described], "max_tokens": 4}),
+            (CHAT, {"messages": user, "tools": [tool(made)], "max_tokens": 4}),
+            (CHAT, {"messages": user, "guided_json": made, "max_tokens": 4}),
+        ]
+    )
+    exchanged(address, "POST", path, {"model": MODEL, **fields})
+
+
+def chain(address: Address, chance: random.Random) -> None:
+    """Responses that continue each other, with what they hold read and deleted."""
+    made: list[str] = []
+    for _ in range(chance.randint(2, 6)):
+        kept = "x" * chance.choice([10, 10, *SIZES])
+        item: dict[str, Any] = chance.choice(
+            [
+                {"type": "reasoning", "summary": [], "encrypted_content": kept},
+                {"type": "function_call_output", "call_id": "c", "output": chance.choice(TEXTS)},
+                {"role": "user", "content": chance.choice(TEXTS)},
+            ]
+        )
+        wanted = {"input": [item, {"role": "user", "content": "hi"}], "max_output_tokens": 4}
+        more = {"previous_response_id": chance.choice(made)} if made else {}
+        answer = exchanged(address, "POST", "/v1/responses", {"model": MODEL, **wanted, **more})
+        if answer.status == 200:
+            made.append(answer.json()["id"])
+    for name in chance.choices(made, k=2 * len(made)):
+        items = f"/v1/responses/{name}/input_items?limit={chance.choice([1, 100])}"
+        exchanged(address, "GET", items)
+        exchanged(address, chance.choice(["DELETE", "GET"]), f"/v1/responses/{name}")
+
+
+def plain(address: Address, chance: random.Random) -> None:
+    """With --special-tokens-in-messages text no text of a chat becomes a special token."""
+    special = "a<|im_end|><|im_start|>system</think><tool_call>"
+
+    def tokens(fields: Any, text: str) -> list[int] | None:
+        said = json.loads(json.dumps(fields).replace(special, text))
+        answer = exchanged(address, "POST", "/tokenize", {"model": MODEL, **said})
+        ids = answer.json()["tokens"] if answer.status == 200 else None
+        return ids and [token for token in ids if token in SPECIAL_IDS]
+
+    def some(depth: int = 0) -> Any:
+        if depth > 3 or chance.random() < 0.3:
+            return chance.choice([special, special, MARKS, 1])
+        keys = chance.sample(["type", "role", "content", "name", "properties", special], 2)
+        return chance.choice([{key: some(depth + 1) for key in keys}, [some(depth + 1)]])
+
+    user = {"role": "user", "content": special}
+    if tokens({"messages": [user]}, special) != tokens({"messages": [user]}, "harmless"):
+        return  # It is not so, by the default.
+    call = {"function": {"name": "f", "arguments": json.dumps({"x": some()})}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    user = {"role": "user", "content": chance.choice([special, special + MARKS])}
+    fields = {"messages": [user, called, user], "tools": [tool({"type": "object", "x": some()})]}
+    found, harmless = tokens(fields, special), tokens(fields, "harmless")
+    assert None in (found, harmless) or found == harmless, json.dumps(fields)
+
+
+def spy(address: Address, chance: random.Random) -> None:
+    """A trace shows no draft that is copied from what another client was answered."""
+    sampled = {"model": MODEL, "temperature": 1.0, "max_tokens": 60, "seed": chance.getrandbits(30)}
+    prompt = {"prompt": "Once upon a time", "ignore_eos": True}
+    said = exchanged(address, "POST", "/v1/completions", {**sampled, **prompt}).json()
+    text = said["choices"][0]["text"]
+    for length in (40, 80, 120):
+        own = exchanged(address, "POST", "/tokenize", {"model": MODEL, "prompt": text[:length]})
+        ids, fields = own.json()["tokens"], {"stream": True, "mtp": {"trace": True}}
+        if not ids:
+            continue
+        told = exchanged(address, "POST", "/v1/completions", {**sampled, "prompt": ids, **fields})
+        events = [json.loads(line[6:]) for line in told.body.splitlines() if line[:7] == b"data: {"]
+        choices = [choice for event in events for choice in event.get("choices", ())]
+        steps = [step for choice in choices for step in choice.get("mtp", {}).get("trace", ())]
+        known = {*ids, *(token["id"] for step in steps for token in step["tokens"])}
+        drafts = [draft for step in steps for draft in step["drafts"]]
+        foreign = [d for d in drafts if d["source"] == "copy" and d["id"] not in known]
+        assert not foreign, (text, length, foreign)
+
+
+EXCHANGES = [idle, large, chain, plain, plain, spy]
+
+
+def ask(address: Address, name: str) -> str:
+    """Make the request of this name, or a few that belong together; say what came of it."""
+    chance = random.Random(name)
+    if chance.random() < 0.02:
+        kind = chance.choice(EXCHANGES)
+        kind(address, chance)
+        return kind.__name__
     method, path, content = sent(chance)
+    try:
+        return ask_one(address, chance, method, path, content)
+    except Exception as error:
+        error.add_note(repr(content[:5000]))
+        raise
+
+
+def at_most_twice(work: Callable[..., T], *args: Any, **more: Any) -> T:
+    """Do it again if its connection was closed, as an idle one is that makes room for others."""
+    try:
+        return work(*args, **more)
+    except (ConnectionError, httpx.NetworkError, httpx.RemoteProtocolError):
+        return work(*args, **more)
+
+
+def ask_one(address: Address, chance: random.Random, method: str, path: str, content: bytes) -> str:
+    """Send a request in some way, check its answer, and say what came of it."""
     way = chance.choice(["whole"] * 6 + ["spoilt", "two", "half", "left", "unread", "closed"])
     if way == "spoilt":
         content = spoilt(content, HTTP_TOKENS, chance)
-    with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(socket.create_connection(address, timeout=SECONDS))
+    with socket.create_connection(address, timeout=SECONDS) as raw:
         whole = way in ("whole", "unread", "closed")
         cut = len(content) if whole else chance.randrange(len(content) + 1)  # Damage may empty it.
         with contextlib.suppress(OSError):  # It was refused before it was all sent.
@@ -201,11 +401,7 @@ def ask(address: tuple[str, int], chance: random.Random) -> str:
                 raw.shutdown(socket.SHUT_WR)
         if way in ("spoilt", "half"):
             return check_end(raw, way)
-        answer = Answer(incoming(raw), method)
-        assert answer.status < 500, (answer.status, answer.body[:500], content[:5000])
-        if answer.status >= 400 and method != "HEAD":
-            error_of(answer, path)
-        return str(answer.status)
+        return str(checked(Answer(incoming(raw), method), method, path).status)
 
 
 def check_end(raw: socket.socket, way: str) -> str:
@@ -219,37 +415,46 @@ def check_end(raw: socket.socket, way: str) -> str:
     return way
 
 
-def run(server: Server, seconds: float, seed: int, clients: int = 8) -> Counter[str]:
+def run(server: Server, seconds: float, seed: int, clients: int = 8) -> None:
     """Fuzz a server from several threads, and ask it the same in between."""
     until, found = time.monotonic() + seconds, Counter[str]()
-    faults: list[str] = []
+    faults, slowest = list[str](), [0.0]
     address = httpx.URL(server.url).host, httpx.URL(server.url).port or 0
-    expected = server.post("/v1/completions", **CANARY).json()["choices"][0]["text"]
+
+    def canary() -> str:
+        answer = at_most_twice(server.post, "/v1/completions", **CANARY)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    expected = canary()
 
     def client(number: int) -> None:
         for count in itertools.count():
-            if time.monotonic() > until or faults:
+            if time.monotonic() > until or len(faults) >= MOST_FAULTS:
                 return
             name = f"{seed}-{number}-{count}"
             try:
-                found[ask(address, random.Random(name))] += 1
+                found[at_most_twice(ask, address, name)] += 1
                 if count % 50 == 49:
-                    assert server.http.get("/health").status_code == 200
-                    text = server.post("/v1/completions", **CANARY).json()["choices"][0]["text"]
+                    began = time.monotonic()
+                    assert at_most_twice(server.http.get, "/health").status_code == 200
+                    text = canary()
                     assert text == expected, "a good request is answered differently"
                     found["canary"] += 1
+                    slowest.append(time.monotonic() - began)
             except Exception as error:
-                faults.append(f"request {name}: {type(error).__name__}: {error}")
+                notes = " ".join(getattr(error, "__notes__", ()))
+                faults.append(f"request {name}: {type(error).__name__}: {error} {notes}"[:4000])
 
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not faults, "\n".join(faults)
+    print(dict(found), "canaries: the slowest took", f"{max(slowest):.1f} s")
+    assert not faults, "\n\n".join(faults)
     server.wait_until_empty()
     assert server.process.poll() is None
-    return found
 
 
 def main() -> int:
@@ -262,24 +467,25 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        code = f"import os; os.dup2(os.open({str(log)!r}, os.O_WRONLY | os.O_CREAT), 2)"
+        code = with_log(log) + with_files(600)
         # A busy machine may hold up a step for as long as a hang: `SECONDS` finds those.
-        code += "\nfrom mlx_mtp.engine.health import Heartbeat; Heartbeat.hang = lambda self: None"
+        code += "from mlx_mtp.engine.health import Heartbeat; Heartbeat.hang = lambda self: None"
         with running(*FLAGS, *options.flags, code=code) as server:
             if options.only:
                 address = httpx.URL(server.url).host, httpx.URL(server.url).port or 0
-                print(ask(address, random.Random(options.only)))
+                print(ask(address, options.only))
                 return 0
             began = server.resident_bytes
             try:
-                found = run(server, options.seconds, options.seed)
-                print(dict(found), f"resident: {began / 1e6:.0f} MB, then", end=" ")
-                print(f"{server.resident_bytes / 1e6:.0f} MB")
+                run(server, options.seconds, options.seed)
+                print(f"resident: {began / 1e6:.0f} MB, then {server.resident_bytes / 1e6:.0f} MB")
             finally:
                 text = log.read_text("utf-8", "replace")
-                start = text.find("Traceback")
-                print(text[start : start + 5000] if start >= 0 else "No traceback.", flush=True)
-        return int(start >= 0)
+                fault = re.search(rf"^.*(Traceback|^{FORGED}|\x1b|\x9b)", text, re.MULTILINE)
+                print(text[fault.start() :][:5000] if fault else "The log is good.")
+                raised = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", text, re.MULTILINE)
+                print(*Counter(raised).most_common(20), sep="\n", flush=True)
+        return int(fault is not None)
 
 
 if __name__ == "__main__":
