@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Sequence
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.console import size_text
 from mlx_mtp.inspect.models import SHORT_ROW, Published, published
 from mlx_mtp.machine import mac_memory
-from mlx_mtp.units import size_text
 
 _MACHINES = (16, 24, 36, 64, 128, 512)
 """GB of a Mac."""

@@ -12,7 +12,7 @@ from mlx_mtp.chat.command import add_terminal
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_subcommands
 from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
-from mlx_mtp.flags import CommandParser, add_flags, resolve
+from mlx_mtp.flags import CommandParser, add_flags, print_error, resolve
 from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.options import SERVE_FLAGS
 from mlx_mtp.selftest.arguments import add_selftest
@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
         sys.stdout.flush()
         return status
     except MlxMtpError as error:
-        # On one line, also what a library or a file's name brings.
-        print(f"mlx-mtp: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(str(error))
         return 1 if isinstance(error, BenchError) else 2
     except KeyboardInterrupt:
         return 130
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print(f"mlx-mtp: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
+        print_error(f"{error.filename or 'standard output'}: {error.strerror}")
         discard(sys.stdout)
         return 2
 

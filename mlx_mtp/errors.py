@@ -3,6 +3,9 @@
 `RequestError` is the client's fault (4xx), `EngineError` the server's (5xx); others end commands.
 """
 
+UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading another program's JSON raises where a value is missing, of another type or huge."""
+
 
 def is_fault(error: BaseException) -> bool:
     """Whether a library failed, by an exception or a panic of Rust's, which is no `Exception`."""
@@ -20,7 +23,8 @@ class MlxMtpError(Exception):
     def __init__(
         self, message: str = "", *, param: str | None = None, retry_after: int | None = None
     ) -> None:
-        super().__init__(message)
+        # A template's or a library's words may have half of a surrogate pair, which no body can.
+        super().__init__(message.encode(errors="backslashreplace").decode())
         self.param, self.retry_after = param, retry_after
 
     def __init_subclass__(cls, **values: int | str | None) -> None:

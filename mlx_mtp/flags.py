@@ -5,12 +5,14 @@ import difflib
 import math
 import os
 import re
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
 
 PREFIX = "MLX_MTP_"
@@ -26,11 +28,17 @@ _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 Parse = Callable[[str], Any]
 
 
+def print_error(message: str, command: str = "mlx-mtp") -> None:
+    """Print an error on one line of standard error, whatever a library or a file puts in it."""
+    say(f"{command}: {' '.join(message.split())}", file=sys.stderr)
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse with one-line errors, without the usage, which for `serve` is a screen of flags."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)\n")
+        print_error(f"{message} (see {self.prog} --help)", self.prog)
+        self.exit(2)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 
-from mlx_mtp.console import hanging, width_of
+from mlx_mtp.console import hanging, one_line, width_of
 
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
@@ -30,13 +30,17 @@ def set_up(level: str, form: str = "text") -> None:
     # At level info other libraries log every HTTP request that they make.
     logging.basicConfig(handlers=[handler])
     logging.getLogger("mlx_mtp").setLevel(level.upper())
+    logging.captureWarnings(True)
 
 
-def on_one_line(text: str) -> str:
-    """Without characters that a client could fake a line with, or steer a terminal."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+class _Record(logging.LogRecord):
+    """A record whose message is one line, also where a library's own handler writes it."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        return one_line(super().getMessage())
+
+
+logging.setLogRecordFactory(_Record)
 
 
 class Later:
@@ -50,7 +54,11 @@ class Later:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger if it isn't ours, message; wrapped for a terminal of this width."""
+    """Time, level, logger if it isn't ours, message, and the traceback if there is one.
+
+    A record is one line, with escapes for newlines; for a terminal of a width it is wrapped, and a
+    traceback keeps its lines: all but the first line of a record are indented.
+    """
 
     def __init__(self, time_format: str, width: int | None = None) -> None:
         super().__init__()
@@ -59,11 +67,12 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).strftime(self._time_format)
         ours = record.name.partition(".")[0] == "mlx_mtp"
-        text = on_one_line(record.getMessage())
-        text = hanging(
-            f"{at} {record.levelname} ", text if ours else f"{record.name}: {text}", self._width
-        )
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        text = record.getMessage() if ours else f"{record.name}: {record.getMessage()}"
+        lines = [text]
+        if record.exc_info:
+            lines += map(one_line, self.formatException(record.exc_info).split("\n"))
+        text = ("\n" if self._width else r"\n").join(lines)
+        return hanging(f"{at} {record.levelname} ", text, self._width)
 
 
 class JsonFormatter(logging.Formatter):
@@ -80,7 +89,7 @@ class JsonFormatter(logging.Formatter):
             fields |= record.args
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str)
+        return json.dumps(fields, default=str).replace("\x7f", r"\u007f")
 
 
 class TerminalHandler(logging.Handler):

@@ -5,6 +5,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mlx_mtp.console import one_line, say
+
 _DELAY_SECONDS = 0.5  # shorter work needs no bar
 _LINE_SECONDS = 10.0
 _LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {remaining} left"
@@ -25,7 +27,8 @@ class Bar(tqdm):
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         """Write it; a line is never written over."""
+        text = one_line(str(self) if msg is None else msg)  # Names of files are in it.
         if not self._lines:
-            super().display(msg, pos)
-        elif text := str(self) if msg is None else msg:
-            print(text, file=sys.stderr, flush=True)
+            super().display(text, pos)
+        elif text:
+            say(text, file=sys.stderr)

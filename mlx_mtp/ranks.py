@@ -18,7 +18,7 @@ from mlx_mtp.config import EngineConfig, flags_of
 from mlx_mtp.engine.links import Link, Links, connect
 from mlx_mtp.errors import RankError
 from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
-from mlx_mtp.models.files import read_header
+from mlx_mtp.models.files import WEIGHTS, read_header
 from mlx_mtp.server.serve import give_up
 from mlx_mtp.world import world
 
@@ -120,7 +120,7 @@ def watch(engine: Engine, links: Links) -> None:
 def fingerprint(path: Path) -> str:
     """Hash of a model's config.json and of the beginning of each of its tensors."""
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
+    for file in sorted(path.glob(WEIGHTS)):
         start, header = read_header(file)
         header.pop("__metadata__", None)
         digest.update(json.dumps(header, sort_keys=True).encode())

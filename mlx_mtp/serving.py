@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp import factories
 from mlx_mtp.config import EngineConfig, ServerConfig, from_options
-from mlx_mtp.console import labelled, width_of
+from mlx_mtp.console import labelled, say, width_of
 from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
 
 if TYPE_CHECKING:
@@ -146,7 +146,10 @@ def model_name(model: str | None) -> str:
     if model is None:
         return BUNDLED_NAME
     # Not resolved: the user chose the name of a link.
-    return os.path.basename(os.path.abspath(model)) if os.path.isdir(model) else model
+    if not os.path.isdir(model):
+        return model
+    # A name that is not UTF-8 could not be sent.
+    return os.path.basename(os.path.abspath(model)).encode(errors="replace").decode()
 
 
 def banner(
@@ -233,7 +236,7 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
 
 def _announce(text: str) -> None:
     try:
-        print(text, flush=True)
+        say(text)
     except OSError as error:  # As in `mlx-mtp serve | head`, or on a full disk.
         discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):

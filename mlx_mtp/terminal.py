@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mlx_mtp import factories
+from mlx_mtp.console import clean, say, speed_text
 from mlx_mtp.engine.engine import Engine, run_requests
 from mlx_mtp.options import ANSWER_TOKENS, wants_head
 from mlx_mtp.server.detokenizer import Detokenizer
@@ -21,7 +22,6 @@ from mlx_mtp.server.params import engine_requests, model_defaults, sampling_para
 from mlx_mtp.server.parsing.answer import PlainParser
 from mlx_mtp.server.parsing.events import Text
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.units import speed_text
 
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
@@ -59,6 +59,8 @@ def stream_answer(
     if options.max_tokens is None:
         limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
+    # A file or another program gets what the model wrote, to the byte.
+    shown = clean if sys.stdout.isatty() else str
     stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, body.stop), PlainParser())
     engine.start(lambda _: None)  # Its start is not of the prompt's time.
     try:
@@ -67,16 +69,17 @@ def stream_answer(
         for at, output in run_requests(engine, [request]):
             for event in stream.push(output).events:
                 assert isinstance(event, Text), "plain text has no other events"
-                print(event.text, end="", flush=True)
+                sys.stdout.write(shown(event.text))
+                sys.stdout.flush()
             times.append((at, stream.num_tokens))
             if stream.finish_reason is not None:
                 break
     finally:
         engine.stop()
-    print(flush=True)
+    say("")
     (first, first_tokens), (last, tokens) = times[0], times[-1]
     # The first step's tokens belong to the prompt's time.
     rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
     counts = stream.drafts.total(), stream.accepted.total()
-    print(speed_text(tokens, rate, len(prompt), first - began, *counts), file=sys.stderr)
+    say(speed_text(tokens, rate, len(prompt), first - began, *counts), file=sys.stderr)
     return 0

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.connect.command import API_KEY, URL
-from mlx_mtp.errors import UsageError
+from mlx_mtp.console import one_line, say, size_text
+from mlx_mtp.errors import UNEXPECTED, UsageError
 from mlx_mtp.flags import add_flags, resolve, text
-from mlx_mtp.units import size_text
 
 if TYPE_CHECKING:
     import httpx
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 _PATIENCE_SECONDS = 10.0
 _LINE_MESSAGES = 4  # where there is no terminal: a line every 2 seconds
@@ -39,28 +39,40 @@ def add_top(commands: Any) -> None:
 def _top(given: argparse.Namespace) -> int:
     import httpx
     from rich.console import Console
-    from rich.live import Live
 
     key = resolve(given, [API_KEY], given.environ).api_key
     headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
     url = given.url if "//" in given.url else f"http://{given.url}"
     url = url.rstrip("/").removesuffix("/v1")  # as clients are given it
-    console, last = Console(), None
-    with httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_SECONDS) as client:
-        states = _states(client)
-        if not console.is_terminal:
-            for number, state in enumerate(states):
-                if number % _LINE_MESSAGES == 0:
-                    if last is not None:  # Rates are differences.
-                        print(_line(state, last), flush=True)
-                    last = state
-            return 0
-        with Live(console=console, screen=True, auto_refresh=False) as screen:
-            for state in states:
-                screen.update(_screen(state, last), refresh=True)
-                last = state
-    console.print("The server has stopped.")
+    console = Console()
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_SECONDS) as client:
+            _watch(_states(client), console)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise UsageError(f"No server answers at {url} ({error}).") from None
+    except UNEXPECTED:
+        raise UsageError(
+            f"What answers at {url} is not an mlx-mtp server of this version: its /live differs."
+        ) from None
     return 0
+
+
+def _watch(states: Iterator[State], console: Console) -> None:
+    from rich.live import Live
+
+    last = None
+    if not console.is_terminal:
+        for number, state in enumerate(states):
+            if number % _LINE_MESSAGES == 0:
+                if last is not None:  # Rates are differences.
+                    say(one_line(_line(state, last)))
+                last = state
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as screen:
+        for state in states:
+            screen.update(_screen(state, last), refresh=True)
+            last = state
+    console.print("The server has stopped.")
 
 
 def _states(client: httpx.Client) -> Iterator[State]:
@@ -79,8 +91,6 @@ def _states(client: httpx.Client) -> Iterator[State]:
                     yield json.loads(line.removeprefix("data: "))
     except httpx.RemoteProtocolError:
         return  # It was ended in the middle of a message.
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UsageError(f"No server answers at {client.base_url} ({error}).") from None
 
 
 def _rate(state: State, last: State | None, name: str) -> float:
@@ -89,11 +99,6 @@ def _rate(state: State, last: State | None, name: str) -> float:
     now, before = state["totals"], last["totals"]
     seconds = now["time"] - before["time"]
     return max(now[name] - before[name], 0) / seconds if seconds > 0 else 0.0
-
-
-def _printable(text: str) -> str:
-    """Without what would steer the terminal: the server may be anybody's."""
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _percent(part: float, whole: float) -> str:
@@ -134,7 +139,7 @@ def _screen(state: State, last: State | None) -> RenderableType:
     }
     shown: list[RenderableType] = []
     for title, lines in sections.items():
-        shown += [Text(_printable(title), style="bold"), *map(Text, map(_printable, lines)), ""]
+        shown += [Text(one_line(title), style="bold"), *map(Text, map(one_line, lines)), ""]
     shown.insert(3, _rows(state["rows"]))
     return Group(*shown, Text("Ctrl-C ends this.", style="dim"))
 
@@ -156,7 +161,7 @@ def _rows(rows: list[State]) -> RenderableType:
             "tokens_per_second": f"{row['tokens_per_second']:.1f}",
             "accepted": _percent(row["accepted"], row["drafts"]),
         }
-        table.add_row(*(Text(_printable(str(told[name]))) for _, name in _ROWS))
+        table.add_row(*(Text(one_line(str(told[name]))) for _, name in _ROWS))
     return table
 
 

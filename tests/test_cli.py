@@ -1,6 +1,7 @@
 """The command line: flags, their environment variables, errors, and both commands for real."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -156,10 +157,15 @@ def test_help_fits_80_columns(command, capsys, monkeypatch):
         )
 
 
-def test_the_models_name():
+def test_the_models_name(tmp_path, monkeypatch):
     path = str(Path(__file__).parent)
     for model, name in ((None, "mlx-mtp-demo"), ("org/model", "org/model"), (path, "tests")):
         assert model_name(model) == name
+    odd = tmp_path / os.fsdecode(b"mod\xff")
+    with contextlib.suppress(OSError):  # macOS takes no such name.
+        odd.mkdir()
+        monkeypatch.chdir(odd)
+        assert model_name(".") == "mod?"
 
 
 @pytest.mark.parametrize(

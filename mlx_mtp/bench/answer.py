@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_mtp.errors import BenchError
+from mlx_mtp.errors import UNEXPECTED, BenchError
 
 Read = tuple[float, bytes]  # When bytes were read, by the client's clock, and the bytes.
 # By the fields of `Answer`; timings are as llama.cpp has them.
@@ -20,6 +20,9 @@ _COUNTS = {
     "num_drafts": ("timings", "draft_n"),
     "num_accepted": ("timings", "draft_n_accepted"),
 }
+
+
+_MOST = 1 << 53  # A larger count is none.
 
 
 class Split(enum.StrEnum):
@@ -138,17 +141,23 @@ def _parse_chunk(data: str) -> dict[str, Any]:
                 found["finish_reason"] = choice["finish_reason"]
         for name, (section, key) in _COUNTS.items():
             if (chunk.get(section) or {}).get(key) is not None:
-                found[name] = int(chunk[section][key])
+                found[name] = _count(chunk[section][key])
         if sources := (chunk.get("timings") or {}).get("draft_sources"):
             for name, key in (("drafts", "draft_n"), ("accepted", "draft_n_accepted")):
-                found[name] = {source: [*map(int, own[key])] for source, own in sources.items()}
-    except (ValueError, LookupError, TypeError, AttributeError):
+                found[name] = {source: [*map(_count, own[key])] for source, own in sources.items()}
+    except UNEXPECTED:
         fault = f"the stream has {data[:60]!r}, which is not a chat completion chunk."
         raise BenchError(fault) from None
     if error is not None:
         message = error.get("message", error) if isinstance(error, dict) else error
         raise BenchError(f"an answer ended with the error: {str(message)[:300]}")
     return found
+
+
+def _count(value: Any) -> int:
+    if not 0 <= (count := int(value)) <= _MOST:
+        raise ValueError(f"{value} is no count")
+    return count
 
 
 def _token_counts(

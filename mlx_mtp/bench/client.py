@@ -12,7 +12,7 @@ import httpx
 from mlx_mtp.bench.answer import Answer, Read, parse_answer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
-from mlx_mtp.errors import BenchError, UsageError
+from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
 
 # Python's own HTTP servers let five connections wait, and refuse others.
 _RETRIES = 40
@@ -96,7 +96,7 @@ class HttpServer:
             return str(response.json()["data"][0]["id"])
         except (httpx.TransportError, ssl.SSLError) as error:
             raise self._unreachable(error) from None
-        except (ValueError, LookupError, TypeError):
+        except UNEXPECTED:
             raise BenchError(f"{where} lists no model; name one with --model.") from None
 
     async def _ask(self, prompt: Prompt, max_tokens: int) -> Answer:
@@ -151,7 +151,7 @@ class HttpServer:
         status = response.status_code
         if status == httpx.codes.OK:
             return
-        text = f"{where} answered {status}: {_error_text(response)}"
+        text = f"{where} answered {status}: {error_text(response)}"
         if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise BenchError(f"{text} Give the server's key with --api-key.")
         if status == httpx.codes.NOT_FOUND and where.endswith("/models"):
@@ -179,11 +179,12 @@ def base_url(url: str) -> str:
     return str(parsed.copy_with(path=path, query=None, fragment=None))
 
 
-def _error_text(response: httpx.Response) -> str:
+def error_text(response: httpx.Response) -> str:
+    """What a server says of an error, on one line of at most some 300 characters."""
     try:
         error = response.json()["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
+    except UNEXPECTED:
         text = response.text
     line = " ".join(text.split())[:300] or "nothing more."
     return line if line.endswith((".", "!", "?")) else f"{line}."

@@ -14,7 +14,7 @@ from mlx_mtp.bench import report
 from mlx_mtp.bench.arguments import API_KEY, CALIBRATION_SECONDS
 from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking, Subject, measure, summarize
-from mlx_mtp.console import hanging, width_of
+from mlx_mtp.console import hanging, say, width_of
 from mlx_mtp.errors import UsageError
 
 _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
@@ -109,7 +109,7 @@ def measure_and_report(
     )
     told = [*report.drafts_by_source(waves), *(f"Note: {note}" for note in notes)]
     lines = [*heading, table + caption, *(["", *told] if told else []), how]
-    print(hanging("", "\n".join(lines), width_of()))
+    say(hanging("", "\n".join(lines), width_of()))
     if options.csv is not None:
         report.write_csv(options.csv, summaries)
     if options.json is not None:

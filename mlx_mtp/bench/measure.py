@@ -14,6 +14,7 @@ import numpy as np
 
 from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.prompts import Prompt, PromptSource
+from mlx_mtp.console import say
 from mlx_mtp.errors import BenchError
 
 # The figures of a subject in one cell: a row of the CSV. Rates are tokens per second, times s.
@@ -102,11 +103,12 @@ def measure(
 def showing(line: str) -> Iterator[None]:
     """Show what is being done as the last line of a terminal; nothing elsewhere."""
     terminal = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    print(line, end="", file=terminal, flush=True)
+    say(line, end="", file=terminal)
     try:
         yield
     finally:
-        print("\r\x1b[K", end="", file=terminal, flush=True)
+        terminal.write("\r\x1b[K")
+        terminal.flush()
 
 
 def summarize(

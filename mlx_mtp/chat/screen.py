@@ -1,13 +1,16 @@
 """An answer on the screen as it comes: Markdown and dimmed reasoning, or plain text."""
 
 import sys
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
+
+from mlx_mtp.console import clean, say
 
 _FENCE = "```"
 _REFRESHES = 8  # a second
@@ -41,7 +44,7 @@ class Screen:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if self._live is None:
-            print(flush=True)
+            say("")
             return
         self._print()
         self._live.update("")
@@ -49,8 +52,9 @@ class Screen:
 
     def add(self, text: str, *, reasoning: bool) -> None:
         """Show more of the answer."""
+        text = clean(text)
         if self._live is None:
-            print(text, end="", flush=True, file=sys.stderr if reasoning else sys.stdout)
+            say(text, end="", file=sys.stderr if reasoning else sys.stdout)
             return
         if reasoning != self._reasoning:
             self._print()
@@ -68,7 +72,19 @@ class Screen:
         self._block = ""
 
     def _drawn(self, block: str) -> RenderableType:
-        return Text(block.rstrip("\n"), style="dim") if self._reasoning else Markdown(block)
+        if self._reasoning:
+            return Text(block.rstrip("\n"), style="dim")
+        # Addresses are shown: a link would be an escape, and its words may name another place.
+        markdown = Markdown(block, hyperlinks=False)
+        _clean_tokens(markdown.parsed)
+        return markdown
+
+
+def _clean_tokens(tokens: Iterable[Any]) -> None:
+    """Again: Markdown has words of its own for any character, such as &#x202e; or <http:%1b>."""
+    for token in tokens:
+        token.content = clean(token.content)
+        _clean_tokens(token.children or ())
 
 
 def _blocks(text: str) -> list[str]:

@@ -4,7 +4,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +11,12 @@ import httpx
 from rich.console import Console
 
 from mlx_mtp.bench.answer import Read, parse_answer, timed_events
+from mlx_mtp.bench.client import error_text
 from mlx_mtp.chat.screen import Screen
 from mlx_mtp.config import SEED
-from mlx_mtp.errors import BenchError, UsageError
+from mlx_mtp.console import clean, speed_text
+from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
 from mlx_mtp.flags import hint
-from mlx_mtp.units import speed_text
 
 _PROMPT, _MORE = "> ", "  "
 
@@ -78,9 +78,10 @@ class Session:
             )
         except KeyboardInterrupt:
             told = "[stopped]"
-        except (BenchError, UsageError, httpx.HTTPError, ValueError, AttributeError) as error:
-            strange = isinstance(error, (ValueError, AttributeError))
-            told = "What came is no chat completion." if strange else str(error) or repr(error)
+        except (BenchError, UsageError, httpx.HTTPError, *UNEXPECTED) as error:
+            told = " ".join(str(error).split()) or repr(error)
+            if isinstance(error, UNEXPECTED):
+                told = "What came is no chat completion."
             if not answer:
                 del self.messages[-1]
         if answer:
@@ -88,7 +89,7 @@ class Session:
         self._say(told)
 
     def _say(self, text: str) -> None:
-        self.console.print(text, style="dim", markup=False, highlight=False)
+        self.console.print(clean(text), style="dim", markup=False, highlight=False)
 
     def _command(self, word: str, argument: str) -> None:
         if word not in COMMANDS:
@@ -106,8 +107,10 @@ def served_models(client: httpx.Client) -> list[str]:
         response = client.get("/models")
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise UsageError(f"{client.base_url} requires its API key, or refuses it (--api-key).")
-        names = [str(each["id"]) for each in response.raise_for_status().json()["data"]]
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        names = [each["id"] for each in response.raise_for_status().json()["data"]]
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a model's id is not a string")
+    except (httpx.HTTPError, *UNEXPECTED) as error:
         raise UsageError(
             f"No server with the OpenAI API answers at {client.base_url} ({error})."
         ) from None
@@ -123,9 +126,7 @@ def _pieces(
     with client.stream("POST", "/chat/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
             response.read()
-            with suppress(ValueError, LookupError, TypeError):
-                raise UsageError(response.json()["error"]["message"])
-            raise UsageError(f"The server answered {response.status_code}.")
+            raise UsageError(f"The server answered {response.status_code}: {error_text(response)}")
 
         def received() -> Iterator[Read]:
             for data in response.iter_bytes():
@@ -142,7 +143,8 @@ def _parts(chunk: dict[str, Any]) -> Iterator[tuple[str, str]]:
         delta = choice.get("delta") or {}
         for key in ("reasoning_content", "reasoning", "content"):
             if text := delta.get(key):
-                yield key.removesuffix("_content"), text
+                # Half of a surrogate pair could not be sent back.
+                yield key.removesuffix("_content"), text.encode(errors="replace").decode()
                 if key != "content":
                     break  # Some servers send it under both names.
 

@@ -11,12 +11,13 @@ import httpx
 
 from mlx_mtp.connect import files
 from mlx_mtp.connect.files import Config
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import UNEXPECTED, UsageError
 
 NAME = "mlx-mtp"
 KEY_VARIABLE = "MLX_MTP_API_KEY"
 _MOST_ANSWER_TOKENS = 32_000
 _PATIENCE_SECONDS = 5.0
+_MOST_CONTEXT = 1 << 53  # what JavaScript can hold
 _TIMEOUT_MS = 600_000  # As long as the SDKs wait by themselves.
 
 
@@ -52,7 +53,10 @@ class Client(NamedTuple):
 
 def ask(url: str, api_key: str | None) -> Served:
     """Ask a server for its model; raises UsageError if none answers as this server does."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+    except ValueError:  # as of http://[
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise UsageError(f"{url} is not an address; it should look like http://127.0.0.1:8000.")
     base = f"{parts.scheme}://{parts.netloc}"
@@ -74,11 +78,20 @@ def ask(url: str, api_key: str | None) -> Served:
         )
     try:
         card = response.json()["data"][0]
-        return Served(base, card["id"], card["max_model_len"], wants_key)
-    except (LookupError, TypeError, ValueError):
+        name, context = card["id"], card["max_model_len"]
+        if not (isinstance(name, str) and type(context) is int and 0 < context <= _MOST_CONTEXT):
+            raise TypeError
+    except UNEXPECTED:
         raise UsageError(
             f"What answers at {base} is not an mlx-mtp server: its /v1/models differs."
         ) from None
+    if not name or not name.isprintable():
+        # A new line would leave a comment, or what is to be typed.
+        raise UsageError(
+            f"The server's model is named {name!r}: no client can be set up for a name with "
+            "characters that can't be printed. `mlx-mtp serve --served-model-name` gives another."
+        )
+    return Served(base, name, context, wants_key)
 
 
 def _opencode(served: Served) -> Config:

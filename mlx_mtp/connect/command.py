@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, secret, text
 
@@ -56,11 +57,11 @@ def run_connect(given: argparse.Namespace) -> int:
         variable, below_home, name = client.where
         path = Path(given.environ.get(variable) or Path.home() / below_home, name)
     if client is None or path is None or not given.write:
-        print(shown(given.client, served, path))
+        say(shown(given.client, served, path))
         return 0
     backup = files.write(path, files.merged(path, client.config(served), client.needed))
     undo = ["rm", path] if backup is None else ["mv", backup, path]
-    print(
+    say(
         f"Wrote {path}. {client.changes}\nTo undo this: {shlex.join(map(str, undo))}\n"
         f"Start it with: {client.run or given.client}\n{key_hint(given.client, served)}"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.config import DTYPE_NAMES
+from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, text
 
@@ -90,5 +91,5 @@ def _run(options: argparse.Namespace) -> int:
         # By the name that was given: of a hub id, the weights may not be in the cache yet.
         result = add_head(model, given.pop("source_model"), **given) or model
     if not given.get("dry_run"):
-        print(f"Next: mlx-mtp serve {result}")
+        say(f"Next: mlx-mtp serve {result}")
     return 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_mtp.console import say, size_text
 from mlx_mtp.convert.files import Existing, link_model, new_sidecar
 from mlx_mtp.convert.plan import Plan
 from mlx_mtp.convert.source import (
@@ -25,7 +26,6 @@ from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import HUB_ID, resolve_model
 from mlx_mtp.models.published import source_of
 from mlx_mtp.models.sizes import check_sizes
-from mlx_mtp.units import size_text
 
 
 def add_head(
@@ -50,7 +50,7 @@ def add_head(
     target = Target(model)
     existing = None if force else Existing.find(directory)
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
-        print(f"{model} has its head in its own files: nothing to do (--force adds one).")
+        say(f"{model} has its head in its own files: nothing to do (--force adds one).")
         return None
     source = open_source(source_name or _original(model_name), revision)
     target.check_source(source.config, source.name)
@@ -60,22 +60,22 @@ def add_head(
         missing = source.repo.missing(source.files)
         size = size_text(sum(missing.values()))
         if missing and dry_run:
-            print(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
-            print(f"Quantization: {plan.default or 'none'}. Did nothing.")
+            say(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
+            say(f"Quantization: {plan.default or 'none'}. Did nothing.")
             return output
         if missing:
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
-            print(f"Downloading {which} at {commit or ''!s:.12}: {size}.", flush=True)
+            say(f"Downloading {which} at {commit or ''!s:.12}: {size}.")
         paths = [path for name in source.files if (path := source.repo.file(name))]
         plan.open(paths, mtp_norms)
         if existing is None:
             if dry_run:
-                print(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
+                say(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
             else:
                 _write(plan, model, directory, verify)
             return output
         _check_same(existing, plan, directory)
-    print(f"{directory} already has this head: nothing to do.", flush=True)
+    say(f"{directory} already has this head: nothing to do.")
     if verify:
         verify_head(directory)
     return output
@@ -144,7 +144,7 @@ def _original(name: str) -> str:
             f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
             "with --source-model."
         )
-    print(f"The source is {found} (--source-model names another).", flush=True)
+    say(f"The source is {found} (--source-model names another).")
     return found
 
 
@@ -179,7 +179,7 @@ def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
         if free < plan.nbytes + (1 << 20):  # With the header.
             raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
         with new_sidecar(directory, plan.like, plan.metadata, plan.shown()) as path:
-            print(f"Converted to {size} in {time.perf_counter() - start:.1f} s.", flush=True)
+            say(f"Converted to {size} in {time.perf_counter() - start:.1f} s.")
             if verify:
                 with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:
                     link_model(model, Path(folder))
@@ -190,4 +190,4 @@ def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
             f"{directory} can't be written: {error.strerror or error}. Nothing was changed; "
             "--output DIR puts the result elsewhere."
         ) from error
-    print(f"Wrote {SIDECAR} beside the model; deleting it undoes this.", flush=True)
+    say(f"Wrote {SIDECAR} beside the model; deleting it undoes this.")

@@ -205,9 +205,9 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def link_model(model: Path, directory: Path) -> None:
-    """Link a model's files, but for its sidecar, into another directory."""
+    """Link a model's files into another directory, except its sidecar and hidden files."""
     directory.mkdir(parents=True, exist_ok=True)
-    for path in sorted(model.iterdir()):
+    for path in sorted(model.glob("[!.]*")):
         if not path.is_file() or path.match(SIDECAR_PATTERN) or path.name == SIDECAR_INDEX:
             continue
         link = directory / path.name

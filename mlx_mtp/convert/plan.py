@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_mtp import __version__
+from mlx_mtp.console import say, size_text
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, SafetensorsFile, StoredTensor
 from mlx_mtp.convert.source import Source, norm_convention
 from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
@@ -21,7 +22,6 @@ from mlx_mtp.convert.tied import compare_tied
 from mlx_mtp.errors import CheckpointError
 from mlx_mtp.models import head_weights
 from mlx_mtp.progress import Bar
-from mlx_mtp.units import size_text
 
 _GROUPS_AHEAD = 4
 _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
@@ -67,7 +67,7 @@ class Plan:
         for name, copy in copies.items():
             equal, text = compare_tied(name, copy, self._target, self._source)
             line = f"mtp.{name} is left out, as the trunk's own is used: {text}."
-            print(line if equal else f"warning: {line}", file=None if equal else sys.stderr)
+            say(line if equal else f"warning: {line}", file=None if equal else sys.stderr)
         for file in self._files:
             file.digest = sha256()  # Of what the head takes over, which copies are no part of.
 
@@ -104,8 +104,8 @@ class Plan:
         how = "; ".join([str(self.default or "unquantized"), *others])
         packed = " The source's head is quantized already." if self._packed else ""
         norms = {"hf": "zero-centred in the source, 1 is added", "mlx": "as MLX has them already"}
-        print(f"Head of {self._source.name}: {size}, {how}.{packed}", end=" ")
-        print(f"Norms: {norms[self._convention]}.", flush=True)
+        say(f"Head of {self._source.name}: {size}, {how}.{packed}", end=" ")
+        say(f"Norms: {norms[self._convention]}.")
 
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of what has been read by now."""

@@ -180,7 +180,7 @@ def open_source(name: str, revision: str | None = None) -> Source:
     names = _indexed(repo)
     if not head_of(names):
         # A head that was added later, or a model without an index.
-        names |= _scan(repo, r"[^/]+\.safetensors", but=set(names.values()))
+        names |= _scan(repo, r"[^/.][^/]*\.safetensors", but=set(names.values()))
     if not head_of(names):
         raise ConvertError(
             f"{name} has no MTP head: of its {len(names)} tensors none has a name that begins "

@@ -7,6 +7,7 @@ from pathlib import Path
 from mlx_lm.utils import load_tokenizer
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.console import say
 from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import run_requests
 from mlx_mtp.engine.request import Request
@@ -30,12 +31,12 @@ BROKEN = 0.05
 
 def verify_head(directory: Path) -> tuple[int, list[float]]:
     """Load a model, `measure` its head and print how it did; ModelError for a wrong head."""
-    print("Verifying: loading trunk and head ...", flush=True)
+    say("Verifying: loading trunk and head ...")
     prompts = _prompt_tokens(directory)
     num_steps, rates = measure(load_model(directory, enable_mtp=True), prompts)
-    print(f"Drafts accepted, over {num_steps} steps of greedy text:")
+    say(f"Drafts accepted, over {num_steps} steps of greedy text:")
     for depth, (rate, (low, high)) in enumerate(zip(rates, HEALTHY, strict=True), 1):
-        print(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
+        say(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
     if rates[0] < BROKEN:
         raise ConvertError(
             f"The head is wrong: {rates[0]:.1%} of its first drafts were right, and no working "
@@ -43,7 +44,7 @@ def verify_head(directory: Path) -> tuple[int, list[float]]:
             "and is the norms' convention right (--mtp-norms)?"
         )
     if rates[0] < HEALTHY[0][0]:
-        print(
+        say(
             "warning: That is less than with healthy heads: check that the source is the original.",
             file=sys.stderr,
         )

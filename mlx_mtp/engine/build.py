@@ -42,6 +42,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
+from mlx_mtp.models.files import WEIGHTS
 from mlx_mtp.models.fixed_rows import choices, use_fixed_rows
 from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.options import wants_exact
@@ -165,7 +166,7 @@ def prefix_store(
     packages = [f"{each.name} {each.version}" for each in metadata.distributions()]
     mark = prefix_fingerprint(
         model.config,
-        model.path.glob("*.safetensors"),
+        model.path.glob(WEIGHTS),
         head=model.head_source,
         draft_source=config.draft_source,
         kv_bits=config.kv_cache_quantization,

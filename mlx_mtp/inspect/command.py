@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-from mlx_mtp.console import labelled, width_of
+from mlx_mtp.console import labelled, say, width_of
 from mlx_mtp.flags import Flag, add_flags, gigabytes, size, whole
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
@@ -44,10 +44,10 @@ def run_inspect(options: argparse.Namespace) -> int:
     from mlx_mtp import backend
 
     backend.prepare()
+    from mlx_mtp.console import size_text
     from mlx_mtp.inspect.found import family, find, next_command, quantization
     from mlx_mtp.inspect.memory import demand, fit_rows, memory_rows
     from mlx_mtp.machine import memory_limit
-    from mlx_mtp.units import size_text
 
     found = find(options.model)
     ranks, limit = options.ranks, memory_limit(options.memory_limit)
@@ -66,7 +66,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         **memory_rows(wanted),
         "next": next_command(found, ranks, served=fits["fits"].startswith("yes")),
     }
-    print(labelled(rows, width_of()))
+    say(labelled(rows, width_of()))
     return 0
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_mtp.cache.specs import AttentionSpec
+from mlx_mtp.console import size_text
 from mlx_mtp.convert import source
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
 from mlx_mtp.convert.target import Target
 from mlx_mtp.models.hub import HUB_ID, resolve_model
-from mlx_mtp.units import size_text
 
 
 class Found(NamedTuple):
@@ -39,7 +39,7 @@ def quantization(config: Mapping[str, Any]) -> str:
     if "quant_method" in table and "bits" not in table:
         return str(table["quant_method"])
     others = sum(isinstance(value, (dict, bool)) for value in table.values())
-    mode = table.get("mode", "affine") + (f"; {others} matrices differ" if others else "")
+    mode = str(table.get("mode", "affine")) + (f"; {others} matrices differ" if others else "")
     return f"{table.get('bits')} bits, groups of {table.get('group_size')}, {mode}"
 
 

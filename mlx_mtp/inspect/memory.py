@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_mtp.cache.layout import GROWTH
 from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.console import size_text
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import Found
@@ -18,7 +19,6 @@ from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
 from mlx_mtp.server.params import model_defaults
 from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.units import size_text
 
 _ROWS = (1, 16)
 _TOKENS = (4096, 32768)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
+from mlx_mtp.console import say, size_text
 from mlx_mtp.engine.memory import MemoryPlan, footprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.inspect.memory import Demand, plan
@@ -18,7 +19,6 @@ from mlx_mtp.machine import MemoryLimit, mac_memory, machine_memory
 from mlx_mtp.models.loaded import LoadedModel, module_nbytes
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, Release
-from mlx_mtp.units import size_text
 
 SHORT_ROW = 8192
 _ROW = "{:<27} {:>4} {:>8} {:>8} {:>9} {:>9}"
@@ -86,7 +86,7 @@ def _sizes(name: str, bits: int) -> tuple[Demand, int]:
 def run_models(options: argparse.Namespace) -> int:
     """Print what fits, and its commands; returns the exit status."""
     limit = machine_memory() if options.memory is None else mac_memory(options.memory)
-    print("\n".join(_lines(published(), limit)))
+    say("\n".join(_lines(published(), limit)))
     return 0
 
 

@@ -20,6 +20,8 @@ LARGEST = {
     "*.jinja": 1 << 20,
     "*.safetensors": 1 << 50,
 }
+WEIGHTS = "[!.]*.safetensors"
+"""Pattern of a model's weights. On some disks macOS puts a file `._NAME` of its own beside NAME."""
 MAX_ADDED_TOKENS = 8192  # transformers adds them one by one
 _SPECIAL = "additional_special_tokens"
 _TEMPLATES = "additional_chat_templates"

@@ -203,7 +203,7 @@ def _absent(path: Path) -> list[str]:
 
 
 def _others(path: Path) -> str:
-    found = sorted(each.name for each in path.iterdir() if each.suffix in _UNSAFE_SUFFIXES)
+    found = sorted(each.name for each in path.glob("[!.]*") if each.suffix in _UNSAFE_SUFFIXES)
     if not found:
         return ""
     return (

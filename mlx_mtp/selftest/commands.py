@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Sequence
 from operator import eq
 from time import perf_counter
@@ -56,10 +55,8 @@ def run_selftest(
         )
     check_engines(report, model, tokenizer, options.seconds, began)
     report.seconds = perf_counter() - began
-    print(report.table())
+    report.show()
     report.write(options.json, options.report)
-    for failure in report.failures:
-        print(f"mlx-mtp: failed: {failure}", file=sys.stderr)
     return 1 if report.failures else 0
 
 

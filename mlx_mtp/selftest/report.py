@@ -14,6 +14,8 @@ import mlx.core as mx
 
 from mlx_mtp import __version__
 from mlx_mtp.bench.report import rate_and_ratio, render, write_json
+from mlx_mtp.console import say
+from mlx_mtp.flags import print_error
 from mlx_mtp.inspect.found import quantization
 from mlx_mtp.kernels import gpu
 from mlx_mtp.machine import physical_memory
@@ -74,6 +76,12 @@ class Report:
     def table(self) -> str:
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
         return render(("", "result", "check"), [title, *self._rows()], left=3)
+
+    def show(self) -> None:
+        """Print the table, and on standard error what failed."""
+        say(self.table())
+        for failure in self.failures:
+            print_error(f"failed: {failure}")
 
     def write(self, figures: Path | None, whole: Path | None) -> None:
         """What was measured as JSON, and the table with it in a file to paste into an issue."""

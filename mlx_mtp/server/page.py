@@ -50,7 +50,9 @@ class _File(NamedTuple):
 def files() -> dict[str, _File]:
     """The page's files by their paths."""
     found = {}
-    for path in FOLDER.rglob("*.*"):
+    for path in FOLDER.rglob("[!.]*.*"):
+        if path.suffix not in _TYPES:
+            continue  # The Finder, editors and package managers put files of theirs anywhere.
         content, tag = path.read_bytes(), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         packed = gzip.compress(content, 9, mtime=0)
         name = path.relative_to(FOLDER).as_posix()

@@ -14,16 +14,17 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp import cli
 from mlx_mtp.config import EngineConfig, from_options
+from mlx_mtp.console import size_text
 from mlx_mtp.flags import resolve
 from mlx_mtp.inspect.found import find
 from mlx_mtp.inspect.memory import demand, plan
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.serving import plan_memory
-from mlx_mtp.units import size_text
 from tests.conftest import DEMO
 from tests.convert.checkpoints import write_source
 from tests.convert.fake_hub import FakeHub
+from tests.foreign_values import STEERING, places, replaced, steers
 from tests.tiny_models import FAMILIES, Layout, change_json, write_checkpoint
 
 LAYOUT = Layout("qwen3_next")
@@ -73,6 +74,36 @@ def test_the_first_line_says_whether_it_fits(run):
         assert label == "fits" and text.startswith(words)
         assert told["next"].startswith("mlx-mtp serve") == words.startswith("yes")
         assert text.endswith(" of the model's 65,536 tokens") == (limit == "300MB")
+
+
+def test_a_models_files_do_not_steer_the_terminal(tmp_path, capfd):
+    """Whichever of their strings and names has escapes in it, shown or in an error."""
+    for path in DEMO.glob("*.*"):
+        (tmp_path / path.name).symlink_to(path)
+    quantized = {"quantization": {"bits": 4, "group_size": 64, "mode": "affine"}}
+    for name, changes in {
+        "config.json": quantized,
+        "generation_config.json": {},
+        "tokenizer_config.json": {},
+        "model.safetensors.index.json": {},
+    }.items():
+        document = json.loads((DEMO / name).read_text()) | changes
+        if "weight_map" in document:
+            document["weight_map"] = dict([document["weight_map"].popitem()])
+        path = tmp_path / name
+        path.unlink()
+        path.write_text(json.dumps(document))
+        versions = [replaced(document, place, STEERING) for place in places(document)]
+        for key in ("quantization", "weight_map"):
+            versions.append(document | {key: {STEERING: STEERING}})
+        for version in versions:
+            path.write_text(json.dumps(version))
+            status = cli.main(["inspect", str(tmp_path)], {})
+            shown = capfd.readouterr()
+            assert not steers(shown.out + shown.err), version
+            assert status == 0 or shown.err.splitlines()[-1].startswith("mlx-mtp: ")
+        path.unlink()
+        path.symlink_to(DEMO / name)
 
 
 @pytest.mark.parametrize("nbytes", [300 * 10**6, 1_700 * 10**6, 8 * 10**9])

@@ -211,7 +211,7 @@ def test_top_shows_the_same_in_a_terminal_and_as_lines(
         console = Console(record=True, width=100)
         console.print(top._screen(state, first))
         shown = console.export_text()
-        assert "[bold]?[31mm, mlx-mtp" in shown and "decoding" in shown and "Memory" in shown
+        assert r"[bold]\x1b[31mm, mlx-mtp" in shown and "decoding" in shown and "Memory" in shown
         assert f"copy    {' '.join(['89%'] * 16)}\n" in shown
         assert "weights" in shown and "fixed" in shown and "places taken" in shown
         client.delete(f"/live/{state['rows'][0]['id']}", headers=key)

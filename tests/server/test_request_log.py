@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +16,18 @@ from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.errors import StepError
 from mlx_mtp.server.progress import Progress
 from mlx_mtp.server.routes import ROUTES
-from tests.server.conftest import Serve
+from tests.server.conftest import Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer, out
-from tests.server.in_process import CHAT, GENERATING, GOOD, MESSAGES, in_process
+from tests.server.in_process import (
+    CHAT,
+    COUNT,
+    GENERATING,
+    GOOD,
+    MESSAGES,
+    OLLAMA_CHAT,
+    RESPONSES,
+    in_process,
+)
 
 KEY, SECRET = "sk-not-to-be-seen", "a prompt that nobody may read"
 ASK = [{"role": "user", "content": SECRET}]
@@ -163,6 +173,43 @@ def test_a_line_is_one_line_whatever_a_client_writes() -> None:
         logging.makeLogRecord({"name": "uvicorn.error", "msg": "word " * 40})
     )
     assert all(len(line) <= 40 for line in wrapped.split("\n")) and "uvicorn.error" in wrapped
+
+
+FORGED = "no\n12:00:00 INFO forged\x1b[2J\x9b\u202e\u2028\udc80"
+
+
+def test_a_traceback_forges_no_line() -> None:
+    try:
+        raise ValueError(FORGED) from OSError(FORGED)
+    except ValueError:
+        what = {"name": "mlx_mtp.x", "msg": "failed: %s", "args": (FORGED,), "levelname": "ERROR"}
+        record = logging.makeLogRecord({**what, "exc_info": sys.exc_info()})
+    for formatter in (logs.TextFormatter("%H:%M:%S"), logs.JsonFormatter()):
+        line = formatter.format(record)
+        assert line.isprintable() and "test_request_log.py" in line and line.isascii()
+    assert json.loads(line)["exception"].endswith(f"ValueError: {FORGED}")
+    shown = logs.TextFormatter("%H:%M:%S", 60).format(record).split("\n")
+    assert "Traceback (most recent call last):" in map(str.strip, shown)
+    assert shown[0][2] == ":" and all(line.startswith(" " * 15) for line in shown[1:])
+    assert all(line.isprintable() and len(line) <= 60 for line in shown)
+    # transformers has a handler of its own, and warns with values of a model's config.json.
+    record.exc_info = None
+    assert logging.Formatter("[transformers] %(message)s").format(record).isprintable()
+
+
+def test_a_templates_words_reach_client_and_log_as_text(
+    caplog: pytest.LogCaptureFixture, lines: Callable[[], list[dict[str, Any]]]
+) -> None:
+    template = f"{{{{ raise_exception({FORGED!a}) }}}}"
+    with in_process(tokenizer=tokenizer_with(template)) as client:
+        for path in (CHAT, RESPONSES, MESSAGES, COUNT, OLLAMA_CHAT):
+            for stream in {False, path != COUNT}:
+                response = client.post(path, json=GOOD[path] | ({"stream": True} if stream else {}))
+                assert response.status_code == 400, path
+                assert "INFO forged" in json.dumps(response.json())
+                assert all(record.exc_info is None for record in caplog.records)
+                (line,) = lines()
+                assert line["status"] == 400 and "INFO forged" in line["reason"]
 
 
 def test_progress_every_ten_seconds_while_there_is_work() -> None:

@@ -3,14 +3,21 @@
 import argparse
 import itertools
 import re
+import unicodedata
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mlx_mtp.console import clean
 from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
 from mlx_mtp.terminal import stream_answer
+from tests.foreign_values import STEERING
 from tests.server.fake_engine import FakeEngine, answer
+
+BIDI = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 def options(**more: object) -> argparse.Namespace:
@@ -31,6 +38,28 @@ def test_generate_prints_the_answer_and_then_its_speed(tokenizer, capsys):
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0.5, 20, 3)
     assert "Be kind." in tokenizer.text_of(request.prompt_token_ids)
+
+
+def test_generate_steers_no_terminal_and_leaves_pipes_alone(tokenizer, capsys, monkeypatch):
+    said = "a\x1b]52;c;eA==\x07\tb\r\n\x9b2J\u202e\u3000👩‍🚀"
+    for is_terminal, shown in ((False, said), (True, clean(said))):
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
+        engine = FakeEngine(answer(tokenizer.encode(said)))
+        assert stream_answer(engine, tokenizer, {}, options(max_tokens=99)) == 0
+        assert capsys.readouterr().out == f"{shown}\n"
+
+
+@given(st.lists(st.text(st.characters() | st.sampled_from(STEERING))))
+def test_clean_text_is_readable_and_steers_nothing(pieces):
+    text = "".join(pieces)
+    found = "".join(map(clean, pieces))
+    assert found == clean(text) == clean(found)
+    found.encode()
+    for character in found:
+        kind = unicodedata.category(character)
+        assert kind not in ("Cc", "Cs", "Zl", "Zp") or character in "\n\t"
+        assert unicodedata.bidirectional(character) not in BIDI
+    assert clean("a\tb\n\u3000\xa0👩‍🚀 שלום") == "a\tb\n\u3000\xa0👩‍🚀 שלום"
 
 
 def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):
