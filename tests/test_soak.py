@@ -265,5 +265,5 @@ def test_soak(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     text = log.read_text()
-    assert text.count("Traceback") == text.count("The engine's thread died") == deaths, text[-5000:]
+    assert text.count("Traceback") == text.count("The engine died") == deaths, text[-5000:]
     assert growth <= 1.05

@@ -126,7 +126,7 @@ class Calibration:
             self._costs.end_reading()
 
     def forget(self) -> None:
-        """A thread begins: if the last one died while it measured, nothing more is measured."""
+        """Reset after a restart: if the engine died while it measured, measure no more."""
         if self._core is not None:
             self._cells.clear()
             self._core = None
@@ -210,7 +210,7 @@ class CostKeeper:
         return not (self._chunks.over and self._calibration.over)
 
     def begin(self) -> None:
-        """A thread begins."""
+        """Reset when the engine starts, and after each restart."""
         self._calibration.forget()
 
     def step(self, runner: ModelRunner) -> None:

@@ -39,8 +39,8 @@ class Engine:
     """Continuous batching over one model.
 
     Everything that touches the device happens on the engine's thread; `submit` and `cancel` put a
-    note into its inbox. If the thread dies, its requests end with an error and another one starts,
-    with a core and a runner of its own on the same model (see `acquire_restart`).
+    note into its inbox. After an error that nothing catches all requests end with an error, and the
+    thread goes on with a new core and a new runner on the same model (see `acquire_restart`).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Engine:
         self._keeper = keeper
         self._store, self._links = store, links or Links()
         self._check_answers = check_answers or (lambda _: None)
-        self._answered = Future[None]()  # whether the first thread could answer
+        self._answered = Future[None]()  # whether the model could answer at the start
         if check_answers is None:
             self._answered.set_result(None)
         self._core: EngineCore | None = None
@@ -73,8 +73,8 @@ class Engine:
         self._quiet_until = 0.0  # by `monotonic`: no costs are measured before
         self._failure: str | None = None
         self._deliver: Deliver | None = None  # None until it is started
-        self._thread = self._new_thread()
-        self._totals = EngineStats()  # of all threads, which the running one adds to
+        self._thread = threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
+        self._totals = EngineStats()  # since the start, over all restarts
         self._stats = EngineStats()  # as published
 
     @property
@@ -131,19 +131,14 @@ class Engine:
             self._stopping = True
             self._post(None)
         atexit.unregister(self.stop)
-        while True:
-            with self._wake:
-                thread = self._thread
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(timeout)
-            # A thread that died may have started another meanwhile.
-            if thread is self._thread:
-                break
-        if not thread.is_alive() and self._store is not None:
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
+        if self._store is not None:
             self._store.close()
-        if not thread.is_alive():
-            self._links.close()
-        return not thread.is_alive()
+        self._links.close()
+        return True
 
     def fail(self, reason: str) -> None:
         """End all requests, on any thread, though the engine's may hang for good."""
@@ -194,32 +189,30 @@ class Engine:
         check_token_ids("prompt", prompt, vocab_size)
         check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
-    def _new_thread(self) -> threading.Thread:
-        return threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
-
     def _main(self) -> None:
+        # Not a new thread for each restart: the C library would keep memory for all of them.
+        while self._run_until_stopped():
+            logger.warning("The engine is restarted.")
+        # A thread that leaves its streams behind makes mlx abort the process at exit.
+        mx.clear_streams()
+
+    def _run_until_stopped(self) -> bool:
+        """Run, and shut down what is left; returns whether to run again."""
         reason = "the engine is stopping"
         try:
             if not self._stopping:
                 self._run()
         except BaseException as error:
-            reason = f"the engine's thread died: {type(error).__name__}: {error}"
+            reason = f"the engine died: {type(error).__name__}: {error}"
             if not self._answered.done():
                 self._stopping = True
                 self._answered.set_exception(error)
             else:
                 # Without its traceback, which would refer to the old runner.
-                logger.critical("The engine's thread died", exc_info=error)
+                logger.critical("The engine died", exc_info=error)
             error.__traceback__ = None
         self._heartbeat.end()
-        restart = self._shut_down(reason)
-        # A thread that leaves its streams behind makes mlx abort the process at exit.
-        mx.clear_streams()
-        if restart:
-            # Under the lock: `stop` takes a thread that is not started for one that has ended.
-            with self._wake:
-                self._thread = self._new_thread()
-                self._thread.start()
+        return self._shut_down(reason)
 
     def _run(self) -> None:
         self._heartbeat.begin_start()
@@ -263,13 +256,11 @@ class Engine:
                 keeper.save_periodically()
 
     def _shut_down(self, reason: str) -> bool:
-        """End all requests; returns whether the thread is to be restarted."""
+        """End all requests; returns whether the engine is to be restarted."""
         with self._wake:
             alone = not self._links.all  # Other ranks can't begin anew.
             restart = not self._stopping and alone and acquire_restart(self._restarts, monotonic())
-            if restart:
-                logger.warning("The engine is restarted.")
-            elif not self._stopping:
+            if not restart and not self._stopping:
                 self._failure = reason
             self._read_inbox(0.0)
         core, self._core = self._core, None
@@ -284,7 +275,7 @@ class Engine:
             try:
                 task()
             except Exception:
-                logger.exception("Shutting the engine's thread down failed in part")
+                logger.exception("Shutting the engine down failed in part")
         self._totals.num_restarts += restart
         self._stats = replace(self._totals)
         return restart

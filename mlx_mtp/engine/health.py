@@ -17,7 +17,7 @@ START_SECONDS = 300.0
 _FADE = 0.9  # weight that a slow step keeps with each later one of its kind
 _NUM_FIRST_STEPS = 2  # with look-ahead, what the first step launches is waited for in the second
 
-MAX_RESTARTS = 3  # of the engine's thread,
+MAX_RESTARTS = 3  # of the engine,
 RESTART_WINDOW = 60.0  # in so many seconds
 
 # mlx has no exception type for it: texts of its allocators, Metal's command buffers, and CUDA.

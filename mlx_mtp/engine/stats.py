@@ -61,7 +61,7 @@ class EngineStats:
     choice: DraftChoice | None = None  # why so many; None where the number is fixed
     parked: bool = False  # the last step was planned without drafts
     active_memory: int = 0  # bytes that arrays take now
-    num_restarts: int = 0  # how often the engine's thread died and was started again
+    num_restarts: int = 0  # after errors that nothing caught
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
     @property

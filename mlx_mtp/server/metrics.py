@@ -77,7 +77,7 @@ _GAUGES = {
     "prefix_cache_file_bytes": ("What these take.", "stats.prefix_cache.file_nbytes"),
 }
 _TOTALS = {
-    "engine_restarts": ("Deaths of the engine's thread.", "stats.num_restarts"),
+    "engine_restarts": ("Restarts after an error that nothing caught.", "stats.num_restarts"),
     "prompt_tokens": ("Prompt tokens computed.", "stats.prompt_tokens"),
     "generation_tokens": ("Tokens generated.", "stats.generation_tokens"),
     "prefix_cache_queries": ("Prompt tokens looked up.", "stats.prefix_cache.queries"),

@@ -221,10 +221,12 @@ def test_a_first_answer_that_takes_long_is_told(tiny_models, monkeypatch, caplog
     assert "first answer" in caplog.records[0].getMessage()
 
 
-def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
+def test_what_nothing_catches_ends_all_requests_and_the_same_thread_goes_on(
     client, tiny_models, monkeypatch
 ):
+    """Not a new thread: the C library keeps memory for each one."""
     served = client(config=EngineConfig(max_num_seqs=1, num_draft_tokens=2))
+    thread = served.engine._thread
     with served.held_at(3, endless("running")):
         served.engine.submit(endless("waiting"))
         fail_next_turn(monkeypatch)
@@ -242,6 +244,7 @@ def test_a_dying_thread_ends_all_requests_and_another_takes_its_place(
     model = tiny_models["qwen3_next"]
     assert tuple(served.tokens("after")) == plain(model, after, VOCAB).tokens
     assert served.engine.healthy
+    assert served.engine._thread is thread and thread.is_alive()
     wait_until(lambda: served.engine.stats().generation_tokens >= counted.generation_tokens + 20)
 
 

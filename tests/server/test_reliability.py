@@ -318,7 +318,7 @@ def test_a_hang_is_told_and_new_requests_are_refused_until_it_is_over() -> None:
         assert '"error"' not in text
         assert post(client).status_code == 200
         # Dead for good: refused before the body is looked at.
-        engine.unhealthy_reason = "the engine's thread died: RuntimeError: a bug"
+        engine.unhealthy_reason = "the engine died: RuntimeError: a bug"
         refused = client.post(CHAT, content=b"{")
         assert "a bug" in error_of(refused, CHAT, 503)
         assert samples(client)[f"{REJECTED}{{reason=engine}}"] == 2

@@ -65,6 +65,6 @@ def test_clean_text_is_readable_and_steers_nothing(pieces):
 def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):
     monkeypatch.setattr(engine_module, "PATIENCE", 0.01)
     engine = FakeEngine(lambda _: itertools.repeat(None))
-    engine.unhealthy_reason = "the engine's thread died: it was ill"
+    engine.unhealthy_reason = "the engine died: it was ill"
     with pytest.raises(EngineStoppedError, match="it was ill"):
         stream_answer(engine, tokenizer, {}, options())
