@@ -105,7 +105,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
-        if len(self.connections) > self._max_connections and not self._close_idle_one():
+        if len(self.connections) > self._max_connections and not self._make_room():
             self._app, self.app = self.app, self._reject
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -208,9 +208,12 @@ class LimitedProtocol(H11Protocol):
         else:
             self.transport.close()
 
-    def _close_idle_one(self) -> bool:
+    def _make_room(self) -> bool:
+        """Close the connection that has been idle for longest, if all others are still open."""
         others = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         others = [each for each in others if not (each is self or each.transport.is_closing())]
+        if len(others) < self._max_connections:
+            return True
         idle = [each for each in others if "idle" in each._timers]
         if idle:
             min(idle, key=lambda each: each._timers["idle"].when()).transport.abort()

@@ -333,6 +333,25 @@ def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
         assert refused.headers["connection"] == "close"
 
 
+def test_connections_that_are_being_closed_take_no_place(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when all that came in a burst reach the time for their heads at once."""
+    made = http_protocol.LimitedProtocol.connection_made
+
+    def made_as_others_close(self: http_protocol.LimitedProtocol, transport: Any) -> None:
+        if len(self.connections) == 65:
+            for each in self.connections:
+                each.transport.close()
+        made(self, transport)
+
+    monkeypatch.setattr(http_protocol.LimitedProtocol, "connection_made", made_as_others_close)
+    with serve(small(answer([300])), **FEW) as client, contextlib.ExitStack() as stack:
+        for _ in range(65):
+            stack.enter_context(connect(client))
+        assert post(client).status_code == 200
+
+
 def test_a_burst_of_silent_connections_is_accepted_as_it_can_be_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
