@@ -3,18 +3,44 @@
 import os
 import sys
 
+# Python's own way to start a module puts the current directory first, and an environment variable
+# can't name directories that have a colon in their names.
+_BOOT = """if True:
+    import importlib.util, json, runpy, sys
+    init, sys.path[:] = json.loads(sys.argv.pop(1))
+    spec = importlib.util.spec_from_file_location("mlx_mtp", init)
+    sys.modules["mlx_mtp"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
+"""
 
-def entries() -> list[str]:
-    """The entries of `sys.path` without the current directory, then the folder of this package."""
+
+def drop_current_directory() -> None:
+    """Import nothing from the current directory from now on, in Python's own processes neither."""
+    sys.path[:] = _entries()
+    # Of the processes that libraries start, such as multiprocessing's on a Mac.
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
+def command_of(module: str) -> list[str]:
+    """The command that runs a module of this package with this process's imports.
+
+    It is to be run in another directory than the current one, which `site` may look into.
+    """
+    import json  # Not before the current directory has been dropped.
+
+    init = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__init__.py")
+    return [sys.executable, "-P", "-c", _BOOT, json.dumps([init, _entries()]), module]
+
+
+def _entries() -> list[str]:
     try:
         current = os.getcwd()
     except OSError:  # It was deleted.
         current = ""
-    # Last, as it is the current directory where somebody works in a clone.
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return [*(entry for entry in sys.path if entry not in ("", current)), own]
-
-
-def drop_current_directory() -> None:
-    """Import nothing from the current directory in this process from now on."""
-    sys.path[:] = entries()
+    own = {os.path.dirname(os.__file__)}
+    if site := sys.modules.get("site"):  # Python imports it at its start, if at all.
+        own.update(site.getsitepackages())
+    return [
+        entry for entry in sys.path if os.path.isabs(entry) and (entry != current or entry in own)
+    ]

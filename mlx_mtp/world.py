@@ -58,9 +58,12 @@ def rank_zero_hosts() -> list[str]:
         if len(ring) > 2 and not found.startswith(("127.", "localhost")):
             return [*dict.fromkeys([found, own_address()])]
         return [found]
-    if coordinator := os.environ.get(_JACCL):
-        return [coordinator.rpartition(":")[0]]
-    return [os.environ[_NCCL]]
+    coordinator = os.environ.get(_JACCL)
+    found = coordinator.rpartition(":")[0] if coordinator else os.environ[_NCCL]
+    if found.replace(".", "").isdigit() or ":" in found:
+        return [found]
+    # On its own machine a name may lead to an address that others don't reach.
+    return [*dict.fromkeys([found, own_address()])]
 
 
 def own_address(host: str = "0.0.0.0") -> str:

@@ -46,6 +46,26 @@ def with_our_name(path: Path) -> Iterator[None]:
     shutil.rmtree(path / "mlx_mtp")
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory, hostile: Path) -> tuple[str, ...]:
+    """The program as on a Mac, where libraries start processes of Python's own for locks.
+
+    It has a path with a colon in it, and relative ones, which lead into the model's directory.
+    """
+    start = tmp_path_factory.mktemp("a:b") / "start.py"
+    start.write_text(
+        "import multiprocessing, sys; sys.path.append('relative')\n"
+        "from mlx_mtp.__main__ import main\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method('spawn')\n"
+        "    sys.exit(main())\n"
+    )
+    for folder in {"relative", *(entry for entry in sys.path if not os.path.isabs(entry))} - {""}:
+        (hostile / folder).mkdir()
+        shutil.copy(hostile / "torch.py", hostile / folder)
+    return sys.executable, str(start)
+
+
 def environment() -> dict[str, str]:
     """Without the variables that would change where Python imports from."""
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
@@ -64,10 +84,10 @@ def test_a_command_imports_nothing_from_the_current_directory(
 
 
 def test_a_server_and_its_processes_import_nothing_from_the_current_directory(
-    hostile: Path,
+    hostile: Path, program: tuple[str, ...]
 ) -> None:
     """Its processes for templates, tokenizers and grammars too."""
-    argv = [*PROGRAM, "serve", ".", "--port", "0", "--served-model-name", "m"]
+    argv = [*program, "serve", ".", "--port", "0", "--served-model-name", "m"]
     with (
         with_our_name(hostile),
         subprocess.Popen(
@@ -84,3 +104,10 @@ def test_a_server_and_its_processes_import_nothing_from_the_current_directory(
             server.terminate()
     assert not (hostile / "ran").exists(), (hostile / "ran").read_text()
     assert re.fullmatch("[a-z]{2}", answer.json()["choices"][0]["message"]["content"])
+
+
+def test_pythons_own_directories_may_be_the_current_one() -> None:
+    for current in {os.path.dirname(os.__file__), sysconfig.get_path("purelib")}:
+        argv = [*PROGRAM, "--version"]
+        done = subprocess.run(argv, cwd=current, env=environment(), capture_output=True, text=True)
+        assert done.stdout.startswith("mlx-mtp "), done.stderr

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from multiprocessing.connection import Connection
+from time import monotonic, sleep
 from typing import Any
 
 import mlx.core as mx
@@ -230,17 +231,26 @@ def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def _reach(places: Many[tuple[str, int]], key: bytes, rank: int) -> socket.socket:
-    """Connect to rank 0 at the first address that leads to it."""
-    for host, port in places:
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            sock = stack.enter_context(socket.create_connection((host, port), _REACH_SECONDS))
-            sock.settimeout(PROVE_SECONDS)
-            theirs = _read(sock, _RANDOM_BYTES)
-            own = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
-            sock.sendall(own + _proof(key, b"other", theirs, own))
-            if hmac.compare_digest(_read(sock, _PROOF_BYTES), _proof(key, b"zero", own, theirs)):
-                stack.pop_all()
-                return sock
+    """Connect to rank 0 at the first address that leads to it.
+
+    Again where it hangs up, as it does on the oldest of many strangers.
+    """
+    until, reached = monotonic() + CONNECT_SECONDS, True
+    while reached and monotonic() < until:
+        reached = False
+        for host, port in places:
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                sock = stack.enter_context(socket.create_connection((host, port), _REACH_SECONDS))
+                reached = True
+                sock.settimeout(PROVE_SECONDS)
+                theirs = _read(sock, _RANDOM_BYTES)
+                own = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
+                sock.sendall(own + _proof(key, b"other", theirs, own))
+                zero = _proof(key, b"zero", own, theirs)
+                if hmac.compare_digest(_read(sock, _PROOF_BYTES), zero):
+                    stack.pop_all()
+                    return sock
+        sleep(_RETRY_SECONDS)
     named = " or ".join(f"{host}:{port}" for host, port in places)
     raise RankError(f"Rank 0 can't be reached at {named}.")
 
@@ -295,6 +305,9 @@ async def _admit(servers: Many[socket.socket], key: bytes, size: int, links: Lin
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             welcome(sock)
+            await asyncio.sleep(0)  # Else those that wait to be accepted are taken all at once.
+            while strangers and strangers[0].done():
+                strangers.popleft()
             if len(strangers) > _MOST_STRANGERS:
                 strangers.popleft().cancel()
 

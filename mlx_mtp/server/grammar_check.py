@@ -24,7 +24,7 @@ from mlx_mtp.errors import GrammarError, UnavailableError, is_fault
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS
-from mlx_mtp.server.helper import Helper, HelperError, answer_questions
+from mlx_mtp.server.helper import Helper, HelperError, HelperUnavailableError, answer_questions
 
 MAX_COMPILE_SECONDS = 0.5
 """Processor time that a grammar may take; of 2,500 real schemas the slowest takes some 0.1 s."""
@@ -63,7 +63,7 @@ def check(helper: Helper, spec: GrammarSpec) -> None:
     GrammarError: the grammar is wrong, or takes too much. UnavailableError: no verdict.
     """
     for _ in range(2):
-        with contextlib.suppress(HelperError):
+        with contextlib.suppress(HelperError, HelperUnavailableError):
             # What the fork's own timers don't end stops the process: not the grammar's fault.
             error = helper.ask(dataclasses.asdict(spec), MAX_WAIT_SECONDS + _SPARE_SECONDS)
             if error is None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mlx_mtp import safe_path
 
@@ -18,14 +18,24 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 120.0
 """In which a helper must be ready; importing its libraries takes seconds, and more where all else
 starts too."""
+_END_SECONDS = 2.0  # that a process may take to end which answers no more
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class HelperError(Exception):
-    """The helper has ended, by itself or for its time; the next question starts another."""
+    """The helper has ended over a question, with this status; the next one starts another."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
 
 
-class HelperStartError(HelperError):
-    """The helper can't be started now: the system's fault or the server's, not the question's."""
+class HelperUnavailableError(Exception):
+    """No process can be asked now, or it was ended from outside: not the question's fault."""
+
+
+class _Ended(NamedTuple):
+    status: int  # as `subprocess` has it; below 0 it is a signal
 
 
 class Helper:
@@ -38,23 +48,21 @@ class Helper:
         self.fault: str | None = None  # why the last start failed
 
     def start(self) -> None:
-        """Begin to start the process, unless one runs; HelperStartError: the system refuses."""
+        """Begin to start the process, unless one runs; HelperUnavailableError: it can't be."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is not None:
             return
-        # Python would import from the current directory first, which may be a model's.
-        path = os.pathsep.join(safe_path.entries())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module],
+                safe_path.command_of(self._module),
+                cwd="/",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
                 # ctrl-C is for the server: a helper ends when its input does.
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": path},
             )
             # A long header fills the pipe before the process reads it.
             threading.Thread(target=_write, args=(self._process, self._header)).start()
@@ -63,33 +71,38 @@ class Helper:
             self._fail(str(error))
 
     def make_ready(self) -> None:
-        """Start the process and wait until it can answer; HelperStartError: it never will."""
+        """Start the process and wait until it can answer; HelperUnavailableError: it can't."""
         self.start()
         if self._ready:
             return
-        try:
-            self._read(START_SECONDS)
-        except HelperError:
+        if isinstance(self._read(START_SECONDS), _Ended):
             self._fail("it ended before it was ready")
         if self.fault is not None:
             logger.info("The process %s runs again.", self._module)
         self._ready, self.fault = True, None
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """Return the answer to a question.
+        """Return the answer to a question, which is asked again if the process is killed.
 
-        HelperStartError: there is no process to ask. HelperError: it ended, by itself or because
-        the answer took more than `seconds`.
+        A question ends the process itself where it takes too long. What has neither answered nor
+        ended after `seconds` was stopped, and is killed. HelperError: the question ended the
+        process. HelperUnavailableError: there is none to ask, or it was killed twice.
         """
-        self.make_ready()
-        return self._read(seconds, question)
+        for _ in range(2):
+            self.make_ready()
+            answer = self._read(seconds, question)
+            if not isinstance(answer, _Ended):
+                return answer
+            if answer.status not in _KILLED:
+                raise HelperError(answer.status)
+        raise HelperUnavailableError(f"the process {self._module} was killed, or stopped")
 
     def _fail(self, reason: str) -> NoReturn:
         fault = f"the process {self._module} can't be started: {reason}"
         if self.fault is None:
             logger.warning("Requests that need it fail until it runs: %s.", fault)
         self.fault = fault
-        raise HelperStartError(fault) from None
+        raise HelperUnavailableError(fault) from None
 
     def _read(self, seconds: float, *questions: Any) -> Any:
         process, answer = self._process, ""
@@ -104,8 +117,11 @@ class Helper:
         finally:
             late.cancel()
         if not answer.endswith("\n"):
+            # Its pipe is closed before it has ended.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
             self.close()
-            raise HelperError
+            return _Ended(process.returncode)
         return json.loads(answer)
 
     def kill(self) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
+from operator import itemgetter
 from typing import Any, cast
 
 import h11
@@ -209,15 +210,26 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> bool:
-        """Close the connection that has been idle for longest, if all others are still open."""
+        """Close the connection that has been idle for longest, if all others are still open.
+
+        If none is idle, the one whose client has not read for longest, unless it is an answer that
+        is generated for it: the page's files need no key.
+        """
         others = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         others = [each for each in others if not (each is self or each.transport.is_closing())]
         if len(others) < self._max_connections:
             return True
-        idle = [each for each in others if "idle" in each._timers]
-        if idle:
-            min(idle, key=lambda each: each._timers["idle"].when()).transport.abort()
-        return bool(idle)
+        idle = [(each._timers["idle"].when(), each) for each in others if "idle" in each._timers]
+        unread = [
+            (each._timers["stall"].when(), each)
+            for each in others
+            if "stall" in each._timers
+            and record_of(cast(Scope, each.cycle.scope)).generation is None
+        ]
+        if not (idle or unread):
+            return False
+        min(idle or unread, key=itemgetter(0))[1].transport.abort()
+        return True
 
     async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"].rstrip("/") in _SHORT:

@@ -22,6 +22,7 @@ _API_WORDS: Mapping[tuple[str, ...], frozenset[str]] = {
 }
 _MARK_DIGITS = 20
 _MOST_COMPARED = 64  # characters of a name
+_MOST_PUNCTUATION = 8  # on either side of it: a hostile tokenizer has 8,192 names
 _PARTS_OF_NAME = re.compile(r"([\W_]*).*?([\W_]*)", re.DOTALL)
 
 
@@ -90,7 +91,7 @@ def _compiled(names: frozenset[str]) -> _Names:
     for name in compared:
         parts, size = _PARTS_OF_NAME.fullmatch(name), len(name)
         assert parts is not None
-        left, right = map(len, parts.groups())
+        left, right = (min(len(part), _MOST_PUNCTUATION) for part in parts.groups())
         begun.update(name[:n] for n in range(1, size) if left)
         ended.update(name[n:] for n in range(1, min(left + 1, size)))
         inner.update(name[n:-m] for n in range(1, left + 1) for m in range(1, right + 1))

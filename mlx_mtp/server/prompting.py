@@ -6,12 +6,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.errors import InvalidRequestError, UnavailableError, UnsupportedParameterError
+from mlx_mtp.errors import (
+    InvalidRequestError,
+    UnavailableError,
+    UnsupportedParameterError,
+    UsageError,
+)
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS, Client
 from mlx_mtp.server.answer_grammar import answer_grammar
 from mlx_mtp.server.conversation import Conversation, folded
-from mlx_mtp.server.helper import HelperError, HelperStartError
+from mlx_mtp.server.helper import HelperError, HelperUnavailableError
 from mlx_mtp.server.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.server.plain_text import marked
 from mlx_mtp.server.text_worker import MAX_ENCODE_SECONDS, NUM_WORKERS, TextWorkers
@@ -107,7 +112,7 @@ class Prompter:
         what = "tokenizer" if name == "encode" else "chat template"
         try:
             return self.workers.call(name, seconds, *args, **more)
-        except HelperStartError as error:
+        except HelperUnavailableError as error:
             message = f"The model's {what} can't be used now: {error}."
             raise UnavailableError(message, retry_after=UNKNOWN_RETRY_SECONDS) from None
         except TimeoutError:
@@ -175,12 +180,19 @@ class Prompter:
 def make_prompter(tokenizer: Tokenizer, config: ServerConfig) -> Prompter:
     """The prompter of a server with these settings."""
     parsers, path = (config.reasoning_parser, config.tool_call_parser), config.text_workers
+    special_as_text = config.special_tokens_in_messages == "text"
+    if special_as_text and (names := tokenizer.hidden_names):
+        raise UsageError(
+            "--special-tokens-in-messages text can't be kept with this model's tokenizer: it may "
+            f"make {len(names)} of its tokens of other texts than their names, such as "
+            f"{names[0]!r}."
+        )
     return Prompter(
         tokenizer,
         OutputFormat.choose(tokenizer.template, *parsers),
         config.template_seconds,
         as_standard=config.json_schemas == "standard",
         request_templates=config.request_chat_template,
-        special_as_text=config.special_tokens_in_messages == "text",
+        special_as_text=special_as_text,
         workers=None if path is None else TextWorkers(path),
     )

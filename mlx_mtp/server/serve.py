@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _STOPPING = "Stopping: up to %(seconds).0f s for %(answers)d unfinished; Ctrl-C again ends it now."
 _NO_ROOM = "No connection is accepted for %(seconds)g s: %(reason)s."
+_NO_ROOM_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 STOP_SECONDS = 10.0  # for the engine's thread to end
 FLUSH_SECONDS = 5  # for clients to read the error that ended their response
 # The event loop needs the interpreter's lock several times a token: with Python's own 5 ms clients
@@ -183,13 +184,18 @@ class Server(uvicorn.Server):
         while True:
             try:
                 connection, _ = await loop.sock_accept(sock)
+            except OSError as error:  # Others are the one connection's, whose client has left.
+                if error.errno in _NO_ROOM_ERRORS:
+                    fields = {"reason": error.strerror, "seconds": _PAUSE_SECONDS}
+                    logger.warning(_NO_ROOM, fields)
+                await asyncio.sleep(_PAUSE_SECONDS if error.errno in _NO_ROOM_ERRORS else 0)
+                continue
+            try:
                 await loop.connect_accepted_socket(protocol, connection)
-            except ConnectionError:
-                pass  # The client has left already.
-            except OSError as error:
-                fields = {"reason": error.strerror, "seconds": _PAUSE_SECONDS}
-                logger.warning(_NO_ROOM, fields)
-                await asyncio.sleep(_PAUSE_SECONDS)
+            except Exception as error:
+                if not isinstance(error, OSError):  # which its client has caused
+                    logger.exception("a connection could not be served")
+                connection.close()
 
     async def on_tick(self, counter: int) -> bool:
         stop = await super().on_tick(counter)

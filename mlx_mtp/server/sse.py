@@ -39,7 +39,7 @@ async def respond(
     if stream:
         return _EventStream(writer, patience, keep)
     with writer.generation:
-        answer = await _until_disconnect(request.receive, _collect_response(writer, patience))
+        answer = await until_disconnect(request.receive, _collect_response(writer, patience))
     if keep is not None:
         await keep(answer)
     if not writer.slow:
@@ -49,7 +49,9 @@ async def respond(
     return Response(content, media_type="application/json")
 
 
-async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do some work for as long as the client stays; raises ClientDisconnect."""
+
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -128,7 +130,7 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # After the first byte no handler above could answer a disconnect.
         with self._generation, contextlib.suppress(ClientDisconnect):
-            await _until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         # Not before the first event: until then an error is still an HTTP status.

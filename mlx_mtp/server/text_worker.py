@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mlx_mtp import errors
-from mlx_mtp.server.helper import Helper, HelperError, HelperStartError, answer_questions
+from mlx_mtp.server.helper import Helper, HelperError, HelperUnavailableError, answer_questions
 from mlx_mtp.server.tokenizer import Tokenizer
 
 NUM_WORKERS = 2
@@ -48,18 +48,14 @@ class TextWorkers:
     def call(self, name: str, seconds: float, *args: Any, **more: Any) -> Any:
         """Return what the tokenizer's method returns, or raise its RequestError.
 
-        TimeoutError: it took more than `seconds`. HelperError: it ended its process.
-        HelperStartError: no process can be started.
+        TimeoutError: it took more than `seconds`. HelperError: it ended its process in another
+        way. HelperUnavailableError: no process can be started.
         """
         helper = self._idle.get()
         try:
-            helper.make_ready()
-            began = time.monotonic()
             answer = helper.ask([name, seconds, args, more], seconds + _SPARE_SECONDS)
-        except HelperStartError:
-            raise
-        except HelperError:
-            if time.monotonic() - began >= seconds:
+        except HelperError as error:
+            if error.status == -signal.SIGALRM:
                 raise TimeoutError from None
             raise
         finally:
@@ -79,13 +75,13 @@ class TextWorkers:
     def _start_again(self) -> None:
         for _ in self._helpers:
             helper = self._idle.get()
-            with contextlib.suppress(HelperStartError):
+            with contextlib.suppress(HelperUnavailableError):
                 if helper.fault:
                     helper.make_ready()
             self._idle.put(helper)
 
     def _give_back(self, helper: Helper) -> None:
-        with contextlib.suppress(HelperStartError):  # `keep_running` tries again.
+        with contextlib.suppress(HelperUnavailableError):  # `keep_running` tries again.
             helper.start()
         self._idle.put(helper)
 

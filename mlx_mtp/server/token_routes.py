@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from starlette.responses import Response
 
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.admission import client_of
-from mlx_mtp.server.context import read
+from mlx_mtp.server.context import context_of, read
 from mlx_mtp.server.conversation import Conversation
 from mlx_mtp.server.fields import (
     MAX_PROMPT_IDS,
@@ -24,6 +25,7 @@ from mlx_mtp.server.fields import (
     refusal,
 )
 from mlx_mtp.server.openai.wire import Message, TemplateFields, Tool
+from mlx_mtp.server.sse import until_disconnect
 from mlx_mtp.server.writer import packed_json, packed_slowly
 
 _TOKEN_CHARACTERS = 8  # About as many are written for each token.
@@ -101,10 +103,7 @@ async def tokenize(request: Request) -> Response:
         }
         return packed_slowly(found)
 
-    written = await context.limiter.packing.run_by_size(
-        _TOKEN_CHARACTERS * len(ids), client, content
-    )
-    return Response(written, media_type="application/json")
+    return await _written(request, len(ids), content)
 
 
 async def detokenize(request: Request) -> Response:
@@ -122,6 +121,11 @@ async def detokenize(request: Request) -> Response:
         text = packed_json(raw.decode(errors="replace"))
         return f'{{"prompt":{text},"content":{text}}}'
 
-    size, client = _TOKEN_CHARACTERS * len(body.tokens), client_of(request.scope, None)
-    written = await context.limiter.packing.run_by_size(size, client, content)
-    return Response(written, media_type="application/json")
+    return await _written(request, len(body.tokens), content)
+
+
+async def _written(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
+    """The answer's JSON, in its client's turn and if it has not left by then."""
+    size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope, None)
+    work = context_of(request).limiter.packing.run_by_size(size, client, content)
+    return Response(await until_disconnect(request.receive, work), media_type="application/json")

@@ -84,6 +84,16 @@ class Tokenizer:
         return len(self._tokenizer)
 
     @property
+    def hidden_names(self) -> list[str]:
+        """Tokens that a text may become without having their names in it, or with one character.
+
+        A normalizer makes the names of other characters, such as `＜` and `<`.
+        """
+        normalizes = self._backend.normalizer is not None
+        added = self._tokenizer.added_tokens_decoder.values()
+        return [t.content for t in added if len(t.content) < 2 or (normalizes and t.normalized)]
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id
         return () if eos is None else (eos,)

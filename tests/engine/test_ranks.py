@@ -316,6 +316,28 @@ def test_a_silent_stranger_is_dropped_and_a_missing_rank_is_named(start, monkeyp
     assert re.fullmatch(told, lead) and others == ["it gave up"] * 2
 
 
+def test_a_rank_that_is_hung_up_on_calls_again():
+    """Rank 0 hangs up on the oldest of many strangers, which may be a rank."""
+    key, sent = b"key", bytes(links._RANDOM_BYTES)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            server.accept()[0].close()
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(sent)
+                own = links._read(sock, links._HELLO_BYTES)[: -links._PROOF_BYTES]
+                sock.sendall(links._proof(key, b"zero", own, sent))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        place = server.getsockname()
+        links._reach([place], key, 1).close()
+        thread.join()
+    with pytest.raises(RankError, match="can't be reached"):
+        links._reach([place], key, 1)  # Nobody listens: at once.
+
+
 def test_a_rank_that_is_lost_at_the_start_is_named(start, monkeypatch):
     send, lost = links.Link.send, queue.SimpleQueue()
 

@@ -1,7 +1,9 @@
 """Clients that are slow, stalled, silent or too many; none of them may hold the others up."""
 
+import asyncio
 import contextlib
 import errno
+import gc
 import itertools
 import json
 import logging
@@ -397,3 +399,46 @@ def test_without_files_connections_wait_and_the_log_says_so_once(
             assert httpx.get(f"{client.base_url}/health", timeout=30).status_code == 200
     lines = [record.getMessage() for record in caplog.records]
     assert lines.count("No connection is accepted for 0.05 s: Too many open files.") == 3
+
+
+# asyncio leaves the transport that it had begun to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_connection_that_cannot_be_begun_costs_no_other(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Mac, where options of a connection that was reset can't be set."""
+    begin, refused = asyncio.base_events._set_nodelay, []
+
+    def reset(sock: socket.socket) -> None:
+        if len(refused) < 3:
+            refused.append(sock)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        begin(sock)
+
+    monkeypatch.setattr(serve_module, "_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(asyncio.selector_events.base_events, "_set_nodelay", reset)
+    with serve(small(answer([300]))) as client, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            assert rest_of(stack.enter_context(connect(client))) == b""
+        assert post(client).status_code == 200
+    assert len(refused) == 3
+    gc.collect()
+
+
+def test_who_does_not_read_what_needs_no_key_makes_room(serve: Serve) -> None:
+    page = request_bytes("GET", "/page/vendor/marked.js") * 100
+    with (
+        serve(small(answer([300])), api_keys=("k",), **FEW) as client,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(65):
+            stack.enter_context(connect(client, 4096)).sendall(page)
+
+        def stalled() -> int:
+            return sum(
+                "stall" in each._timers for each in list(client.server.server_state.connections)
+            )
+
+        wait_until(lambda: stalled() == 65)
+        headers = {"Authorization": "Bearer k"}
+        assert client.post(CHAT, json=GOOD[CHAT], headers=headers).status_code == 200

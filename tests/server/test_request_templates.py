@@ -2,13 +2,16 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from mlx_mtp.errors import UsageError
 from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.server.plain_text import _compiled
 from mlx_mtp.server.template_variables import variables
 from mlx_mtp.server.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
@@ -153,6 +156,35 @@ def test_a_template_makes_no_special_token_of_messages(template: str, contents: 
         assert bool(special.intersection(found)) == (mode == "control")
         prompts.append(tokenizer.text_of(found))
     assert prompts[0] == prompts[1]
+
+
+def test_a_tokenizer_whose_tokens_hide_in_other_texts_cannot_keep_them_text(
+    tmp_path: Path,
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, tmp_path)
+    read = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    read["normalizer"] = {"type": "NFKC"}
+    for token in read["added_tokens"]:
+        token["normalized"] = token["content"] == "<tool_call>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(read), "utf-8")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text("utf-8"))
+    for token in config.get("added_tokens_decoder", {}).values():
+        token["normalized"] = token["content"] == "<tool_call>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("\uff1ctool_call\uff1e") == tokenizer.encode("<tool_call>")
+    with (
+        pytest.raises(UsageError, match=r"1 of its tokens of other texts .* '<tool_call>'"),
+        in_process(tokenizer=tokenizer, special_tokens_in_messages="text"),
+    ):
+        pass
+
+
+def test_a_hostile_tokenizers_names_take_bounded_memory() -> None:
+    names = frozenset(f"{'<' * 31}{number:04}{'>' * 29}" for number in range(500))
+    found = _compiled(names)
+    assert len(found.begun | found.ended | found.inner) < 500 * 150
 
 
 def test_a_template_is_the_requests_own_alone() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -135,6 +136,46 @@ def test_a_worker_that_cannot_be_started_is_tried_again_until_it_runs(
             monkeypatch.setattr(subprocess, "Popen", begin)
             wait_until(lambda: client.get("/health").is_success)
             assert client.post(CHAT, json=GOOD[CHAT]).is_success
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 503, "was killed"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 503, "was killed"),
+        ("os.kill(os.getpid(), signal.SIGALRM)", 400, "more than"),
+        ("os.abort()", 400, "or broke"),
+        ("os._exit(1)", 400, "or broke"),
+    ],
+)
+def test_whose_fault_it_is_that_a_worker_ends(
+    monkeypatch: pytest.MonkeyPatch, end: str, status: int, words: str
+) -> None:
+    code = f"""if True:
+        import os, resource, signal, sys
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.stdin.readline(), print("null", flush=True), sys.stdin.readline()
+        {end}
+    """
+    begin = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more)
+    )
+    with in_process(text_workers=BUNDLED_MODEL) as client:
+        failed = client.post(CHAT, json=GOOD[CHAT])
+        assert failed.status_code == status
+        assert words in failed.json()["error"]["message"]
+
+
+def test_a_worker_that_was_stopped_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_worker, "_SPARE_SECONDS", 0.2)
+    with in_process(text_workers=BUNDLED_MODEL, template_seconds=SECONDS) as client:
+        assert client.post(CHAT, json=GOOD[CHAT]).is_success
+        workers = client._transport._inner.app.state.context.prompter.workers
+        for helper in workers._helpers:
+            helper.make_ready()
+            helper._process.send_signal(signal.SIGSTOP)
+        assert client.post(CHAT, json=GOOD[CHAT]).is_success
 
 
 def test_prompts_are_those_of_this_process(tokenizer: Tokenizer) -> None:
