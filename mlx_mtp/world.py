@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import ipaddress
 import json
 import logging
 import os
@@ -50,20 +51,26 @@ def rank_zero_hosts() -> list[str]:
     """Where the others may reach rank 0, which asks and listens nowhere else.
 
     The addresses of a ring of three or more may be those of cables, and rank 0's that of the cable
-    to the last rank. So the address that the machine has for all others is the second.
+    to the last rank; and a name may lead on its own machine to an address that others don't reach.
+    So the address that the machine has for all others is the second there.
     """
     if os.environ.get(_RING):
         ring = _ring()
         found = ring[0][0].rpartition(":")[0]
-        if len(ring) > 2 and not found.startswith(("127.", "localhost")):
-            return [*dict.fromkeys([found, own_address()])]
-        return [found]
-    coordinator = os.environ.get(_JACCL)
-    found = coordinator.rpartition(":")[0] if coordinator else os.environ[_NCCL]
-    if found.replace(".", "").isdigit() or ":" in found:
-        return [found]
-    # On its own machine a name may lead to an address that others don't reach.
-    return [*dict.fromkeys([found, own_address()])]
+        alone = len(ring) < 3 or found.startswith(("127.", "localhost"))
+    else:
+        coordinator = os.environ.get(_JACCL)
+        found = coordinator.rpartition(":")[0] if coordinator else os.environ[_NCCL]
+        alone = _is_address(found)
+    return [found] if alone else [*dict.fromkeys([found, own_address()])]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def own_address(host: str = "0.0.0.0") -> str:

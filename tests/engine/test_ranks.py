@@ -256,6 +256,23 @@ def test_rank_zero_listens_where_the_hostfile_says(hosts, found, monkeypatch, tm
     assert world.rank_zero_hosts() == found
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("MLX_JACCL_COORDINATOR", "10.0.0.1:4", ["10.0.0.1"]),
+        ("MLX_JACCL_COORDINATOR", "mac:4", ["mac", "192.168.1.5"]),
+        ("NCCL_HOST_IP", "10.0.0.1", ["10.0.0.1"]),
+        ("NCCL_HOST_IP", "box", ["box", "192.168.1.5"]),
+    ],
+)
+def test_a_name_may_lead_elsewhere_on_its_own_machine(variable, value, found, monkeypatch):
+    for other in ("MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(world, "own_address", lambda: "192.168.1.5")
+    assert world.rank_zero_hosts() == found
+
+
 def test_strangers_take_no_ranks_place(start, monkeypatch, caplog):
     """Silent ones, more than are waited for at once, and some that say something else."""
     strangers, listen, call = [], socket.create_server, socket.create_connection

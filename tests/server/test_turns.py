@@ -1,12 +1,18 @@
 """What is long is read, encoded and written one piece at a time, and clients take turns."""
 
 import json
+import socket
 from typing import Any
 
 import pytest
 
+from mlx_mtp.server.tokenizer import Tokenizer
 from mlx_mtp.server.turns import SMALL, Turns
+from tests.server.conftest import Serve
+from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import CHAT, DETOKENIZE, GOOD, HI, TOKENIZE, in_process
+from tests.server.raw_http import request_bytes
+from tests.waiting import wait_until
 
 LONG = "a b " * (SMALL // 4 + 1)
 SCHEMA = {"type": "object", "properties": {"a": {"description": LONG}}}
@@ -55,3 +61,28 @@ def test_what_is_long_takes_turns(
             "encoding": context.prompter._large,
         }
         assert {name for name, each in names.items() if each in taken} == turns
+
+
+def test_nothing_is_written_for_a_client_that_left_while_it_waited(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bytes_of, asked = Tokenizer.token_bytes, []
+
+    def noted(self: Tokenizer, token: int) -> bytes:
+        asked.append(token)
+        return bytes_of(self, token)
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", noted)
+    with serve(FakeEngine(answer([300]))) as client:
+        context = client.server._context
+        packing = context.limiter.packing
+        packing._free = 0  # Another client's work takes the turn.
+        body = json.dumps({"tokens": MANY_IDS}).encode()
+        with socket.create_connection(client.address, timeout=30) as raw:
+            raw.sendall(request_bytes("POST", DETOKENIZE, body=body))
+            wait_until(lambda: len(packing._queue))
+            (waiting,) = packing._queue
+        wait_until(waiting.begins.cancelled)
+        context.dispatcher._loop.call_soon_threadsafe(packing._next)
+        assert client.post(DETOKENIZE, json={"tokens": [301]}).is_success
+    assert asked == [301]
