@@ -8,10 +8,10 @@ from mlx_mtp.bench.answer import Answer
 from mlx_mtp.bench.measure import Asking, Summary, measure, median, summarize
 from mlx_mtp.bench.offline import EngineSubject
 from mlx_mtp.bench.prompts import Prompt
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import DraftTokens, EngineConfig
-from mlx_mtp.engine.build import build_engine
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.text.tokenizer import Tokenizer
 
 CALIBRATION_SECONDS = 30.0  # as `serve` has it
 Work = Callable[[int, Prompt], str]

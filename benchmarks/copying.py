@@ -27,8 +27,8 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.proposer import Computed, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, MTPProposer
+from mlx_mtp.text.tokenizer import Tokenizer
 
 _KINDS = ("copy", "edit")
 _EVERY = 8  # sentence that an edit replaces

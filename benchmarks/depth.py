@@ -35,9 +35,9 @@ from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.bench.report import check_writable, render, write_json
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.text.tokenizer import Tokenizer
 
 OFF = "off"
 OWN, SPOILED = "own head of the model", "spoiled head: random weights"

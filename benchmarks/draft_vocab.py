@@ -32,14 +32,14 @@ from benchmarks.shapes import build, integers
 from mlx_mtp.bench.report import check_writable, write_json
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import DraftHead, LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import DraftHead, LoadedModel
 from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.server.draft_vocab import draft_vocabulary
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.proposer import Computed, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, MTPProposer
+from mlx_mtp.text.draft_vocab import draft_vocabulary
+from mlx_mtp.text.tokenizer import Tokenizer
 
 WHOLE = "whole"
 _MANY = 8

@@ -27,13 +27,13 @@ from mlx_mtp import backend
 backend.prepare()
 
 from mlx_mtp.bench.report import check_writable, render, write_json
+from mlx_mtp.calibration.calibrator import cells_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.engine.calibration import cells_to_measure
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.copies import Copies
-from mlx_mtp.speculative.prices import COPY, HEAD, Shape, StepCosts, Table
-from mlx_mtp.speculative.worth import DecodeStep, DraftRow, DraftsByWorth, Outcome
+from mlx_mtp.speculative.costs import COPY, HEAD, Shape, StepCosts, Table
+from mlx_mtp.speculative.draft_policy import DecodeStep, DraftRow, DraftsByWorth, Outcome
+from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.text.tokenizer import Tokenizer
 
 _SHORTEST, _LONGEST = 300, 6000  # tokens of a file
 

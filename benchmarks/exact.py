@@ -31,19 +31,19 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.shapes import add_sizes, build, quantize, shape_of
 from benchmarks.timed import shares, table, within
 from mlx_mtp.bench.prompts import PromptSource
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import DraftTokens, EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine, run_requests
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.grammar_masks import TokenSampler
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.proposer import Computed, HeadState, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, HeadState, MTPProposer
+from mlx_mtp.text.tokenizer import Tokenizer
 
 _SIBLING = "tests/data/dense-demo"
 _MODELS = [f"{BUNDLED_MODEL}:4", f"{_SIBLING}:4", f"{_SIBLING}:16", "Qwen3.6-35B-A3B"]

@@ -32,12 +32,12 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.models.few_rows import FewRowsMixture
-from mlx_mtp.models.loaded import LoadedModel, module_nbytes
+from mlx_mtp.models.model import LoadedModel, module_nbytes
+from mlx_mtp.models.skinny_gemm import FewRowsMixture
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.acceptance import AcceptResult, accept
-from mlx_mtp.speculative.proposer import MTPProposer
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.verify import AcceptResult, accept
 
 MakeRunner = Callable[[LoadedModel, MTPProposer | None, int], ModelRunner]
 

@@ -34,12 +34,13 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.step import InFlightStep
-from mlx_mtp.kernels import attention, gpu
-from mlx_mtp.models import few_rows
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.cuda import decode_attention
+from mlx_mtp.models import skinny_gemm
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.proposer import MTPProposer
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.drafter import MTPProposer
 
 _SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256}
 _SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 32}
@@ -82,11 +83,11 @@ def use_idle_gpu() -> None:
     found.fast.cuda_kernel = kernel
     found.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
     found.dequantize = dequantize
-    replaced: Any = few_rows
+    replaced: Any = skinny_gemm
     replaced._problem = lambda *_: None
     replaced._is_worth_it = lambda *_: True
     replaced.use_many_rows = lambda *_: None
-    for module in (gpu, attention):
+    for module in (gpu, decode_attention):
         module.agrees = lambda *_: True  # type: ignore[attr-defined]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_mtp.bench.report import render
-from mlx_mtp.kernels import gated_delta, inputs, portable
+from mlx_mtp.kernels import gated_delta, portable, short_conv
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Pending, Shape, Window
 from mlx_mtp.kernels.self_check import Cases
-from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Pending, Shape, Window
 
 BUNDLED = Shape(4, 32, 8, 32)
 TOLERANCE = 1e-4
@@ -140,7 +140,7 @@ def check_inputs(variant: Variant) -> Check:
         projected, history = cases.projected(ROWS, length), cases.history(ROWS, previous)
         kept = cases.counts(ROWS, previous) if previous else None
         given = (projected, convolution, history, kept)
-        q, window, conv_input = inputs.launch(*given)
+        q, window, conv_input = short_conv.launch(*given)
         mx.eval(q, window, conv_input)
         with mx.stream(mx.cpu):
             true_q, true_window, true_input = portable.prepare(*given)

@@ -12,8 +12,8 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from benchmarks.kernel_checks import BUNDLED
 from mlx_mtp.bench.report import render
 from mlx_mtp.kernels import gated_delta, gpu, portable
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Pending, Window
 from mlx_mtp.kernels.self_check import Cases
-from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Pending, Window
 
 REPEATS = 5
 Step = Callable[[], list[mx.array]]

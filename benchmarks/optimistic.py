@@ -25,8 +25,8 @@ from demo_model.held_out import MAX_NEW_TOKENS, Question, answer_text, questions
 from demo_model.mixture import OPEN_TASKS
 from demo_model.tokenizer import load
 from mlx_mtp.bench.report import render
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine, run_requests
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.hub import BUNDLED_MODEL

@@ -23,13 +23,13 @@ BACKEND = backend.prepare()
 
 from benchmarks.shapes import add_shape, build, shape_of
 from benchmarks.timed import table
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import scheduler
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 
 _ALONE_SECONDS = 2.0

@@ -39,10 +39,10 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
 
 _MLX_LM_STEP = 512
 

@@ -34,11 +34,11 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.proposer import MTPProposer
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.drafter import MTPProposer
 
 SHORT_PROMPT, SHORT_ANSWER, ANSWER, DEPTH = 64, 4000, 6, 1
 ROOT = Path(__file__).resolve().parents[1]

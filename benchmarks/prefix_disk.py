@@ -31,25 +31,25 @@ backend.prepare()
 import mlx.core as mx
 
 from mlx_mtp.bench.report import render
-from mlx_mtp.cache.prefix_state import Segment
-from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import root_key
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
-from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence as Row
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.prefix.cache import PrefixCache
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.policy import PrefixReuse
+from mlx_mtp.prefix.radix_tree import root_key
+from mlx_mtp.prefix.segments import Segment
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.proposer import MTPProposer
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.drafter import MTPProposer
 
 _CONFIG = EngineConfig(num_draft_tokens=1, prefix_cache_size=4 << 30)
 _SHORT = 32

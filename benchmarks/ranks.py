@@ -16,16 +16,16 @@ import mlx.core as mx
 from benchmarks.full_shape import PROMPT, SyntheticAcceptance, expected_rate, measure_engine
 from benchmarks.shapes import add_shape, build_part, integers, shape_of
 from benchmarks.timed import table, within
+from mlx_mtp.distributed import summed, world
 from mlx_mtp.engine import runner as runner_module
-from mlx_mtp.engine.follow import follow
-from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
-from mlx_mtp.engine.links import Link, Links, connect
-from mlx_mtp.engine.messages import Begin
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.models.family import text_config
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.speculative.proposer import MTPProposer
-from mlx_mtp.world import summed, world
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.ranks.follower import follow
+from mlx_mtp.ranks.leader import LeadPrefixes, LeadRunner
+from mlx_mtp.ranks.links import Link, Links, connect
+from mlx_mtp.ranks.messages import Begin
+from mlx_mtp.speculative.drafter import MTPProposer
 
 
 def _led(

@@ -26,8 +26,8 @@ from mlx_mtp.bench.report import check_writable, render, write_json
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 
 
 def measure(

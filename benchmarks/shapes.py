@@ -18,11 +18,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_mtp.machine import machine_memory, wire_memory
-from mlx_mtp.models.few_rows import use_few_rows
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import family_of
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.models.published import GROUP_SIZE, SHAPES
-from mlx_mtp.models.shards import shard
+from mlx_mtp.models.skinny_gemm import use_few_rows
+from mlx_mtp.models.tensor_parallel import shard
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
 _HEADS |= {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32}

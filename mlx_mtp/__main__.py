@@ -7,7 +7,7 @@ safe_path.drop_current_directory()
 
 import sys  # noqa: E402
 
-from mlx_mtp.cli import main  # noqa: E402
+from mlx_mtp.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
-    from mlx_mtp.models.loaded import LoadedModel
-    from mlx_mtp.server.tokenizer import Tokenizer
+    from mlx_mtp.models.model import LoadedModel
+    from mlx_mtp.text.tokenizer import Tokenizer
 
 
 def prepare(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
     """Set up logging, read the file of --mtp-draft-vocab and prepare mlx's backend."""
-    from mlx_mtp.server.draft_vocab import read_wanted
+    from mlx_mtp.text.draft_vocab import read_wanted
 
     logs.set_up(log_level, getattr(options, "log_format", "text"))
     if "mtp_draft_vocab" in options:
@@ -40,7 +40,7 @@ def load(
     from mlx_mtp.convert.source import check_head_on_hub
     from mlx_mtp.models.hub import resolve_model
     from mlx_mtp.models.loader import load_model
-    from mlx_mtp.server.tokenizer import Tokenizer
+    from mlx_mtp.text.tokenizer import Tokenizer
 
     memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
     try:
@@ -73,7 +73,7 @@ def draft_ids(
     loaded: LoadedModel, tokenizer: Tokenizer, options: argparse.Namespace
 ) -> tuple[int, ...] | None:
     """Token ids of --mtp-draft-vocab; None for all tokens."""
-    from mlx_mtp.server.draft_vocab import draft_vocabulary
+    from mlx_mtp.text.draft_vocab import draft_vocabulary
 
     if options.mtp_draft_vocab is None:
         return None
@@ -91,7 +91,7 @@ def engine(
     """Build an engine that is not started yet, by default for one sequence at a time."""
     import platformdirs
 
-    from mlx_mtp.engine.build import build_engine, engine_config
+    from mlx_mtp.build import build_engine, engine_config
 
     return build_engine(
         loaded,

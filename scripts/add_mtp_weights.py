@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlx_mtp.cli import main
+from mlx_mtp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["add-mtp-weights", *sys.argv[1:]]))

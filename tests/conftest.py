@@ -17,8 +17,8 @@ import hypothesis
 import pytest
 
 from mlx_mtp.cache import layout
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 from tests.harness import MEASURED
 from tests.process import Server, running
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint

@@ -11,15 +11,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.distributed import World
 from mlx_mtp.engine import batch
-from mlx_mtp.engine.follow import follow
-from mlx_mtp.engine.links import Links
-from mlx_mtp.engine.messages import Answer
-from mlx_mtp.models import layers, loaded, mixture
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models import layers, model, moe
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.ranks.follower import follow
+from mlx_mtp.ranks.links import Links
+from mlx_mtp.ranks.messages import Answer
 from mlx_mtp.sampling import sampler
-from mlx_mtp.world import World
 
 
 class Exchange:
@@ -29,10 +29,10 @@ class Exchange:
         self.barrier = threading.Barrier(size, timeout=60)
         self.parts: list[mx.array | None] = [None] * size
         self.local = threading.local()
-        for each in (layers, mixture):
+        for each in (layers, moe):
             monkeypatch.setattr(each, "summed", self.summed)
-        monkeypatch.setattr(mixture, "world", lambda: World(size=size))
-        for module in (batch, loaded):
+        monkeypatch.setattr(moe, "world", lambda: World(size=size))
+        for module in (batch, model):
             monkeypatch.setattr(module, "gathered", self.gathered)
         monkeypatch.setattr(sampler, "agreed", lambda tokens: self.all(tokens)[0])
 

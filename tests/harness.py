@@ -13,28 +13,28 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.lead import LeadPrefixes, LeadRunner
-from mlx_mtp.engine.links import Links
-from mlx_mtp.engine.messages import Begin
 from mlx_mtp.engine.prefill import Prefills
-from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request, RequestOutput
-from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.models.loaded import DraftHead, LoadedModel
+from mlx_mtp.models.model import DraftHead, LoadedModel
+from mlx_mtp.prefix.cache import PrefixCache
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.policy import PrefixReuse
+from mlx_mtp.ranks.leader import LeadPrefixes, LeadRunner
+from mlx_mtp.ranks.links import Links
+from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
-from mlx_mtp.speculative.copies import Copies
-from mlx_mtp.speculative.prices import HEAD, StepCosts
-from mlx_mtp.speculative.proposer import Computed, DraftProposer, MTPProposer
-from mlx_mtp.speculative.worth import DraftPolicy, DraftsByWorth, FixedDepth
+from mlx_mtp.speculative.costs import HEAD, StepCosts
+from mlx_mtp.speculative.draft_policy import DraftPolicy, DraftsByWorth, FixedDepth
+from mlx_mtp.speculative.drafter import Computed, DraftProposer, MTPProposer
+from mlx_mtp.speculative.ngram import Copies
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change

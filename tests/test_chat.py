@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mlx_mtp.chat.screen import Screen, _blocks
 from mlx_mtp.chat.session import Session, served_models
-from mlx_mtp.cli import main
+from mlx_mtp.cli.main import main
 from mlx_mtp.errors import UsageError
 from tests.process import Server
 from tests.test_terminal import COLUMNS, terminal

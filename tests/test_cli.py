@@ -16,16 +16,17 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from mlx_mtp import __version__, cli, factories
+from mlx_mtp import __version__, factories
+from mlx_mtp.cli import main as cli
+from mlx_mtp.cli.serve import answers_text, banner, model_name, prefixes_text
 from mlx_mtp.config import EngineConfig, ServerConfig
+from mlx_mtp.distributed import own_address
 from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models import loader
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.options import wants_exact
-from mlx_mtp.server.serve import bind
-from mlx_mtp.serving import answers_text, banner, model_name, prefixes_text
-from mlx_mtp.world import own_address
+from mlx_mtp.server.app import bind
 from tests.process import running
 from tests.server.fake_engine import FakeInfo
 
@@ -276,7 +277,7 @@ def test_all_commands_build_an_engine_that_is_exact_where_serves_is(
         raise UsageError(f"exact: {config.exact}")
 
     monkeypatch.setattr(LoadedModel, "can_be_exact", serves)
-    monkeypatch.setattr("mlx_mtp.engine.build.build_engine", build)
+    monkeypatch.setattr("mlx_mtp.build.build_engine", build)
     monkeypatch.setattr("mlx_mtp.bench.offline.build_engine", build)
     commands = ["serve --port 0", "generate hi", "bench offline", *([] if flags else ["selftest"])]
     commands += ["chat"]
@@ -416,7 +417,7 @@ def test_closed_streams_and_few_open_files():
     code = """
 import os, sys
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
-import mlx_mtp.cli, mlx_mtp.backend
+import mlx_mtp.cli.main, mlx_mtp.backend
 mlx_mtp.backend.prepare()
 import transformers  # which takes the time that mlx-lm takes to import
 for soft, hard, found in ((256, 512, 512), (256, 4000, 2048), (3000, 4000, 3000)):

@@ -10,12 +10,12 @@ import pytest
 
 from demo_model.mixture import OPEN_TASKS
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.server.parsing.events import ToolArguments, ToolStart
-from mlx_mtp.server.parsing.formats import OutputFormat
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative.proposer import HeadState, MTPProposer
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.speculative.drafter import HeadState, MTPProposer
+from mlx_mtp.text.parsing.events import ToolArguments, ToolStart
+from mlx_mtp.text.parsing.formats import OutputFormat
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.harness import MEASURED, Driver, OracleProposer, Ties, greedy, plain, request
 from tests.harness import SamplingParams as Sampling

@@ -18,18 +18,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 import mlx_mtp
 from mlx_mtp.flags import CommandParser
-from mlx_mtp.server import http_protocol
-from mlx_mtp.server.serve import Server
+from mlx_mtp.server.app import Server
+from mlx_mtp.server.http import protocol
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]
 DECLARED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["plot"]]
 # Our classes that change others', the name by which their code has an object, and its class.
 USES: list[tuple[type, str, type]] = [
-    (http_protocol.LimitedProtocol, "self", H11Protocol),
-    (http_protocol.LimitedProtocol, "cycle", RequestResponseCycle),
-    (http_protocol.LimitedProtocol, "conn", h11.Connection),
-    (http_protocol.BoundedConnection, "self", h11.Connection),
+    (protocol.LimitedProtocol, "self", H11Protocol),
+    (protocol.LimitedProtocol, "cycle", RequestResponseCycle),
+    (protocol.LimitedProtocol, "conn", h11.Connection),
+    (protocol.BoundedConnection, "self", h11.Connection),
     (Server, "self", uvicorn.Server),
     (CommandParser, "self", argparse.ArgumentParser),
 ]

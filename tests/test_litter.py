@@ -7,7 +7,7 @@ from mlx_mtp.convert.files import link_model
 from mlx_mtp.convert.source import open_source
 from mlx_mtp.models.files import WEIGHTS
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.ranks import fingerprint
+from mlx_mtp.ranks.launch import fingerprint
 from mlx_mtp.server import page
 from tests.server.in_process import in_process
 

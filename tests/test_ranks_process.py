@@ -16,7 +16,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.engine.links import LOST_SECONDS
+from mlx_mtp.ranks.links import LOST_SECONDS
 from tests.conftest import DEMO
 from tests.process import CHAT, MODEL, start_ranks
 
@@ -132,7 +132,11 @@ def test_a_port_that_is_taken_ends_all(tmp_path):
 
 def faulty(code: str) -> list[str]:
     """The same server, with something broken before it begins."""
-    return ["-c", f"{code}\nimport sys\nfrom mlx_mtp.cli import main\nsys.exit(main())", *SERVE[2:]]
+    return [
+        "-c",
+        f"{code}\nimport sys\nfrom mlx_mtp.cli.main import main\nsys.exit(main())",
+        *SERVE[2:],
+    ]
 
 
 def test_a_slow_rank_is_waited_for(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.sampling.params import MAX_LOGIT_BIAS
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.harness import MEASURED
 from tests.process import MODEL, Server, running
 

@@ -8,9 +8,9 @@ import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gated_delta import fold, run
-from mlx_mtp.kernels.inputs import prepare
+from mlx_mtp.kernels.gdn_types import Convolution, Pending, Projected, Shape
 from mlx_mtp.kernels.portable import conv_tail
-from mlx_mtp.kernels.window import Convolution, Pending, Projected, Shape
+from mlx_mtp.kernels.short_conv import prepare
 
 # State, pending window, history, and how much is kept of this window and of the next one.
 Held = tuple[mx.array, Pending | None, mx.array, mx.array | None, mx.array | None]

@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention, chunk_attention, flash
+from mlx_mtp.kernels import prefill_attention
+from mlx_mtp.kernels.cuda import decode_attention, flash_attention
 from mlx_mtp.kernels.gpu import backend
 
 # On Metal mlx's attention reads the KV once for all query heads of a KV head where there are so
@@ -40,7 +41,7 @@ class RaggedKVCache:
         arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
         lines = packing.lines(heads)
         write: Callable[..., list[mx.array]] = _write
-        if backend() is not None and packing.longest <= attention.LONGEST:
+        if backend() is not None and packing.longest <= decode_attention.LONGEST:
             write = _compiled(*(each.shape for each in (*arrays, *lines)))
         written = write(entries[packing.by_part], lines, arrays)
         self.buffers |= dict(zip(buffers, written, strict=True))
@@ -49,23 +50,23 @@ class RaggedKVCache:
         """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
         own = [self.buffers[part.buffer] for part in packing.parts]
         kv_heads = _heads(packing.parts[0].buffer, own[0])
-        if attention.fits(queries, own[0], kv_heads, packing.longest, scale):
+        if decode_attention.fits(queries, own[0], kv_heads, packing.longest, scale):
             plan = packing.plan(queries.shape[1] // kv_heads)
-            return attention.attend(queries, packing.positions, own, kv_heads, plan)
+            return decode_attention.attend(queries, packing.positions, own, kv_heads, plan)
         outputs = []
         for part, array in zip(packing.parts, own, strict=True):
             tokens, whole = part.rect(queries), _by_axis(part.buffer, array)
             keys, values = whole  # views; an integer as the only index would copy
-            if flash.fits(tokens, keys, scale):
+            if flash_attention.fits(tokens, keys, scale):
                 one = tokens.squeeze(0), keys, values, part.positions.squeeze(0)
-                outputs.append(flash.attend(*one)[None])
+                outputs.append(flash_attention.attend(*one)[None])
                 continue
             keys, values = whole[:, : part.used, :, : part.limit]
             rows = tokens.swapaxes(1, 2)
             # A chunk of one prompt; where windows begin the host does not know.
-            if part.length > attention.LONGEST and chunk_attention.fits(rows):
+            if part.length > decode_attention.LONGEST and prefill_attention.fits(rows):
                 at = part.positions.squeeze(0), part.known
-                attended = chunk_attention.attend(rows, keys, values, *at, scale)
+                attended = prefill_attention.attend(rows, keys, values, *at, scale)
             else:
                 attended = _attend(rows, keys, values, scale, part.mask)
             outputs.append(attended.swapaxes(1, 2))
@@ -138,7 +139,7 @@ def _attend(
     _, heads, length, dim = queries.shape
     most = min(_FUSED_POSITIONS, _FUSED_PAIRS * keys.shape[1] // heads)
     is_fused = dim == _FUSED_DIM and keys.shape[2] >= _FUSED_KEYS and most > 0
-    if backend() != "metal" or length > attention.LONGEST or length <= most or not is_fused:
+    if backend() != "metal" or length > decode_attention.LONGEST or length <= most or not is_fused:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     pieces = [slice(at, at + most) for at in range(0, length, most)]
     attended = [_attend(queries[:, :, own], keys, values, scale, mask[:, :, own]) for own in pieces]

@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import most_slots, rounded_capacity
+from mlx_mtp.kernels.gdn_types import Shape
 from mlx_mtp.kernels.portable import CHUNK
-from mlx_mtp.kernels.window import Shape
 
 _FLOAT32 = _INT32 = 4
 

@@ -19,7 +19,7 @@ from mlx_mtp.flags import Flag, add_flags, characters, resolve, secret
 from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS, check_generate
 
 if TYPE_CHECKING:
-    from mlx_mtp.server.serve import Server
+    from mlx_mtp.server.app import Server
 
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 _OF_ENGINE = ("model", "multi-token prediction")
@@ -70,7 +70,7 @@ def _generate(given: argparse.Namespace) -> int:
         except UnicodeDecodeError:
             raise UsageError("Standard input is not valid UTF-8.") from None
     factories.prepare(options, options.log_level)
-    from mlx_mtp.terminal import generate
+    from mlx_mtp.cli.generate import generate
 
     return generate(options)
 
@@ -115,7 +115,7 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
     backend.prepare()
     from mlx.core import clear_streams
 
-    from mlx_mtp.serving import serve
+    from mlx_mtp.cli.serve import serve
 
     wanted = {flag.key for flag in SERVE_FLAGS}
     flags = {name: value for name, value in vars(given).items() if name in wanted}

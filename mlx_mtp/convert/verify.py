@@ -6,14 +6,14 @@ from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
 
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.console import say
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import run_requests
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ConvertError
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 
 PROMPTS = (

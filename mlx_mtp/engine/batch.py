@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.distributed import gathered
 from mlx_mtp.engine.sequence import Copy, Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.proposer import DraftState
-from mlx_mtp.world import gathered
+from mlx_mtp.speculative.drafter import DraftState
 
 
 class Batch:

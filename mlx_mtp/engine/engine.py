@@ -14,16 +14,16 @@ from time import monotonic, perf_counter
 
 import mlx.core as mx
 
-from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.engine.calibration import CostKeeper
+from mlx_mtp.calibration.calibrator import CostKeeper
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
-from mlx_mtp.engine.links import Links
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, ModelError
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.ranks.links import Links
 from mlx_mtp.sampling.params import check_token_ids
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from mlx_mtp.console import size_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.machine import MemoryLimit, text_bytes
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 
 _COPIES = 2  # of states, while rows join or leave
 _WINDOWS = 3  # launched and not read, or run beside them or by the head's recursion

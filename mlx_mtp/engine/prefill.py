@@ -9,9 +9,9 @@ prompt is computed within twice the time of itself and of what was left of those
 from collections.abc import Iterator
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk
+from mlx_mtp.speculative.prefill_costs import ChunkCosts
 
 Group = list[Sequence]
 

@@ -13,8 +13,7 @@ import numpy as np
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.engine.batch import Batch, Batches
 from mlx_mtp.engine.health import step_error
-from mlx_mtp.engine.prefix import PrefixCache
-from mlx_mtp.engine.prompt_logprobs import prompt_scores
+from mlx_mtp.engine.logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import (
     ChunkArrays,
@@ -27,10 +26,11 @@ from mlx_mtp.engine.step import (
     StepRow,
 )
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.speculative.acceptance import accept
-from mlx_mtp.speculative.proposer import Computed, DraftProposer
+from mlx_mtp.speculative.drafter import Computed, DraftProposer
+from mlx_mtp.speculative.verify import accept
 
 logger = logging.getLogger(__name__)
 

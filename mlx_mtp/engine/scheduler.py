@@ -5,18 +5,18 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from time import perf_counter
 
-from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import FinishReason, RequestOutput
-from mlx_mtp.engine.reuse import PrefixReuse
 from mlx_mtp.engine.sequence import Copy, Sequence, Status
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
-from mlx_mtp.speculative.copies import Copies
-from mlx_mtp.speculative.prices import COPY, Shape
-from mlx_mtp.speculative.worth import DecodeStep, DraftPolicy, Outcome
+from mlx_mtp.prefix.policy import PrefixReuse
+from mlx_mtp.prefix.radix_tree import PrefixTree
+from mlx_mtp.speculative.costs import COPY, Shape
+from mlx_mtp.speculative.draft_policy import DecodeStep, DraftPolicy, Outcome
+from mlx_mtp.speculative.ngram import Copies
 
 # Tokens of a chunk that shares a forward pass with the running rows, so that the weights are read
 # once. A longer one gains nothing, and if it fails they go on.

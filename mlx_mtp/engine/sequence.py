@@ -5,10 +5,10 @@ from bisect import bisect
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
-from mlx_mtp.cache.prefix_tree import Node, root_key
 from mlx_mtp.engine.request import Progress, Request, TokenLogprobs
+from mlx_mtp.prefix.radix_tree import Node, root_key
 from mlx_mtp.sampling.grammar_masks import Constraint
-from mlx_mtp.speculative.worth import DraftRow
+from mlx_mtp.speculative.draft_policy import DraftRow
 
 
 class Status(enum.Enum):
@@ -59,7 +59,7 @@ class Sequence:
         self._steps_in_flight = 0
         self._positions_in_flight = 0
 
-        # Of the prefix cache (engine/reuse.py, engine/prefix.py):
+        # Of the prefix cache (prefix/policy.py, prefix/cache.py):
         self.prefix: Node | None = None  # that its prefill continues, until it has been copied
         self.key = self.prompt  # what the cache knows its prompt by
         self.num_reused = 0  # tokens of that prefix

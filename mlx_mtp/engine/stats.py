@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import Progress
-from mlx_mtp.speculative.worth import DraftChoice
+from mlx_mtp.speculative.draft_policy import DraftChoice
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.engine.prefix import Save
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.sequence import Copy, Sequence
 from mlx_mtp.errors import MlxMtpError
-from mlx_mtp.speculative.acceptance import AcceptResult
+from mlx_mtp.prefix.cache import Save
+from mlx_mtp.speculative.verify import AcceptResult
 
 # Of the prompts of one group, each with its first position and its number of tokens.
 PrefillChunk = tuple[tuple[Sequence, int, int], ...]

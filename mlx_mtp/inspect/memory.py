@@ -17,8 +17,8 @@ from mlx_mtp.inspect.found import Found
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
-from mlx_mtp.server.params import model_defaults
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.generation.params import model_defaults
+from mlx_mtp.text.tokenizer import Tokenizer
 
 _ROWS = (1, 16)
 _TOKENS = (4096, 32768)

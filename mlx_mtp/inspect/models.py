@@ -16,8 +16,8 @@ from mlx_mtp.engine.memory import MemoryPlan, footprint
 from mlx_mtp.errors import UsageError
 from mlx_mtp.inspect.memory import Demand, plan
 from mlx_mtp.machine import MemoryLimit, mac_memory, machine_memory
-from mlx_mtp.models.loaded import LoadedModel, module_nbytes
 from mlx_mtp.models.loader import family_of
+from mlx_mtp.models.model import LoadedModel, module_nbytes
 from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, Release
 
 SHORT_ROW = 8192

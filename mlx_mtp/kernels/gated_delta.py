@@ -12,8 +12,9 @@ Elsewhere it is matrix products, in `portable.py`.
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gated_delta_chunks, gpu, portable, self_check
-from mlx_mtp.kernels.window import Pending, Shape, Window
+from mlx_mtp.kernels import gpu, portable, self_check
+from mlx_mtp.kernels.cuda import gated_delta_chunks
+from mlx_mtp.kernels.gdn_types import Pending, Shape, Window
 
 # Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
 LAYOUTS = ((16, 2), (16, 1), (32, 1))

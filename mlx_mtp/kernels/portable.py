@@ -20,7 +20,7 @@ import functools
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
-from mlx_mtp.kernels.window import Convolution, Pending, Projected, Window
+from mlx_mtp.kernels.gdn_types import Convolution, Pending, Projected, Window
 
 CHUNK = 64
 EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares

@@ -8,8 +8,8 @@ import numpy as np
 
 from mlx_mtp.kernels import portable
 from mlx_mtp.kernels.attention_plan import Row, plan
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Convolution, Projected, Shape, Window
 from mlx_mtp.kernels.gpu import Launch
-from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Convolution, Projected, Shape, Window
 
 # Half a unit in the last place of results near 1, over that of float32.
 _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}

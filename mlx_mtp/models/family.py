@@ -11,7 +11,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
-from mlx_mtp.kernels.window import Shape
+from mlx_mtp.kernels.gdn_types import Shape
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.layers import PartedLayer, RaggedAttention, WindowedGatedDeltaNet
 

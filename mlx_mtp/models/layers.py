@@ -16,13 +16,13 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_mtp.cache.gated_delta import GatedDeltaCache, Held
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
+from mlx_mtp.distributed import summed
 from mlx_mtp.kernels import norms
+from mlx_mtp.kernels.gdn_types import Convolution, Projected
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.kernels.window import Convolution, Projected
-from mlx_mtp.models.few_rows import project
-from mlx_mtp.models.mixture import add_mlp
-from mlx_mtp.models.shared import Methods, compiled
-from mlx_mtp.world import summed
+from mlx_mtp.models.compiled import Methods, compiled
+from mlx_mtp.models.moe import add_mlp
+from mlx_mtp.models.skinny_gemm import project
 
 
 class RaggedAttention(Qwen3NextAttention):

@@ -25,11 +25,11 @@ from mlx_mtp.models import head_weights
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.files import read_index, read_json, shapes_in
 from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.models.qwen3_5 import QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
-from mlx_mtp.models.shards import shard
 from mlx_mtp.models.sizes import check_sizes
+from mlx_mtp.models.tensor_parallel import shard
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mlx_mtp.cache.packing import Rectangle
-from mlx_mtp.kernels.window import Projected
+from mlx_mtp.kernels.gdn_types import Projected
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.head_weights import stack_experts
 from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaNet
 
 from mlx_mtp.cache.packing import Rectangle
-from mlx_mtp.kernels.window import Projected
+from mlx_mtp.kernels.gdn_types import Projected
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 

@@ -18,10 +18,10 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
+from mlx_mtp.distributed import agreed
 from mlx_mtp.kernels.gpu import fused
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
-from mlx_mtp.world import agreed
 
 
 class Sampler:

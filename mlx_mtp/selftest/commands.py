@@ -13,12 +13,12 @@ from mlx_mtp.bench.prompts import PromptSource
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.errors import EngineError
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.selftest.kernels import check_model
 from mlx_mtp.selftest.products import measure_products
 from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 
 _DEPTHS: tuple[DraftTokens, ...] = (0, 1, 2, 3, "auto")
 _AUTO_SHARE = 0.4  # Of the time, that must be left for "auto", which calibrates itself first.

@@ -9,20 +9,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
-from mlx_mtp.kernels import (
-    attention,
-    flash,
-    gated_delta,
-    gated_delta_chunks,
-    gpu,
-    inputs,
-    norms,
-    portable,
-    router,
-)
+from mlx_mtp.kernels import gated_delta, gpu, norms, portable, short_conv, topk
+from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_chunks
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Shape
 from mlx_mtp.kernels.self_check import Cases
-from mlx_mtp.kernels.window import QWEN3_NEXT_80B, Shape
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.selftest.timing import Launch, microseconds
 
 _LENGTH, _ROWS = 90, 3  # Of windows for the portable code: two chunks, the second one short.
@@ -68,17 +59,17 @@ def check_model(model: LoadedModel) -> list[KernelCheck]:
 
 def check_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelCheck:
     """Compare the attention kernel with float32; attention in float32 is mlx's own."""
-    compare = partial(attention.error, heads, kv_heads, dim, mx.bfloat16)
-    case = _Case("attention kernel / float32", compare, dim in attention.DIMS)
-    return _check(called, mx.bfloat16, case, attention.TOLERANCE)
+    compare = partial(decode_attention.error, heads, kv_heads, dim, mx.bfloat16)
+    case = _Case("attention kernel / float32", compare, dim in decode_attention.DIMS)
+    return _check(called, mx.bfloat16, case, decode_attention.TOLERANCE)
 
 
 def check_chunk_attention(called: str, heads: int, kv_heads: int, dim: int) -> KernelCheck:
     """The same for the kernel of prompts' chunks."""
-    compare = partial(flash.error, heads, kv_heads, mx.bfloat16)
-    applies = dim == flash.DIM and flash.hopper()
+    compare = partial(flash_attention.error, heads, kv_heads, mx.bfloat16)
+    applies = dim == flash_attention.DIM and flash_attention.hopper()
     case = _Case("chunk attention kernel / float32", compare, applies)
-    return _check(called, mx.bfloat16, case, flash.TOLERANCE)
+    return _check(called, mx.bfloat16, case, flash_attention.TOLERANCE)
 
 
 def check_kernels(shapes: Mapping[str, Shape]) -> list[KernelCheck]:
@@ -119,8 +110,8 @@ def _gpu_cases(shape: Shape, dtype: mx.Dtype) -> Iterator[_Case]:
     both = partial(gated_delta.launch, *given), partial(portable.step, *given)
     yield _case("gated delta kernel / portable", gated_delta.KERNEL, shape, dtype, *both)
     before = cases.projected(1, _TOKENS), cases.convolution(), cases.history(1, 0), None
-    pair = partial(inputs.launch, *before), partial(portable.prepare, *before)
-    yield _case("inputs kernel / portable", inputs.KERNEL, shape, dtype, *pair)
+    pair = partial(short_conv.launch, *before), partial(portable.prepare, *before)
+    yield _case("inputs kernel / portable", short_conv.KERNEL, shape, dtype, *pair)
     if gpu.backend() == "cuda":
         compare = partial(gated_delta_chunks.error, shape, dtype)
         applies = gated_delta_chunks.applies(shape, dtype)
@@ -138,11 +129,11 @@ def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
     shapes = [(norms.ADD_NORM, width), (norms.GATED_NORM, gated), (norms.ROTATE, rotation)]
     if getattr(args, "num_experts", 0):
         chosen = args.num_experts_per_tok
-        kind = router.Router(args.num_experts, chosen, args.norm_topk_prob)
+        kind = topk.Router(args.num_experts, chosen, args.norm_topk_prob)
         logits = mx.random.normal((_TOKENS, kind.experts + 1), key=mx.random.key(0)).astype(dtype)
         given = logits[:, :-1], logits[:, -1:], kind
-        routed = partial(router.launch, *given), partial(router.portable, *given)
-        yield _case("router kernel / mlx", router.KERNEL, kind, dtype, *routed)
+        routed = partial(topk.launch, *given), partial(topk.portable, *given)
+        yield _case("router kernel / mlx", topk.KERNEL, kind, dtype, *routed)
         # Of a step with the shared expert, of a prompt without.
         shapes += [(norms.MIX_NORM, width._replace(chosen=n)) for n in (chosen + 1, chosen)]
     for each, shape in shapes:

@@ -12,7 +12,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_mtp.kernels.formats import Weight, weight_of
-from mlx_mtp.models.few_rows import (
+from mlx_mtp.models.model import LoadedModel, module_nbytes
+from mlx_mtp.models.skinny_gemm import (
     REPLACED,
     FewRowsExperts,
     FewRowsMixture,
@@ -21,7 +22,6 @@ from mlx_mtp.models.few_rows import (
     served,
     with_kernel,
 )
-from mlx_mtp.models.loaded import LoadedModel, module_nbytes
 from mlx_mtp.selftest.kernels import name_of
 from mlx_mtp.selftest.timing import Launch, microseconds
 

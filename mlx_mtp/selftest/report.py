@@ -19,7 +19,7 @@ from mlx_mtp.flags import print_error
 from mlx_mtp.inspect.found import quantization
 from mlx_mtp.kernels import gpu
 from mlx_mtp.machine import physical_memory
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.selftest.kernels import KernelCheck, name_of
 from mlx_mtp.selftest.products import ROWS, Product
 

@@ -17,15 +17,15 @@ from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
-from mlx_mtp.server.admission import HeldBytes, RequestLimiter, client_of
-from mlx_mtp.server.body import Model, read_body
-from mlx_mtp.server.generation import Dispatcher, timeout_error
+from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
+from mlx_mtp.server.generation.params import model_defaults
+from mlx_mtp.server.generation.prompting import make_prompter
+from mlx_mtp.server.grammar.grammars import Grammars
+from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter, client_of
+from mlx_mtp.server.http.body import Model, read_body
+from mlx_mtp.server.http.request_log import record_of
 from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.server.params import model_defaults
-from mlx_mtp.server.prompting import make_prompter
-from mlx_mtp.server.request_log import record_of
-from mlx_mtp.server.structured import Grammars
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine

@@ -12,11 +12,11 @@ from typing import Any
 
 from mlx_mtp import __version__
 from mlx_mtp.errors import ForbiddenError, NotFoundError, QueueFullError, RequestCancelledError
-from mlx_mtp.server.admission import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.server.context import Context
+from mlx_mtp.server.generation.writer import event
+from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.server.progress import report
-from mlx_mtp.server.text import cut
-from mlx_mtp.server.writer import event
+from mlx_mtp.text.characters import cut
 
 SECONDS = 0.5  # between two messages
 _SAMPLE_SECONDS, _MOST_SAMPLES = 2.0, 150  # of the history: five minutes

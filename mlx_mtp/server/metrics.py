@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from mlx_mtp import __version__
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server.admission import REASONS, RequestLimiter
+from mlx_mtp.server.http.admission import REASONS, RequestLimiter
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine

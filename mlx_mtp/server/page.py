@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 from mlx_mtp.connect.clients import Served, shown
 from mlx_mtp.connect.command import NAMES
 from mlx_mtp.errors import NotFoundError
-from mlx_mtp.server.access import key_of
 from mlx_mtp.server.context import context_of
+from mlx_mtp.server.http.access import key_of
 from mlx_mtp.server.live import Live
 
 FOLDER = Path(__file__).parents[1] / "page"

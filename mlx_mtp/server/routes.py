@@ -6,12 +6,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server import page, stored, token_routes
-from mlx_mtp.server.anthropic import routes as anthropic
+from mlx_mtp.server import page
+from mlx_mtp.server.api import stored, token_routes
+from mlx_mtp.server.api.anthropic import routes as anthropic
+from mlx_mtp.server.api.ollama import routes as ollama
+from mlx_mtp.server.api.openai import routes as openai
+from mlx_mtp.server.api.responses.routes import responses
 from mlx_mtp.server.context import context_of
-from mlx_mtp.server.ollama import routes as ollama
-from mlx_mtp.server.openai import routes as openai
-from mlx_mtp.server.responses.routes import responses
 
 
 async def _models(request: Request) -> Response:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.speculative.proposer import DraftProposer, make_mtp_proposer
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.speculative.drafter import DraftProposer, make_mtp_proposer
 
 Factory = Callable[[LoadedModel, Sequence[int] | None], DraftProposer | None]
 

@@ -10,8 +10,8 @@ from demo_model.acceptance import DEPTH, Windows
 from demo_model.evaluation import Answered, Backend
 from demo_model.held_out import MAX_NEW_TOKENS
 from demo_model.tokenizer import END_ID, VOCAB_SIZE
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.models.loader import load_model

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from benchmarks.concurrency import contenders
-from mlx_mtp import cli
 from mlx_mtp.bench.answer import Answer, Split
 from mlx_mtp.bench.measure import Wave, summarize
 from mlx_mtp.bench.report import footnotes
+from mlx_mtp.cli import main as cli
 from tests.bench import fake_server as fake
 from tests.bench.fake_server import measured, piece, refusal
 

@@ -2,15 +2,15 @@
 
 import re
 
-from mlx_mtp import cli
 from mlx_mtp.bench import offline
 from mlx_mtp.bench.answer import Split
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.offline import EngineSubject, engine_subject
 from mlx_mtp.bench.prompts import Prompt
+from mlx_mtp.cli import main as cli
 from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.bench.test_commands import table_of
 from tests.server.fake_engine import FakeEngine, answer
 

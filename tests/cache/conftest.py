@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.prefix.disk import PrefixStore
 from tests.cache.prefixes import FINGERPRINT
 
 

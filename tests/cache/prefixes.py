@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.cache.prefix_state import Segment, join
-from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import Fetch, Node, PrefixTree, root_key
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.radix_tree import Fetch, Node, PrefixTree, root_key
+from mlx_mtp.prefix.segments import Segment, join
 
 ROOT = root_key(None)
 FINGERPRINT = "f" * 64

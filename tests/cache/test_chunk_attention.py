@@ -10,7 +10,7 @@ from mlx_mtp.cache import kv
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import chunk_attention
+from mlx_mtp.kernels import prefill_attention
 
 DIM, HEADS, KV_HEADS = 32, 6, 2
 
@@ -32,8 +32,8 @@ def test_a_chunk_attends_to_the_same(start, length, block):
     queries = normal(length, HEADS, DIM, seed=7)
     expected = cache.attend(packing, queries, DIM**-0.5)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(chunk_attention, "fits", lambda _: True)
-        patched.setattr(chunk_attention, "BLOCK", block)
+        patched.setattr(prefill_attention, "fits", lambda _: True)
+        patched.setattr(prefill_attention, "BLOCK", block)
         found = cache.attend(packing, queries, DIM**-0.5)
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
 

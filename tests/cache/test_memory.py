@@ -10,8 +10,8 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.engine.memory import footprint
-from mlx_mtp.models.loaded import LoadedModel
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
 from tests.tiny_models import FAMILIES
 
 

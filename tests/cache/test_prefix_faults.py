@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.cache import prefix_files, prefix_store
-from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys
+from mlx_mtp.prefix import directory as prefix_files
+from mlx_mtp.prefix import disk as prefix_store
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys
 from tests.cache.prefixes import PATIENCE, ROOT, fetch, flush, is_whole, keep
 from tests.cache.test_prefix_store import check_integrity, files
 from tests.waiting import wait_until

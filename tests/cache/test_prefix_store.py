@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from safetensors import safe_open
 
-from mlx_mtp.cache import prefix_files
-from mlx_mtp.cache.prefix_files import fingerprint
-from mlx_mtp.cache.prefix_state import Segment
-from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.errors import UsageError
+from mlx_mtp.prefix import directory as prefix_files
+from mlx_mtp.prefix.directory import fingerprint
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
+from mlx_mtp.prefix.segments import Segment
 from tests.cache.prefixes import FINGERPRINT, ROOT, fetch, flush, is_whole, keep, same
 
 SALTS = st.sampled_from([ROOT, root_key("a")])
@@ -59,7 +59,7 @@ def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
 READS_WHILE_CACHES_ARE_CLEARED = """
 import threading
 import mlx.core as mx
-from mlx_mtp.cache.prefix_files import pack, unpack
+from mlx_mtp.prefix.directory import pack, unpack
 content = pack({f"{n}": mx.zeros((64,)) for n in range(200)}, None)
 reads = threading.Thread(target=lambda: [unpack(content) for _ in range(50)])
 reads.start()

@@ -11,8 +11,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlx_mtp.cache import prefix_tree
-from mlx_mtp.cache.prefix_tree import NUM_RECENT, Fetch, Node, PrefixTree
+from mlx_mtp.prefix import radix_tree
+from mlx_mtp.prefix.radix_tree import NUM_RECENT, Fetch, Node, PrefixTree
 from tests.cache.prefixes import STATE, FakeDisk, check_tree, nodes, put
 
 
@@ -149,6 +149,6 @@ class Life(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_a_life(examples, monkeypatch):
-    monkeypatch.setattr(prefix_tree, "_STRIDE", 4)
+    monkeypatch.setattr(radix_tree, "_STRIDE", 4)
     how = settings(max_examples=examples, stateful_step_count=30, deadline=None)
     run_state_machine_as_test(Life, settings=how)

@@ -12,7 +12,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout, most_slots, rounded_capacity
-from mlx_mtp.kernels.window import Convolution, Projected, Shape
+from mlx_mtp.kernels.gdn_types import Convolution, Projected, Shape
 
 HEADS, DIM = 2, 4
 HK, RATIO, DK, DV = 2, 2, 32, 8

@@ -17,7 +17,7 @@ from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoin
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_mtp.server.serve import create_app
+from mlx_mtp.server.app import create_app
 from tests.server import conftest
 
 FOLDER = Path(__file__).parents[1] / "data" / "clients"

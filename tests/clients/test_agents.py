@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlx_mtp.engine.request import Request
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.clients import captures
 from tests.clients.agents import AGENTS, FOLDER, Agent, run
 from tests.clients.npm import installed

@@ -16,7 +16,7 @@ from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from mlx_mtp.engine.request import Request
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.process import MODEL, Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.clients import captures
 from tests.clients.agents import AGENTS
 from tests.clients.shapes import (

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_mtp import cli
+from mlx_mtp.cli import main as cli
 from mlx_mtp.convert import commands
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO

@@ -17,7 +17,7 @@ from mlx_mtp.convert import verify
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.errors import ConvertError, MissingHeadError
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
 from tests.convert.checkpoints import read_file, write_file
 from tests.convert.conftest import snapshot

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from huggingface_hub import constants
 
-from mlx_mtp import cli
+from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.convert.source import check_head_on_hub
 from mlx_mtp.errors import ConvertError

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_mtp import cli
+from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.convert.files import StoredTensor
 from mlx_mtp.models.head_weights import sidecar_files

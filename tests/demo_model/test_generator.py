@@ -19,9 +19,9 @@ from demo_model.mixture import (
 from demo_model.packing import encode
 from demo_model.tokenizer import load, write_files
 from demo_model.tools.chats import tool_chat
-from mlx_mtp.server.parsing.events import ToolArguments, ToolBroken, ToolStart
-from mlx_mtp.server.parsing.formats import OutputFormat
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.parsing.events import ToolArguments, ToolBroken, ToolStart
+from mlx_mtp.text.parsing.formats import OutputFormat
+from mlx_mtp.text.tokenizer import Tokenizer
 
 FORMATS = {"hermes": "hermes", "xml": "qwen3_coder"}
 

@@ -10,14 +10,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
-from mlx_mtp.models.loaded import DraftHead, LoadedModel
+from mlx_mtp.models.model import DraftHead, LoadedModel
+from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.speculative.proposer import Computed, MTPProposer
-from mlx_mtp.speculative.worth import Choice, DecodeStep, DraftRow
+from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow
+from mlx_mtp.speculative.drafter import Computed, MTPProposer
 from tests.cache.prefixes import flush
 from tests.grammars import compiled
 from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request

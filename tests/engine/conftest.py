@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from tests.engine.cases import EOS, make_requests
 from tests.harness import Plain, Ties, plain
 from tests.tiny_models import VOCAB

@@ -11,11 +11,11 @@ from mlx_mtp import backend
 backend.prepare()
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.follow import follow
-from mlx_mtp.engine.links import Link, connect
+from mlx_mtp.distributed import world
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.world import world
+from mlx_mtp.ranks.follower import follow
+from mlx_mtp.ranks.links import Link, connect
 from tests.engine.cases import EOS, STEP, Erratic, RandomChunks, make_requests
 from tests.harness import Driver
 from tests.tiny_models import VOCAB

@@ -7,23 +7,23 @@ import os
 
 import pytest
 
-from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import cost_file
-from mlx_mtp.engine import engine as engine_module
-from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import (
+from mlx_mtp.build import build_engine
+from mlx_mtp.calibration import cost_file
+from mlx_mtp.calibration.calibrator import (
     Calibration,
     Cell,
     CostKeeper,
     cells_to_measure,
 )
-from mlx_mtp.engine.chunk_calibration import ChunkCalibration
-from mlx_mtp.engine.chunks import ChunkCosts
+from mlx_mtp.calibration.chunks import ChunkCalibration
+from mlx_mtp.calibration.cost_file import fingerprint
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.cost_file import fingerprint
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts
+from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.prefill_costs import ChunkCosts
 from tests.engine.test_engine import Client
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB

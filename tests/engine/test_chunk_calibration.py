@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
+from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.chunk_calibration import ChunkCalibration
-from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.prefill_costs import ChunkCosts
 from tests.tiny_models import VOCAB
 
 LONGEST = 128

@@ -5,12 +5,12 @@ import dataclasses
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.sequence import Copy
-from mlx_mtp.speculative.prices import COPY, HEAD, StepCosts
-from mlx_mtp.speculative.worth import DraftsByWorth
+from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts
+from mlx_mtp.speculative.draft_policy import DraftsByWorth
 from tests.engine.cases import EOS, STEP, make_requests
 from tests.engine.test_engine import Client
 from tests.harness import Driver, greedy, plain, request

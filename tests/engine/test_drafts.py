@@ -2,13 +2,13 @@
 
 import pytest
 
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.errors import UsageError
-from mlx_mtp.models.loaded import DraftHead
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.models.model import DraftHead
 from mlx_mtp.speculative.draft_sources import SOURCES
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
 from tests.engine.cases import EOS, make_requests, proposer_for
 from tests.engine.test_engine import Client

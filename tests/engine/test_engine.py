@@ -10,10 +10,10 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from mlx_mtp import build as build_module
+from mlx_mtp.build import build_engine, plan_for
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import build as build_module
 from mlx_mtp.engine import engine as engine_module
-from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import acquire_restart

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache.prefix_tree import PrefixTree
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.reuse import MIN_GAIN, PrefixReuse, cuts, save_points, turns
 from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, cuts, save_points, turns
+from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
 from tests.engine import cases
 from tests.engine.test_reuse import END, GAIN, STEP, World, messages
 from tests.grammars import bad_words, compiled

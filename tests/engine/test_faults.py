@@ -14,9 +14,9 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.errors import StepError, StepMemoryError
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.proposer import MTPProposer
+from mlx_mtp.speculative.drafter import MTPProposer
 from tests.harness import Driver, Plain, greedy, plain, request
 from tests.tiny_models import VOCAB
 

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import GrammarError
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.engine.cases import EOS, STEP
 from tests.grammars import bad_words, compiled, ids, texts

@@ -9,15 +9,15 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks import prefill_memory
+from mlx_mtp.build import build_engine, plan_for
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, GatedDeltaSpec, MLPSpec
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import memory
-from mlx_mtp.engine.build import build_engine, plan_for
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, UsageError
 from mlx_mtp.flags import size
-from mlx_mtp.kernels.window import QWEN3_NEXT_80B
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B
 from mlx_mtp.machine import MOST_TEXT_BYTES, MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
-from mlx_mtp.speculative.copies import Copies
+from mlx_mtp.speculative.ngram import Copies
 from tests.engine.cases import (
     EOS,
     STEP,

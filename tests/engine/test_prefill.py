@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.chunks import ChunkCosts
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.prefill import Prefills
-from mlx_mtp.engine.prefix import PrefixCache
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.scheduler import MOST_TOGETHER, Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
+from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.prefill_costs import ChunkCosts
 from tests.engine.cases import ask, driver, words
 from tests.harness import greedy, request
 

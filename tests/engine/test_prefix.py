@@ -8,11 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_mtp.cache.prefix_state import Segment
-from mlx_mtp.cache.prefix_store import PrefixStore
-from mlx_mtp.cache.prefix_tree import PrefixTree
-from mlx_mtp.engine import prefix as prefix_module
 from mlx_mtp.engine.step import InFlightStep
+from mlx_mtp.prefix import cache as prefix_module
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.radix_tree import PrefixTree
+from mlx_mtp.prefix.segments import Segment
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.cache.prefixes import FINGERPRINT, nodes
 from tests.engine.cases import EOS, SAMPLED, ask, check, check_head_cache, driver, words

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.cache import prefix_files
-from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.build import prefix_store
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import prefix_store
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import UsageError
+from mlx_mtp.prefix import directory as prefix_files
+from mlx_mtp.prefix.disk import PrefixStore
 from tests.cache.prefixes import FINGERPRINT, flush, keep
 from tests.engine.cases import EOS, ROOM, SAMPLED, ask, check, driver, words
 from tests.harness import Driver, greedy, request

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.engine.prefill import Prefills
 from mlx_mtp.engine.request import Request
+from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import SamplingParams
 from tests.cache.prefixes import FINGERPRINT, flush
 from tests.engine.cases import EOS, SAMPLED, RandomChunks, driver

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.cache import prefix_store
-from mlx_mtp.cache.prefix_store import PrefixStore
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.prefix import disk as prefix_store
+from mlx_mtp.prefix.disk import PrefixStore
 from tests.cache.prefixes import FINGERPRINT, PATIENCE
 from tests.engine.cases import EOS, words
 from tests.engine.test_engine import Client, fail_next_turn

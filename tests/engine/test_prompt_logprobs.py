@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_mtp.engine.logprobs import prompt_scores
 from mlx_mtp.engine.memory import PROMPT_POSITIONS
-from mlx_mtp.engine.prompt_logprobs import prompt_scores
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.sampling.params import SamplingParams
 from tests.engine.cases import EOS, STEP, ask, driver, words

@@ -17,19 +17,20 @@ import mlx.core as mx
 import pytest
 from mlx_lm.convert import convert as mlx_lm_convert
 
-from mlx_mtp import ranks, world
+from mlx_mtp import distributed
+from mlx_mtp.build import build_engine
+from mlx_mtp.calibration import calibrator
+from mlx_mtp.calibration.calibrator import CostKeeper
+from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.engine import calibration, links
-from mlx_mtp.engine.build import build_engine
-from mlx_mtp.engine.calibration import CostKeeper
-from mlx_mtp.engine.chunk_calibration import ChunkCalibration
-from mlx_mtp.engine.chunks import ChunkCosts
-from mlx_mtp.engine.messages import Compare
+from mlx_mtp.distributed import World
 from mlx_mtp.errors import EngineStoppedError, ModelError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.speculative.prices import StepCosts
-from mlx_mtp.world import World
+from mlx_mtp.ranks import launch, links
+from mlx_mtp.ranks.messages import Compare
+from mlx_mtp.speculative.costs import StepCosts
+from mlx_mtp.speculative.prefill_costs import ChunkCosts
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.engine.cases import EOS, make_requests
 from tests.engine.ranks import answers, requests_of
@@ -148,7 +149,7 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
     config = EngineConfig(
         prefill_step_size=64, max_decode_pause=1e9, calibration_seconds=1e9, max_num_seqs=2
     )
-    monkeypatch.setattr(calibration, "_TIMES", 1)
+    monkeypatch.setattr(calibrator, "_TIMES", 1)
     costs, chunks = StepCosts(), ChunkCosts(config.prefill_step_size)
     requests = make_requests("sampled")[:4]
 
@@ -252,8 +253,8 @@ def test_rank_zero_listens_where_the_hostfile_says(hosts, found, monkeypatch, tm
     file = tmp_path / "hosts.json"
     file.write_text(json.dumps([[host] for host in hosts]))
     monkeypatch.setenv("MLX_HOSTFILE", str(file))
-    monkeypatch.setattr(world, "own_address", lambda: "192.168.1.5")
-    assert world.rank_zero_hosts() == found
+    monkeypatch.setattr(distributed, "own_address", lambda: "192.168.1.5")
+    assert distributed.rank_zero_hosts() == found
 
 
 @pytest.mark.parametrize(
@@ -269,8 +270,8 @@ def test_a_name_may_lead_elsewhere_on_its_own_machine(variable, value, found, mo
     for other in ("MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(world, "own_address", lambda: "192.168.1.5")
-    assert world.rank_zero_hosts() == found
+    monkeypatch.setattr(distributed, "own_address", lambda: "192.168.1.5")
+    assert distributed.rank_zero_hosts() == found
 
 
 def test_strangers_take_no_ranks_place(start, monkeypatch, caplog):
@@ -294,7 +295,7 @@ def test_strangers_take_no_ranks_place(start, monkeypatch, caplog):
         return call(*given, **more)
 
     threads = []
-    monkeypatch.setattr(world, "NOTICE_SECONDS", 0.05, raising=False)
+    monkeypatch.setattr(distributed, "NOTICE_SECONDS", 0.05, raising=False)
     monkeypatch.setattr(socket, "create_server", called)
     monkeypatch.setattr(socket, "create_connection", late)
     lead, *others = start(3)
@@ -427,13 +428,13 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
     """Each rank lives, as its heartbeat tells, but one of them is stuck."""
     told = queue.SimpleQueue()
     for name in ("_LOOK_SECONDS", "_HANG_SECONDS", "_FLUSH_SECONDS"):
-        monkeypatch.setattr(ranks, name, 0.01)
-    monkeypatch.setattr(ranks, "give_up", told.put)
+        monkeypatch.setattr(launch, name, 0.01)
+    monkeypatch.setattr(launch, "give_up", told.put)
     engine = SimpleNamespace(hang_reason=None, fail=told.put)
     together, other = links.Links(pytest.fail), Queue()
     together.all, other.peer, other.num_done = [other], 1, 7
     other.send("ready")
-    ranks.watch(engine, together)
+    launch.watch(engine, together)
     assert told.empty()
     engine.hang_reason = "the engine hangs"
     why = "the engine hangs; steps that others have computed: rank 1 7"
@@ -444,7 +445,7 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
     "where",
     [
         ("builtins", "eval"),
-        *(("mlx_mtp.engine.messages", name) for name in ("Row.of", "Request", "__getattribute__")),
+        *(("mlx_mtp.ranks.messages", name) for name in ("Row.of", "Request", "__getattribute__")),
     ],
     ids=str,
 )

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_mtp.cache.prefix_files import PrefixDirectory
-from mlx_mtp.cache.prefix_store import PrefixStore
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine import parts
-from mlx_mtp.engine.parts import LeadStore
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.prefix.directory import PrefixDirectory
+from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.ranks import segments
+from mlx_mtp.ranks.segments import LeadStore
 from tests.cache.prefixes import FINGERPRINT, flush
 from tests.conftest import DEMO
 from tests.engine.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
@@ -47,9 +47,9 @@ def serve(monkeypatch, folder: Path, models, *rounds, bits=None):
                 prefix_cache_size=ROOM,
                 kv_cache_quantization=bits,
             )
-            parts = {"vocab_size": VOCAB, "stop_ids": (EOS,), "config": config}
+            segments = {"vocab_size": VOCAB, "stop_ids": (EOS,), "config": config}
             with closing(store):
-                run = Driver(models[0], links=together, store=store, **parts)
+                run = Driver(models[0], links=together, store=store, **segments)
                 for each in rounds:
                     if callable(each):
                         each(run)
@@ -132,7 +132,7 @@ def test_a_disk_that_hangs_on_one_rank_is_not_waited_for(tmp_path, monkeypatch, 
         return read(directory, file)
 
     monkeypatch.setattr(PrefixDirectory, "read", late)
-    monkeypatch.setattr(parts, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(segments, "READ_SECONDS", 0.5)
     again = [request(f"{n}", HISTORY, SAMPLED[n]) for n in range(2)]
 
     def hanging(run: Driver) -> None:
@@ -141,7 +141,7 @@ def test_a_disk_that_hangs_on_one_rank_is_not_waited_for(tmp_path, monkeypatch, 
             run.step()
             time.sleep(0.01)
         run.prefixes.clear()
-        monkeypatch.setattr(parts, "READ_SECONDS", 60.0)
+        monkeypatch.setattr(segments, "READ_SECONDS", 60.0)
         answers.set()
 
     run = serve(monkeypatch, tmp_path, models, hanging, again[1:])

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache.prefix_tree import Fetch, PrefixTree
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
-from mlx_mtp.engine.reuse import MIN_GAIN, PrefixReuse, save_points, turns
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
+from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, save_points, turns
+from mlx_mtp.prefix.radix_tree import Fetch, PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.worth import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDepth
 from tests.cache.prefixes import FakeDisk, check_tree, put
 
 HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE

@@ -8,12 +8,12 @@ import pytest
 
 from benchmarks.full_shape import decoding_core
 from mlx_mtp.cache import layout
-from mlx_mtp.cache.prefix_tree import root_key
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner
 from mlx_mtp.engine.request import Request
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.speculative.prices import COPY
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.prefix.radix_tree import root_key
+from mlx_mtp.speculative.costs import COPY
 from tests.engine.cases import EOS, ROOM, SAMPLED, SPECS, Erratic, words
 from tests.grammars import compiled
 from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request

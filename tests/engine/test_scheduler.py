@@ -14,8 +14,8 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.prices import Shape
-from mlx_mtp.speculative.worth import DecodeStep, FixedDepth, Outcome
+from mlx_mtp.speculative.costs import Shape
+from mlx_mtp.speculative.draft_policy import DecodeStep, FixedDepth, Outcome
 
 
 def sequence(

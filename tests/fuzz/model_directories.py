@@ -34,7 +34,8 @@ import huggingface_hub  # noqa: F401
 import mlx_lm.convert  # noqa: F401
 import uvicorn  # noqa: F401
 
-from mlx_mtp import cli, serving
+from mlx_mtp.cli import main as cli
+from mlx_mtp.cli import serve as serving
 from tests.fuzz.damage import (
     CASES,
     SECRET,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.fuzz.damage import CASES, SECRET, SERVED, good_directory
 
 

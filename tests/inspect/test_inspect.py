@@ -12,7 +12,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_mtp import cli
+from mlx_mtp.cli import main as cli
+from mlx_mtp.cli.serve import plan_memory
 from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.console import size_text
 from mlx_mtp.flags import resolve
@@ -20,7 +21,6 @@ from mlx_mtp.inspect.found import find
 from mlx_mtp.inspect.memory import demand, plan
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.serving import plan_memory
 from tests.conftest import DEMO
 from tests.convert.checkpoints import write_source
 from tests.convert.fake_hub import FakeHub

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mlx_mtp import cli
+from mlx_mtp.cli import main as cli
 from mlx_mtp.inspect.models import published
 from mlx_mtp.models.published import SHAPES, source_of
 

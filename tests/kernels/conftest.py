@@ -5,23 +5,18 @@ import functools
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import (
-    attention,
-    attention_plan,
-    expand,
-    few_rows,
-    few_rows_metal,
-    flash,
-    gated_delta,
+from mlx_mtp.kernels import attention_plan, gated_delta, gpu, norms, short_conv, topk
+from mlx_mtp.kernels.cuda import (
+    decode_attention,
+    dequantize,
+    flash_attention,
     gated_delta_chunks,
     gated_delta_prepare,
-    gpu,
-    grouped,
-    inputs,
+    grouped_gemm,
     mma,
-    norms,
-    router,
+    skinny_gemm,
 )
+from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from tests.kernels.emulator import WHY_NOT, EmulatedKernel
 from tests.kernels.matrix_units import MATRIX_UNITS, WARPGROUP
 from tests.kernels.metal_source import MetalKernel
@@ -59,13 +54,13 @@ def emulated(request, monkeypatch, compiled):
     make = functools.partial(compiled, MetalKernel)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", make)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    kernels = [module.KERNEL for module in (gated_delta, inputs, router)]
+    kernels = [module.KERNEL for module in (gated_delta, short_conv, topk)]
     for kernel in [*kernels, *(each.kernel for each in norms.OPERATIONS)]:
         monkeypatch.setattr(kernel, "_built", {})
         monkeypatch.setattr(kernel, "_works", {})
-    few_rows_metal._kernel.cache_clear()
+    metal_gemm._kernel.cache_clear()
     yield request.param
-    few_rows_metal._kernel.cache_clear()
+    metal_gemm._kernel.cache_clear()
 
 
 @pytest.fixture
@@ -73,21 +68,31 @@ def matrix_units(monkeypatch, compiled):
     """The kernels for CUDA alone find it, and its matrix units."""
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
-    for module in (attention, few_rows, flash, gpu):
+    for module in (decode_attention, skinny_gemm, flash_attention, gpu):
         monkeypatch.setattr(module, "backend", lambda: "cuda")
     monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
     monkeypatch.setattr(mma, "wgmma", lambda *_: WARPGROUP + mma.MATRIX)
-    monkeypatch.setattr(flash, "hopper", lambda: True)
+    monkeypatch.setattr(flash_attention, "hopper", lambda: True)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
-    for kernel in (grouped._ARRANGE, grouped._ORDER, expand.KERNEL, gated_delta.KERNEL):
+    for kernel in (
+        grouped_gemm._ARRANGE,
+        grouped_gemm._ORDER,
+        dequantize.KERNEL,
+        gated_delta.KERNEL,
+    ):
         monkeypatch.setattr(kernel, "_built", {})
-    monkeypatch.setattr(attention, "STREAM", "")
+    monkeypatch.setattr(decode_attention, "STREAM", "")
     monkeypatch.setattr(mx.fast, "cuda_kernel", compiled, raising=False)
     monkeypatch.setattr(mx, "compile", lambda function: function)
-    of_attention = attention._kernel, attention._works, attention._launchers, attention_plan.plan
+    of_attention = (
+        decode_attention._kernel,
+        decode_attention._works,
+        decode_attention._launchers,
+        attention_plan.plan,
+    )
     of_chunks = gated_delta_prepare.kernel, gated_delta_chunks._works
-    of_prompts = flash._kernel, flash._works, *of_chunks
-    cached = (gpu.launcher, few_rows._kernel, grouped._kernel, *of_attention, *of_prompts)
+    of_prompts = flash_attention._kernel, flash_attention._works, *of_chunks
+    cached = (gpu.launcher, skinny_gemm._kernel, grouped_gemm._kernel, *of_attention, *of_prompts)
     for each in cached:
         each.cache_clear()
     yield

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
-from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check
+from mlx_mtp.kernels import gated_delta, gpu, portable, self_check, short_conv
+from mlx_mtp.kernels.gdn_types import Pending, Projected, Shape
 from mlx_mtp.kernels.self_check import Cases
-from mlx_mtp.kernels.window import Pending, Projected, Shape
 from mlx_mtp.selftest.kernels import check_kernels
 
 SMALL = Shape(2, 32, 4, 32)
@@ -72,10 +72,10 @@ def test_inputs_of_windows_in_a_row(emulated, shape, dtype):
     convolution = cases.convolution()
     history = true_history = cases.history(3, 0)
     kept = None
-    assert inputs.fits(cases.projected(1, 1), convolution)
+    assert short_conv.fits(cases.projected(1, 1), convolution)
     for length in (1, 3, 18, 2):
         given = cases.projected(3, length), convolution
-        q, window, history = inputs.prepare(*given, history, kept)
+        q, window, history = short_conv.prepare(*given, history, kept)
         true_q, true_window, true_history = portable.prepare(*given, true_history, kept)
         close([q, *window], [true_q, *true_window])
         assert mx.array_equal(history, true_history)
@@ -89,14 +89,14 @@ def test_inputs_may_be_slices(emulated):
     _, _, pending = portable.run(q, window, state)
     y, folded, after = gated_delta.launch(q, window, state, pending, kept)
     projected, *weights = cases.projected(2, 3), cases.convolution(), cases.history(2, 0)
-    true_q, true_window, _ = inputs.launch(projected, *weights, None)
+    true_q, true_window, _ = short_conv.launch(projected, *weights, None)
     for axis in (0, 1, 2):
         sliced = window._replace(k=spread(window.k, axis), v=spread(window.v, axis))
         before = Pending(spread(pending.k, axis), pending.delta, pending.g)
         found = gated_delta.launch(spread(q, axis), sliced, state, before, kept)
         close([*found[:2], *found[2]], [y, folded, *after], tolerance=0)
         parts = Projected(*(spread(a, axis) for a in projected))
-        found_q, found_window, _ = inputs.launch(parts, *weights, None)
+        found_q, found_window, _ = short_conv.launch(parts, *weights, None)
         close([found_q, *found_window], [true_q, *true_window], tolerance=0)
 
 
@@ -105,11 +105,11 @@ def test_inputs_may_be_slices(emulated):
 _BROKEN = [
     # The previous window is not forgotten at its own rate.
     (gated_delta, "fma(key[i], d, s[r][i] * decay)", "fma(key[i], d, s[r][i])"),
-    (inputs, "+ num_kept[b]) * C", ") * C"),
+    (short_conv, "+ num_kept[b]) * C", ") * C"),
     (gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
     (gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
     (gated_delta, "ADVANCE ? lengths[b] : length", "length"),
-    (inputs, "is_value ? own % (Hv / Hk) : 0;", "0;"),
+    (short_conv, "is_value ? own % (Hv / Hk) : 0;", "0;"),
 ]
 
 
@@ -159,7 +159,7 @@ GPU_SIZES = [(mx.float32, 1, 32), (mx.float16, 3, 64), (mx.bfloat16, 2, 128)]
 def test_on_a_real_gpu_the_kernels_are_used_and_equal_the_portable_code(variant):
     cases = Cases(0, variant.shape, variant.dtype)
     assert gated_delta.fits(cases.window(1, 1)[1])
-    assert inputs.fits(cases.projected(1, 1), cases.convolution())
+    assert short_conv.fits(cases.projected(1, 1), cases.convolution())
     for found in (check_recurrence(variant), check_inputs(variant)):
         assert found.ok, found
     assert all(c.applies and c.ok for c in check_kernels({"small": variant.shape}))

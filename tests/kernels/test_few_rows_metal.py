@@ -9,9 +9,9 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import few_rows_metal as kernels
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
-from mlx_mtp.models import few_rows
+from mlx_mtp.kernels.metal import skinny_gemm as kernels
+from mlx_mtp.models import skinny_gemm
 from mlx_mtp.selftest import products
 from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
 
@@ -94,14 +94,14 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         return found
 
     def layer(*worth):
-        monkeypatch.setattr(few_rows, "_is_worth_it", lambda *given: given[-1] in worth)
+        monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *given: given[-1] in worth)
         layer = linear(256, 32, AFFINE4, seed=0)
-        few_rows.use_few_rows(layer, BF16)
+        skinny_gemm.use_few_rows(layer, BF16)
         return layer
 
     for worth, ours in [((4, 16), range(2, 17)), ((4,), range(2, 5)), ((16,), range(5, 17))]:
         used = layer(*worth)
-        assert type(used) is few_rows.FewRowsLinear
+        assert type(used) is skinny_gemm.FewRowsLinear
         for rows in (1, 2, 4, 5, 16, 17):
             x = mx.random.normal((1, rows, 256), key=mx.random.key(rows)).astype(BF16)
             if rows in ours:
@@ -133,7 +133,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
 @pytest.mark.parametrize(("worth", "rows"), [((4, 16, 32), 6), ((4,), 4)])
 def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
     monkeypatch.setattr(kernels, "_MOST_TOKENS", 6)  # as more take too long here
-    monkeypatch.setattr(few_rows, "_is_worth_it", lambda *given: given[-1] in worth)
+    monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *given: given[-1] in worth)
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(
@@ -141,15 +141,15 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
     )
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    assert few_rows.use_few_rows(block, BF16)
-    assert type(block) is few_rows.FewRowsMixture
+    assert skinny_gemm.use_few_rows(block, BF16)
+    assert type(block) is skinny_gemm.FewRowsMixture
     assert block.switch_mlp.served == range(1, 7 if 32 in worth else 5)
     assert block.shared_expert.served == range(2, 17 if 16 in worth else 5)
     x = mx.random.normal((rows, 128), key=mx.random.key(0)).astype(BF16)
     chosen = mx.array([[0, 1], [1, 2]] * (rows // 2))
     for layer, *rest in ((block.switch_mlp, chosen), (block.shared_expert,)):
         found = layer(x, *rest).astype(mx.float32)
-        true = few_rows._in_float32(layer)(x.astype(mx.float32), *rest)
+        true = skinny_gemm._in_float32(layer)(x.astype(mx.float32), *rest)
         assert mx.abs(found - true).max() < 0.02 * mx.abs(true).max()
     assert "WARNING" not in caplog.text
 
@@ -166,12 +166,12 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
 )
 def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, caplog):
     """Neither of few tokens nor of many, nor with a block that goes on into another expert."""
-    monkeypatch.setattr(few_rows, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *_: True)
     spoil(kernels, "_PAIRS", right, wrong)
     block = SwitchGLU(128, 64, 9)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    few_rows.use_few_rows(block, BF16)
+    skinny_gemm.use_few_rows(block, BF16)
     assert type(block) is SwitchGLU and not block.served
     assert "not used" in caplog.text
 
@@ -198,14 +198,14 @@ def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
         return None, next(times)
 
     monkeypatch.setattr(kernels, "experts", experts)
-    monkeypatch.setattr(few_rows, "timed", timed)
+    monkeypatch.setattr(skinny_gemm, "timed", timed)
     block = SwitchGLU(64, 64, 3)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    few_rows.use_few_rows(block, BF16)
+    skinny_gemm.use_few_rows(block, BF16)
     sound = range(0) if fails else range(1, 65)
     used = sound if rows is None else range(1, 5)
-    assert block.served == used and (type(block) is few_rows.FewRowsExperts) == bool(used)
+    assert block.served == used and (type(block) is skinny_gemm.FewRowsExperts) == bool(used)
     fault = "no memory" if fails else f"at {rows} rows"
     assert (fault in caplog.text) == (used != range(1, 65))
 

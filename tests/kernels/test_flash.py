@@ -7,10 +7,10 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import flash, mma
+from mlx_mtp.kernels.cuda import flash_attention, mma
 from mlx_mtp.selftest.kernels import check_chunk_attention
 
-DIM, BF16, F16 = flash.DIM, mx.bfloat16, mx.float16
+DIM, BF16, F16 = flash_attention.DIM, mx.bfloat16, mx.float16
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
 
@@ -25,25 +25,25 @@ def normal(*shape, seed=0, dtype=BF16):
 )
 def test_it_is_exact_and_a_query_does_not_depend_on_the_cut(heads, kv_heads, dtype, caplog):
     queries, keys = (normal(1, count, DIM, dtype=dtype) for count in (heads, kv_heads))
-    queries = mx.broadcast_to(queries[None], (1, flash.LEAST, heads, DIM))
-    assert flash.fits(queries, keys[None], DIM**-0.5), caplog.text
-    assert not flash.fits(queries, keys[None], 1.0)
-    assert not flash.fits(queries[:, 1:], keys[None], DIM**-0.5)
-    assert not flash.fits(queries[..., 1:], keys[None], (DIM - 1) ** -0.5)
-    assert not flash.fits(queries.astype(mx.float32), keys[None], DIM**-0.5)
+    queries = mx.broadcast_to(queries[None], (1, flash_attention.LEAST, heads, DIM))
+    assert flash_attention.fits(queries, keys[None], DIM**-0.5), caplog.text
+    assert not flash_attention.fits(queries, keys[None], 1.0)
+    assert not flash_attention.fits(queries[:, 1:], keys[None], DIM**-0.5)
+    assert not flash_attention.fits(queries[..., 1:], keys[None], (DIM - 1) ** -0.5)
+    assert not flash_attention.fits(queries.astype(mx.float32), keys[None], DIM**-0.5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("block", [16, 32])
 def test_blocks_of_other_sizes(monkeypatch, block):
-    monkeypatch.setattr(flash, "BLOCK", block)
-    assert 0 < flash.error(2, 1, BF16) < flash.TOLERANCE
+    monkeypatch.setattr(flash_attention, "BLOCK", block)
+    assert 0 < flash_attention.error(2, 1, BF16) < flash_attention.TOLERANCE
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 129), (190, 130), (511, 128)])
 def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, length):
     """Queries are a view, and what lies behind the last position changes no bit."""
-    monkeypatch.setattr(flash, "_works", lambda *_: True)
+    monkeypatch.setattr(flash_attention, "_works", lambda *_: True)
     layout, cache = Layout(1), RaggedKVCache()
     layout.arrange([start + length], [start + length])
     packing = Packing(layout, mx.array([start], dtype=mx.int32), [length])
@@ -57,7 +57,7 @@ def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, l
         cache.buffers[buffer] = kv.reshape(-1, DIM)
         found.append(cache.attend(packing, queries, DIM**-0.5))
     assert mx.array_equal(*found)
-    monkeypatch.setattr(flash, "fits", lambda *_: False)
+    monkeypatch.setattr(flash_attention, "fits", lambda *_: False)
     cache.buffers[buffer] = entries.reshape(-1, DIM)
     true = cache.attend(packing, queries, DIM**-0.5)
     assert found[0].shape == true.shape and found[0].dtype == true.dtype
@@ -72,33 +72,37 @@ def test_the_largest_score_comes_last_and_first():
     sizes = mx.where(mx.arange(length) % 70 == 1, 8.0, -1.0) + mx.arange(length) / 64
     keys = (sizes[None, None, :, None] * mx.ones((1, 1, length, DIM))).astype(BF16)
     values = normal(1, 1, length, DIM)
-    found = flash.attend(queries, keys, values, mx.arange(length, dtype=mx.int32))
+    found = flash_attention.attend(queries, keys, values, mx.arange(length, dtype=mx.int32))
     for position, chosen in ((0, 0), (1, 1), (70, 1), (71, 71), (135, 71)):
         assert mx.array_equal(found[position, 0], values[0, 0, chosen])
 
 
 def test_the_self_test_shows_it():
     found = check_chunk_attention("small", 2, 1, DIM)
-    assert found.ok and 0 < found.difference < flash.TOLERANCE
+    assert found.ok and 0 < found.difference < flash_attention.TOLERANCE
     assert not check_chunk_attention("tiny", 2, 1, 128).applies
 
 
 @pytest.mark.parametrize(
     ("where", "right", "wrong"),
     [
-        (flash, "i % 2 > first", "i % 2 >= first"),
+        (flash_attention, "i % 2 > first", "i % 2 >= first"),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in [
-                (flash, "(lane ^ warp) % 8", "lane % 8"),
-                (flash, "BLOCK * 128, 1024", "1024, BLOCK * 128"),
-                (flash, "(long long)min(first + 8 * i + warp, last)", "0"),
-                (flash, "o[i] *= factor", "o[i] *= 1.0f + 0.0f * factor"),
-                (flash, "block % 3", "block % 2"),
-                (flash, "if (block + 2 < blocks) load_keys(block + 2)", "load_keys(block + 1)"),
-                (flash, "meet();\n      if", "if"),
-                (flash, "wait_products<1>", "wait_products<2>"),
-                (flash, "wait<0>(), publish()", "wait<1>(), publish()"),
+                (flash_attention, "(lane ^ warp) % 8", "lane % 8"),
+                (flash_attention, "BLOCK * 128, 1024", "1024, BLOCK * 128"),
+                (flash_attention, "(long long)min(first + 8 * i + warp, last)", "0"),
+                (flash_attention, "o[i] *= factor", "o[i] *= 1.0f + 0.0f * factor"),
+                (flash_attention, "block % 3", "block % 2"),
+                (
+                    flash_attention,
+                    "if (block + 2 < blocks) load_keys(block + 2)",
+                    "load_keys(block + 1)",
+                ),
+                (flash_attention, "meet();\n      if", "if"),
+                (flash_attention, "wait_products<1>", "wait_products<2>"),
+                (flash_attention, "wait<0>(), publish()", "wait<1>(), publish()"),
                 (mma, "1u << 30", "1u << 31"),
                 (mma, "down >> 4", "down >> 3"),
             ]
@@ -108,5 +112,7 @@ def test_the_self_test_shows_it():
 def test_a_wrong_body_is_found_and_not_used(spoil, caplog, where, right, wrong):
     name = next(n for n in ("_BODY", "_LOAD", "MATRIX") if right in getattr(where, n, ""))
     spoil(where, name, right, wrong)
-    assert not flash.fits(normal(1, flash.LEAST, 2, DIM), normal(1, 1, 1, DIM), DIM**-0.5)
+    assert not flash_attention.fits(
+        normal(1, flash_attention.LEAST, 2, DIM), normal(1, 1, 1, DIM), DIM**-0.5
+    )
     assert "slower code is used" in caplog.text

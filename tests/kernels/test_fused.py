@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
-from mlx_mtp.kernels import gpu, norms, router
-from mlx_mtp.kernels.router import Router
-from mlx_mtp.models import mixture
+from mlx_mtp.distributed import World
+from mlx_mtp.kernels import gpu, norms, topk
+from mlx_mtp.kernels.topk import Router
+from mlx_mtp.models import moe
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.selftest import kernels
-from mlx_mtp.world import World
 from tests.tiny_models import Layout, write_checkpoint
 
 ROTATED = norms.Shape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
@@ -80,25 +80,25 @@ def test_only_queries_or_entries(emulated):
 def test_router(emulated, normalize):
     """Rows up to all that a launch takes, equal logits among them."""
     kind = Router(64, 5, normalize)
-    assert router.fits(kind, mx.float32) and router.fits(kind, mx.bfloat16)
+    assert topk.fits(kind, mx.float32) and topk.fits(kind, mx.bfloat16)
     draw = np.random.default_rng(2)
-    most = router.MOST_PAIRS // 6
+    most = topk.MOST_PAIRS // 6
     logits = mx.array(draw.integers(-40, 40, (most, 64)).astype(np.float32) / 4)
     gate = mx.contiguous(logits[:, :1])
     for rows in (1, 3, gpu.MOST_ROWS + 6, most):
         inputs = logits[:rows], gate[:rows]
-        found, true = router.launch(*inputs, kind), router.portable(*inputs, kind)
+        found, true = topk.launch(*inputs, kind), topk.portable(*inputs, kind)
         for ours, theirs in zip(found, true, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    assert mx.array_equal(found.weights[:3], router.launch(logits[:3], gate[:3], kind).weights)
-    for ours, theirs in zip(router.choose(logits, gate, kind), found):
+    assert mx.array_equal(found.weights[:3], topk.launch(logits[:3], gate[:3], kind).weights)
+    for ours, theirs in zip(topk.choose(logits, gate, kind), found):
         assert mx.array_equal(ours, theirs), "of a prompt, whose pairs are not sorted"
 
 
 def test_a_wrong_choice_of_a_prompt_is_found(emulated, spoil, caplog):
     """It is a kernel of its own: a step's is one group."""
-    spoil(router.KERNEL, "body", "row = grid_x * warps + warp", "row = warp")
-    assert not router.fits(Router(64, 5, True), mx.float32)
+    spoil(topk.KERNEL, "body", "row = grid_x * warps + warp", "row = warp")
+    assert not topk.fits(Router(64, 5, True), mx.float32)
     assert "slower code is used" in caplog.text
 
 
@@ -121,26 +121,26 @@ def test_wrong_values_are_found(emulated, spoil, wrong):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mixture(emulated, monkeypatch, ranks):
     """The block that joins router, experts and sums, against mlx-lm's."""
-    monkeypatch.setattr(mixture, "world", lambda: World(size=ranks))
-    monkeypatch.setattr(mixture, "summed", lambda part: ranks * part)
+    monkeypatch.setattr(moe, "world", lambda: World(size=ranks))
+    monkeypatch.setattr(moe, "summed", lambda part: ranks * part)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     how = {"num_experts": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(SimpleNamespace(**sizes, **how))
     x, normed = (mx.random.normal((5, 64), key=mx.random.key(i)) for i in range(2))
     weight = mx.random.normal((64,), key=mx.random.key(2))
-    found = mixture.add_mlp(x, normed, block, weight, 1e-6)
+    found = moe.add_mlp(x, normed, block, weight, 1e-6)
     true = x + ranks * block(normed)
     np.testing.assert_allclose(found[0], true, atol=1e-5)
     np.testing.assert_allclose(found[1], mx.fast.rms_norm(true, weight, 1e-6), atol=1e-5)
-    monkeypatch.setattr(router, "MOST_PAIRS", 12)
-    halves = mixture.add_mlp(x, normed, block, weight, 1e-6)
+    monkeypatch.setattr(topk, "MOST_PAIRS", 12)
+    halves = moe.add_mlp(x, normed, block, weight, 1e-6)
     np.testing.assert_allclose(halves, found, atol=1e-6)
-    monkeypatch.setattr(mixture, "few", lambda _: False)
-    of_prompt = mixture.add_mlp(x, normed, block, weight, 1e-6)
+    monkeypatch.setattr(moe, "few", lambda _: False)
+    of_prompt = moe.add_mlp(x, normed, block, weight, 1e-6)
     np.testing.assert_allclose(of_prompt, found, atol=1e-5)
-    none = mixture.add_mlp(x[:0], normed[:0], block, weight, 1e-6)
+    none = moe.add_mlp(x[:0], normed[:0], block, weight, 1e-6)
     assert [each.shape for each in none] == [(0, 64)] * 2
-    for kernel in (router.KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
+    for kernel in (topk.KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
         assert kernel._works and all(kernel._works.values()), "by the kernel"
 
 

@@ -10,9 +10,9 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from mlx_mtp.kernels import portable
 from mlx_mtp.kernels.gated_delta import fold, run
-from mlx_mtp.kernels.inputs import prepare
+from mlx_mtp.kernels.gdn_types import Shape, Window
 from mlx_mtp.kernels.self_check import Cases
-from mlx_mtp.kernels.window import Shape, Window
+from mlx_mtp.kernels.short_conv import prepare
 
 
 def written_out(q, window: Window, state, lengths=None):

@@ -3,9 +3,10 @@
 import mlx.core as mx
 import pytest
 
-from mlx_mtp.kernels import gated_delta, gated_delta_chunks, gated_delta_prepare, gpu, portable
+from mlx_mtp.kernels import gated_delta, gpu, portable
+from mlx_mtp.kernels.cuda import gated_delta_chunks, gated_delta_prepare
+from mlx_mtp.kernels.gdn_types import Shape
 from mlx_mtp.kernels.self_check import Cases, relative
-from mlx_mtp.kernels.window import Shape
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
 

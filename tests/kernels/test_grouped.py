@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import expand, grouped
+from mlx_mtp.kernels.cuda import dequantize, grouped_gemm
 from mlx_mtp.kernels.formats import Format, weight_of
 from mlx_mtp.kernels.gpu import MOST_ROWS
-from mlx_mtp.models import few_rows as layers
+from mlx_mtp.models import skinny_gemm as layers
 from tests.kernels.test_few_rows import BF16, exact, linear, near
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
@@ -20,8 +20,8 @@ AFFINE4 = Format("affine", 4, 64)
 def test_experts_of_a_prompt(monkeypatch, spread):
     """Evenly routed, to some more often, and nearly all to two."""
     rows = MOST_ROWS + 2
-    launched, real = [], grouped.swiglu
-    monkeypatch.setattr(grouped, "swiglu", lambda *a: launched.append(len(a[0])) or real(*a))
+    launched, real = [], grouped_gemm.swiglu
+    monkeypatch.setattr(grouped_gemm, "swiglu", lambda *a: launched.append(len(a[0])) or real(*a))
     block, single = SwitchGLU(256, 512, 7), [[] for _ in range(7)]
     for name, inner in (("gate_proj", 256), ("up_proj", 256), ("down_proj", 512)):
         each = [linear(inner, 768 - inner, AFFINE4, seed) for seed in range(7)]
@@ -30,7 +30,7 @@ def test_experts_of_a_prompt(monkeypatch, spread):
             block[name][part] = mx.stack([layer[part] for layer in each])
         for expert, layer in zip(single, each, strict=True):
             expert.append(weight_of(layer))
-    assert all(grouped.fits(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
+    assert all(grouped_gemm.fits(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
     x = mx.random.normal((rows, 256), key=mx.random.key(2)).astype(BF16)
     drawn = mx.random.gumbel((rows, 7), key=mx.random.key(3)) - spread * mx.arange(7)
     indices = mx.argsort(-drawn, axis=-1)[:, :2].astype(mx.int32)
@@ -59,7 +59,7 @@ def test_pairs_are_cut_into_blocks_of_an_expert(pairs, experts, spread):
     drawn = np.random.default_rng(pairs).random(pairs) ** spread * experts
     chosen = np.minimum(drawn, experts - 1).astype(np.int32)
     strided = mx.array(np.stack([chosen, chosen + 1], axis=1))[:, 0]
-    order, blocks = map(np.array, grouped._sort(strided, experts))
+    order, blocks = map(np.array, grouped_gemm._sort(strided, experts))
     assert [*np.sort(order)] == [*range(pairs)]
     assert all(0 <= count <= 64 for _, _, count in blocks)
     found = [(expert, order[first : first + count]) for expert, first, count in blocks]
@@ -71,5 +71,5 @@ def test_pairs_are_cut_into_blocks_of_an_expert(pairs, experts, spread):
 def test_expanded_weights(bits):
     """Of a width that is no multiple of a warp's."""
     weight = weight_of(linear(320, 7, Format("affine", bits, 64), seed=4))
-    found = expand.expanded(*weight[:3], 64, bits)
+    found = dequantize.expanded(*weight[:3], 64, bits)
     near(found, exact(mx.eye(320, dtype=BF16), weight).T)

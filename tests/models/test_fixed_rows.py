@@ -6,9 +6,9 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import gpu
-from mlx_mtp.models import fixed_rows
-from mlx_mtp.models.few_rows import FewRowsLinear
-from mlx_mtp.models.many_rows import ExpandedLinear
+from mlx_mtp.models import batch_invariant
+from mlx_mtp.models.dequant_gemm import ExpandedLinear
+from mlx_mtp.models.skinny_gemm import FewRowsLinear
 
 
 class Model(nn.Module):
@@ -37,14 +37,14 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
     for name, given in calls.items():
         module = getattr(model, name)
         true[name] = (module.as_linear if name == "tied" else module)(*given)
-    monkeypatch.setattr(fixed_rows, "backend", lambda: "cuda")
-    blocks = fixed_rows._in_blocks
+    monkeypatch.setattr(batch_invariant, "backend", lambda: "cuda")
+    blocks = batch_invariant._in_blocks
     monkeypatch.setattr(
-        fixed_rows,
+        batch_invariant,
         "_in_blocks",
         lambda call, *inputs: blocks(lambda *a: seen.append(len(a[0])) or call(*a), *inputs),
     )
-    fixed_rows.use_fixed_rows(model)
+    batch_invariant.use_fixed_rows(model)
     for step in (True, False):
         for name, given in calls.items():
             seen.clear()
@@ -60,15 +60,15 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
 def test_choices_are_told_apart(monkeypatch):
     """A layer's kernel, from how many rows on it expands its weights, and kernels that fail."""
     model, found = Model(), []
-    found.append(fixed_rows.choices(model))
+    found.append(batch_invariant.choices(model))
     model.quantized.__class__, model.quantized.served = FewRowsLinear, range(1, 129)
-    found.append(fixed_rows.choices(model))
+    found.append(batch_invariant.choices(model))
     model.expanded.least_rows = 128
-    found.append(fixed_rows.choices(model))
+    found.append(batch_invariant.choices(model))
     monkeypatch.setattr(gpu, "backend", lambda: "cuda")
     monkeypatch.setattr(gpu, "refused", gpu.refused.copy())
-    monkeypatch.setattr(fixed_rows, "refused", gpu.refused)
+    monkeypatch.setattr(batch_invariant, "refused", gpu.refused)
     assert not gpu.agrees("of this test", lambda: 1.0)
-    found.append(fixed_rows.choices(model))
+    found.append(batch_invariant.choices(model))
     assert len({*found}) == 4
-    assert fixed_rows.choices(model) == found[-1]
+    assert batch_invariant.choices(model) == found[-1]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.models.loaded import DraftHead
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import DraftHead
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.proposer import Computed, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, MTPProposer
 from tests.harness import greedy
 from tests.reference_head import ReferenceHead
 from tests.tiny_models import FAMILIES, VOCAB, Layout, text_config, write_checkpoint

@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.kernels import gpu
-from mlx_mtp.models import layers, shared
+from mlx_mtp.models import compiled as shared
+from mlx_mtp.models import layers
 from mlx_mtp.models.loader import load_model
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 

@@ -5,9 +5,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_mtp.models import many_rows
-from mlx_mtp.models.few_rows import FewRowsLinear, serves
-from mlx_mtp.models.many_rows import ExpandedLinear, use_many_rows
+from mlx_mtp.models import dequant_gemm
+from mlx_mtp.models.dequant_gemm import ExpandedLinear, use_many_rows
+from mlx_mtp.models.skinny_gemm import FewRowsLinear, serves
 
 
 class Model(nn.Module):
@@ -17,7 +17,9 @@ class Model(nn.Module):
         self.layers = [nn.QuantizedLinear(128, 48, bias=bias, **quantized) for bias in (0, 1)]
         self.few = nn.QuantizedLinear(256, 32, bias=False, bits=8, group_size=64)
         self.few.__class__, self.few.served = FewRowsLinear, range(1, 129)
-        self.lm_head = nn.QuantizedLinear(64, many_rows._MOST_OUTPUTS + 8, bias=False, **quantized)
+        self.lm_head = nn.QuantizedLinear(
+            64, dequant_gemm._MOST_OUTPUTS + 8, bias=False, **quantized
+        )
         self.plain = nn.Linear(128, 48)
 
 
@@ -34,9 +36,9 @@ def measured(monkeypatch):
         tried.append((outputs, rows, expands))
         return result, 1.0 if not expands else 0.9 if outputs == 48 and rows >= 512 else 1.0
 
-    monkeypatch.setattr(many_rows, "backend", lambda: "cuda")
-    monkeypatch.setattr(many_rows, "timed", timed)
-    monkeypatch.setattr(many_rows, "SMALL", 0)
+    monkeypatch.setattr(dequant_gemm, "backend", lambda: "cuda")
+    monkeypatch.setattr(dequant_gemm, "timed", timed)
+    monkeypatch.setattr(dequant_gemm, "SMALL", 0)
     return tried
 
 
@@ -58,7 +60,7 @@ def test_each_shape_expands_from_where_that_is_faster(measured):
 
 
 def test_small_weights_are_expanded_for_every_prompt_whatever_was_timed(measured, monkeypatch):
-    monkeypatch.setattr(many_rows, "SMALL", 4096)
+    monkeypatch.setattr(dequant_gemm, "SMALL", 4096)
     model = Model()
     use_many_rows(model, mx.float32)
     assert [layer.least_rows for layer in model.layers] == [65, 65]
@@ -68,7 +70,7 @@ def test_small_weights_are_expanded_for_every_prompt_whatever_was_timed(measured
 @pytest.mark.parametrize("small", [0, 1 << 20])
 @pytest.mark.parametrize("wrong", [lambda full: full * mx.nan, lambda full: 1 / 0])
 def test_what_computes_something_else_or_nothing_is_not_used(measured, monkeypatch, wrong, small):
-    monkeypatch.setattr(many_rows, "SMALL", small)
+    monkeypatch.setattr(dequant_gemm, "SMALL", small)
     real = mx.dequantize
     monkeypatch.setattr(mx, "dequantize", lambda *given, **more: wrong(real(*given, **more)))
     model = Model()

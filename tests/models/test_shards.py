@@ -9,7 +9,8 @@ from mlx.utils import tree_flatten
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.errors import UsageError
-from mlx_mtp.models import loaded, shards
+from mlx_mtp.models import model as loaded
+from mlx_mtp.models import tensor_parallel
 from mlx_mtp.models.loader import load_model
 from tests import tiny_models
 from tests.conftest import DEMO
@@ -58,7 +59,7 @@ def test_all_parts_together_are_the_whole(tmp_path, monkeypatch, family, size, m
         model = load_model(tmp_path, enable_mtp=True, part=(0, 1) if bits else (rank, size))
         if bits:
             nn.quantize(model.model, group_size=32, bits=bits)
-            shards.shard(model.causal_lm, model.head, rank, size)
+            tensor_parallel.shard(model.causal_lm, model.head, rank, size)
             model = loaded.LoadedModel(**{**vars(model), "num_ranks": size})
         mx.eval(model.model.state)
         return model
@@ -83,5 +84,5 @@ def test_what_cannot_be_cut_is_named():
     with pytest.raises(UsageError, match=why):
         load_model(DEMO, enable_mtp=True, lazy=True, part=(0, 3))
     layer = nn.QuantizedLinear(192, 8, group_size=64)
-    cut = shards._Cut("down_proj", layer, -1, ((192, 1),))
+    cut = tensor_parallel._Cut("down_proj", layer, -1, ((192, 1),))
     assert cut.fault(3) is None and cut.fault(2) == "192 inputs in groups of 64"

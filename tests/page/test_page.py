@@ -16,7 +16,7 @@ from mlx_mtp.engine.request import Progress, Request
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server import page
 from mlx_mtp.server.page import FOLDER
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.clients.npm import installed
 from tests.page.conftest import Open
 from tests.process import STORY, Server, running

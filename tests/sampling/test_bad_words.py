@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
 from tests.grammars import bad_words, texts
 

@@ -5,7 +5,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.acceptance import accept
+from mlx_mtp.speculative.verify import accept
 
 VOCAB = 3000
 ROWS = [

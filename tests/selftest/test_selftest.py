@@ -8,13 +8,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_mtp import cli
 from mlx_mtp.bench import measure
+from mlx_mtp.cli import main as cli
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.window import Shape
-from mlx_mtp.models import few_rows
+from mlx_mtp.kernels.gdn_types import Shape
+from mlx_mtp.models import skinny_gemm
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
@@ -22,8 +22,8 @@ from mlx_mtp.selftest.commands import Reference, compare, measure_speed, run_sel
 from mlx_mtp.selftest.kernels import KernelCheck, check_kernels
 from mlx_mtp.selftest.products import measure_products
 from mlx_mtp.selftest.report import Equality, Parting, Report
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.speculative import acceptance
+from mlx_mtp.speculative import verify
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.bench.test_measure import Scripted
 
 
@@ -73,7 +73,7 @@ def test_without_time_little_is_done_and_a_wrong_token_is_found(selftest, monkey
     def credulous(targets, window, **more):
         # What the model draws after each position is made to be what was drafted there.
         drafted = mx.concatenate([window[:, 1:], targets[:, -1:]], axis=1)
-        return acceptance.accept(drafted, window, **more)
+        return verify.accept(drafted, window, **more)
 
     monkeypatch.setattr("mlx_mtp.engine.runner.accept", credulous)
     monkeypatch.setattr(reports, "computes_exactly", lambda _: True)
@@ -206,7 +206,7 @@ class Coupled(Alone):
 
 @pytest.mark.parametrize("kind", [Alone, Coupled])
 def test_a_row_that_depends_on_others_is_told(kind, monkeypatch):
-    monkeypatch.setitem(few_rows.REPLACED, Coupled, Alone)
+    monkeypatch.setitem(skinny_gemm.REPLACED, Coupled, Alone)
     model = SimpleNamespace(model=kind(32, 16, bias=False), output_layer=None, dtype=mx.float32)
     (found,) = measure_products(model, float("inf"))
     assert (found.name, found.layers) == ("32 -> 16, float32", 1)

@@ -12,8 +12,8 @@ import pytest
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.serve import Server, bind, create_app, make_server
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.app import Server, bind, create_app, make_server
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 
 MODEL = "test/model"

@@ -9,8 +9,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fastapi import FastAPI
 
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server.serve import create_app
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.app import create_app
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer
 from tests.server.fake_engine import FakeEngine, answer
 

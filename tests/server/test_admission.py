@@ -14,7 +14,7 @@ from mlx_mtp.errors import (
     MlxMtpError,
     QueueFullError,
 )
-from mlx_mtp.server.admission import (
+from mlx_mtp.server.http.admission import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
     UNKNOWN_RETRY_SECONDS,

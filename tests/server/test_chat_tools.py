@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.in_process import in_process
 from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, prompt_of, saying
 

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 from ruamel.yaml import YAML
 
-from mlx_mtp.cli import main
+from mlx_mtp.cli.main import main
 from mlx_mtp.connect.clients import CLIENTS, TEXTS
 from mlx_mtp.connect.command import NAMES
 from tests.server.conftest import MODEL

@@ -17,8 +17,8 @@ import httpx
 import pytest
 
 from mlx_mtp.engine.request import Request
-from mlx_mtp.server import http_protocol
-from mlx_mtp.server import serve as serve_module
+from mlx_mtp.server import app as serve_module
+from mlx_mtp.server.http import protocol
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, Output, answer, out
 from tests.server.in_process import CHAT, GOOD
@@ -33,7 +33,7 @@ POST = request_bytes("POST", CHAT, {"Content-Length": "1000"})
 
 @pytest.fixture(autouse=True)
 def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.05)
 
 
 def patiently(attempt: Callable[[float], bool]) -> None:
@@ -339,15 +339,15 @@ def test_connections_that_are_being_closed_take_no_place(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when all that came in a burst reach the time for their heads at once."""
-    made = http_protocol.LimitedProtocol.connection_made
+    made = protocol.LimitedProtocol.connection_made
 
-    def made_as_others_close(self: http_protocol.LimitedProtocol, transport: Any) -> None:
+    def made_as_others_close(self: protocol.LimitedProtocol, transport: Any) -> None:
         if len(self.connections) == 65:
             for each in self.connections:
                 each.transport.close()
         made(self, transport)
 
-    monkeypatch.setattr(http_protocol.LimitedProtocol, "connection_made", made_as_others_close)
+    monkeypatch.setattr(protocol.LimitedProtocol, "connection_made", made_as_others_close)
     with serve(small(answer([300])), **FEW) as client, contextlib.ExitStack() as stack:
         for _ in range(65):
             stack.enter_context(connect(client))
@@ -358,13 +358,13 @@ def test_a_burst_of_silent_connections_is_accepted_as_it_can_be_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other: all at once may be more than the process has files for."""
-    made, counts = http_protocol.LimitedProtocol.connection_made, []
+    made, counts = protocol.LimitedProtocol.connection_made, []
 
-    def counted(self: http_protocol.LimitedProtocol, transport: Any) -> None:
+    def counted(self: protocol.LimitedProtocol, transport: Any) -> None:
         made(self, transport)
         counts.append(len(self.connections))
 
-    monkeypatch.setattr(http_protocol.LimitedProtocol, "connection_made", counted)
+    monkeypatch.setattr(protocol.LimitedProtocol, "connection_made", counted)
     with serve(small(answer([300])), **FEW) as client, contextlib.ExitStack() as stack:
         began, go_on = threading.Event(), threading.Event()
 

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.in_process import CHAT, GOOD, in_process
 from tests.server.wire_help import WEATHER, WEATHER_SCHEMA, ask, events, joined, saying
 

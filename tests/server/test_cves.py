@@ -25,10 +25,10 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.models.hub import BUNDLED_MODEL, resolve_model
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
-from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
-from mlx_mtp.server.responses.wire import ResponsesRequest
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
+from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
+from mlx_mtp.server.api.responses.protocol import ResponsesRequest
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import (

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.detokenizer import Detokenizer
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.detokenizer import Detokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(BUNDLED_MODEL)
 DECODE = tokenizers.Tokenizer.from_str(TOKENIZER.to_json()).decode

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp import cli, factories
+from mlx_mtp import factories
+from mlx_mtp.cli import main as cli
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import count_or_path
-from mlx_mtp.server.draft_vocab import draft_vocabulary, read_wanted
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.draft_vocab import draft_vocabulary, read_wanted
+from mlx_mtp.text.tokenizer import Tokenizer
 
 VOCAB = 4096
 ADDED = range(4087, 4096)  # <|im_end|>, <think>, <tool_call> and the others

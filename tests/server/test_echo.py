@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_mtp.server.params import MAX_PROMPT_LOGPROBS
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.generation.params import MAX_PROMPT_LOGPROBS
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, answer
 from tests.server.in_process import CHAT, HI, TEXT, in_process
 from tests.server.wire_help import ask, events

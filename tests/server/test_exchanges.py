@@ -22,8 +22,8 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.engine.request import Request, TokenLogprobs
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.serve import create_app
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.app import create_app
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, Output, answer, out
 

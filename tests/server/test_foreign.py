@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
-from mlx_mtp.models.loaded import LoadedModel
-from mlx_mtp.server.foreign import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import (

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_mtp.server.json_schemas import close, styled
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.grammar.json_schemas import close, styled
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.fake_engine import EOS
 
 Schema = dict[str, Any]

@@ -12,10 +12,12 @@ import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
-from mlx_mtp import cli, progress, top
+from mlx_mtp import progress
+from mlx_mtp.cli import main as cli
+from mlx_mtp.cli import top
 from mlx_mtp.engine.request import Request
 from mlx_mtp.server import live
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import EOS, FakeEngine, Output, endless, out
 from tests.server.in_process import in_process

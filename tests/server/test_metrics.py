@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_mtp.engine.request import Progress
 from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
-from mlx_mtp.server import body
-from mlx_mtp.server.generation import Dispatcher
+from mlx_mtp.server.generation.generation import Dispatcher
+from mlx_mtp.server.http import body
 from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
 from tests.server.in_process import CHAT, COUNT, GENERATING, GOOD, in_process
 from tests.server.raw_http import error_of

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from rich.console import Console
 
-from mlx_mtp import top
 from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.chat.session import Session, served_models
-from mlx_mtp.cli import main
+from mlx_mtp.cli import top
+from mlx_mtp.cli.main import main
 from mlx_mtp.console import clean
 from mlx_mtp.errors import BenchError, UsageError
 from tests.foreign_values import STEERING, odd_versions, steers

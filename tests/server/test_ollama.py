@@ -9,7 +9,7 @@ import ollama
 import pytest
 
 from mlx_mtp.errors import StepError
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, answer, out
 from tests.server.in_process import CHAT, HI, OLLAMA_CHAT, OLLAMA_TEXT, TEXT, in_process

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import h11
 import pytest
 
-from mlx_mtp.server.http_protocol import FREE_CHUNKS, MAX_HEADER_BYTES, MAX_HEADERS
+from mlx_mtp.server.http.protocol import FREE_CHUNKS, MAX_HEADER_BYTES, MAX_HEADERS
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import GOOD, TEXT

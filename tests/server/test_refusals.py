@@ -13,9 +13,9 @@ import pytest
 
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.errors import EngineStoppedError, StepError, StepMemoryError
-from mlx_mtp.server import body as body_module
-from mlx_mtp.server.body import MAX_DEPTH, MAX_ITEMS, MAX_PARTS
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.http import body as body_module
+from mlx_mtp.server.http.body import MAX_DEPTH, MAX_ITEMS, MAX_PARTS
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer, out
 from tests.server.in_process import (

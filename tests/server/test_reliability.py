@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from mlx_mtp.engine.request import Request
-from mlx_mtp.server.structured import Grammars
+from mlx_mtp.server.grammar.grammars import Grammars
 from tests.server.conftest import Serve, Served
 from tests.server.fake_engine import FakeEngine, FakeInfo, Output, Script, answer, endless, out
 from tests.server.in_process import (

@@ -41,7 +41,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]
     def taken() -> list[dict[str, Any]]:
         found = [json.loads(logs.JsonFormatter().format(record)) for record in caplog.records]
         caplog.clear()
-        return [line for line in found if line["logger"] == "mlx_mtp.server.request_log"]
+        return [line for line in found if line["logger"] == "mlx_mtp.server.http.request_log"]
 
     return taken
 

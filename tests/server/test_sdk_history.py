@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.wire_help import CALL, WEATHER_SCHEMA, prompt_of, saying
 

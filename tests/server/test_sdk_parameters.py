@@ -20,12 +20,12 @@ import pytest
 import typing_extensions
 from pydantic import BaseModel, ValidationError
 
-from mlx_mtp.server.anthropic.wire import CountRequest, MessagesRequest
-from mlx_mtp.server.fields import WireModel
-from mlx_mtp.server.foreign import NEUTRAL
-from mlx_mtp.server.http_errors import from_validation
-from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
-from mlx_mtp.server.responses.wire import ResponsesRequest
+from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
+from mlx_mtp.server.api.compat import NEUTRAL
+from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
+from mlx_mtp.server.api.responses.protocol import ResponsesRequest
+from mlx_mtp.server.api.schema import WireModel
+from mlx_mtp.server.http.errors import from_validation
 
 TABLE = Path(__file__).parents[1] / "data" / "sdk_parameters.json"
 MEANINGS = (

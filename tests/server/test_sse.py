@@ -10,13 +10,13 @@ import pytest
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.server.api.openai.protocol import ChatRequest
+from mlx_mtp.server.api.openai.routes import ChatWriter
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.generate import Admitted
-from mlx_mtp.server.openai.routes import ChatWriter
-from mlx_mtp.server.openai.wire import ChatRequest
-from mlx_mtp.server.sse import stream_events
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.writer import new_id
+from mlx_mtp.server.generation.job import Admitted
+from mlx_mtp.server.generation.writer import new_id
+from mlx_mtp.server.http.sse import stream_events
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, endless, fake_logprobs, out
 from tests.server.wire_help import chat_body

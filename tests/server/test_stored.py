@@ -13,10 +13,10 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from mlx_mtp.server import stored
-from mlx_mtp.server.fields import MAX_MESSAGES
-from mlx_mtp.server.stored import Store, Stored
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.api import stored
+from mlx_mtp.server.api.schema import MAX_MESSAGES
+from mlx_mtp.server.api.stored import Store, Stored
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, endless
 from tests.server.in_process import RESPONSES, in_process

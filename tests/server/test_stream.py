@@ -11,7 +11,7 @@ import pytest
 
 from mlx_mtp.engine.request import Progress, Request
 from mlx_mtp.errors import StepError
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
 from tests.server.in_process import GOOD, MESSAGES, TEXT, in_process

@@ -18,16 +18,16 @@ import jsonschema
 import openai
 import pytest
 
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.build import build_engine
 from mlx_mtp.errors import GrammarError, UnavailableError
-from mlx_mtp.models.loaded import LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server import grammar_check
-from mlx_mtp.server.helper import Helper
-from mlx_mtp.server.structured import MAX_CACHED, Grammars
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.grammar.grammars import MAX_CACHED, Grammars
+from mlx_mtp.text.sandbox import grammar_check
+from mlx_mtp.text.sandbox.helper import Helper
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.server.fake_engine import EOS, FakeEngine, answer
 from tests.server.wire_help import CHAT, chat_body, events
@@ -263,7 +263,7 @@ def test_one_clients_grammars_do_not_hold_up_anothers(
 def test_a_fork_that_dies_without_an_answer_is_an_error() -> None:
     script = """if True:
         from mlx_mtp.sampling.params import GrammarSpec
-        from mlx_mtp.server.grammar_check import _in_a_fork
+        from mlx_mtp.text.sandbox.grammar_check import _in_a_fork
         class Compiler:
             def compile(self, spec):
                 raise (SystemExit if spec.value == "a" else KeyError)("why")

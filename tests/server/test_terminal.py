@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_mtp.cli.generate import stream_answer
 from mlx_mtp.console import clean
 from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
-from mlx_mtp.terminal import stream_answer
 from tests.foreign_values import STEERING
 from tests.server.fake_engine import FakeEngine, answer
 

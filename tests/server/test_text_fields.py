@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mlx_mtp.engine.request import Request
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.fake_engine import EOS, FakeEngine, Output, answer
 from tests.server.in_process import CHAT, TEXT, in_process
 from tests.server.wire_help import CALL, WEATHER, ask, events, saying

@@ -17,10 +17,10 @@ import pytest
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server import text_worker
-from mlx_mtp.server.serve import create_app
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.turns import Turns
+from mlx_mtp.server.app import create_app
+from mlx_mtp.server.http.fair_executor import Turns
+from mlx_mtp.text.sandbox import text_worker
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import CHAT, COUNT, GOOD, TEXT, TOKENIZE, in_process
@@ -104,7 +104,7 @@ def test_a_tokenizer_that_grows_at_the_start_ends_its_process(
     shutil.copy(hostile / "tokenizer_config.json", tmp_path)
     text = (hostile / "tokenizer.json").read_text("utf-8").replace("z" * 1000, "a" * 1000)
     (tmp_path / "tokenizer.json").write_text(text.replace('{"String": "z"}', '{"String": "a"}'))
-    command = [sys.executable, "-m", "mlx_mtp.server.text_worker"]
+    command = [sys.executable, "-m", "mlx_mtp.text.sandbox.text_worker"]
     header = json.dumps([str(tmp_path), 1 << 28]) + "\n"
     done = subprocess.run(command, input=header, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and not done.stdout

@@ -18,7 +18,7 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
 
 BACKEND = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))

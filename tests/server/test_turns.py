@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.server.tokenizer import Tokenizer
-from mlx_mtp.server.turns import SMALL, Turns
+from mlx_mtp.server.http.fair_executor import SMALL, Turns
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import CHAT, DETOKENIZE, GOOD, HI, TOKENIZE, in_process

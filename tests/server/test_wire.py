@@ -8,9 +8,9 @@ import pytest
 
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.server.fields import SAMPLING, Float
-from mlx_mtp.server.openai.wire import ChatRequest, CompletionRequest
-from mlx_mtp.server.params import RequestOptions, model_defaults, sampling_params
+from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
+from mlx_mtp.server.api.schema import SAMPLING, Float
+from mlx_mtp.server.generation.params import RequestOptions, model_defaults, sampling_params
 from tests.server.fake_engine import FakeEngine, answer
 from tests.server.in_process import GOOD, MESSAGES, RESPONSES, in_process
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, answer
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.acceptance import accept
+from mlx_mtp.speculative.verify import accept
 
 
 def reference(targets, window, stop_ids, remaining, finished, num_drafts):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from mlx_mtp.config import MAX_RUN
-from mlx_mtp.speculative.copies import GRAM, MOST_MATCH, OBJECTS, Copies, Index
+from mlx_mtp.speculative.ngram import GRAM, MOST_MATCH, OBJECTS, Copies, Index
 
 FILE = random.Random(1).sample(range(10, 5000), 200)
 

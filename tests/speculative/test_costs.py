@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from mlx_mtp.speculative.prices import COPY, HEAD, KNOTS, Shape, StepCosts
-from mlx_mtp.speculative.rates import CopyRates, HeadRates
-from mlx_mtp.speculative.worth import DraftRow
+from mlx_mtp.speculative.acceptance_rates import CopyRates, HeadRates
+from mlx_mtp.speculative.costs import COPY, HEAD, KNOTS, Shape, StepCosts
+from mlx_mtp.speculative.draft_policy import DraftRow
 
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.prices import COPY, HEAD, Prices, Shape, StepCosts
-from mlx_mtp.speculative.worth import (
+from mlx_mtp.speculative.costs import COPY, HEAD, Prices, Shape, StepCosts
+from mlx_mtp.speculative.draft_policy import (
     Choice,
     DecodeStep,
     DraftPolicy,

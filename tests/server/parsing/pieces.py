@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from mlx_mtp.server.parsing.answer import AnswerParser
-from mlx_mtp.server.parsing.events import (
+from mlx_mtp.text.parsing.answer import AnswerParser
+from mlx_mtp.text.parsing.events import (
     Event,
     Reasoning,
     Text,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.server.parsing.answer import AnswerParser
-from mlx_mtp.server.parsing.events import ToolArguments, ToolEnd
-from mlx_mtp.server.parsing.formats import OutputFormat
-from mlx_mtp.server.parsing.harmony import MARKERS
+from mlx_mtp.text.parsing.answer import AnswerParser
+from mlx_mtp.text.parsing.events import ToolArguments, ToolEnd
+from mlx_mtp.text.parsing.formats import OutputFormat
+from mlx_mtp.text.parsing.harmony import MARKERS
 from tests.server.parsing.pieces import events_of, hermes, summary, xml
 
 WEATHER = {

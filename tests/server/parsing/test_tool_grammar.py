@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.answer_grammar import answer_grammar
-from mlx_mtp.server.conversation import Conversation, Message, Tool, ToolChoice
-from mlx_mtp.server.parsing.formats import OutputFormat
-from mlx_mtp.server.tokenizer import Tokenizer
+from mlx_mtp.server.generation.conversation import Conversation, Message, Tool, ToolChoice
+from mlx_mtp.server.grammar.answer_grammar import answer_grammar
+from mlx_mtp.text.parsing.formats import OutputFormat
+from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.fake_engine import EOS
 from tests.server.parsing import pieces
 from tests.server.parsing.pieces import events_of, summary, xml

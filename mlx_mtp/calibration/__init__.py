@@ -1,0 +1,1 @@
+"""Measures step costs while the server is idle, and keeps them in a file."""

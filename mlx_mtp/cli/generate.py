@@ -1,0 +1,85 @@
+"""`mlx-mtp generate`: one answer, streamed to the terminal."""
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from mlx_mtp import factories
+from mlx_mtp.console import clean, say, speed_text
+from mlx_mtp.engine.engine import Engine, run_requests
+from mlx_mtp.options import ANSWER_TOKENS, wants_head
+from mlx_mtp.server.api.openai.protocol import CompletionRequest
+from mlx_mtp.server.generation.params import engine_requests, model_defaults, sampling_params
+from mlx_mtp.server.http.errors import from_validation
+from mlx_mtp.text.detokenizer import Detokenizer
+from mlx_mtp.text.parsing.answer import PlainParser
+from mlx_mtp.text.parsing.events import Text
+from mlx_mtp.text.stream import OutputStream
+from mlx_mtp.text.tokenizer import Tokenizer
+
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "seed", "stop"),
+)
+
+
+def generate(options: argparse.Namespace) -> int:
+    """Load the model and print its answer; returns the exit status. The backend is prepared."""
+    loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options))
+    engine = factories.engine(loaded, tokenizer, options)
+    return stream_answer(engine, tokenizer, loaded.generation_config, options)
+
+
+def stream_answer(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    generation_config: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> int:
+    """Print an answer as it comes, and its speed on standard error; the engine is not started."""
+    room = engine.info.max_model_len
+    messages = [{"role": "user", "content": options.prompt}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    sampling = {name: getattr(options, name) for name in _SAMPLING}
+    try:
+        body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
+    except ValidationError as error:
+        raise from_validation(error) from None
+    wanted, defaults = body.options(), model_defaults(generation_config)
+    params = sampling_params(wanted, defaults, random.Random(), engine.info.vocab_size)
+    prompt = tokenizer.encode_chat(messages, limit=room)
+    (request,) = engine_requests("generate", [prompt], params, wanted, room)
+    if options.max_tokens is None:
+        limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
+        request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
+    # A file or another program gets what the model wrote, to the byte.
+    shown = clean if sys.stdout.isatty() else str
+    stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, body.stop), PlainParser())
+    engine.start(lambda _: None)  # Its start is not of the prompt's time.
+    try:
+        began = time.perf_counter()
+        times = list[tuple[float, int]]()
+        for at, output in run_requests(engine, [request]):
+            for event in stream.push(output).events:
+                assert isinstance(event, Text), "plain text has no other events"
+                sys.stdout.write(shown(event.text))
+                sys.stdout.flush()
+            times.append((at, stream.num_tokens))
+            if stream.finish_reason is not None:
+                break
+    finally:
+        engine.stop()
+    say("")
+    (first, first_tokens), (last, tokens) = times[0], times[-1]
+    # The first step's tokens belong to the prompt's time.
+    rate = (tokens - first_tokens) / (last - first) if last > first else 0.0
+    counts = stream.drafts.total(), stream.accepted.total()
+    say(speed_text(tokens, rate, len(prompt), first - began, *counts), file=sys.stderr)
+    return 0

@@ -1,0 +1,80 @@
+"""The command line. Heavy imports are inside the commands, after mlx's backend is prepared."""
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from mlx_mtp import __version__
+from mlx_mtp.bench.arguments import add_bench
+from mlx_mtp.chat.command import add_terminal
+from mlx_mtp.cli.serve import CLOSED_PIPE_STATUS, discard, serve
+from mlx_mtp.cli.top import add_top
+from mlx_mtp.connect.command import add_connect
+from mlx_mtp.convert.commands import add_subcommands
+from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
+from mlx_mtp.flags import CommandParser, add_flags, print_error, resolve
+from mlx_mtp.inspect.command import add_inspect
+from mlx_mtp.options import SERVE_FLAGS
+from mlx_mtp.selftest.arguments import add_selftest
+
+
+def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
+    """Run a command; returns the exit status."""
+    # transformers advises to install PyTorch, which nothing here needs.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    _open_closed_streams()
+    given = _parser().parse_args(argv)
+    try:
+        if "MLX_RANK" in environ and given.command != "serve":
+            raise UsageError(f"mlx.launch is for `mlx-mtp serve`: {given.command} runs alone.")
+        if "environ" in given:
+            given.environ = environ
+        if given.command == "serve":
+            given = resolve(given, SERVE_FLAGS, environ)
+        status = int(given.run(given))
+        sys.stdout.flush()
+        return status
+    except MlxMtpError as error:
+        print_error(str(error))
+        return 1 if isinstance(error, BenchError) else 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        discard(sys.stdout, sys.stderr)
+        return CLOSED_PIPE_STATUS
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print_error(f"{error.filename or 'standard output'}: {error.strerror}")
+        discard(sys.stdout)
+        return 2
+
+
+def _open_closed_streams() -> None:
+    # As in `mlx-mtp serve >&-`: they are None then, and the next file would take their number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="mlx-mtp",
+        description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
+        epilog="Each flag of serve, generate and chat may also come from an environment variable: "
+        "--port is MLX_MTP_PORT.",
+    )
+    parser.add_argument("--version", action="version", version=f"mlx-mtp {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
+    serving.set_defaults(run=serve)
+    add_flags(serving, *SERVE_FLAGS, reads_environment=True)
+    adders = add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect
+    for add in (*adders, add_subcommands):
+        add(commands)
+    for action in commands._choices_actions:
+        command = commands.choices[action.dest]
+        command.description = command.description or f"{action.help}."
+    return parser

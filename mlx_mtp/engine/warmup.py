@@ -1,0 +1,50 @@
+"""The first answer, before any client's: a server that is ready can answer."""
+
+import math
+from collections import Counter
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.errors import ModelError
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.draft_policy import FixedDepth
+
+# A prompt for which all kernels are checked that a prompt may run: a later check, in a client's
+# request, could change what the keys of prefixes on disk were made of.
+_ROWS, _PROMPT, _ANSWER = 2, 64, 4
+
+
+def check_answers(
+    config: EngineConfig, vocab_size: int, num_draft_tokens: int, runner: ModelRunner
+) -> None:
+    """Compute two short answers; ModelError if that fails, logits are not finite, or ranks differ.
+
+    Their requests run as those that measure step costs do (`calibration.Calibration`).
+    """
+    scheduler = Scheduler(config, FixedDepth(num_draft_tokens))
+    core = EngineCore(scheduler, runner, overlap=config.overlap)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, top_logprobs=0, ignore_eos=True)
+    waiting = []
+    for row in range(_ROWS):
+        # From everywhere in the vocabulary, so that most experts take part.
+        prompt = tuple((n * vocab_size // _PROMPT + row) % vocab_size for n in range(_PROMPT))
+        request = Request(f"first-answer-{row}", prompt, sampling)
+        waiting.append(Sequence(request, (), 16 * _ANSWER))
+    told = Counter[str]()
+    while len(told) < _ROWS or min(told.values()) < _ANSWER:
+        if waiting:
+            core.add(waiting.pop())  # one by one, so that each prompt is computed alone
+        for output in core.step():
+            told[output.request_id] += len(output.token_ids)
+            if output.error is not None:
+                raise ModelError(str(output.error))
+            if not all(math.isfinite(each.logprob) for each in output.logprobs):
+                raise ModelError("its logits are not finite: are its weights damaged?")
+    runner.compare()
+    core.cancel()  # An end would be kept in the prefix cache.
+    while not core.idle:
+        core.step()

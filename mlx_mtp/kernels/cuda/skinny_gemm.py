@@ -1,0 +1,351 @@
+"""GEMMs of few rows, where a row's result has the same bits whatever rows are beside it.
+
+For CUDA, by the tensor cores' m16n8k16: 16 features of the weights are its a, 8 rows of x its b, so
+that weights are read once for up to 16 rows. The warps of a block split K, and their sums are added
+in a fixed order, which depends on the weights alone. mlx's own read the weights once a row up to
+7 rows.
+"""
+
+import functools
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.kernels.cuda import mma
+from mlx_mtp.kernels.formats import BASES, DECODING, Weight
+from mlx_mtp.kernels.gpu import backend, kernel_name, launch, lean
+
+_CHUNK = 256  # columns that a warp loads at once
+_FEATURES = 16  # of a block
+WORTH = 1.5  # what rows that don't depend on each other may take, over mlx's operation
+MOST_PAIRS = 1 << 15  # of token and expert, of a prompt: a chunk of 2,048 tokens has less
+_MOST_PLAIN_ROWS = 8  # mlx's product reads bfloat16 and float16 once for more, too
+_TILE, _MOST_TILES = 8, 2  # rows of x in a tile, and tiles of a block
+_MOST_WARPS = 16
+_MANY_FEATURES, _THEIR_WARPS = 1 << 17, 4  # lm_head's: enough blocks, whatever each takes
+_STAGES = 2  # chunks in flight
+_MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
+
+_HEADER = r"""
+__device__ __forceinline__ float swiglu(const float* gate_up) {
+  return gate_up[0] / (1.0f + __expf(-gate_up[0])) * gate_up[1];
+}
+"""
+# `_kernel` puts the source together: the start, which weights a block has, which rows, the body. A
+# block has the features from f0 on, of N. By its place in an mma fragment a lane has features g and
+# g + 8, of x the row g, and of the results the rows 2 t and 2 t + 1.
+_START = r"""
+    const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
+    int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
+    auto w_at = w0, w_up = w0;
+    auto s_at = s0, s_up = s0, b_at = b0, b_up = b0;
+    auto y_at = y0;
+"""
+_GATE_AND_UP = "    w_up = w1, s_up = s1, b_up = b1;\n"
+# The block belongs to one of several weights with the same input.
+_NEXT = """
+    if (f0 >= (N + 15) / 16 * 16) {
+      f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
+    }
+"""
+# The rows of x that this block reads, and where it writes them: of plain products ...
+_ROWS = r"""
+    const int first = blockIdx.y * (8 * TILES), count = min(8 * TILES, x_shape[0] - first);
+    const size_t base = 0;
+    #define SOURCE(r) (first + (r))
+    #define TARGET(r) (first + (r))
+"""
+# ... and of experts: pairs of token and expert are sorted by expert and cut at each multiple of 8.
+# A block computes those of one expert between two cuts, or with a SPAN of 8 all between two cuts,
+# one expert after the other; so few blocks have nothing to do. PAIRS of them have one row of x.
+_PAIRS = r"""
+    const int last = min((int)experts_shape[0], ((int)blockIdx.y * SPAN / 8 + 1) * 8);
+    int first = blockIdx.y * SPAN, count;
+    if (SPAN == 1 && first % 8 && experts[first] == experts[first - 1]) return;
+    do {
+    const int expert = experts[first];
+    for (count = 1; first + count < last && experts[first + count] == expert; ++count) {}
+    size_t base = (size_t)expert * N;
+    #define SOURCE(r) (order[first + (r)] / PAIRS)
+    #define TARGET(r) order[first + (r)]
+"""
+_NEXT_PAIRS = """
+    __syncthreads();
+    } while (SPAN > 1 && (first += count) < last);
+"""
+# The expert behind the last one, which all tokens share, has weights of its own.
+_SHARED = """
+    if (expert == w0_shape[0]) {
+      base = 0;
+      w_at = wI, s_at = sI, b_at = bI;
+      w_up = wL, s_up = sL, b_up = bL;
+    }
+"""
+# Of each 32 columns a lane has those from 8 t on.
+_BODY = r"""
+    constexpr int HALVES = AFFINE && BITS == 8 ? 2 : 1, UNITS = 2 * BITS;
+    // A row's padding puts what lanes read at once into different banks.
+    constexpr int ROW = (UNITS + (BITS < 8 ? 1 : BITS / 4)) * 16, CHUNKS = K / 256;
+    constexpr int GROUPS = 256 / GROUP, SIDE = GROUPS * (AFFINE ? 2 : 1);
+    constexpr int SIDES = AFFINE ? 32 : BITS < 16 ? 16 : 0, BYTES = 16 * ROW + SIDES * SIDE;
+    SHARED(shared);
+    unsigned char* const ring = shared + warp * (STAGES * PARTS * BYTES);
+    // Behind the last feature that one is computed again, and not written.
+    auto feature = [=](int r) { return base + min(f0 + r, N - 1); };
+    const uint4* rows[TILES];
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      const int r = 8 * n + g;
+      const size_t row = SOURCE(r < count ? r : 0);
+      rows[n] = reinterpret_cast<const uint4*>(x) + row * (K / 8) + t;
+    }
+    auto load = [&](int chunk, int slot) {
+      if (chunk < CHUNKS) {
+        #pragma unroll
+        for (int p = 0; p < PARTS; ++p) {
+          const char* w = reinterpret_cast<const char*>(p ? w_up : w_at);
+          const char* side = lane < 16 ? reinterpret_cast<const char*>(p ? s_up : s_at)
+                                       : reinterpret_cast<const char*>(p ? b_up : b_at);
+          unsigned char* to = ring + (slot * PARTS + p) * BYTES;
+          #pragma unroll
+          for (int i = 0; i < BITS; ++i) {
+            const int r = (i * 32 + lane) / UNITS, u = (i * 32 + lane) % UNITS;
+            copy16(to + r * ROW + u * 16,
+                   w + (feature(r) * CHUNKS + chunk) * (UNITS * 16) + u * 16);
+          }
+          if (lane < SIDES)
+            copy<SIDE>(to + 16 * ROW + lane * SIDE,
+                       side + (feature(lane & 15) * CHUNKS + chunk) * SIDE);
+        }
+      }
+      commit();
+    };
+    float sums[TILES][PARTS][4] = {};
+    #pragma unroll
+    for (int i = 0; i < STAGES - 1; ++i) load(warp + i * WARPS, i);
+    uint4 next[TILES][2];
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+      next[n][0] = __ldg(rows[n] + warp * 32);
+      next[n][1] = __ldg(rows[n] + warp * 32 + 4);
+    }
+    int slot = 0;
+    #pragma unroll 1
+    for (int chunk = warp; chunk < CHUNKS; chunk += WARPS) {
+      wait<STAGES - 2>();
+      __syncwarp();
+      load(chunk + (STAGES - 1) * WARPS, slot == 0 ? STAGES - 1 : slot - 1);
+      const unsigned char* here = ring + slot * PARTS * BYTES;
+      slot = slot == STAGES - 1 ? 0 : slot + 1;
+      Vector<SCALE, GROUPS> scales[PARTS][2], biases[PARTS][2];  // for both features
+      #pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        #pragma unroll
+        for (int i = 0; i < 2 && SIDES > 0; ++i) {
+          const auto from = reinterpret_cast<const Vector<SCALE, GROUPS>*>(
+              here + p * BYTES + 16 * ROW) + 8 * i + g;
+          scales[p][i] = from[0];
+          if (AFFINE) biases[p][i] = from[16];
+        }
+      #pragma unroll
+      for (int k = 0; k < 4; ++k) {  // 64 columns, two runs of a lane
+        unsigned runs[PARTS][2][2][BITS < 8 ? 2 : BITS / 4], factors[PARTS][2][2] = {};
+        #pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+          #pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int f = i & 1, j = i >> 1, at = (2 * k + j) * 32;
+            const int byte = at * BITS / 8 + BITS * t;
+            const unsigned char* row = here + p * BYTES + (8 * f + g) * ROW;
+            load_run<BITS>(runs[p][f][j], row + (byte & ~3), byte % 4);
+            if constexpr (BITS < 16 && !AFFINE) {
+              const auto& codes = scales[p][f].at;
+              const int second = GROUP == 16 ? at / GROUP + 1 : at / GROUP;
+              factors[p][f][j] = scale_of<BITS, GROUP>(t < 2 ? codes[at / GROUP] : codes[second]);
+            }
+          }
+        #pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+          const int after = k < 3 ? chunk * 32 + (k + 1) * 8 : min(chunk + WARPS, CHUNKS - 1) * 32;
+          const unsigned ones[4] = {ONES, ONES, ONES, ONES};
+          float total[4] = {}, part[PARTS][HALVES][4] = {};
+          #pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            unsigned b[4];
+            load_x<BITS>(b, next[n][j]);
+            next[n][j] = __ldg(rows[n] + after + 4 * j);
+            #pragma unroll
+            for (int e = 0; e < 4; e += 2) {
+              if (AFFINE) multiply(total, ones, b[e], b[e + 1]);
+              #pragma unroll
+              for (int p = 0; p < PARTS; ++p)
+                #pragma unroll
+                for (int h = 0; h < HALVES; ++h) {
+                  unsigned a[4];
+                  #pragma unroll
+                  for (int i = 0; i < 4; ++i)
+                    a[i] = numbers<BITS, AFFINE>(
+                        runs[p][i & 1][j], e + i / 2, h, factors[p][i & 1][j]);
+                  multiply(AFFINE ? part[p][h] : sums[n][p], a, b[e], b[e + 1]);
+                }
+            }
+            if constexpr (AFFINE) {
+              if (j == 0 && GROUP > 32) continue;
+              // scale * (sum of q x) + bias * (sum of x), and BASE was added to each code.
+              #pragma unroll
+              for (int p = 0; p < PARTS; ++p)
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                  const int f = i >> 1, group = (2 * k + j) * 32 / GROUP;
+                  const float s = static_cast<float>(scales[p][f].at[group]);
+                  const float z = static_cast<float>(biases[p][f].at[group]);
+                  float sum = part[p][0][i];
+                  if (HALVES == 2) sum = fmaf(16.0f, part[p][HALVES - 1][i], sum);
+                  const float zero = fmaf(HALVES == 2 ? -17 * BASE : -BASE, s, z);
+                  sums[n][p][i] = fmaf(s, sum, fmaf(zero, total[i & 1], sums[n][p][i]));
+                  part[p][0][i] = part[p][HALVES - 1][i] = 0.0f;
+                }
+              total[0] = total[1] = 0.0f;
+            }
+          }
+        }
+      }
+    }
+    wait<0>();
+    __syncthreads();
+    // The warps' sums take the ring's place.
+    float* parts = reinterpret_cast<float*>(shared);
+    constexpr int EACH = TILES * PARTS * 128;
+    #pragma unroll
+    for (int n = 0; n < TILES; ++n)
+      #pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        #pragma unroll
+        for (int j = 0; j < 4; ++j)
+          parts[warp * EACH + ((n * PARTS + p) * 4 + j) * 32 + lane] = sums[n][p][j];
+    __syncthreads();
+    for (int i = warp * 32 + lane; i < TILES * 128; i += WARPS * 32) {
+      const int n = i >> 7, rest = i & 127, l = rest & 31, j = rest >> 5;
+      float done[PARTS] = {};
+      #pragma unroll
+      for (int p = 0; p < PARTS; ++p)
+        for (int s = 0; s < WARPS; ++s) done[p] += parts[s * EACH + (n * PARTS + p) * 128 + rest];
+      if (BITS < 16 && !AFFINE)
+        for (int p = 0; p < PARTS; ++p) done[p] *= BITS == 4 ? 0x1p63f : 0x1p60f;  // 2^UP
+      const int r = 8 * n + 2 * (l & 3) + (j & 1), f = f0 + 8 * (j >> 1) + (l >> 2);
+      if (r < count && f < N)
+        y_at[(size_t)TARGET(r) * N + f] = (T)(PARTS == 1 ? done[0] : swiglu(done));
+    }
+"""
+
+
+def fits(weight: Weight, dtype: mx.Dtype) -> bool:
+    """Whether the kernel is made for such a weight, activations, and this backend."""
+    # A scale of mxfp has more than float16's range.
+    wide = dtype == mx.bfloat16 or (dtype == mx.float16 and weight.scales.dtype == dtype)
+    return backend() == "cuda" and wide and weight.fits(dtype) and weight.inputs % _CHUNK == 0
+
+
+def bands(weight: Weight) -> dict[int, range]:
+    """The numbers of tokens of a decode step that it may serve, each by that to time it with."""
+    is_plain = weight.form.bits == 16 and weight.codes.ndim == 2
+    return {4: range(1, _MOST_PLAIN_ROWS + 1 if is_plain else sys.maxsize)}
+
+
+def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+    """x [M, K] times the transpose of each of some weights [N, K] of one format: [M, N] each."""
+    return _launch(x, weights, 1, ())
+
+
+def gate_and_up(x: mx.array, gate: Weight, up: Weight) -> mx.array:
+    """silu(x times the transpose of gate [N, K]) times that of up: [M, N]."""
+    (y,) = _launch(x, [gate, up], 2, ())
+    return y
+
+
+def experts(
+    x: mx.array,  # [S, K]
+    weights: Sequence[Weight],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
+    shared: Sequence[Weight],  # of expert E, the same without an axis of experts; or none
+    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
+    order: mx.array,  # int32 [P], which pair each of these is
+) -> mx.array:
+    """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
+    (y,) = _launch(x, [*weights, *shared], len(weights), (chosen, order))
+    return y
+
+
+def _launch(
+    x: mx.array,
+    weights: Sequence[Weight],
+    parts: int,  # 2: the weights are gate and up, else each has a result of its own
+    pairs: Sequence[mx.array],
+) -> list[mx.array]:
+    tiles = 1 if pairs or len(x) <= _TILE else _MOST_TILES
+    rows = pairs[0].size if pairs else len(x)
+    span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
+    (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
+    inner, affine = x.shape[1], bits < 16 and scale == x.dtype
+    outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
+    warps = _warps(inner // _CHUNK, bits, parts, max(outputs))
+    template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
+    template |= {"AFFINE": affine, "WARPS": warps}
+    template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
+    if pairs:
+        template |= {"PAIRS": rows // len(x), "SPAN": span}
+    # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; then
+    # its sums.
+    sides = 0 if bits == 16 else _CHUNK // group * (4 if affine else 1)
+    feature = 16 * (2 * bits + max(1, bits // 4)) + sides
+    shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
+    blocks = sum(-(-features // _FEATURES) for features in outputs)
+    return launch(
+        _kernel(len(weights), parts, bool(pairs), x.dtype, shared),
+        [x, *itertools.chain(*(each[:3] for each in weights)), *pairs],
+        template,
+        (blocks, warps * -(-rows // span), 1),
+        warps,
+        [((rows, features), x.dtype) for features in outputs],
+    )
+
+
+def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
+    """How many split K. The order of a sum follows from it, so that it must not depend on rows.
+
+    Nor on what else is in a launch: no projection has as many features as lm_head.
+    """
+    most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
+    if features >= _MANY_FEATURES:
+        return min(chunks, most, _THEIR_WARPS)
+    least = max(1, min(chunks, most // 2))
+    return min(range(min(chunks, most), least - 1, -1), key=lambda n: -chunks % n)
+
+
+@functools.cache
+def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: int) -> Any:
+    source = _START.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
+    if of_experts:
+        source += _PAIRS
+        if count > parts:
+            source += _SHARED.replace("I", str(parts)).replace("L", str(count - 1))
+    else:
+        numbers = range(1, count if parts == 1 else 1)
+        source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
+    source += _BODY + (_NEXT_PAIRS if of_experts else "")
+    header = lean(mma.header(dtype) + BASES[dtype] + DECODING + _HEADER)
+    source = lean(source)
+    return mx.fast.cuda_kernel(
+        name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
+        input_names=[
+            "x",
+            *(f"{name}{number}" for number in range(count) for name in "wsb"),
+            *(["experts", "order"] if of_experts else []),
+        ],
+        output_names=[f"y{number}" for number in range(1 if of_experts else count // parts)],
+        header=header,
+        source=source,
+        shared_memory=shared,
+    )

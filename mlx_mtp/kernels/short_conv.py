@@ -1,0 +1,169 @@
+"""From a GatedDeltaNet layer's projections to the inputs of its recurrence.
+
+On a GPU one kernel replaces some twenty operations: a warp gathers the convolution's inputs of one
+head at one position, of a prompt at a few, convolves, applies silu and the l2 norm of q and k, and
+computes the gates.
+"""
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gpu, portable, self_check
+from mlx_mtp.kernels.gdn_types import Convolution, Projected, Shape, Window
+
+_RUN = 4  # positions of a prompt for a warp
+_LONGEST_WINDOW = 17  # positions; more are a prompt's
+
+_BODY = """
+    const int head = grid_y;
+    if (head >= 2 * Hk + Hv) {
+      return;
+    }
+    const int length = q_shape[1];
+    const int runs = (length + RUN - 1) / RUN;
+    const int b = grid_x / runs;
+    const int begin = grid_x % runs * RUN;
+    const bool is_value = head >= 2 * Hk;
+    const bool is_key = !is_value && head >= Hk;
+    // The head among its own kind, and among the key heads.
+    const int own = is_value ? head - 2 * Hk : (is_key ? head - Hk : head);
+    const int hk = is_value ? own / (Hv / Hk) : own;
+    const int in_hk = is_value ? own % (Hv / Hk) : 0;
+    const int dim = is_value ? Dv : Dk;
+    const int channel = is_value ? 2 * Hk * Dk + own * Dv : (is_key ? Hk * Dk : 0) + own * Dk;
+    constexpr int C = 2 * Hk * Dk + Hv * Dv;
+    constexpr int N = (Dk > Dv ? Dk : Dv) / 32;
+
+    const auto row = is_value ? v + b * v_strides[0] + hk * v_strides[2] + in_hk * v_strides[3]
+        : (is_key ? k + b * k_strides[0] + hk * k_strides[2]
+                  : q + b * q_strides[0] + hk * q_strides[2]);
+    const auto stride = is_value ? v_strides[1] : (is_key ? k_strides[1] : q_strides[1]);
+    const auto before = history + (b * history_shape[1] + num_kept[b]) * C + channel;
+    const auto after = conv_input + b * (SIZE - 1 + length) * C + channel;
+
+    InT taps[RUN + SIZE - 1][N];  // the convolution's inputs of all of the warp's positions
+    float filter[N][SIZE];
+    for (int i = 0; i < dim / 32; ++i) {
+      const int c = 32 * i + lane;
+      for (int j = 0; j < RUN + SIZE - 1; ++j) {
+        const int at = begin + j < length + SIZE - 1 ? begin + j : length + SIZE - 2;
+        taps[j][i] = at < SIZE - 1 ? before[at * C + c] : row[(at - SIZE + 1) * stride + c];
+      }
+      for (int j = 0; j < SIZE; ++j) {
+        filter[i][j] = static_cast<float>(weight[(channel + c) * SIZE + j]);
+      }
+    }
+    for (int i = 0; i < dim / 32; ++i) {
+      for (int j = 0; j < RUN + SIZE - 1; ++j) {
+        if ((begin == 0 || j >= SIZE - 1) && begin + j < length + SIZE - 1) {
+          after[(begin + j) * C + 32 * i + lane] = taps[j][i];
+        }
+      }
+    }
+    #pragma unroll
+    for (int step = 0; step < RUN; ++step) {
+      const int t = begin + step;
+      if (t >= length) {
+        continue;
+      }
+      float x[N];
+      float squares = 0.0f;
+      for (int i = 0; i < dim / 32; ++i) {
+        float sum = 0.0f;
+        for (int j = 0; j < SIZE; ++j) {
+          sum = fma(static_cast<float>(taps[step + j][i]), filter[i][j], sum);
+        }
+        // Rounded as an array of the activations' type would be.
+        x[i] = static_cast<float>(static_cast<InT>(sum / (1.0f + exp(-sum))));
+        squares = fma(x[i], x[i], squares);
+      }
+      if (!is_value) {
+        for (int other = 16; other > 0; other /= 2) {
+          squares += SHUFFLE_XOR(squares, other);
+        }
+        const float scale = 1.0f / sqrt(squares + 1.0f / INVERSE_EPS);
+        const auto out = (is_key ? unit_k : unit_q) + ((b * length + t) * Hk + own) * Dk;
+        for (int i = 0; i < Dk / 32; ++i) {
+          out[32 * i + lane] = static_cast<InT>(x[i] * scale);
+        }
+        continue;
+      }
+      const int gate = (b * length + t) * Hv + own;
+      for (int i = 0; i < Dv / 32; ++i) {
+        value_out[gate * Dv + 32 * i + lane] = static_cast<InT>(x[i]);
+      }
+      if (lane == 0) {
+        const float raw = static_cast<float>(
+            a[b * a_strides[0] + t * a_strides[1] + hk * a_strides[2] + in_hk * a_strides[3]])
+            + static_cast<float>(dt_bias[own]);
+        const float strength = static_cast<float>(
+            bb[b * bb_strides[0] + t * bb_strides[1] + hk * bb_strides[2]
+               + in_hk * bb_strides[3]]);
+        // softplus = max(x, 0) + log(1 + u), whose digits a plain sum would lose for a small u.
+        const float u = exp(-fabs(raw));
+        const float w = 1.0f + u;
+        const float log_w = w == 1.0f ? u : log(w) * u / (w - 1.0f);
+        const float softplus = (raw > 0.0f ? raw : 0.0f) + log_w;
+        g[gate] = exp(-exp(static_cast<float>(log_decay[own])) * softplus);
+        beta[gate] = static_cast<InT>(1.0f / (1.0f + exp(-strength)));
+      }
+    }
+"""
+
+KERNEL = gpu.Kernel(
+    "gated_delta_inputs",
+    ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
+    ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
+    _BODY,
+    lambda shape, dtype: self_check.inputs(launch, shape, dtype),
+    lambda shape: shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0,
+)
+
+
+def prepare(
+    projected: Projected,  # of T positions
+    convolution: Convolution,
+    history: mx.array,  # the convolution's inputs before, K-1 and a window of P, [B, K-1+P, C]
+    num_kept: mx.array | None,  # how much of that window each row keeps, int32 [B]; None: P is 0
+) -> tuple[mx.array, Window, mx.array]:
+    """Convolve q, k and v, apply silu, norm q and k, and compute the gates.
+
+    Returns queries [B, T, Hk, Dk], the recurrence's other inputs, and the convolution's own input
+    [B, K-1+T, C], which is the history of the next window; its channels are those of q, k, v.
+    """
+    run = launch if fits(projected, convolution) else portable.prepare
+    return run(projected, convolution, history, num_kept)
+
+
+def launch(
+    projected: Projected, convolution: Convolution, history: mx.array, num_kept: mx.array | None
+) -> tuple[mx.array, Window, mx.array]:
+    """`prepare` by the kernel."""
+    shape, dtype = _shape(projected, convolution), projected.q.dtype
+    batch, length = projected.q.shape[:2]
+    if num_kept is None:
+        num_kept = gpu.zeros(batch)
+    by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
+    run = _RUN if length > _LONGEST_WINDOW else 1
+    history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
+    q, k, v, g, beta, conv_input = KERNEL(
+        [*projected, *convolution, history, num_kept],
+        {"InT": dtype, "SIZE": shape.conv_size, "RUN": run}
+        | {"INVERSE_EPS": round(1 / portable.EPS)}
+        | shape.sizes(),
+        (batch * -(-length // run), 2 * shape.key_heads + shape.value_heads, 1),
+        [
+            *((by_key, dtype), (by_key, dtype), ((*by_head, shape.value_dim), dtype)),
+            *((by_head, mx.float32), (by_head, dtype), (history_shape, dtype)),
+        ],
+    )
+    return q, Window(k, v, g, beta), conv_input
+
+
+def fits(projected: Projected, convolution: Convolution) -> bool:
+    """Whether the kernel runs layers of these shapes and types here."""
+    return KERNEL.works(_shape(projected, convolution), projected.q.dtype)
+
+
+def _shape(projected: Projected, convolution: Convolution) -> Shape:
+    _, _, heads, ratio, value_dim = projected.v.shape
+    return Shape(heads, projected.q.shape[3], heads * ratio, value_dim, convolution.size)

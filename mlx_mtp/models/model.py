@@ -1,0 +1,206 @@
+"""A loaded model as the engine sees it: a trunk, perhaps a head, and the caches they need."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
+from mlx_mtp.distributed import gathered
+from mlx_mtp.errors import ModelError, UsageError
+from mlx_mtp.kernels.cuda.decode_attention import DIMS, LONGEST
+from mlx_mtp.kernels.gpu import backend, refused, step
+from mlx_mtp.models.family import Family, text_config
+from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.skinny_gemm import serves, use_few_rows
+from mlx_mtp.progress import Bar
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The patched mlx-lm instance and what its files say."""
+
+    path: Path
+    config: dict[str, Any]  # config.json
+    generation_config: dict[str, Any]  # generation_config.json, empty if there is none
+    model: nn.Module  # with the head as its `mtp` if one was loaded
+    family: Family
+    head_source: str | None  # where the head came from; None without one
+    num_ranks: int = 1  # this has the part of one of them
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config["model_type"])
+
+    @property
+    def max_model_len(self) -> int:
+        return int(text_config(self.config).get("max_position_embeddings") or 4096)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, padding included."""
+        return int(self.causal_lm.args.vocab_size)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.causal_lm.model.norm.weight.dtype
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence, as generation_config.json or else config.json names them."""
+        sources = (self.generation_config, self.config, text_config(self.config))
+        values = [source.get("eos_token_id") for source in sources]
+        lists = (v if isinstance(v, list) else [v] for v in values if v is not None)
+        return next((tuple(ids) for ids in lists if ids), ())
+
+    @property
+    def causal_lm(self) -> nn.Module:
+        return self.family.causal_lm(self.model)
+
+    @property
+    def output_layer(self) -> nn.Module:
+        tied = self.causal_lm.args.tie_word_embeddings
+        return self.causal_lm.model.embed_tokens if tied else self.causal_lm.lm_head
+
+    @property
+    def head(self) -> MTPHead | None:
+        return None if self.head_source is None else self.model.get("mtp")
+
+    @cached_property
+    def layer_specs(self) -> list[LayerSpec]:
+        specs = self.family.layer_specs(self.causal_lm.args)
+        return [spec.part(self.num_ranks) for spec in specs]
+
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of the trunk's weights and of the head's. No weight is read."""
+        of_head = 0 if self.head is None else module_nbytes(self.head)
+        return module_nbytes(self.model) - of_head, of_head
+
+    def row_nbytes(self) -> int:
+        """Bytes of one token's row of lm_head. No weight is read."""
+        parameters = tree_flatten(self.output_layer.parameters())
+        return sum(value.nbytes // value.shape[0] for _, value in parameters)
+
+    def check(self) -> None:
+        for token in self.eos_token_ids:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                raise ModelError(
+                    f"{self.path}: eos_token_id names {token!r}, but this model's token ids "
+                    f"are 0 to {self.vocab_size - 1}."
+                )
+
+    def read(self) -> None:
+        """Read the weights; UsageError if this machine can't compute in their type."""
+        if mx.default_device() == mx.cpu:
+            for name, value in tree_flatten(self.model.parameters()):
+                if ".switch_mlp." in name and value.dtype in (mx.bfloat16, mx.float16):
+                    dtype = str(value.dtype).rpartition(".")[2]
+                    raise UsageError(
+                        f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of "
+                        "experts only in float32. Use --dtype float32 or auto."
+                    )
+        # Not the parameters alone: a scaled RoPE's frequencies are none, and what is still lazy
+        # can't be evaluated on another thread than this one.
+        weights = [value for _, value in tree_flatten(self.model.parameters())]
+        with Bar(desc="Loading the weights", total=sum(array.nbytes for array in weights)) as bar:
+            for array in weights:
+                mx.eval(array)
+                bar.update(array.nbytes)
+        mx.eval(self.model.state)
+        use_few_rows(self.model, self.dtype)
+
+    def without_head(self) -> LoadedModel:
+        return replace(self, head_source=None)
+
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether a token's bits can be those of its own text, whatever else is computed."""
+        attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
+        alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
+        return alone and all(spec.head_dim in DIMS for spec in attention)
+
+    def is_exact(self, wanted: bool | None = None) -> bool:
+        """What `EngineConfig.exact` is: as wanted, or else whether it makes no product slower."""
+        return self.can_be_exact and serves(self.model, self.dtype) if wanted is None else wanted
+
+    @property
+    def unused_kernels(self) -> list[str]:
+        """Names of the kernels that do not work here, as far as they have been tried."""
+        return sorted(name.replace("_", " ") for name in refused)
+
+    def make_cache(self, num_rows: int) -> BatchCache:
+        layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]
+        return BatchCache(layers, num_rows)
+
+    def hidden(self, tokens: mx.array, *caches: BatchCache) -> mx.array:
+        """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun.
+
+        The tokens of several caches lie side by side.
+        """
+        trunk = self.causal_lm.model
+        first, *others = [layer.input_layernorm for layer in trunk.layers]
+        x = self.embed(tokens)
+        normed = first(x)
+        packings = [cache.layers[0].packing for cache in caches]
+        positions = [packing.positions for packing in packings]
+        where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
+        by_layer = zip(*(cache.layers for cache in caches), strict=True)
+        with step(all(packing.longest <= LONGEST for packing in packings)):
+            for layer, own, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
+                x, normed = layer.step(x, normed, norm.weight, where, own)
+        return normed
+
+    def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
+        """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""
+        own = self.output_layer if layer is None else layer
+        with step():
+            if hasattr(own, "as_linear"):  # tied, and so whole on each rank
+                return own.as_linear(hidden)
+            found = own(hidden)
+        return gathered(found) if layer is None else found
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        return self.causal_lm.model.embed_tokens(tokens)
+
+
+class DraftHead:
+    """The rows of lm_head for a reduced draft vocabulary, copied as they are stored.
+
+    Most of a draft's cost is lm_head over all tokens, most of which hardly ever come (FR-Spec,
+    arXiv:2502.14856). `layer` maps [..., H] to logits [..., N] of the tokens `ids`.
+    """
+
+    def __init__(self, model: LoadedModel, ids: Sequence[int]) -> None:
+        # int32 [N], in order, so that equal logits are ordered as among all.
+        self.ids = mx.array(sorted(ids), dtype=mx.int32)
+        layer, vocab_size = model.output_layer, model.vocab_size
+        # A shallow copy: parameters that are replaced there stay in the layer itself.
+        self.layer = copy.copy(layer)
+        for name, value in tree_flatten(layer.parameters()):
+            if value.ndim and value.shape[0] * model.num_ranks == vocab_size:
+                value = gathered(value.T).T  # Each rank has a part of the tokens.
+            if "." in name or value.ndim == 0 or value.shape[0] != vocab_size:
+                raise ModelError(
+                    f"No rows can be taken from lm_head: its {name} is {list(value.shape)} and not "
+                    f"{vocab_size} rows. Draft without --mtp-draft-vocab."
+                )
+            self.layer[name] = value[self.ids]
+            mx.eval(self.ids, self.layer[name])  # else every step would copy them anew
+
+    @property
+    def nbytes(self) -> int:
+        return module_nbytes(self.layer)
+
+
+def module_nbytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters. None is read."""
+    return sum(array.nbytes for _, array in tree_flatten(module.parameters()))

@@ -1,0 +1,319 @@
+"""The prefix cache on disk: KV and snapshots of prefixes that outlive the process."""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+from mlx_mtp.prefix.directory import PrefixDirectory, StoredFile, pack, unpack
+from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
+from mlx_mtp.prefix.segments import Entry, Segment, join
+
+logger = logging.getLogger(__name__)
+
+# How long a read is waited for: 4 GB at 150 MB/s. A slower disk is taken to hang until it answers.
+READ_SECONDS = 30.0
+_RETRY_SECONDS = 60.0  # For so long nothing is written after the disk refused a write.
+_ABANDON_SECONDS = 5.0  # What has begun may take so much longer than the time for closing.
+_HEADER_BYTES = 256  # more than an array's entry in a header takes, and than the rest of it
+_MANY_TASKS = 10_000
+
+
+class StoreStats(NamedTuple):
+    """Gauges and counters of a store."""
+
+    num_files: int  # on the disk
+    file_nbytes: int  # of these
+    num_files_written: int  # since the start
+    num_files_dropped: int
+
+
+class PrefixStore:
+    """Prefixes in a directory of their own. All methods are for the engine's thread.
+
+    One other thread reads and writes the files, and sees bytes alone. Nothing that goes wrong with
+    the disk reaches the engine: a write that fails is dropped, a file that can't be read is a
+    miss. A file is of use only with its ancestors, those that it builds on. Using it uses these,
+    after it: so nothing builds on the least recently used file, and it can be evicted.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fingerprint: str,
+        max_bytes: int,
+        max_queued_bytes: int = 1 << 30,
+        # What is known when the model is loaded, and must be as it was: asked for at the first use.
+        choices: Callable[[], str] = str,
+    ) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self.on_read: Callable[[], None] = lambda: None  # on the store's thread
+        # The files that are being read, or have been and were not taken, and their content then.
+        self.reading: list[StoredFile] = []
+        self._contents: deque[bytes] | None = None
+        self._max_queued_bytes, self._get_choices = max_queued_bytes, choices
+        self._directory = PrefixDirectory(path, fingerprint)
+        self._lock = threading.Condition()  # guards what follows; never held while the disk works
+        self._files: dict[str, StoredFile] = {}  # A file comes behind those that it builds on.
+        self._tasks: deque[Callable[[], None]] = deque()  # of the thread
+        self._began: float | None = None  # when it began the task before these
+        self._num_written = self._num_dropped = self._last_use = 0
+        self._refused_until = 0.0
+        self._complaints: set[int | None] = set()
+        self._deadline = math.inf
+        with self._lock:
+            self._fill()
+        self._thread = threading.Thread(target=self._run, name="mlx-mtp-prefix-store", daemon=True)
+        self._thread.start()
+
+    def longest(self, salt: str, tokens: Sequence[int]) -> int:
+        """Length of the longest prefix of the tokens that is here with its snapshot, or 0."""
+        with self._lock:
+            prefixes = reversed(self._prefixes(salt, tokens))
+            return next((end for end, key in prefixes if key + "s" in self._files), 0)
+
+    def keep(self, salt: str, tokens: Sequence[int], entry: Entry) -> None:
+        """Write what is not here of a prefix, in the background; its bytes are copied now."""
+        *segments, snapshot = entry
+        with self._lock:
+            prefixes = self._prefixes(salt, tokens)
+            start, parent = max(
+                (p for p in prefixes if p[1] in self._files), default=(0, self._root(salt))
+            )
+        end, key = prefixes[-1]
+        try:
+            if start < end:
+                rows = join([s for s in segments if s.end > start], start)
+                if not self._put(StoredFile(key, parent, start, end), rows):
+                    return
+            self._put(StoredFile(key + "s", key, end, end), snapshot)
+        except Exception:
+            logger.exception("A prefix could not be given to the disk")
+
+    def touch(self, salt: str, tokens: Sequence[int]) -> None:
+        with self._lock:
+            self._touch(self._snapshot_key(salt, tokens))
+
+    def drop_snapshot(self, salt: str, tokens: Sequence[int]) -> None:
+        with self._lock:
+            self._remove(self._snapshot_key(salt, tokens))
+
+    def fetch(
+        self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
+    ) -> Fetch | Entry:
+        """A prefix's KV from the token `start` or one before it on, and its snapshot behind it.
+
+        Or how far it has come; to be called again while it is COMING. `make_room` is called with
+        its bytes before it is read, and says whether they fit in memory.
+        """
+        if self.seconds_left <= 0:
+            return Fetch.LATE
+        with self._lock:
+            lineage = self._lineage(self._snapshot_key(salt, tokens))
+            files = [f for f in lineage if f.end > start or f.start == f.end][::-1]
+            if not files or files != self.reading:
+                self.forget()
+                if not files:
+                    return Fetch.GONE
+                if not make_room(sum(file.nbytes for file in files)):
+                    return Fetch.NO_ROOM
+                self.reading = files
+                self._touch(files[-1].key)
+                self._tasks.appendleft(partial(self._read, files))
+            contents = self._contents
+            if contents is None:
+                return Fetch.COMING
+            self.forget()
+        # Popped, so that the bytes of each are freed before the arrays of the next are made.
+        return [Segment(file.start, file.end, *unpack(contents.popleft())) for file in files]
+
+    @property
+    def seconds_left(self) -> float:
+        began, now = self._began, time.monotonic()
+        return READ_SECONDS if began is None else began + READ_SECONDS - now
+
+    def forget(self) -> None:
+        """Drop what is being read, or has been and was not taken."""
+        with self._lock:
+            self.reading, self._contents = [], None
+
+    def stats(self) -> StoreStats:
+        """For any thread."""
+        with self._lock:
+            written = [file.nbytes for file in self._files.values() if file.content is None]
+            return StoreStats(len(written), sum(written), self._num_written, self._num_dropped)
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Write what is queued, for so long at most, and leave the directory to others."""
+        if self._deadline < math.inf:
+            return
+        self.forget()
+        with self._lock:
+            self._deadline = time.monotonic() + seconds
+            self._lock.notify_all()
+        self._thread.join(seconds + _ABANDON_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("The disk of %s hangs; it is left as it is.", self.path)
+        else:
+            self._directory.close()
+
+    def _put(self, file: StoredFile, content: Segment) -> bool:
+        """Queue a file unless it is here; False: there is no room for it."""
+        at_most = content.nbytes + _HEADER_BYTES * (1 + len(content.arrays))
+        with self._lock:
+            self._touch(file.key)
+            if file.key in self._files:
+                return True
+            ancestors = sum(each.nbytes for each in self._lineage(file.parent))
+            queued = sum(len(each.content or b"") for each in self._files.values())
+            if (
+                ancestors + at_most > self.max_bytes
+                or queued + at_most > self._max_queued_bytes
+                or time.monotonic() < self._refused_until
+                or self._deadline < math.inf
+            ):
+                self._num_dropped += 1
+                return False
+        file.content = pack(content.arrays, content.bits)
+        file.nbytes = len(file.content)
+        with self._lock:
+            if file.start and file.parent not in self._files:
+                return False
+            self._files[file.key] = file
+            self._tasks.append(partial(self._write, file))
+            self._touch(file.key)
+            self._evict()
+        return True
+
+    # These are called with the lock held.
+
+    def _prefixes(self, salt: str, tokens: Sequence[int]) -> list[tuple[int, str]]:
+        """Lengths and keys of the prefixes of a prompt that files may end at, and of the whole."""
+        ends = {file.end for file in self._files.values() if file.end < len(tokens)}
+        return list(prefix_keys(self._root(salt), tokens, sorted({*ends, len(tokens)})))
+
+    def _snapshot_key(self, salt: str, tokens: Sequence[int]) -> str:
+        ((_, key),) = prefix_keys(self._root(salt), tokens, [len(tokens)])
+        return key + "s"
+
+    def _root(self, salt: str) -> str:
+        """Files of other choices have other keys: they stay, and are not found."""
+        return root_key(f"{salt} {self._choices}") if self._choices else salt
+
+    @cached_property
+    def _choices(self) -> str:
+        return self._get_choices()
+
+    def _lineage(self, key: str) -> Iterator[StoredFile]:
+        while (file := self._files.get(key)) is not None:
+            yield file
+            key = file.parent
+
+    def _touch(self, key: str) -> None:
+        for file in self._lineage(key):
+            self._last_use = file.used = max(self._last_use + 1, time.time_ns())
+            # A disk that hangs must not make them grow without a bound.
+            if len(self._tasks) < _MANY_TASKS:
+                self._tasks.append(partial(self._directory.mark_used, file))
+        self._lock.notify_all()
+
+    def _remove(self, key: str) -> int:
+        """Forget a file and all that build on it, and have them unlinked, or not written."""
+        lost = {key}
+        for file in list(self._files.values()):
+            if file.key in lost or file.parent in lost:
+                lost.add(file.key)
+                del self._files[file.key]
+                if file.content is None:
+                    self._tasks.append(partial(self._directory.remove, file))
+        self._lock.notify_all()
+        return len(lost)
+
+    def _evict(self) -> None:
+        while sum(file.nbytes for file in self._files.values()) > self.max_bytes:
+            self._remove(min(self._files.values(), key=lambda file: file.used).key)
+
+    def _fill(self) -> None:
+        """Take in what was there at the start, but for what lacks an ancestor or is too much."""
+        for file in sorted(self._directory.found, key=lambda file: (file.end, file.start)):
+            if (file.start == 0 or file.parent in self._files) and file.key not in self._files:
+                self._files[file.key] = file
+            else:
+                self._tasks.append(partial(self._directory.remove, file))
+        for file in sorted(self._files.values(), key=lambda file: file.used):
+            self._touch(file.key)
+        self._evict()
+
+    # The rest is the thread's.
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._began = None
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._tasks or self._deadline < math.inf)
+                if not self._tasks or time.monotonic() > self._deadline:
+                    return
+                task = self._tasks.popleft()
+                self._began = time.monotonic()
+            try:
+                task()
+            except OSError as error:
+                self._refused_until = time.monotonic() + _RETRY_SECONDS
+                self._complain(error, "written")
+            except Exception:
+                logger.exception("A file of the prefix cache was not written")
+
+    def _read(self, files: list[StoredFile]) -> None:
+        contents: deque[bytes] = deque()
+        for file in files:
+            if self.reading is not files:
+                break  # Forgotten: whoever waits for it must ask again.
+            try:
+                contents.append(file.content or self._directory.read(file))
+            except Exception as error:
+                if isinstance(error, OSError):
+                    self._complain(error, "read")
+                else:
+                    logger.warning("A prefix in %s is removed: %s", self.path, error)
+                with self._lock:
+                    self._remove(file.key)
+                break
+        else:
+            with self._lock:
+                if self.reading is files:
+                    self._contents = contents
+        self.on_read()
+
+    def _write(self, file: StoredFile) -> None:
+        def wanted() -> bool:
+            return self._files.get(file.key) is file and time.monotonic() < self._deadline
+
+        if file.content is None or not wanted():
+            return
+        try:
+            written = self._directory.write(file, file.content, wanted)
+        except Exception:
+            with self._lock:
+                self._num_dropped += self._remove(file.key)
+            raise
+        with self._lock:
+            kept = written and self._files.get(file.key) is file
+            if kept:
+                file.content = None
+                self._num_written += 1
+        if written and not kept:
+            self._directory.remove(file)
+
+    def _complain(self, error: OSError, what: str) -> None:
+        if error.errno not in self._complaints:
+            self._complaints.add(error.errno)
+            why = "%s. The cache goes on in memory; this is said once."
+            message = f"The prefix cache's directory %s can't be %s: {why}"
+            logger.warning(message, self.path, what, error.strerror or error)

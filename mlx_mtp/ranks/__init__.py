@@ -1,0 +1,1 @@
+"""One model computed by several processes: rank 0 leads, the others follow."""

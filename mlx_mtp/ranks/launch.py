@@ -1,0 +1,131 @@
+"""Serving by several ranks: what must be equal on all, how the others run, and how all end."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import signal
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_mtp import __version__
+from mlx_mtp.config import EngineConfig, flags_of
+from mlx_mtp.distributed import world
+from mlx_mtp.errors import RankError
+from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
+from mlx_mtp.models.files import WEIGHTS, read_header
+from mlx_mtp.ranks.links import Link, Links, connect
+from mlx_mtp.server.app import give_up
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+    from mlx_mtp.models.model import LoadedModel
+    from mlx_mtp.prefix.disk import PrefixStore
+
+logger = logging.getLogger(__name__)
+
+_ALIKE = ("dtype", "prefix_cache_dir", "prefix_cache_dir_size", "mtp_draft_vocab")
+"""Options that all ranks need the same of, beside those of the engine."""
+_SAMPLE = 256  # bytes of each tensor
+_HANG_SECONDS = 10.0
+"""For so long a step may seem to hang before all ranks end."""
+_LOOK_SECONDS = 1.0
+_FLUSH_SECONDS = 2.0  # for clients to read the error, and for the log
+
+
+def part() -> tuple[int, int]:
+    """Rank of this process and number of ranks; waits for the others."""
+    return world()[:2]
+
+
+def use_memory(given: int | None, least: int | None) -> MemoryLimit:
+    """The memory of --memory-limit or of the machine, of which no rank has less than `least`."""
+    limit = memory_limit(given)
+    if least is not None and least < limit.nbytes:
+        limit = MemoryLimit(least, "on the rank that has the least")
+    wire_memory(limit)
+    return limit
+
+
+def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | None:
+    """Connect the ranks, if there are several: rank 0 to all, and each other one to it.
+
+    UsageError where they differ in what they would compute.
+    """
+    if world().size == 1:
+        return None
+    given = {flag.name: getattr(options, flag.key) for flag in flags_of(EngineConfig)}
+    given |= {f"--{key.replace('_', '-')}": getattr(options, key) for key in _ALIKE}
+    facts = {
+        "mlx-mtp": __version__,
+        **{name: metadata.version(name) for name in ("mlx", "mlx-lm")},
+        **{name: str(value) for name, value in given.items()},
+        "MTP head": loaded.head is not None,
+        "model": fingerprint(loaded.path),
+    }
+    return connect(world(), facts, memory_limit(options.memory_limit).nbytes, give_up)
+
+
+def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None) -> int:
+    """What `serve` is on any rank but 0; returns the exit status."""
+    from mlx_mtp.ranks.follower import follow
+
+    rank = world().rank
+    # Rank 0 finishes what runs, and then tells.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: logger.info("Rank %d ends when rank 0 does.", rank))
+    loaded.read()
+    link.send("ready")
+    logger.info("Rank %d of %d is ready.", rank, world().size)
+    try:
+        follow(loaded, EngineConfig().draft_source, link, store)
+    except Exception as error:
+        logger.debug("Why rank %d ends", rank, exc_info=True)
+        why = error if isinstance(error, RankError) else repr(error)
+        reason = f"rank {rank} can't go on: {why}"
+        link.fail(reason)
+        give_up(reason)
+    if store is not None:
+        store.close()
+    return 0
+
+
+def watch(engine: Engine, links: Links) -> None:
+    """Wait until all ranks are ready; end all when one is lost, or a step never ends."""
+    links.wait()  # Reading the weights may take them longer than any step may.
+
+    def end(reason: str) -> None:
+        logger.critical("The ranks can't go on together: %s.", reason)
+        engine.fail(reason)
+        time.sleep(_FLUSH_SECONDS)
+        give_up(reason)
+
+    def look() -> None:
+        since = reason = None
+        while since is None or time.monotonic() - since < _HANG_SECONDS:
+            time.sleep(_LOOK_SECONDS)
+            reason = engine.hang_reason
+            since = None if reason is None else since or time.monotonic()
+        links.fail(f"{reason}; steps that others have computed: {links.progress()}")
+
+    links.on_failure = end
+    threading.Thread(target=look, name="mlx-mtp-ranks", daemon=True).start()
+
+
+def fingerprint(path: Path) -> str:
+    """Hash of a model's config.json and of the beginning of each of its tensors."""
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.glob(WEIGHTS)):
+        start, header = read_header(file)
+        header.pop("__metadata__", None)
+        digest.update(json.dumps(header, sort_keys=True).encode())
+        with file.open("rb") as content:
+            for entry in header.values():
+                content.seek(start + entry["data_offsets"][0])
+                digest.update(content.read(_SAMPLE))
+    return digest.hexdigest()[:16]

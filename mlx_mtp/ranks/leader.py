@@ -1,0 +1,118 @@
+"""Rank 0 of several: its runner tells the others each step before it launches it itself.
+
+The others build the same graph, so that collectives meet in the same order. What they need for
+that is in a `Step`: which rows, which windows, what is restored. They know neither sampling
+parameters nor grammars, as they take over the tokens that rank 0 draws (`world.agreed`), and no
+tree of prefixes: they copy, cut and drop as its segments are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+
+import numpy as np
+
+from mlx_mtp.engine.batch import Batch, hidden_states
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.errors import ModelError
+from mlx_mtp.prefix.cache import PrefixCache, Save
+from mlx_mtp.prefix.segments import Entry
+from mlx_mtp.ranks.links import Links
+from mlx_mtp.ranks.messages import Compare, Release, Row, Step, Take
+from mlx_mtp.ranks.segments import LeadStore, Notes, names_of
+
+logger = logging.getLogger(__name__)
+
+_NOTICE_SECONDS = 0.5
+_TOLERANCE = 0.05  # of the largest hidden state
+
+
+class LeadPrefixes(PrefixCache):
+    """A prefix cache that notes what the others have to do with their parts of it."""
+
+    def __init__(
+        self,
+        links: Links,
+        limit: int = 0,
+        bits: int | None = None,
+        store: LeadStore | None = None,
+    ) -> None:
+        super().__init__(limit, bits, store)
+        self.links = links
+        self.notes = Notes() if store is None else store.notes
+        self.rows: dict[Sequence, int] = {}  # that the others know, by their numbers
+        self.numbers = itertools.count()  # for the next ones
+
+    def restore(self, batch: Batch) -> bool:
+        restored = super().restore(batch)
+        if not restored:
+            self.links.fail("rank 0 could not restore a prefix")
+        return restored
+
+    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
+        saves = []
+        for sequence, of, entry in super()._copy(batch, row, tokens):
+            named: Entry = [*map(self.notes.named, entry)]
+            start, names = named[0].start, names_of(named)
+            self.notes.add(Take(self.rows[sequence], start, len(of), self._bits, names))
+            saves.append(Save(sequence, of, named))
+        return saves
+
+
+class LeadRunner(ModelRunner):
+    """A runner whose steps the other ranks run too. No step may fail, as they would not know."""
+
+    prefixes: LeadPrefixes
+
+    def run(self, plan: StepPlan) -> list[InFlightStep]:
+        self.prefixes.links.send(self._step(plan))
+        return self._checked(super().run(plan))
+
+    def read(self, step: InFlightStep) -> list[InFlightStep]:
+        return self._checked(super().read(step))
+
+    def compare(self) -> None:
+        self.prefixes.links.send(Compare())
+        ranks = np.array(hidden_states(self.batches))
+        for rank, other in enumerate(ranks):
+            if np.abs(other - ranks[0]).max() > _TOLERANCE * np.abs(ranks[0]).max():
+                raise ModelError(f"rank {rank} computes other numbers than rank 0 for one prompt")
+        if (ranks != ranks[0]).any():
+            logger.warning(
+                "The ranks round differently: are their chips, or versions of macOS, of different "
+                "kinds? Where two experts are equally good they may choose differently."
+            )
+
+    def release(self) -> None:
+        self.prefixes.links.send(Release(self.prefixes.notes.take()))
+        super().release()
+
+    def _step(self, plan: StepPlan) -> Step:
+        chunk, rows = [s for s, _, _ in plan.chunk], self.prefixes.rows
+        named = [*dict.fromkeys([*chunk, *plan.decode, *plan.live])]
+        new = {s: next(self.prefixes.numbers) for s in named if s not in rows}
+        numbers = {s: rows[s] if s in rows else new[s] for s in named}
+        self.prefixes.rows = numbers
+        return Step(
+            self.prefixes.notes.take(),
+            {number: Row.of(s) for s, number in new.items()},
+            {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
+            {numbers[s]: names_of(s.prefix.entry()) for s in chunk if s.prefix is not None},
+            frozenset(numbers[s] for s in plan.live),
+            tuple((numbers[s], start, length) for s, start, length in plan.chunk),
+            tuple(numbers[s] for s in plan.decode),
+            {numbers[s]: count for s, count in plan.drafts.items()},
+            {numbers[s]: (tuple(copy.run), copy.ahead) for s, copy in plan.copies.items()},
+            plan.together,
+        )
+
+    def _checked(self, steps: list[InFlightStep]) -> list[InFlightStep]:
+        for step in steps:
+            if step.error is not None:
+                time.sleep(_NOTICE_SECONDS)  # A rank that has gone is better told by its link.
+                self.prefixes.links.fail(f"a step failed on rank 0: {step.error}")
+        return steps

@@ -1,0 +1,1 @@
+"""The APIs: what their requests and answers look like."""

@@ -1,0 +1,268 @@
+"""The bodies of /v1/messages and of its count_tokens."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
+
+from mlx_mtp.server.api import schema as fields
+from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
+from mlx_mtp.server.api.structured_fields import schema_grammar
+from mlx_mtp.server.generation import conversation
+from mlx_mtp.server.generation.conversation import BUDGETS, Conversation, ToolCall
+from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.text.characters import unwrap
+
+# Claude Code's first system block begins so; its nonce changes with each turn.
+BILLING_HEADER = "x-anthropic-billing-header:"
+
+
+class _CacheControl(WireModel):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
+
+
+class _TextBlock(WireModel):
+    type: Literal["text"]
+    text: str
+    cache_control: _CacheControl | None = None
+    citations: Annotated[list[Any], at_most(0)] | None = None
+
+
+class _ThinkingBlock(WireModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class _RedactedThinkingBlock(WireModel):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class _ToolUseBlock(WireModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: fields.Schema = Field({})
+    cache_control: _CacheControl | None = None
+    caller: dict[str, Any] | None = None
+
+    def call(self) -> ToolCall:
+        return ToolCall(self.name, json.dumps(self.input, ensure_ascii=False), self.id)
+
+
+def _of_these(*names: str) -> Discriminator:
+    return fields.one_of(f"this server takes blocks of these types only: {', '.join(names)}")
+
+
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_Text = Annotated[_TextBlock, Tag(FORM + "text")]
+_Texts = Annotated[Many[Annotated[_Text, _of_these("text")]], BeforeValidator(_as_blocks)]
+
+
+class _ToolResultBlock(WireModel):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = Field([])
+    is_error: bool = False
+    cache_control: _CacheControl | None = None
+
+    def message(self) -> conversation.Message:
+        content = "\n".join(block.text for block in self.content)
+        if self.is_error and "error" not in content.lower():
+            content = f"Error: {content}"
+        return conversation.Message("tool", content, tool_call_id=self.tool_use_id)
+
+
+_Block = Annotated[
+    _Text
+    | Annotated[_ThinkingBlock, Tag(FORM + "thinking")]
+    | Annotated[_RedactedThinkingBlock, Tag(FORM + "redacted_thinking")]
+    | Annotated[_ToolUseBlock, Tag(FORM + "tool_use")]
+    | Annotated[_ToolResultBlock, Tag(FORM + "tool_result")],
+    _of_these("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+]
+_OF_ASSISTANTS = (_ThinkingBlock, _RedactedThinkingBlock, _ToolUseBlock)
+_ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), _ToolResultBlock: "user"}
+
+
+def _text_of(blocks: Iterable[WireModel]) -> str:
+    # A paragraph each, without Claude Code's billing header.
+    texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
+    return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
+
+
+class _Message(WireModel):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Many[_Block], BeforeValidator(_as_blocks)]
+
+    @model_validator(mode="after")
+    def _blocks_fit_the_role(self) -> Self:
+        for number, block in enumerate(self.content):
+            role = _ROLES.get(type(block), self.role)
+            if role != self.role:
+                message = f"block {number} of type {block.type} belongs to messages of role {role}"
+                raise refusal(message, field="content")
+        return self
+
+    def messages(self) -> Iterator[conversation.Message]:
+        yield from (b.message() for b in self.content if isinstance(b, _ToolResultBlock))
+        text = _text_of(self.content)
+        if self.role == "assistant":
+            blocks = (block for block in self.content if isinstance(block, _ThinkingBlock))
+            thoughts = [block.thinking or unwrap(block.signature or "") for block in blocks]
+            calls = tuple(b.call() for b in self.content if isinstance(b, _ToolUseBlock))
+            reasoning = "\n".join(thoughts) or None
+            yield conversation.Message("assistant", text, reasoning, calls)
+        elif text or any(isinstance(block, _TextBlock) for block in self.content):
+            yield conversation.Message(self.role, text)
+
+
+class _Tool(fields.Function):
+    parameters: fields.Schema = Field(alias="input_schema")
+    type: Literal["custom"] = "custom"
+    cache_control: _CacheControl | None = None
+    defer_loading: bool = False
+    eager_input_streaming: bool | None = None
+
+
+def _client_tool(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in (None, "custom"):
+        message = f"this server runs no tools of its own, such as {json.dumps(kind)[:80]}"
+        raise refusal(message, field="type", unsupported=True)
+    return value
+
+
+class _ToolChoice(WireModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _a_tool_has_a_name(self) -> Self:
+        if (self.name is not None) != (self.type == "tool"):
+            raise refusal("is only for type tool", field="name")
+        return self
+
+    def choice(self) -> conversation.ToolChoice:
+        if self.type in ("any", "tool"):
+            names = None if self.name is None else frozenset({self.name})
+            return conversation.ToolChoice("required", names)
+        return conversation.ToolChoice("none" if self.type == "none" else "auto")
+
+
+class _Thinking(WireModel):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _a_budget_is_for_enabled(self) -> Self:
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise refusal("is for type enabled", field="budget_tokens")
+        return self
+
+
+class _OutputFormat(WireModel):
+    type: Literal["json_schema"]
+    json_schema: AnswerSchema = Field(alias="schema")
+
+
+class _OutputConfig(WireModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: _OutputFormat | None = None
+
+
+class _Metadata(WireModel):
+    user_id: str | None = None
+
+
+class KeptThinking(WireModel):
+    """How many of the latest turns keep their thinking; errors name this class."""
+
+    type: Literal["thinking_turns", "all"]
+    value: Annotated[int, Field(ge=1)] | None = None
+
+
+_CLEARING = "clear_thinking_20251015"
+
+
+class _ContextEdit(WireModel):
+    type: Literal["clear_thinking_20251015"]
+    keep: KeptThinking | Literal["all"] | None = None
+
+
+class _ContextManagement(WireModel):
+    edits: Annotated[
+        list[_ContextEdit], FailFast(), fields.known_only(_CLEARING), at_most(fields.MAX_LABELS)
+    ] = Field([])
+
+
+class CountRequest(WireModel):
+    """POST /v1/messages/count_tokens."""
+
+    model: fields.ModelName = ""
+    messages: OneOrMore[_Message]
+    system: _Texts = Field([])
+    tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])
+    tool_choice: _ToolChoice = Field(_ToolChoice(type="auto"))
+    thinking: _Thinking = Field(_Thinking(type="disabled"))
+    output_config: _OutputConfig = Field(default_factory=_OutputConfig)
+    output_format: _OutputFormat | None = None
+    context_management: _ContextManagement | None = None
+    cache_control: _CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _calls_have_results(self) -> Self:
+        # The last message would be the beginning of the answer, and a call can't be gone on with.
+        if any(isinstance(block, _ToolUseBlock) for block in self.messages[-1].content):
+            message = "the last message has a tool_use block, and its result is missing: add a "
+            message += "message of role user with a tool_result block, or leave the tool_use out"
+            raise refusal(message, field="messages")
+        return self
+
+    def conversation(self) -> Conversation:
+        messages = [message for given in self.messages for message in given.messages()]
+        if system := _text_of(self.system):
+            messages.insert(0, conversation.Message("system", system))
+        thinking, budget = self.thinking, BUDGETS.get(self.output_config.effort or "")
+        form = self.output_config.format or self.output_format
+        return Conversation(
+            messages=messages,
+            tools=[tool.tool() for tool in self.tools],
+            tool_choice=self.tool_choice.choice(),
+            parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
+            thinking={"enabled": True, "disabled": False}.get(thinking.type),
+            thinking_budget=budget if thinking.budget_tokens is None else thinking.budget_tokens,
+            response=None if form is None else schema_grammar(form.json_schema),
+            response_field="output_format" if self.output_format else "output_config.format",
+            continue_final=bool(messages) and messages[-1].role == "assistant",
+        )
+
+
+@fields.sampled("temperature", "top_p", "top_k", "seed")
+class MessagesRequest(CountRequest, fields.GenerateRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
+    stop_sequences: fields.Stops = Field([])
+    metadata: _Metadata = Field(default_factory=_Metadata)
+    diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
+
+    def options(self) -> RequestOptions:
+        return RequestOptions(
+            sampling=self.sampling(),
+            # "The absolute maximum": agents ask for more than small contexts have.
+            cut_to_context=True,
+            stop=self.stop_sequences,
+            user=self.metadata.user_id,
+            cache_salt=self.cache_salt,
+        )

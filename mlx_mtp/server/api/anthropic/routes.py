@@ -1,0 +1,141 @@
+"""Anthropic's routes, for any `anthropic-version`, and how their answers are worded."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
+from mlx_mtp.server.api.schema import MAX_PROMPT_IDS
+from mlx_mtp.server.context import read
+from mlx_mtp.server.generation.generation import Generation
+from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.writer import Block, Content, Kind, Writer, event
+from mlx_mtp.server.http.admission import client_of
+from mlx_mtp.server.http.errors import anthropic_error_body
+from mlx_mtp.server.http.sse import respond
+from mlx_mtp.text.characters import wrap
+
+# Clients send thinking blocks back only if they have a signature, which they don't look into.
+_SIGNATURE = "mlx-mtp"
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _MessageWriter(Writer):
+    keep_alive = event({"type": "ping"}, "ping")
+    prefixes: ClassVar[dict[Kind, str]] = {"call": "toolu_"}
+
+    def __init__(self, admitted: Admitted[MessagesRequest], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        self._model = admitted.body.model
+        self._seed = admitted.params.seed  # not of this API
+        self._omit_thinking = admitted.body.thinking.display == "omitted"
+
+    def opening(self) -> Iterable[bytes]:
+        nothing = {"stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message=self._message([], nothing))
+
+    def ending(self) -> Iterable[bytes]:
+        usage = _usage(self.generation)
+        yield _event("message_delta", delta=self._reason(), usage=usage, seed=self._seed)
+        yield _event("message_stop")
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        yield event(anthropic_error_body(error), "error")
+
+    def start(self, block: Block) -> Iterable[bytes]:
+        yield self._block_event("start", content_block=self._content(block))
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        if block.kind == "text":
+            yield self._delta("text_delta", text=content.text)
+        elif block.kind == "call":
+            yield self._delta("input_json_delta", partial_json=content.text)
+        elif not self._omit_thinking:
+            yield self._delta("thinking_delta", thinking=content.text)
+
+    def stop(self, block: Block) -> Iterable[bytes]:
+        if block.kind == "reasoning":
+            yield self._delta("signature_delta", signature=self._content(block)["signature"])
+        yield self._block_event("stop")
+
+    def whole(self) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        for block in self.whole_blocks(0):
+            found = self._content(block)
+            if content and content[-1]["type"] == found["type"] == "text":
+                content[-1]["text"] += found["text"]
+            else:
+                content.append(found)
+        return self._message(content, self._reason())
+
+    def _content(self, block: Block) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            whole = block.text
+            shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, _SIGNATURE)
+            signature = "" if block.state == "open" else signature
+            return {"type": "thinking", "thinking": shown, "signature": signature}
+        if block.kind == "call" and block.state != "cut":
+            given = json.loads(block.text) if block.state == "complete" else {}
+            return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
+        # An object made of half a call would look like a whole one, and a client write half a file.
+        # So a call that is cut is text; in a stream its input is left open.
+        return {"type": "text", "text": block.raw or block.text}
+
+    def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "seed": self._seed,
+            "content": content,
+            **reason,
+            "usage": _usage(self.generation),
+        }
+
+    def _reason(self) -> dict[str, Any]:
+        (stream,) = self.generation.streams
+        reason = _STOP_REASONS[stream.finish_reason or "stop"]
+        if stream.stop is not None and stream.finish_reason == "stop":
+            reason = "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stream.stop}
+
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return self._block_event("delta", delta={"type": kind, **fields})
+
+    def _block_event(self, kind: str, **fields: Any) -> bytes:
+        return _event(f"content_block_{kind}", index=len(self.blocks[0]) - 1, **fields)
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    cached = generation.cached_tokens
+    return {
+        "input_tokens": generation.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": generation.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": generation.reasoning_tokens},
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+async def messages(request: Request) -> Response:
+    """POST /v1/messages."""
+    admitted = await admit(request, MessagesRequest, "msg_")
+    generation = await admitted.chat(admitted.body.conversation())
+    return await respond(request, _MessageWriter(admitted, generation), admitted.body.stream)
+
+
+async def count_tokens(request: Request) -> Response:
+    """POST /v1/messages/count_tokens."""
+    context, body = await read(request, CountRequest)
+    client = client_of(request.scope, None)
+    async with context.in_time(request.scope):
+        prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
+    return JSONResponse({"input_tokens": len(prompt.token_ids)})

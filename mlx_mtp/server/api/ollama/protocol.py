@@ -1,0 +1,171 @@
+"""The bodies of Ollama's routes: what the other APIs take, by Ollama's names."""
+
+import json
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.api import schema
+from mlx_mtp.server.api.openai import protocol as openai
+from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most, refusal
+from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
+from mlx_mtp.server.api.structured_fields import schema_grammar
+from mlx_mtp.server.generation import conversation
+from mlx_mtp.server.generation.conversation import Conversation
+from mlx_mtp.server.generation.params import RequestOptions
+
+
+def _text_only(value: object) -> object:
+    if value:
+        raise refusal("this server takes text only", unsupported=True)
+    return value
+
+
+_NoImages = Annotated[list[Any], BeforeValidator(_text_only)]
+
+
+def _either(kind: type) -> Discriminator:
+    return Discriminator(lambda value: FORM + ("kind" if isinstance(value, kind) else "word"))
+
+
+_Format = Annotated[
+    Annotated[AnswerSchema, Tag(FORM + "kind")]
+    | Annotated[Literal["", "json"], Tag(FORM + "word")],
+    _either(dict),
+]
+_Think = Annotated[
+    Annotated[bool, Tag(FORM + "kind")]
+    | Annotated[Literal["low", "medium", "high", "max"], Tag(FORM + "word")],
+    _either(bool),
+]
+
+
+class _Function(WireModel):
+    name: str
+    arguments: schema.Schema = Field({})
+    index: int | None = None
+
+
+class _ToolCall(WireModel):
+    function: _Function
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+    def call(self) -> conversation.ToolCall:
+        arguments = json.dumps(self.function.arguments, ensure_ascii=False)
+        return conversation.ToolCall(self.function.name, arguments, self.id)
+
+
+class _Message(WireModel):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    images: _NoImages = Field([])
+    tool_calls: Annotated[list[_ToolCall], at_most(schema.MAX_TOOLS)] = Field([])
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_the_role(self) -> Self:
+        if self.role != "assistant" and (self.thinking or self.tool_calls):
+            field = "thinking" if self.thinking else "tool_calls"
+            raise refusal("belongs to messages of role assistant", field=field)
+        return self
+
+    def message(self) -> conversation.Message:
+        calls = tuple(call.call() for call in self.tool_calls)
+        names = {"tool_call_id": self.tool_call_id, "name": self.tool_name}
+        return conversation.Message(self.role, self.content, self.thinking, calls, **names)
+
+
+class _Tool(openai.Tool):
+    type: Literal["function"] = "function"
+
+
+@schema.sampled(*(name for name in schema.SAMPLING if name != "max_tokens"))
+class _Request(schema.GenerateRequest):
+    stream: bool = True
+    format: _Format = ""
+    think: _Think | None = None
+    logprobs: bool = False
+    top_logprobs: schema.Int | None = None
+    # Of `options`, beside those that have the names of all APIs; `max_tokens` is a synonym.
+    num_predict: schema.Int = -1
+    stop: schema.Stops = Field([])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_are_fields(cls, data: object) -> object:
+        if not isinstance(data, dict) or not isinstance(options := data.get("options"), dict):
+            return data
+        return options | {key: value for key, value in data.items() if key != "options"}
+
+    def options(self) -> RequestOptions:
+        sampling = self.sampling(
+            max_tokens=self.num_predict if self.num_predict > 0 else None,
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+        return RequestOptions(
+            sampling, cut_to_context=True, stop=self.stop, cache_salt=self.cache_salt
+        )
+
+    def grammar(self) -> GrammarSpec | None:
+        if isinstance(self.format, dict):
+            return schema_grammar(self.format)
+        return GrammarSpec("json_object") if self.format else None
+
+    def conversation(self) -> Conversation:
+        chat = replace(self.chat(), response=self.grammar(), response_field="format")
+        if isinstance(self.think, bool):
+            return replace(chat, thinking=self.think)
+        return chat.with_effort(self.think)
+
+    @abstractmethod
+    def chat(self) -> Conversation: ...
+
+
+class ChatRequest(_Request):
+    """POST /api/chat."""
+
+    messages: Many[_Message] = Field([])
+    tools: ManyTools[_Tool] = Field([])
+
+    def chat(self) -> Conversation:
+        return Conversation(
+            messages=[message.message() for message in self.messages],
+            tools=[tool.function.tool() for tool in self.tools],
+        )
+
+
+class TextRequest(_Request):
+    """POST /api/generate: a prompt by itself, or with `raw` a text to go on with."""
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    images: _NoImages = Field([])
+    template: Annotated[str, schema.only("")] = ""
+    suffix: Annotated[str, schema.only("")] = ""
+    context: Annotated[list[Any], schema.only([])] = Field([])
+
+    @model_validator(mode="after")
+    def _raw_has_no_system(self) -> Self:
+        if self.raw and self.system:
+            raise refusal("can't be combined with raw: true; put it into prompt", field="system")
+        return self
+
+    def chat(self) -> Conversation:
+        messages = [conversation.Message("user", self.prompt)]
+        if self.system:
+            messages.insert(0, conversation.Message("system", self.system))
+        return Conversation(messages)
+
+
+class ShowRequest(WireModel):
+    """POST /api/show."""
+
+    model: schema.ModelName = Field("", validation_alias=AliasChoices("model", "name"))
+    verbose: bool = False

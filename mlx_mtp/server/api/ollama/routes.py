@@ -1,0 +1,204 @@
+"""Ollama's routes, for clients that know no other API, and how their answers are worded."""
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_mtp.server.api.ollama.protocol import ChatRequest, ShowRequest, TextRequest
+from mlx_mtp.server.api.openai.tokens import logprob_entries
+from mlx_mtp.server.context import Context, context_of, read
+from mlx_mtp.server.generation.generation import Generation
+from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json
+from mlx_mtp.server.http.errors import ollama_error_body
+from mlx_mtp.server.http.sse import respond
+from mlx_mtp.text.parsing.events import OutputToken
+
+_VERSION = "0.12.11"  # of Ollama, whose API this is; clients look for the least that they need
+_FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
+
+
+class _OllamaWriter(Writer):
+    media_type = "application/x-ndjson"
+    keep_alive = b" "  # of the line that comes next: clients take an empty one for an error
+
+    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        self._model = admitted.body.model
+        self._tokenizer = admitted.context.tokenizer
+        self._with_logprobs = admitted.params.top_logprobs is not None
+
+    @abstractmethod
+    def said(self, text: str, **more: Any) -> dict[str, Any]: ...
+
+    def add(self, block: Block, content: Content) -> Iterator[bytes]:
+        if block.kind == "text":
+            yield self._line(content.text, tokens=getattr(content, "tokens", ()))
+        elif block.kind == "reasoning":
+            yield self._line("", thinking=content.text)
+
+    def stop(self, block: Block) -> Iterator[bytes]:
+        if block.kind == "call" and block.state == "complete":
+            yield self._line("", tool_calls=[_call(block)])
+        elif block.kind == "call" and block.state == "cut":
+            yield self._line(block.raw or block.text)
+
+    def ending(self) -> Iterator[bytes]:
+        yield _packed(self._answer("") | self._costs())
+
+    def failure(self, error: Exception) -> Iterator[bytes]:
+        yield _packed(ollama_error_body(error))
+
+    def whole(self) -> dict[str, Any]:
+        text, thinking, calls, tokens = "", "", [], []
+        for block in self.whole_blocks(0):
+            tokens += block.tokens
+            if block.kind == "reasoning":
+                thinking += block.text
+            elif block.kind == "call" and block.state == "complete":
+                calls.append(_call(block))
+            else:  # A cut call is text, as in Anthropic's API: arguments must be a whole object.
+                text += block.raw or block.text
+        answer = self._answer(text, tokens, thinking=thinking, tool_calls=calls)
+        return answer | self._costs()
+
+    def _line(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> bytes:
+        return _packed(self._answer(text, tokens, **more) | {"done": False})
+
+    def _answer(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> dict[str, Any]:
+        given = {key: value for key, value in more.items() if value}
+        fields = {"model": self._model, "created_at": _now(), **self.said(text, **given)}
+        if self._with_logprobs and tokens:
+            fields["logprobs"] = logprob_entries(self._tokenizer, tokens)
+        return fields
+
+    def _costs(self) -> dict[str, Any]:
+        timings, generation = self.generation.timings(), self.generation
+        prompt, answer = (int(timings[f"{part}_ms"] * 1e6) for part in ("prompt", "predicted"))
+        is_cut = generation.streams[0].finish_reason == "length"
+        return {
+            "done": True,
+            "done_reason": "length" if is_cut else "stop",
+            "total_duration": prompt + answer,
+            "load_duration": 0,
+            "prompt_eval_count": generation.prompt_tokens,
+            "prompt_eval_duration": prompt,
+            "eval_count": generation.completion_tokens,
+            "eval_duration": answer,
+        }
+
+
+class _ChatWriter(_OllamaWriter):
+    def said(self, text: str, **more: Any) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, **more}}
+
+
+class _TextWriter(_OllamaWriter):
+    def said(self, text: str, **more: Any) -> dict[str, Any]:
+        return {"response": text, **more}
+
+
+def _call(block: Block) -> dict[str, Any]:
+    function = {"index": block.number, "name": block.name, "arguments": json.loads(block.text)}
+    return {"id": block.id, "function": function}
+
+
+def _packed(line: dict[str, Any]) -> bytes:
+    return packed_json(line).encode() + b"\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+async def chat(request: Request) -> Response:
+    """POST /api/chat."""
+    admitted = await admit(request, ChatRequest, "ollama-")
+    body = admitted.body
+    if not body.messages:
+        return _loaded(body.model, message={"role": "assistant", "content": ""})
+    generation = await admitted.chat(body.conversation())
+    return await respond(request, _ChatWriter(admitted, generation), body.stream)
+
+
+async def generate(request: Request) -> Response:
+    """POST /api/generate."""
+    admitted = await admit(request, TextRequest, "ollama-")
+    body = admitted.body
+    if not body.prompt:
+        return _loaded(body.model, response="")
+    if body.raw:
+        grammar = body.grammar()
+        guided = None if grammar is None else ("format", grammar)
+        generation = await admitted.complete([body.prompt], guided)
+    else:
+        generation = await admitted.chat(body.conversation())
+    return await respond(request, _TextWriter(admitted, generation), body.stream)
+
+
+def _loaded(model: str, **said: Any) -> Response:
+    # Without a prompt Ollama loads the model, which is loaded here.
+    fields = {"model": model, "created_at": _now(), **said}
+    return JSONResponse(fields | {"done": True, "done_reason": "load"})
+
+
+async def version(_: Request) -> Response:
+    """GET /api/version."""
+    return JSONResponse({"version": _VERSION})
+
+
+async def tags(request: Request) -> Response:
+    """GET /api/tags: the models."""
+    return JSONResponse({"models": list(_cards(context_of(request)))})
+
+
+async def processes(request: Request) -> Response:
+    """GET /api/ps: the models that are loaded."""
+    context = context_of(request)
+    more = {"expires_at": _FOREVER, "size_vram": 0}
+    more |= {"context_length": context.engine.info.max_model_len}
+    return JSONResponse({"models": [card | more for card in _cards(context)]})
+
+
+async def show(request: Request) -> Response:
+    """POST /api/show: what the model can do."""
+    context, _ = await read(request, ShowRequest)
+    info, form = context.engine.info, context.output_format
+    able = {"tools": form.tools, "thinking": form.reasoning}
+    kind = info.model_type
+    length = {"general.architecture": kind, f"{kind}.context_length": info.max_model_len}
+    return JSONResponse(
+        {
+            "modelfile": "",
+            "parameters": "",
+            "template": context.tokenizer.template,
+            "details": _details(context),
+            "model_info": length,
+            "capabilities": ["completion", *(name for name in able if able[name] != "none")],
+            "modified_at": context.created.isoformat(),
+        }
+    )
+
+
+def _cards(context: Context) -> Iterable[dict[str, Any]]:
+    for name in context.model_names:
+        yield {
+            "name": name,
+            "model": name,
+            "modified_at": context.created.isoformat(),
+            "size": 0,  # It is not known here.
+            "digest": hashlib.sha256(name.encode()).hexdigest(),
+            "details": _details(context),
+        }
+
+
+def _details(context: Context) -> dict[str, Any]:
+    kind = context.engine.info.model_type
+    fields = {"parent_model": "", "format": "safetensors", "family": kind, "families": [kind]}
+    return fields | {"parameter_size": "", "quantization_level": ""}

@@ -1,0 +1,258 @@
+"""OpenAI's routes for chats and plain completions: whole answers and the chunks of streams."""
+
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_mtp import __version__
+from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp.server.api.openai.tokens import (
+    Tokens,
+    Trace,
+    completion_logprobs,
+    logprob_entries,
+    prompt_logprobs,
+)
+from mlx_mtp.server.api.stored import keeper
+from mlx_mtp.server.generation.generation import Generation
+from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.writer import Block, Content, Kind, Writer, event
+from mlx_mtp.server.http.errors import error_body
+from mlx_mtp.server.http.sse import respond
+from mlx_mtp.text.stream import Delta
+
+
+class _OpenAIWriter(Writer):
+    done = b"data: [DONE]\n\n"
+    answer_kind: str
+    chunk_kind: str
+    chunk_key: str  # of the content in the choice of a chunk
+    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason alone
+
+    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
+        super().__init__(admitted.answer_id, generation)
+        body: GenerateRequest = admitted.body
+        self.record = not body.stream or getattr(body, "store", False)
+        self._shared = {
+            "created": int(time.time()),
+            "model": body.model,
+            "system_fingerprint": f"mlx-mtp-{__version__}",
+            "seed": admitted.params.seed,
+        }
+        self._tokenizer = admitted.context.tokenizer
+        self._top, self._prompt_top = admitted.params.top_logprobs, body.prompt_logprobs
+        self.slow = admitted.params.prompt_logprobs is not None
+        self._num_choices = body.n
+        self._options = body.stream_options
+        self._with_ids = body.return_token_ids
+        self._num_sent: Counter[int] = Counter()  # token ids of each choice, in chunks
+        self._traces = [
+            Trace(self._tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
+            for stream in generation.streams
+        ]
+
+    def progress(self, choice: int, told: Mapping[str, int]) -> Iterable[bytes]:
+        empty = {"index": choice, self.chunk_key: self.empty, "logprobs": None}
+        more = {"usage": None} if self._options.include_usage else {}
+        choices = [empty | {"finish_reason": None}]
+        yield event(self._fields(self.chunk_kind, choices, **more, prompt_progress=told))
+
+    def finish(self, delta: Delta) -> Iterable[bytes]:
+        yield self.chunk(delta.index, self.empty, None, delta.finish_reason)
+
+    def ending(self) -> Iterable[bytes]:
+        if self._options.include_usage:
+            yield event(self._fields(self.chunk_kind, [], **self._costs()))
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        yield event(error_body(error))
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for stream in self.generation.streams:
+            blocks = self.whole_blocks(stream.index)
+            tokens = [token for block in blocks for token in block.tokens]
+            content = self.content(blocks)
+            if self._with_ids:
+                content["token_ids"] = stream.token_ids
+            choices.append(self._choice(stream.index, tokens, stream.finish_reason, **content))
+        return self._fields(self.answer_kind, choices, **self.prompt_ids(), **self._costs())
+
+    def prompt_ids(self) -> dict[str, Any]:
+        return {}
+
+    @abstractmethod
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None: ...
+
+    def prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """Those of a choice's prompt, which its first choice has, if they were asked for."""
+        if self._prompt_top is None:
+            return {}
+        first = index - index % self._num_choices
+        token_ids = self.generation.requests[first].prompt_token_ids
+        entries = self.generation.streams[first].prompt_logprobs
+        found = prompt_logprobs(self._tokenizer, token_ids, entries, self._prompt_top)
+        return {"prompt_logprobs": found}
+
+    def _choice(
+        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+    ) -> dict[str, Any]:
+        logprobs = self.logprobs(tokens) if self._top is not None else None
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+
+    def chunk(
+        self,
+        index: int,
+        content: Any,
+        tokens: Tokens | None = None,
+        reason: str | None = None,
+        **more: Any,
+    ) -> bytes:
+        # All chunks have a null in the place of the usage, which comes last, or the usage so far.
+        if self._options.include_usage:
+            so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
+            more["usage"] = so_far
+        if reason is not None and self.generation.is_finished:
+            more["timings"] = self.generation.timings()
+        choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
+        if self._with_ids and not self.prompt_ids().keys() & more.keys():
+            ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
+            choice["token_ids"], self._num_sent[index] = ids[sent:], len(ids)
+        trace = self._traces[index]
+        if trace is not None and (steps := trace.take()):
+            choice["mtp"] = {"trace": steps}
+        return event(self._fields(self.chunk_kind, [choice], **more))
+
+    def _fields(self, kind: str, choices: list[Any], **more: Any) -> dict[str, Any]:
+        return {"id": self.answer_id, "object": kind, **self._shared, "choices": choices, **more}
+
+    def _costs(self) -> dict[str, Any]:
+        return {"usage": _usage(self.generation), "timings": self.generation.timings()}
+
+
+class ChatWriter(_OpenAIWriter):
+    """/v1/chat/completions."""
+
+    answer_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    chunk_key = "delta"
+    empty: ClassVar[Any] = {}
+    prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
+
+    def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
+        super().__init__(admitted, generation)
+        self._hides_reasoning = admitted.body.hides_reasoning
+
+    def opening(self) -> Iterable[bytes]:
+        for stream in self.generation.streams:
+            message = {"role": "assistant", "content": ""}
+            yield self.chunk(stream.index, message, **self.prompt_ids())
+
+    def prompt_ids(self) -> dict[str, Any]:
+        if not self._with_ids:
+            return {}
+        return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
+
+    def start(self, block: Block) -> Iterable[bytes]:
+        if block.kind == "call":
+            call = {"index": block.number, **_call(block)}
+            yield self.chunk(block.choice, {"tool_calls": [call]})
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        text = content.text
+        found: dict[str, Any] = {"content": text}
+        if block.kind == "reasoning":
+            if self._hides_reasoning:
+                return
+            found = {"reasoning_content": text}
+        elif block.kind == "call":
+            found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
+        yield self.chunk(block.choice, found, getattr(content, "tokens", None))
+
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        text = "".join(block.text for block in blocks if block.kind == "text")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if any(block.kind == "reasoning" for block in blocks) and not self._hides_reasoning:
+            thoughts = (block.text for block in blocks if block.kind == "reasoning")
+            message["reasoning_content"] = "".join(thoughts)
+        if any(block.kind == "call" for block in blocks):
+            message["content"] = text or None
+            message["tool_calls"] = [_call(block) for block in blocks if block.kind == "call"]
+        return {"message": message}
+
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | self.prompt_logprobs(0)
+
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
+
+
+class _TextWriter(_OpenAIWriter):
+    answer_kind = chunk_kind = "text_completion"
+    chunk_key = "text"
+    empty = ""
+
+    def _choice(
+        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+    ) -> dict[str, Any]:
+        if self._with_ids and not self._num_sent[index]:
+            content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
+        return super()._choice(index, tokens, reason, **content)
+
+    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+        yield self.chunk(block.choice, content.text, getattr(content, "tokens", None))
+
+    def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        return {"text": "".join(block.text for block in blocks)}
+
+    def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
+        return completion_logprobs(self._tokenizer, tokens or (), self._top or 0)
+
+    def whole(self) -> dict[str, Any]:
+        answer = super().whole()
+        for choice in answer["choices"]:
+            choice.update(self.prompt_logprobs(choice["index"]))
+        return answer
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": generation.reasoning_tokens},
+    }
+
+
+def _call(block: Block) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": block.text}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+async def chat_completions(request: Request) -> Response:
+    """POST /v1/chat/completions."""
+    admitted = await admit(request, ChatRequest, "chatcmpl-")
+    body, name = admitted.body, admitted.answer_id
+    keep = await keeper(request, body.store, body.metadata, lambda: body.listed_messages(name))
+    generation = await admitted.chat(body.conversation())
+    return await respond(request, ChatWriter(admitted, generation), body.stream, keep)
+
+
+async def completions(request: Request) -> Response:
+    """POST /v1/completions."""
+    admitted = await admit(request, CompletionRequest, "cmpl-")
+    body = admitted.body
+    generation = await admitted.complete(body.prompt, body.guided(), body.suffix)
+    return await respond(request, _TextWriter(admitted, generation), body.stream)

@@ -1,0 +1,96 @@
+"""The fields about single tokens: log-probabilities in OpenAI's two forms and, for prompts, vLLM's;
+and the trace of drafts that `mtp: {"trace": true}` asks for."""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
+from mlx_mtp.text.parsing.events import OutputToken
+from mlx_mtp.text.tokenizer import Tokenizer
+
+_LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
+Tokens = Sequence[OutputToken]
+
+
+def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]]:
+    """Of a chat's tokens, each with its alternatives."""
+
+    def candidate(token_id: int, logprob: float) -> dict[str, Any]:
+        text, content = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(content)}
+
+    entries = []
+    for token in tokens:
+        assert token.logprobs is not None
+        top = [candidate(*pair) for pair in token.logprobs.top]
+        entries.append(candidate(token.token_id, token.logprobs.logprob) | {"top_logprobs": top})
+    return entries
+
+
+def completion_logprobs(tokenizer: Tokenizer, tokens: Tokens, most: int) -> dict[str, Any]:
+    """Of a completion's tokens, those of an echoed prompt included, with `most` alternatives."""
+    name = tokenizer.token_text
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    for token in tokens:
+        entry, own, top = token.logprobs, None, None
+        if entry is not None:
+            own = _finite(entry.logprob)
+            # The token itself is always among them, as OpenAI has it.
+            pairs = (*entry.top[:most], (token.token_id, own))
+            top = {name(other): _finite(value) for other, value in pairs}
+        for values, value in zip(found.values(), (name(token.token_id), own, top)):
+            values.append(value)
+    return {**found, "text_offset": [token.start for token in tokens]}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], most: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Of a prompt's tokens: each token itself and `most` alternatives, by their ids."""
+
+    def candidate(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = tokenizer.token_text(token_id)
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for token_id, entry in zip(token_ids[1:], entries, strict=True):
+        top = enumerate(entry.top[:most], start=1)
+        ranked = {str(other): candidate(other, value, rank) for rank, (other, value) in top}
+        own = {str(token_id): candidate(token_id, entry.logprob, entry.rank)}
+        found.append(own | ranked | own)
+    return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+class Trace:
+    """What the steps of one choice drafted, accepted and drew.
+
+    The texts of the tokens, joined, are the answer as the model wrote it.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], steps: list[RequestOutput]) -> None:
+        self._token_bytes, self._steps = token_bytes, steps
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def take(self) -> list[dict[str, Any]]:
+        """The steps since the last call."""
+        steps = list(map(self._step, self._steps))
+        self._steps.clear()
+        return steps
+
+    def _step(self, output: RequestOutput) -> dict[str, Any]:
+        # Drafts follow what came before the step, which may end within a character.
+        before = self._utf8.getstate()
+        source = output.draft_source
+        drafts = [{**self._token(each), "source": source} for each in output.drafts or ()]
+        self._utf8.setstate(before)
+        tokens = list(map(self._token, output.token_ids))
+        accepted = min(output.num_accepted_tokens, len(tokens))
+        return {"tokens": tokens, "drafts": drafts, "num_accepted": accepted}
+
+    def _token(self, token_id: int) -> dict[str, Any]:
+        return {"id": token_id, "text": self._utf8.decode(self._token_bytes(token_id))}

@@ -1,0 +1,282 @@
+"""The body of /v1/responses."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    FailFast,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.api import schema as fields
+from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
+from mlx_mtp.server.api.structured_fields import schema_grammar
+from mlx_mtp.server.generation.conversation import Conversation, Effort, Message, ToolCall
+from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.http.errors import from_validation
+from mlx_mtp.text.characters import unwrap
+
+# Codex offers these to every server; the prompt describes only tools that the client runs.
+_IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")
+ENCRYPTED = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
+_Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+
+_INCLUDED = get_args(_Included)
+
+_KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
+_join = BeforeValidator(lambda value, info: fields.joined_text(value, _KINDS, info))
+_Text = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
+
+
+class _AnyItem(WireModel):
+    parts: ClassVar[Mapping[str, str]] = {}  # texts that the API lists in parts of these types
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    def listed(self, name: str) -> dict[str, Any]:
+        """The item as the API lists it, with an id if it has none."""
+        fields = {
+            "id": name,
+            "status": "completed",
+            **self.model_dump(exclude_defaults=True, exclude={"parsed_arguments"}),
+        }
+        for field, kind in self.parts.items():
+            text = fields.get(field, "")
+            fields[field] = [{"type": kind, "text": text}] if text else []
+        return fields
+
+
+class _MessageItem(_AnyItem):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Text
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    def listed(self, name: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": "input_text", "text": self.content}
+        if self.role == "assistant":
+            part |= {"type": "output_text", "annotations": []}
+        return {"type": self.type, **super().listed(name), "content": [part]}
+
+    def message(self) -> Message:
+        role = "system" if self.role == "developer" else self.role
+        return Message(role, self.content)
+
+
+class _DirectCaller(WireModel):
+    type: Literal["direct"]  # by the model; of OpenAI's servers, a program may have called it
+
+
+class _CallItem(_AnyItem):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: fields.Arguments
+    parsed_arguments: fields.Parsed | None = None
+    namespace: str | None = None
+    caller: _DirectCaller | None = None
+    # The openai package sends its own name of the field, which Python has a word for.
+    runs_async: fields.OnlyFalse = Field(False, validation_alias=AliasChoices("async", "async_"))
+
+    def message(self) -> Message:
+        return Message("assistant", tool_calls=(ToolCall(self.name, self.arguments, self.call_id),))
+
+
+class _CallOutputItem(_AnyItem):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Text
+    caller: _DirectCaller | None = None
+
+    def message(self) -> Message:
+        return Message("tool", self.output, tool_call_id=self.call_id)
+
+
+class _ReasoningItem(_AnyItem):
+    parts: ClassVar[Mapping[str, str]] = {"summary": "summary_text", "content": "reasoning_text"}
+    type: Literal["reasoning"]
+    summary: _Text = ""
+    content: _Text = ""
+    encrypted_content: str | None = None
+
+    def message(self) -> Message:
+        text = self.content or unwrap(self.encrypted_content or "") or self.summary
+        return Message("assistant", reasoning=text)
+
+
+_TYPES = "message, function_call, function_call_output, reasoning"
+_Item = Annotated[
+    Annotated[_MessageItem, Tag(FORM + "message")]
+    | Annotated[_CallItem, Tag(FORM + "function_call")]
+    | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
+    | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
+    fields.one_of(f"this server takes items of these types only: {_TYPES}", role="message"),
+]
+
+
+_ITEM: TypeAdapter[_Item] = TypeAdapter(_Item)
+
+
+def items_of(inputs: Iterable[bytes]) -> list[_Item]:
+    """Stored items; raises RequestError for what a client could not send either."""
+    try:
+        # One by one: pydantic lets no other thread run meanwhile.
+        return [_ITEM.validate_json(item) for item in inputs]
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _as_items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _messages(items: Iterable[_Item]) -> list[Message]:
+    # One message for all that one answer brought.
+    turns: list[list[Message]] = []
+    for message in (item.message() for item in items):
+        if turns and _continues(turns[-1], message):
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [
+        Message(
+            turn[0].role,
+            "".join(part.content for part in turn),
+            reasoning=next((part.reasoning for part in turn if part.reasoning), None),
+            tool_calls=tuple(call for part in turn for call in part.tool_calls),
+            tool_call_id=turn[0].tool_call_id,
+        )
+        for turn in turns
+    ]
+
+
+def _continues(turn: Sequence[Message], part: Message) -> bool:
+    # Of an answer: reasoning comes before text, and both before calls.
+    if part.role != "assistant" or turn[0].role != "assistant":
+        return False
+    if part.tool_calls or turn[-1].tool_calls:
+        return bool(part.tool_calls)
+    return part.reasoning is None or not any(earlier.content for earlier in turn)
+
+
+def _without_ignored(value: object) -> object:
+    if not isinstance(value, list):
+        return value
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
+    return [tool for tool, kind in zip(value, kinds) if kind not in _IGNORED_TOOLS]
+
+
+class _NamedTool(WireModel):
+    type: Literal["function"]
+    name: str
+
+
+class _FunctionTool(fields.Function, _NamedTool):
+    defer_loading: bool | None = None
+
+
+class _AllowedTools(WireModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
+
+
+class _Reasoning(WireModel):
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class _TextFormat(WireModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    json_schema: AnswerSchema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_is_there(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise refusal("is only for type json_schema", field="schema")
+        return self
+
+    def spec(self) -> GrammarSpec | None:
+        if self.type == "json_object":
+            return GrammarSpec("json_object")
+        return None if self.json_schema is None else schema_grammar(self.json_schema)
+
+
+class _TextConfig(WireModel):
+    format: _TextFormat = Field(default_factory=_TextFormat)
+
+
+def _no_conversations(_: object) -> object:
+    raise refusal("this server has none; continue a previous_response_id", unsupported=True)
+
+
+class _StreamOptions(WireModel):
+    """Nothing that a stream carries beside the answer."""
+
+
+@fields.sampled("temperature", "top_p", "top_k", "seed")
+class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
+    """POST /v1/responses."""
+
+    input: Annotated[OneOrMore[_Item], BeforeValidator(_as_items)]
+    instructions: str | None = None
+    stream_options: _StreamOptions | None = None
+    max_output_tokens: fields.Int | None = None
+    top_logprobs: fields.Int | None = None
+    tools: Annotated[ManyTools[_FunctionTool], BeforeValidator(_without_ignored)] = Field([])
+    tool_choice: fields.ToolChoice[_NamedTool, _AllowedTools] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: _Reasoning = Field(default_factory=_Reasoning)
+    text: _TextConfig = Field(default_factory=_TextConfig)
+    include: Annotated[
+        list[_Included], FailFast(), fields.known_only(*_INCLUDED), at_most(fields.MAX_LABELS)
+    ] = Field([])
+    store: bool | None = None  # None: if the server can store it
+    previous_response_id: str | None = None
+    conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
+    max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
+    client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
+
+    def options(self) -> RequestOptions:
+        wanted = 0 if _LOGPROBS in self.include else None
+        top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
+        return RequestOptions(
+            self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
+            max_tokens_field="max_output_tokens",
+            user=self.user or self.safety_identifier,
+            cache_salt=self.cache_salt,
+        )
+
+    def listed_input(self, answer_id: str) -> Iterator[dict[str, Any]]:
+        for number, item in enumerate(self.input):
+            yield item.listed(f"{answer_id}-{number}")
+
+    def chat(self, earlier: Sequence[_Item] = ()) -> Conversation:
+        count, most = len(earlier) + len(self.input), fields.MAX_MESSAGES
+        if count > most:
+            message = f"The chat that is continued has {count} items; at most {most} are allowed."
+            raise InvalidRequestError(message, param="previous_response_id")
+        messages = _messages((*earlier, *self.input))
+        if self.instructions:
+            messages.insert(0, Message("system", self.instructions))
+        return Conversation(
+            messages=messages,
+            tools=[tool.tool() for tool in self.tools],
+            tool_choice=fields.tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response=self.text.format.spec(),
+            response_field="text.format",
+        ).with_effort(self.reasoning.effort)

@@ -1,0 +1,359 @@
+"""What the request bodies of all APIs are made of: limits, types, refusals and shared models."""
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Container, Iterator
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from mlx_mtp.sampling.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
+from mlx_mtp.sampling.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from mlx_mtp.server.api.compat import REFUSED, SYNONYMS, is_neutral, note
+from mlx_mtp.server.generation import conversation
+from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.text.characters import has_half_character
+
+MAX_MESSAGES = 4096  # of a chat, and parts of a message: far above what fits a context
+MAX_TOOLS = 1024  # of a chat, and tool calls of a message
+MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
+MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
+MAX_FIELDS = 100  # of an object of the API
+MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
+MAX_LABEL_CHARACTERS = 512
+MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
+
+FORM = "\0"  # begins the tag of a union's form, which pydantic puts among the names of fields
+UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
+
+
+def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:
+    """An error for a validator to raise; `unsupported`: for what this server does not offer."""
+    kind = UNSUPPORTED if unsupported else "refused"
+    return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Count the items of a list or object before any is validated; `max_length` does so after."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise refusal(f"has {len(value)} entries; at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+_PLACES: dict[type, tuple[type, str]] = {}  # the model and the field that each model is in
+
+
+class WireModel(BaseModel):
+    """Strict: no coercion; an explicit null means that the field is absent.
+
+    What is no field is dropped where it is neutral. Other names are errors, or, where the
+    validation's context is a list, noted in it.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, field in cls.model_fields.items():
+            for inner, mark in _models_in(field.annotation):
+                _PLACES.setdefault(inner, (cls, f"{field.alias or name}{mark}."))
+        _place.cache_clear()  # A model may be made, as a default, before the one that it is in.
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: object, info: ValidationInfo) -> object:
+        if not isinstance(data, dict):
+            raise refusal("Input should be a valid dictionary")
+        if len(data) > MAX_FIELDS:
+            raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
+        known, place = _names(cls), _place(cls)
+        given: dict[str, Any] = {}
+        for key, value in data.items():
+            if value is None or (not place and is_neutral(key, value)):
+                continue
+            if key in known:
+                given[key] = value
+                continue
+            name = key if place else _synonym(key, known)
+            said = (data.get(name), given.get(name)) if name != key else ()
+            if any(other not in (None, value) for other in said):
+                raise refusal(f"differs from {name}; give one of them", field=key)
+            if name in known or not is_foreign(place + key, value, info.context, key):
+                given[name] = value
+        return given
+
+
+def is_foreign(place: str, value: object, ignored: list[str] | None, field: str) -> bool:
+    """Whether a parameter that is not known may be dropped; a refusal: it must not be."""
+    if is_neutral(place, value):
+        return True
+    if place in REFUSED:
+        raise refusal(REFUSED[place], field=field, unsupported=True)
+    if ignored is not None:
+        note(ignored, place)
+    return ignored is not None
+
+
+@cache
+def _names(kind: type[WireModel]) -> frozenset[str]:
+    """A model's fields as clients write them."""
+    names: set[str] = set()
+    for name, field in kind.model_fields.items():
+        alias = field.validation_alias or name
+        names |= {alias} if isinstance(alias, str) else {str(n) for n in alias.choices}  # type: ignore[union-attr]
+    return frozenset(names)
+
+
+@cache
+def _place(kind: type) -> str:
+    """The fields that lead to a model; where several do, the first."""
+    outer, name = _PLACES.get(kind, (None, ""))
+    return name if outer is None else _place(outer) + name
+
+
+def _models_in(annotation: Any, mark: str = "") -> Iterator[tuple[type, str]]:
+    if isinstance(annotation, type) and issubclass(annotation, WireModel):
+        yield annotation, mark
+    for inner in get_args(annotation):
+        yield from _models_in(inner, "[]" if get_origin(annotation) is list else mark)
+
+
+def _synonym(name: str, known: Container[str]) -> str:
+    return next((other for other in SYNONYMS.get(name, ()) if other in known), name)
+
+
+def few_values(value: Any) -> Any:
+    """Bound what a template has to write as JSON, which holds up every thread while it lasts."""
+    left, level, depth = MAX_VALUES, [value], 0
+    while level:
+        if depth > MAX_LEVELS:
+            raise refusal(f"is nested more than {MAX_LEVELS} levels deep")
+        inner = [each for each in level if isinstance(each, dict | list)]
+        left -= sum(map(len, inner))
+        if left < 0:
+            raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
+        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
+    return value
+
+
+def _whole_characters(arguments: str) -> str:
+    if has_half_character(arguments, few_values(conversation.object_or_text(arguments))):
+        raise refusal("its JSON has half of a surrogate pair, which is no character")
+    return arguments
+
+
+def is_id(value: object) -> bool:
+    """Whether this may be a token id, of whatever model."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def joined_text(value: object, kinds: Container[str], info: ValidationInfo) -> object:
+    """The text of a list of text parts, refusals among them; other media are refused by name."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in kinds:
+            message = f"part {number} has type {json.dumps(kind)[:80]}"
+            raise refusal(f"{message}, but this server takes text only", unsupported=True)
+        key = "refusal" if kind == "refusal" else "text"
+        given = {
+            name
+            for name, inner in part.items()
+            if inner is not None
+            and (
+                name in ("type", key)
+                or not is_foreign(f"content[].{name}", inner, info.context, name)
+            )
+        }
+        if given != {"type", key} or not isinstance(part[key], str):
+            form = f'{{"type": "{kind}", "{key}": "..."}}'
+            raise refusal(f"part {number} must have the form {form}")
+        texts.append(part[key])
+    return "".join(texts)
+
+
+def known_only(*kinds: str) -> BeforeValidator:
+    """Drop a list's items that are, or have as their `type`, none of these; and note that."""
+
+    def known(value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, list) or info.context is None:
+            return value
+        found = [each.get("type") if isinstance(each, dict) else each for each in value]
+        for kind in found:
+            if isinstance(kind, str) and kind not in kinds:
+                note(info.context, f"{info.field_name}[].{kind}")
+        return [
+            each for each, kind in zip(value, found) if not isinstance(kind, str) or kind in kinds
+        ]
+
+    return BeforeValidator(known)
+
+
+def only(neutral: object) -> AfterValidator:
+    """Let the value through that changes nothing; refuse the feature by its name."""
+
+    def check(value: Any) -> Any:
+        if value != neutral:
+            raise refusal(f"this server supports only {json.dumps(neutral)}", unsupported=True)
+        return value
+
+    return AfterValidator(check)
+
+
+def _is_scalar(value: object) -> object:
+    if isinstance(value, str | int | float | bool):
+        return value
+    raise refusal("must be a string, a number or a boolean")
+
+
+Model = TypeVar("Model", bound=WireModel)
+Item = TypeVar("Item")
+Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
+OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
+ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
+# Exact ranges are the sampler's to check; this keeps longer integers out of messages too.
+Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Float = Annotated[float, Field(allow_inf_nan=False)]
+ModelName = Annotated[str, Field(max_length=256)]  # "" is the served model, by whatever name
+CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Stops = Annotated[list[_Stop], at_most(MAX_STOPS), _one_or_more]
+StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
+AllowedTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_ALLOWED_TOKEN_IDS)]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
+_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]  # as OpenAI has it
+Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
+Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
+TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
+Arguments = Annotated[str, AfterValidator(_whole_characters)]
+Parsed = Annotated[Any, BeforeValidator(few_values)]  # by the openai package's parse()
+Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
+OnlyFalse = Annotated[bool, only(False)]
+
+_JSON_TYPES: dict[Any, Any] = {int: Int, float: Float, bool: bool}
+_JSON_TYPES |= {tuple[int, ...]: StopTokenIds, tuple[tuple[int, float], ...]: LogitBias}
+_JSON_TYPES[tuple[int, ...] | None] = AllowedTokenIds
+_HINTS = get_type_hints(SamplingParams)
+# The fields of `SamplingParams` that clients may set.
+SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in _JSON_TYPES}
+del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `n` and `mtp`.
+
+
+def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
+    """Give a request body these fields of `SamplingParams`, or all that clients may set."""
+
+    def with_fields(kind: type[Model]) -> type[Model]:
+        # Not `| None`: an explicit null is absent before a field's type is looked at.
+        fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
+        return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
+
+    return with_fields
+
+
+class GenerateRequest(WireModel):
+    """What all bodies that ask for an answer have."""
+
+    model: ModelName = ""
+    stream: bool = False
+    cache_salt: CacheSalt | None = None
+
+    def sampling(self, **more: Any) -> dict[str, Any]:
+        # What is given of `SamplingParams`; `more` has other names in this API.
+        same = {name: getattr(self, name, None) for name in SAMPLING}
+        return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
+
+    @abstractmethod
+    def options(self) -> RequestOptions: ...
+
+
+class TextFields(WireModel):
+    """How an answer's tokens become text, in vLLM's words."""
+
+    bad_words: Annotated[list[_BadWord], FailFast(), at_most(MAX_BAD_WORDS)] = Field([])
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+
+
+class OpenAILabels(WireModel):
+    """Labels, which mean nothing to a model: OpenAI's own servers act on none of them either."""
+
+    user: str | None = None
+    metadata: Labels | None = None
+    safety_identifier: str | None = None
+
+
+class Function(WireModel):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool = False
+
+    def tool(self) -> conversation.Tool:
+        return conversation.Tool(self.name, self.description, self.parameters, self.strict)
+
+
+def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
+    """Finds the form of an object by its `type`, or by having a `role`; `word`: of other values."""
+
+    def form(value: object) -> str | None:
+        if isinstance(value, dict):
+            kind = value.get("type", role if "role" in value else None)
+        else:
+            kind = getattr(value, "type", word)
+        return FORM + kind if isinstance(kind, str) else None
+
+    return Discriminator(form, custom_error_type=UNSUPPORTED, custom_error_message=message)
+
+
+Named = TypeVar("Named", bound=WireModel)
+Allowed = TypeVar("Allowed", bound=WireModel)
+_CHOICES = 'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"'
+# Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
+    | Annotated[Named, Tag(FORM + "function")]
+    | Annotated[Allowed, Tag(FORM + "allowed_tools")],
+    one_of(_CHOICES, word="word"),
+]
+
+
+def tool_choice(choice: Any) -> conversation.ToolChoice:
+    """A `ToolChoice` as the server knows it."""
+    if isinstance(choice, str):
+        return conversation.ToolChoice(choice)  # type: ignore[arg-type]
+    if choice.type == "function":
+        return conversation.ToolChoice("required", frozenset({choice.name}))
+    allowed = getattr(choice, "allowed_tools", choice)
+    return conversation.ToolChoice(allowed.mode, frozenset(tool.name for tool in allowed.tools))

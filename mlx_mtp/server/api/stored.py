@@ -1,0 +1,293 @@
+"""Answers that are kept in memory (`store`), chat completions and responses, and their routes."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AliasChoices, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_mtp.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PreviousResponseError,
+    UnsupportedParameterError,
+)
+from mlx_mtp.server.api.schema import Labels, WireModel
+from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.generation.writer import packed_json, packed_slowly
+from mlx_mtp.server.http.access import key_of
+from mlx_mtp.server.http.admission import client_of
+from mlx_mtp.server.http.errors import from_validation
+from mlx_mtp.server.http.sse import Keep
+from mlx_mtp.text.characters import cut
+
+# Of JSON that are kept for all keys together, in equal parts.
+MAX_STORED_BYTES = 64 << 20
+_LABEL = re.compile(r"metadata\[(.*)\]")
+Inputs = tuple[tuple[str, bytes], ...]  # messages or items, each with its id
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An answer and what it was asked for with, as the JSON that clients get."""
+
+    id: str
+    model: str
+    metadata: Mapping[str, str]
+    answer: bytes
+    inputs: Inputs
+
+    @property
+    def size(self) -> int:
+        return len(self.answer) + size_of(self.inputs)
+
+    def relabelled(self, metadata: Mapping[str, str]) -> "Stored":
+        body = self.answer.removesuffix(_ending(self.metadata))
+        return replace(self, metadata=metadata, answer=body + _ending(metadata))
+
+
+def _stored(answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs) -> Stored:
+    fields = {name: value for name, value in answer.items() if name != "metadata"}
+    packed = packed_slowly(fields)[:-1].encode() + _ending(metadata)
+    return Stored(answer["id"], answer["model"], metadata, packed, inputs)
+
+
+def _ending(metadata: Mapping[str, str]) -> bytes:
+    """The metadata as an answer's last field."""
+    return b"," + packed_json({"metadata": dict(metadata)})[1:].encode()
+
+
+def _packed(items: Iterable[dict[str, Any]]) -> Inputs:
+    return tuple((item["id"], packed_json(item).encode()) for item in items)
+
+
+def size_of(inputs: Inputs) -> int:
+    """Bytes of their JSON."""
+    return sum(len(packed) for _, packed in inputs)
+
+
+class Store:
+    """The latest stored answers, oldest first; the oldest are evicted for new ones."""
+
+    def __init__(self, max_count: int, max_bytes: int) -> None:
+        self.max_bytes, self._max_count, self._size = max_bytes, max_count, 0
+        self._answers: dict[str, Stored] = {}
+        self.all = self._answers.values
+        self.find = self._answers.get
+
+    def keep(self, answer: Stored) -> bool:
+        """Keep an answer, or its new labels; False: it alone is too large, and nothing changes."""
+        if answer.size > self.max_bytes:
+            return False
+        before = self.find(answer.id)
+        self._size += answer.size - (0 if before is None else before.size)
+        self._answers[answer.id] = answer
+        while len(self._answers) > self._max_count or self._size > self.max_bytes:
+            self.delete(next(name for name in self._answers if name != answer.id))
+        return True
+
+    def delete(self, name: str) -> None:
+        self._size -= self._answers.pop(name).size
+
+
+def _store(request: Request) -> Store:
+    context = context_of(request)
+    config = context.config
+    most = min(MAX_STORED_BYTES, config.max_held_bytes // 8)
+    share = most // max(1, len(config.api_keys))
+    empty = Store(config.max_stored_completions, share)
+    found: Store = context.stored.setdefault(key_of(request.scope), empty)
+    return found
+
+
+async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
+    # A page may be as large as all that is stored.
+    return await context_of(request).limiter.packing.run(client_of(request.scope, None), page)
+
+
+async def keeper(
+    request: Request,
+    store: bool | None,
+    metadata: Mapping[str, str] | None,
+    inputs: Callable[[], Iterable[dict[str, Any]]],
+    earlier: Inputs = (),
+) -> Keep | None:
+    """Return what stores the answer and its inputs, or None if it will not be stored.
+
+    `store` None stores it if that is possible. Raises RequestError if it must be, and can't.
+    """
+    if store is False:
+        return None
+    if not context_of(request).config.max_stored_completions:
+        if store is None:
+            return None
+        message = "store: this server keeps no answers (--max-stored-completions 0)."
+        raise UnsupportedParameterError(message, param="store")
+    packed = earlier + await asyncio.to_thread(lambda: _packed(inputs()))
+    size, most = size_of(packed), _store(request).max_bytes
+    if size > most:
+        if store is None:
+            return None
+        raise InvalidRequestError(
+            f"store: the answer can't be kept. What leads to it, earlier answers that it continues "
+            f"included, is {size} bytes of JSON; at most {most} are kept.",
+            param="store",
+        )
+
+    async def keep(answer: dict[str, Any]) -> None:
+        _store(request).keep(await asyncio.to_thread(_stored, answer, metadata or {}, packed))
+
+    return keep
+
+
+async def continued(request: Request, name: str) -> Inputs:
+    """What led to a stored response, and its output; raises PreviousResponseError."""
+    found = RESPONSES.find(request, name)
+    if found is None:
+        raise PreviousResponseError(RESPONSES.missing(name), param="previous_response_id")
+    answer = found.answer
+    output = await asyncio.to_thread(lambda: _packed(json.loads(answer)["output"]))
+    return found.inputs + output
+
+
+class _Labels(WireModel):
+    metadata: Labels = Field({})
+
+
+class _PageQuery(WireModel):
+    after: str | None = None  # The id of the last item of the page before this one.
+    limit: Annotated[int, Field(strict=False, ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "asc"
+
+
+class _ItemsQuery(_PageQuery):
+    order: Literal["asc", "desc"] = "desc"
+    # The items have all that they were sent with.
+    include: str | None = Field(None, validation_alias=AliasChoices("include", "include[]"))
+
+
+class _ChatsQuery(_PageQuery, _Labels):
+    model: str | None = None
+
+
+Query = TypeVar("Query", bound=_PageQuery)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of answers, and the routes that are the same for all kinds."""
+
+    prefix: str  # of its ids
+    noun: str
+    unasked: str  # how one is made that isn't stored
+    deleted: str  # what the answer to DELETE calls itself
+    query: type[_PageQuery]  # of the list of its inputs
+
+    def find(self, request: Request, name: str) -> Stored | None:
+        return _store(request).find(name) if name.startswith(self.prefix) else None
+
+    def missing(self, name: str) -> str:
+        made = (
+            f"it was made {self.unasked}, was too large, was deleted, or made room for newer ones"
+        )
+        return f"There is no stored {self.noun} {cut(name)!r}: {made}."
+
+    def named(self, request: Request) -> Stored:
+        name = request.path_params["name"]
+        found = self.find(request, name)
+        if found is None:
+            raise NotFoundError(self.missing(name))
+        return found
+
+    async def get(self, request: Request) -> Response:
+        """GET {id}."""
+        if request.query_params.get("stream", "false") != "false":
+            message = "stream: what is stored is sent as a whole; leave it out."
+            raise UnsupportedParameterError(message, param="stream")
+        return _json(self.named(request).answer)
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE {id}."""
+        name = self.named(request).id
+        _store(request).delete(name)
+        return JSONResponse({"object": self.deleted, "id": name, "deleted": True})
+
+    async def inputs(self, request: Request) -> Response:
+        """GET {id}/messages or input_items: what was asked."""
+        query = _query(request, self.query)
+        return await _in_turn(request, partial(_page, self.named(request).inputs, query))
+
+
+CHATS = Kind(
+    *("chatcmpl-", "chat completion", "without `store: true`", "chat.completion.deleted"),
+    _PageQuery,
+)
+RESPONSES = Kind("resp_", "response", "with `store: false`", "response", _ItemsQuery)
+
+
+async def list_chats(request: Request) -> Response:
+    """GET /v1/chat/completions."""
+    query = _query(request, _ChatsQuery)
+    stored = [*_store(request).all()]
+
+    def page() -> Response:
+        chats = [
+            (chat.id, chat.answer)
+            for chat in stored
+            if chat.id.startswith(CHATS.prefix)
+            and query.model in (None, chat.model)
+            and query.metadata.items() <= chat.metadata.items()
+        ]
+        return _page(chats, query)
+
+    return await _in_turn(request, page)
+
+
+async def label_chat(request: Request) -> Response:
+    """POST /v1/chat/completions/{id}: only the metadata changes."""
+    _, body = await read(request, _Labels)
+    # Nothing is awaited between the two: the chat may be deleted meanwhile.
+    chat = CHATS.named(request).relabelled(body.metadata)
+    if not _store(request).keep(chat):
+        message = f"metadata: with it the answer is {chat.size} bytes, too large to be kept."
+        raise InvalidRequestError(message, param="metadata")
+    return _json(chat.answer)
+
+
+_json = partial(Response, media_type="application/json")
+
+
+def _query(request: Request, model: type[Query]) -> Query:
+    fields: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        label = _LABEL.fullmatch(name)
+        if label is None:
+            fields[name] = value
+        elif isinstance(fields.setdefault("metadata", {}), dict):
+            fields["metadata"][label[1]] = value
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
+    listed = list(entries) if query.order == "asc" else list(reversed(entries))
+    ids = [name for name, _ in listed]
+    if query.after is not None and query.after not in ids:
+        message = f"after: there is no {cut(query.after)!r} in this list."
+        raise InvalidRequestError(message, param="after")
+    first = 0 if query.after is None else ids.index(query.after) + 1
+    last = first + query.limit
+    # The ids are strings even where the page is empty.
+    shown = ids[first:last] or [""]
+    ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
+    items = [piece for _, packed in listed[first:last] for piece in (b",", packed)][1:]
+    tail = b"]," + packed_json(ends)[1:].encode()
+    return _json(b"".join((b'{"object":"list","data":[', *items, tail)))

@@ -1,0 +1,179 @@
+"""What an answer must look like, as clients say it: `response_format` and vLLM's words for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+
+from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.api.schema import WireModel, at_most, few_values, refusal
+from mlx_mtp.server.grammar.json_schemas import styled
+from mlx_mtp.server.http.body import each_name_once
+from mlx_mtp.text.parsing.json_reader import loads
+
+
+def _as_schema(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    _check_size(value)
+    try:
+        loads(value)
+        return json.loads(value, object_pairs_hook=each_name_once)
+    except (ValueError, InvalidRequestError) as error:
+        raise refusal(f"is not the JSON text of a schema: {error}") from None
+
+
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    _check_size(json.dumps(schema))
+    return schema
+
+
+def _check_size(text: str) -> None:
+    size, most = len(text), MAX_GRAMMAR_CHARACTERS
+    if size > most:
+        raise refusal(f"has {size} characters of JSON; at most {most} are allowed")
+
+
+Schema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_check_schema)]
+SchemaOrText = Annotated[Schema, BeforeValidator(_as_schema)]
+Choices = Annotated[list[str], FailFast(), Field(min_length=1), at_most(MAX_CHOICES)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+
+
+def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
+    """A grammar of answers with the schema's properties in its order."""
+    return GrammarSpec("json_schema", json.dumps(schema))
+
+
+class JsonSchema(WireModel):
+    """OpenAI's: a schema with a name, which llama.cpp's clients leave out."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)] = "answer"
+    schema_: Schema = Field(alias="schema")
+    description: str | None = None
+    strict: bool = False  # here a schema always holds
+
+
+class ResponseFormat(WireModel):
+    """The form of a chat's answer. llama.cpp's clients send a schema with type json_object."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _fields_fit_the_type(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise refusal("is required for type json_schema", field="json_schema")
+        for field, value, kind in (
+            ("json_schema", self.json_schema, "json_schema"),
+            ("schema", self.schema_, "json_object"),
+        ):
+            if value is not None and self.type != kind:
+                raise refusal(f"belongs to type {kind}, not {self.type}", field=field)
+        return self
+
+    def spec(self) -> GrammarSpec | None:
+        schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
+        if schema is not None:
+            return schema_grammar(schema)
+        return GrammarSpec("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(WireModel):
+    """The same in vLLM's words of today, as one field."""
+
+    json_schema: SchemaOrText | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: Choices = Field(default_factory=list)
+    grammar: Text | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: Text | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> StructuredOutputs:
+        if self.json_object is False:
+            raise refusal("must be true, or be left out", field="json_object")
+        if len(self._given()) != 1:
+            raise refusal("must have one of json, regex, choice, grammar and json_object")
+        return self
+
+    def spec(self) -> GrammarSpec:
+        (kind,) = self._given()
+        if kind in ("json_schema", "json_object") and self.model_fields_set & _STYLES:
+            schema = self.json_schema if kind == "json_schema" else {"type": "object"}
+            form = styled(
+                schema or {},
+                closed=self.disable_additional_properties,
+                no_whitespace=self.disable_any_whitespace,
+                whitespace=self.whitespace_pattern,
+            )
+            return schema_grammar(form)
+        return _spec(kind, getattr(self, kind))
+
+    def _given(self) -> list[str]:
+        return [*(self.model_fields_set - _STYLES)]
+
+
+_STYLES = {"disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"}
+
+
+def _from_tgi(value: object) -> object:
+    # TGI's object has the kind and the value apart; to llama.cpp it is a text.
+    if not isinstance(value, dict) or "type" not in value:
+        return {"grammar": value}
+    kind, inner = value["type"], value.get("value")
+    if kind == "json_schema" and isinstance(inner, dict):
+        kind, inner = "json", inner.get("schema")
+    return {kind: inner} if kind in ("json", "regex") else value
+
+
+class GuidedFields(WireModel):
+    """The form of an answer in all the words for it that OpenAI's two endpoints know."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices = Field(default_factory=list)
+    guided_grammar: Text | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: SchemaOrText | None = None  # llama.cpp, SGLang
+    regex: Text | None = None  # SGLang, outlines
+    ebnf: Text | None = None  # SGLang
+    grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
+
+    @model_validator(mode="after")
+    def _at_most_one(self) -> GuidedFields:
+        given = self._given()
+        if len(given) > 1:
+            raise refusal(f"can't be combined with {given[0]}", field=given[1])
+        return self
+
+    def guided(self) -> tuple[str, GrammarSpec | None] | None:
+        """The field that was given, and what it asks for."""
+        for field in self._given():
+            value = getattr(self, field)
+            if isinstance(value, ResponseFormat | StructuredOutputs):
+                return field, value.spec()
+            return field, _spec(_KINDS.get(field, field.removeprefix("guided_")), value)
+        return None
+
+    def _given(self) -> list[str]:
+        return [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+
+
+_KINDS = {"guided_json": "json_schema", "ebnf": "grammar"}
+
+
+def _spec(kind: str, value: Any) -> GrammarSpec:
+    if kind in ("regex", "grammar"):
+        return GrammarSpec("regex" if kind == "regex" else "lark", value)
+    if kind == "choice":
+        return GrammarSpec("choice", json.dumps(value))
+    return GrammarSpec("json_object") if kind == "json_object" else schema_grammar(value)

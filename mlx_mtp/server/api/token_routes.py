@@ -1,0 +1,131 @@
+"""Text to token ids and back, with the model's own tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.server.api.openai.protocol import Message, TemplateFields, Tool
+from mlx_mtp.server.api.schema import (
+    MAX_PROMPT_IDS,
+    Many,
+    ManyTools,
+    ModelName,
+    WireModel,
+    at_most,
+    is_id,
+    refusal,
+)
+from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.generation.conversation import Conversation
+from mlx_mtp.server.generation.writer import packed_json, packed_slowly
+from mlx_mtp.server.http.admission import client_of
+from mlx_mtp.server.http.sse import until_disconnect
+
+_TOKEN_CHARACTERS = 8  # About as many are written for each token.
+
+
+class TokenizeRequest(TemplateFields):
+    """POST /tokenize: a text, or a chat as its template writes it."""
+
+    model: ModelName = ""
+    prompt: str | None = None
+    content: str | None = None
+    messages: Many[Message] = Field([])
+    tools: ManyTools[Tool] = Field([])
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_thing_is_given(self) -> TokenizeRequest:
+        texts = [text for text in (self.prompt, self.content) if text is not None]
+        if len(texts) + bool(self.messages) != 1:
+            raise refusal(
+                "give one of prompt (or content, as llama.cpp calls it) and messages",
+                field="prompt",
+            )
+        of_chats = self.model_fields_set & {"tools", *TemplateFields.model_fields}
+        if not self.messages and of_chats:
+            raise refusal("goes with messages", field=min(of_chats))
+        return self
+
+    def conversation(self) -> Conversation:
+        return Conversation(
+            messages=[message.message() for message in self.messages],
+            tools=[tool.function.tool() for tool in self.tools],
+            **self.template_fields(),
+        )
+
+
+def _ids_only(tokens: list[Any]) -> list[int]:
+    # Not by pydantic, which lets no other thread run while it looks at a million of them.
+    for number, token in enumerate(tokens):
+        if not is_id(token):
+            raise refusal(f"entry {number} is not a token id")
+    return tokens
+
+
+class DetokenizeRequest(WireModel):
+    """POST /detokenize."""
+
+    model: ModelName = ""
+    tokens: Annotated[list[Any], at_most(MAX_PROMPT_IDS), AfterValidator(_ids_only)]
+
+
+async def tokenize(request: Request) -> Response:
+    """POST /tokenize, in vLLM's form, which llama.cpp's is a part of."""
+    context, body = await read(request, TokenizeRequest)
+    tokenizer = context.tokenizer
+    text = body.content if body.prompt is None else body.prompt
+    client = client_of(request.scope, None)
+    async with context.in_time(request.scope):
+        if text is None:
+            prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
+            ids = prompt.token_ids
+        else:
+            param = "content" if body.prompt is None else "prompt"
+            options: dict[str, Any] = {"add_special_tokens": body.add_special_tokens}
+            work = partial(context.prompter.encode, text, param, limit=MAX_PROMPT_IDS, **options)
+            ids = await context.prompter.in_turn(len(text), client, work)
+
+    def content() -> str:
+        found = {
+            "count": len(ids),
+            "max_model_len": context.engine.info.max_model_len,
+            "tokens": ids,
+            "token_strs": list(map(tokenizer.token_text, ids)) if body.return_token_strs else None,
+        }
+        return packed_slowly(found)
+
+    return await _written(request, len(ids), content)
+
+
+async def detokenize(request: Request) -> Response:
+    """POST /detokenize; the text goes by vLLM's name and by llama.cpp's."""
+    context, body = await read(request, DetokenizeRequest)
+    most = context.config.max_body_bytes
+
+    def content() -> str:
+        raw = bytearray()
+        for token in context.checked_ids(body.tokens, "tokens"):
+            raw += context.tokenizer.token_bytes(token)
+            if len(raw) > most:
+                message = f"The text is longer than {most} bytes (--max-body-size allows more)."
+                raise InvalidRequestError(message, param="tokens")
+        text = packed_json(raw.decode(errors="replace"))
+        return f'{{"prompt":{text},"content":{text}}}'
+
+    return await _written(request, len(body.tokens), content)
+
+
+async def _written(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
+    """The answer's JSON, in its client's turn and if it has not left by then."""
+    size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope, None)
+    work = context_of(request).limiter.packing.run_by_size(size, client, content)
+    return Response(await until_disconnect(request.receive, work), media_type="application/json")

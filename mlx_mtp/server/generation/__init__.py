@@ -1,0 +1,1 @@
+"""From a validated request to the deltas of its answers."""

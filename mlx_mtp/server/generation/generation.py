@@ -1,0 +1,330 @@
+"""From the engine's outputs to the deltas, counts and times of one HTTP request's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlx_mtp.engine.request import Progress, Request, RequestOutput
+from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
+from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.text.stream import Delta, OutputStream
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
+    """The error of a request that took too long."""
+    return RequestTimeoutError(
+        f"The request has waited and run for more than the {seconds:g} seconds that this server "
+        f"allows (--request-timeout); {num_tokens} tokens had been generated."
+    )
+
+
+class Dispatcher:
+    """Starts and stops the engine, and passes its outputs to generations, one call a step.
+
+    Only the event loop calls it, apart from `_deliver`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.open: dict[str, Generation] = {}  # by the request id of each choice
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._engine.start(self._deliver)
+
+    async def stop(self, timeout: float | None = None) -> None:
+        # Joining the engine's thread takes up to a step, and its last outputs need this loop.
+        await asyncio.to_thread(self._engine.stop, timeout)
+        self.end_all()
+
+    def end_all(self) -> None:
+        for generation in set(self.open.values()):
+            generation.fail(EngineStoppedError("The server is shutting down."))
+
+    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
+        try:
+            for request in requests:
+                self.open[request.request_id] = generation
+                self._engine.submit(request)
+        except BaseException:
+            self.cancel(request.request_id for request in requests)
+            raise
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if self.open.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+
+    def engine_failure(self) -> MlxMtpError | None:
+        if self._engine.healthy:
+            return None
+        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        assert self._loop is not None
+        # On the engine's thread. The loop may have been closed by force.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
+
+    def _dispatch(self, at: float, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            take = self.open.get if output.finish_reason is None else self.open.pop
+            if (generation := take(output.request_id, None)) is None:
+                continue
+            try:
+                generation.put(at, output)
+            except Exception as error:  # The other requests' outputs must still arrive.
+                logger.exception("an output could not be passed on")
+                generation.fail(error)
+
+
+@dataclass(slots=True)
+class _Times:
+    """Of one sequence, by `perf_counter`."""
+
+    admitted: float
+    first: float  # token
+    last: float  # token
+
+
+class Generation:
+    """The choices of one HTTP request; entering it submits them, leaving it cancels the rest."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        requests: Sequence[Request],
+        streams: Sequence[OutputStream],
+        num_choices: int = 1,  # of each prompt
+        timeout: float = 0.0,  # in seconds; 0: none
+        arrived: float | None = None,  # by `perf_counter`; by default it arrives now
+    ) -> None:
+        self.streams = streams
+        self.prompts = [request.prompt_token_ids for request in requests[::num_choices]]
+        self.prompt_tokens = sum(map(len, self.prompts))
+        self.requests = requests
+        self._by_id = {r.request_id: stream for r, stream in zip(requests, streams)}
+        self._num_choices = num_choices
+        self._dispatcher, self._metrics, self._timeout = dispatcher, metrics, timeout
+        self._arrived: list[tuple[float, RequestOutput]] = []
+        self.error: Exception | None = None  # that ended it
+        self._wakeup = asyncio.Event()
+        self._arrived_at = time.perf_counter() if arrived is None else arrived
+        self._began = self._last = 0.0
+        self._times: dict[str, _Times] = {}
+        self._first: float | None = None
+        self._first_tokens = 0
+
+    def __enter__(self) -> Generation:
+        self._began = self._last = time.perf_counter()
+        self._dispatcher.submit(self.requests, self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._dispatcher.cancel(self._by_id)
+        for request, stream in zip(self.requests, self.streams):
+            unfinished = "abort" if self.error is None else "error"
+            self._metrics.count("request_success", stream.finish_reason or unfinished)
+            times = self._times.get(request.request_id)
+            if stream.finish_reason is not None and times is not None:
+                for name, value in (
+                    ("e2e_request_latency_seconds", times.last - self._began),
+                    ("request_queue_time_seconds", times.admitted - self._began),
+                    ("request_prefill_time_seconds", times.first - times.admitted),
+                    ("request_decode_time_seconds", times.last - times.first),
+                    ("request_prompt_tokens", len(request.prompt_token_ids)),
+                    ("request_generation_tokens", stream.num_tokens),
+                ):
+                    self._metrics.observe(name, value)
+
+    @property
+    def key(self) -> str:
+        return self.requests[0].client[0].partition("@")[0]
+
+    def row(self, request_id: str, now: float) -> dict[str, Any]:
+        """One of its choices, in numbers alone."""
+        stream, times = self._by_id[request_id], self._times.get(request_id)
+        seconds = 0.0 if times is None else times.last - times.first
+        return {
+            "id": request_id,
+            "age": now - self._began,
+            "prompt_tokens": len(self.requests[stream.index].prompt_token_ids),
+            "cached_tokens": stream.num_reused_tokens,
+            "tokens": stream.num_tokens,
+            "tokens_per_second": stream.num_tokens / seconds if seconds else 0.0,
+            "depth": stream.last_drafts,
+            "source": stream.last_source,
+            "drafts": stream.drafts.total(),
+            "accepted": stream.accepted.total(),
+            "state": "waiting" if times is None else "decoding",
+        }
+
+    def put(self, at: float, output: RequestOutput) -> None:
+        self._arrived.append((at, output))
+        self._wakeup.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._wakeup.set()
+
+    async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
+        if self.error is None:
+            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
+            # the wakeup, and a client that left would never be cancelled.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._wakeup.wait()
+        self._wakeup.clear()
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            self.error = self.error or self._dispatcher.engine_failure()
+            if self.error is not None:
+                raise self.error
+        return arrived
+
+    async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
+        """What is new, as it comes, until all is finished; nothing after `patience` seconds."""
+        while not self.is_finished:
+            arrived = await self._receive(min(patience, self._seconds_left()))
+            if not arrived:
+                self._seconds_left()  # Raise on timeout instead of reporting a silence.
+                yield []
+            found: list[Delta] = []
+            for at, output in arrived:
+                if output.progress is not None:
+                    found.append(self._progress(at, output, output.progress))
+                    if not output.token_ids:
+                        continue
+                try:
+                    delta = await self._push(at, output)
+                except MlxMtpError as error:
+                    self.error = error  # Raised as soon as what came before it has been sent.
+                    break
+                if delta.events or delta.finish_reason is not None:
+                    found.append(delta)
+            if found:
+                yield found
+
+    def _seconds_left(self) -> float:
+        if not self._timeout:
+            return math.inf
+        left = self._arrived_at + self._timeout - time.perf_counter()
+        if left <= 0:
+            self._metrics.count("request_timeouts")
+            self.error = timeout_error(self._timeout, self.completion_tokens)
+            raise self.error
+        return left
+
+    async def _push(self, at: float, output: RequestOutput) -> Delta:
+        stream = self._by_id[output.request_id]
+        if stream.finish_reason is not None:
+            return Delta(stream.index)  # Arrived with the step that completed a stop.
+        self._last = at
+        before = stream.num_tokens
+        if output.prompt_logprobs:  # There may be many; all but the text stays on the event loop.
+            delta = await asyncio.to_thread(stream.push, output)
+        else:
+            delta = stream.push(output)
+        if stream.num_tokens > before:
+            self._note_times(at, output, stream.num_tokens - before)
+        if delta.finish_reason is not None:
+            self._dispatcher.cancel([output.request_id])
+        return delta
+
+    def _progress(self, at: float, output: RequestOutput, made: Progress) -> Delta:
+        """In llama.cpp's form, where the last token of a prompt comes with the answer's first."""
+        before = made.total - 1
+        told = {
+            "total": made.total,
+            "cache": min(made.reused, before),
+            "processed": made.total if output.token_ids else min(made.done, before),
+            "time_ms": max(round(1e3 * (at - made.began)), 0),
+        }
+        return Delta(self._by_id[output.request_id].index, progress=told)
+
+    def _note_times(self, at: float, output: RequestOutput, count: int) -> None:
+        times = self._times.get(output.request_id)
+        if times is None:
+            self._metrics.observe("time_to_first_token_seconds", at - self._began)
+            admitted = max(output.admitted_at, self._began)
+            times = self._times[output.request_id] = _Times(admitted, at, at)
+        else:
+            between = (at - times.last) / count
+            for _ in range(count):
+                self._metrics.observe("inter_token_latency_seconds", between)
+        times.last = at
+        self._first = at if self._first is None else self._first
+        if at == self._first:
+            self._first_tokens += count
+
+    @property
+    def is_finished(self) -> bool:
+        return all(stream.finish_reason is not None for stream in self.streams)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(stream.num_reasoning_tokens for stream in self.streams)
+
+    @property
+    def cached_tokens(self) -> int:
+        total, n = 0, self._num_choices
+        for first in range(0, len(self.streams), n):
+            reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
+            # Never a prompt's last one: clients take a prompt of no tokens for a fault.
+            total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
+        return total
+
+    def _draft_sources(self) -> dict[str, dict[str, list[int]]]:
+        """Drafts and accepted ones by source, and by position in the window."""
+        drafts = sum((stream.drafts for stream in self.streams), Counter[tuple[str, int]]())
+        accepted = sum((stream.accepted for stream in self.streams), Counter[tuple[str, int]]())
+        told: dict[str, dict[str, list[int]]] = {}
+        for place in sorted(drafts):
+            lists = told.setdefault(place[0], {"draft_n": [], "draft_n_accepted": []})
+            lists["draft_n"].append(drafts[place])
+            lists["draft_n_accepted"].append(accepted[place])
+        return told
+
+    def timings(self) -> dict[str, Any]:
+        """The times, in llama.cpp's form; up to the first step's end they are the prompt's."""
+        first = self._last if self._first is None else self._first
+        prompt, predicted = first - self._began, self._last - first
+        cached = self.cached_tokens
+        computed = self.prompt_tokens - cached
+
+        def rate(count: int, seconds: float) -> float:
+            return count / seconds if seconds > 0 else 0.0
+
+        optimistic = {"draft_n_optimistic": sum(s.num_optimistic for s in self.streams)}
+        return {
+            "cache_n": cached,
+            "prompt_n": computed,
+            "prompt_ms": prompt * 1e3,
+            "prompt_per_second": rate(computed, prompt),
+            "predicted_n": self.completion_tokens,
+            "predicted_ms": predicted * 1e3,
+            "predicted_per_second": rate(self.completion_tokens - self._first_tokens, predicted),
+            "draft_n": sum(stream.drafts.total() for stream in self.streams),
+            "draft_n_accepted": sum(stream.accepted.total() for stream in self.streams),
+            **(optimistic if self.requests[0].sampling.optimistic else {}),
+            "draft_sources": self._draft_sources(),
+        }

@@ -1,0 +1,1 @@
+"""Grammars that answers must follow, compiled from schemas and tools."""

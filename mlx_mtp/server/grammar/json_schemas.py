@@ -1,0 +1,132 @@
+"""JSON schemas as clients mean them: objects take no other properties, and JSON is on one line."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlx_mtp.sampling.grammar import JSON_WHITESPACE
+from mlx_mtp.text.parsing.bare_values import resolved
+
+OPTIONS = "x-guidance"
+"""llguidance's options within a schema, which is taken as it is where a client gives its own."""
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_WHITESPACE: Mapping[bool | None, dict[str, Any]] = {
+    None: _ONE_LINE,
+    True: {"whitespace_flexible": False},
+    False: {"whitespace_pattern": JSON_WHITESPACE},
+}
+# Whose schemas apply to the same value as the one that they are in,
+_SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")
+# and which of them are one value's only schema where nothing else is said beside them.
+_ALONE = ("allOf", "anyOf", "oneOf", "$ref")
+_NEGATIVE = ("not", "if")
+# With these an object may have properties that it does not list.
+_OPEN = {
+    *_SAME_VALUE,
+    *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
+    *("minProperties", "dependentRequired", "dependencies", "const", "enum"),
+    *("$dynamicRef", "$recursiveRef"),
+}
+_OF_OBJECTS = {"properties", "required", "maxProperties", *_OPEN}
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("prefixItems", "items")
+_SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
+
+
+def styled(
+    schema: Mapping[str, Any],
+    *,
+    closed: bool | None = None,
+    no_whitespace: bool | None = None,
+    whitespace: str | None = None,
+    as_standard: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """The schema with llguidance's options; `closed` and `no_whitespace` are as by default if None.
+
+    By default objects are closed, and a space may follow a colon or comma; `as_standard`: they are
+    open, and there may be other whitespace. `whitespace` is a pattern of the client's own.
+    """
+    if OPTIONS in schema:
+        return dict(schema)
+    if closed is None:
+        closed = not as_standard
+    if no_whitespace is None and as_standard:
+        no_whitespace = False
+    spaces = (
+        _WHITESPACE[no_whitespace] if whitespace is None else {"whitespace_pattern": whitespace}
+    )
+    form = {**spaces, **options}
+    return {**(close(schema) if closed else schema), OPTIONS: form}
+
+
+def close(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema, where objects that list properties and don't speak of others take no others.
+
+    An object that other schemas say something of too is left as it is.
+    """
+    shared = _shared(schema)
+    if shared is None:
+        return dict(schema)
+
+    def closed(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        found = dict(node)
+        for key, inner in node.items():
+            if key in _MAPS and isinstance(inner, dict):
+                found[key] = {name: closed(value) for name, value in inner.items()}
+            elif isinstance(inner, list) and (key in _LISTS or key in _SAME_VALUE):
+                found[key] = [closed(value) for value in inner]
+            elif key in _SINGLE or key in _SAME_VALUE:
+                found[key] = closed(inner)
+        listed, required = node.get("properties"), node.get("required", [])
+        if (
+            isinstance(listed, dict)
+            and id(node) not in shared
+            and not _OPEN.intersection(node)
+            and isinstance(required, list)
+            and all(isinstance(name, str) and name in listed for name in required)
+        ):
+            found["additionalProperties"] = False
+        return found
+
+    return dict(closed(schema))
+
+
+def _shared(root: Mapping[str, Any]) -> set[int] | None:
+    """The ids of schemas that aren't alone in saying something of a value; None: who knows."""
+    seen: set[tuple[int, bool, bool]] = set()
+    left: list[tuple[Any, bool, bool]] = [(root, True, False)]
+    while left:
+        node, alone, counted = left.pop()
+        if not isinstance(node, dict) or (id(node), alone, counted) in seen:
+            continue
+        seen.add((id(node), alone, counted))
+        left += ((inner, not counted, counted) for inner in _parts(node))
+        beside = _OF_OBJECTS.intersection(node)
+        for key in beside.intersection(_SAME_VALUE):
+            given = node[key]
+            inner = given if isinstance(given, list) else [given]
+            if key == "$ref":
+                inner = [root if given == "#" else resolved(root, given)]
+            elif key == "dependentSchemas" and isinstance(given, dict):
+                inner = [*given.values()]
+            # Where it counts that a schema does not hold, a stricter one could let more through.
+            counts = counted or key in _NEGATIVE or (key == "oneOf" and "discriminator" not in node)
+            one = key in _ALONE and beside == {key} and (key != "allOf" or len(inner) == 1)
+            one = one and alone and not counts
+            if inner == [None] and not one:
+                return None  # A reference to who knows what.
+            left += ((each, one, counts) for each in inner)
+    return {node for node, alone, _ in seen if not alone}
+
+
+def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
+    """The schemas of other values within a value."""
+    for key, inner in node.items():
+        if key in _MAPS and isinstance(inner, dict):
+            yield from inner.values()
+        elif key in _LISTS and isinstance(inner, list):
+            yield from inner
+        elif key in _SINGLE:
+            yield inner

@@ -1,0 +1,1 @@
+"""Connections, access, admission, bodies and errors: HTTP that knows no model."""

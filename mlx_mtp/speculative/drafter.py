@@ -1,0 +1,200 @@
+"""What a source of drafts must do, and the model's own multi-token-prediction head as one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, Self
+
+import mlx.core as mx
+
+from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import Index, Packing
+from mlx_mtp.models.head import MTPHead
+from mlx_mtp.models.model import DraftHead, LoadedModel
+from mlx_mtp.sampling.grammar_masks import TokenSampler
+
+logger = logging.getLogger(__name__)
+
+_MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing is drafted
+
+
+class Computed(NamedTuple):
+    """A window that was just computed, N tokens of B rows: a prefill chunk or a verify window.
+
+    The last token of a row is that after its `last[b]`.
+    """
+
+    hidden: mx.array  # [N, H], the trunk's post-norm hidden states
+    targets: mx.array  # int32 [N], the token after each
+    last: Index  # of the N, the last one that each row keeps; its first if it has ended
+    packing: Packing  # whose the N tokens are
+    cache: BatchCache  # with room for the window, and for all drafts but the last
+
+    @property
+    def next_position(self) -> mx.array:
+        """Of the token that follows each row's last one, the first draft: int32 [B]."""
+        return self.packing.positions[self.last] + 2
+
+
+class DraftState(Protocol):
+    """What a proposer keeps for the B rows of one batch."""
+
+    def settle(self, cache: BatchCache) -> None:
+        """Complete what it has in the cache, before rows come, go, or are copied."""
+
+    def select(self, rows: mx.array) -> Self:
+        """State of these rows, int32 [B'], in the order given; this one stays valid."""
+
+    def extend(self, other: Self) -> None:
+        """Append the other's rows."""
+
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated with a step."""
+
+
+class DraftProposer(Protocol):
+    """A source of drafts. Nothing in it may wait for the device.
+
+    A draft changes no token: it is only accepted if it equals the token that the model draws.
+    """
+
+    def make_state(
+        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]], cache: BatchCache
+    ) -> DraftState:
+        """State for the B new rows of a cache; KV that prefixes must hold too is its `head`."""
+
+    def propose(
+        self, state: Any, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
+    ) -> mx.array:
+        """Update a state from a window of its rows, and draft `num_drafts[b]` tokens for each.
+
+        Returns int32 [B, k], k the largest of these numbers; what a row did not ask for means
+        nothing. Called after every prefill chunk and every verify window, in order. With a prefix
+        from the cache, the first window begins at the prefix's last position. `sampler` draws
+        drafts from logits with the noise that will draw the tokens themselves.
+        """
+
+
+# Writes tokens, int32 [N], with hidden states [N, H].
+Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
+
+
+class HeadState:
+    """The positions of the rows of a batch that are not in the head's KV yet.
+
+    While nothing is drafted they are deferred, so that a parked head costs almost nothing.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._deferred: list[tuple[mx.array, mx.array]] = []
+        self._start: mx.array | None = None
+
+    def defer(self, window: Computed) -> None:
+        if self._start is None:
+            self._start = window.packing.positions
+        self._deferred.append((window.hidden, window.targets))
+        if len(self._deferred) == _MOST_DEFERRED:
+            self.settle(window.cache)
+
+    def settle(self, cache: BatchCache) -> None:
+        if self._start is not None:
+            count, rows = len(self._deferred), self._start.shape[0]
+            deferred = (mx.stack(list(each), axis=1) for each in zip(*self._deferred))
+            hidden, targets = (each.flatten(0, 1) for each in deferred)
+            self._write(cache, Packing(cache.layout, self._start, [count] * rows), hidden, targets)
+        self._deferred, self._start = [], None
+
+    def select(self, rows: mx.array) -> HeadState:
+        assert self._start is None
+        return HeadState(self._write)
+
+    def extend(self, other: HeadState) -> None:
+        assert self._start is None and other._start is None
+
+    def arrays(self) -> list[mx.array]:
+        deferred = [a for position in self._deferred for a in position]
+        return [*deferred, *([] if self._start is None else [self._start])]
+
+
+class MTPProposer:
+    """A `DraftProposer` with a model's head; `vocabulary` limits its tokens."""
+
+    def __init__(self, model: LoadedModel, vocabulary: DraftHead | None = None) -> None:
+        assert model.head is not None
+        self._model = model
+        self._head: MTPHead = model.head
+        self._lm_head = None if vocabulary is None else vocabulary.layer
+        self._ids = None if vocabulary is None else vocabulary.ids
+
+    def make_state(
+        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]], cache: BatchCache
+    ) -> HeadState:
+        cache.head = RaggedKVCache()
+        return HeadState(self._write)
+
+    def propose(
+        self, state: HeadState, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
+    ) -> mx.array:
+        hidden, targets, last, packing, cache = window
+        nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
+        if not any(num_drafts) and packing.longest == 1:
+            state.defer(window)
+            return nothing
+        state.settle(cache)
+        # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
+        # are written from the trunk's true hidden states, over what the recursion wrote before.
+        z = self._write(cache, packing, hidden, targets)
+        if not any(num_drafts):
+            return nothing
+        newest = targets[last][:, None]
+        return self._recur(cache, z[last], newest, packing.positions[last], num_drafts, sampler)
+
+    def _write(
+        self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array
+    ) -> mx.array:
+        """Write tokens to the head's KV; returns their z, [N, H] (see `MTPHead`)."""
+        assert cache.head is not None
+        return self._head.write(self._model.embed(targets), hidden, cache.head, packing)
+
+    def _recur(
+        self,
+        cache: BatchCache,
+        z: mx.array,  # [B, H]
+        newest: mx.array,  # int32 [B, 1], the last tokens
+        position: mx.array,  # int32 [B], of the head's rows that z is
+        num_drafts: Sequence[int],
+        sampler: TokenSampler,
+    ) -> mx.array:
+        """Passes of the head, each for the rows that want one draft more: int32 [B, k]."""
+        assert cache.head is not None
+        m: mx.array | None = None  # [B, 1, H], the head's output
+        drafts: list[mx.array] = []
+        for number in range(max(num_drafts)):
+            wanting = [int(wanted > number) for wanted in num_drafts]
+            packing = Packing(cache.layout, position, wanting)
+            if m is None:
+                z = packing.flat(z[:, None])
+            else:
+                z = self._write(cache, packing, packing.flat(m), packing.flat(drafts[-1]))
+            out = self._head.run(z, cache.head, packing)
+            m = packing.rows(out)
+            # The head's row p predicts the token at p + 2.
+            logits = packing.rows(self._model.logits(out, self._lm_head))
+            window = mx.concatenate([newest, *drafts], axis=1)
+            drafts.append(sampler.draw(logits, position[:, None] + 2, window, ids=self._ids))
+            position = position + 1
+        return mx.concatenate(drafts, axis=1)
+
+
+def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPProposer | None:
+    """The "mtp" source; None for a model that was loaded without its head."""
+    if model.head is None:
+        return None
+    if draft_ids is None:
+        return MTPProposer(model)
+    vocabulary = DraftHead(model, draft_ids)
+    logger.info("The copy of lm_head's rows to draft with takes %.1f MB.", vocabulary.nbytes / 1e6)
+    return MTPProposer(model, vocabulary)

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, templates, detokenizer, parsing of answers. No HTTP."""

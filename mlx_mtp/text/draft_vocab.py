@@ -1,0 +1,76 @@
+"""Which tokens a reduced draft vocabulary has: `--mtp-draft-vocab N` or a file of token ids.
+
+Byte-pair encoding merges the most frequent pair first: merges are in the order of frequency.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_mtp.errors import UsageError
+from mlx_mtp.sampling.params import check_draft_ids
+from mlx_mtp.text.tokenizer import Tokenizer
+
+FLAG = "--mtp-draft-vocab"
+Wanted = int | tuple[int, ...] | None  # how many tokens, or which; None for all
+
+
+def read_wanted(given: int | Path | None) -> Wanted:
+    """The flag's value, with the file read: a text file with one token id per line."""
+    if not isinstance(given, Path):
+        return given
+    try:
+        text = given.expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        # A number with a slip in it is taken for a file.
+        raise UsageError(
+            f"{FLAG} must be a number of tokens or a file of token ids, and {given} can't be read: "
+            f"{error.strerror if isinstance(error, OSError) else 'it is not UTF-8 text'}."
+        ) from error
+    ids = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        word = line.strip()
+        if not (word.isascii() and word.isdigit() and len(word) <= 18):
+            raise UsageError(
+                f"{given}: line {number} is {line[:40]!r}; every line must be one token id."
+            )
+        ids.append(int(word))
+    if not ids:
+        raise UsageError(f"{given} is empty; it must have one token id per line.")
+    return tuple(ids)
+
+
+def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Ids of the tokens that may be drafted, ascending: `wanted` and the tokenizer's added ones.
+
+    A number includes the added tokens. UsageError: that can't be.
+    """
+    if wanted is None or (isinstance(wanted, int) and wanted >= vocab_size):
+        return tuple(range(vocab_size))
+    definition = json.loads(tokenizer.to_json())
+    added = [token["id"] for token in definition["added_tokens"] if token["id"] < vocab_size]
+    if not isinstance(wanted, int):
+        return tuple(sorted({*check_draft_ids(wanted, vocab_size, f"{FLAG}'s file"), *added}))
+    if wanted <= len(added):
+        raise UsageError(
+            f"{FLAG} is {wanted}, but the tokenizer's {len(added)} added tokens, such as those "
+            f"that end an answer, are always included: it must be {len(added) + 1} or more."
+        )
+    ranked = [token for token in _ids_by_frequency(definition["model"]) if token < vocab_size]
+    return tuple(sorted(list(dict.fromkeys([*added, *ranked]))[:wanted]))
+
+
+def _ids_by_frequency(model: Mapping[str, Any]) -> list[int]:
+    """All ids of a BPE vocabulary: single characters (bytes), then merges in their order."""
+    if model.get("type") != "BPE":
+        raise UsageError(
+            f"{FLAG} can't choose tokens by itself: this tokenizer is {model.get('type')} and not "
+            "BPE, so it is not known which tokens are frequent. Give a file of token ids."
+        )
+    vocab: dict[str, int] = model["vocab"]
+    by_id = sorted(vocab.items(), key=lambda item: item[1])
+    characters = [token for piece, token in by_id if len(piece) == 1]
+    merged = [vocab["".join(pair)] for pair in model["merges"] if "".join(pair) in vocab]
+    # Pieces that no merge makes come last.
+    return list(dict.fromkeys([*characters, *merged, *vocab.values()]))

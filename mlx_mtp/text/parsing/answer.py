@@ -1,0 +1,173 @@
+"""What the parsers of all formats share: the text that has arrived, and the events it makes.
+
+Patterns are those of the `regex` module, which also finds a text that only begins to match. A
+pattern must not match more once more text has come: it ends with a tag or looks ahead.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeVar
+
+from mlx_mtp.text.parsing import events
+from mlx_mtp.text.parsing.events import Event, Reasoning, Text
+
+_Result = TypeVar("_Result")
+Reader = Generator[None, None, _Result]
+"""Reads a part of the answer, and yields where it needs more text."""
+
+
+class BrokenCall(Exception):  # noqa: N818 - not an error: the text is content after all
+    """What looked like a call is none; the next character is read again as content."""
+
+
+class AnswerOver(Exception):  # noqa: N818 - not an error: raised where a reader needs more text
+    """The answer ended, or nothing more of it is wanted."""
+
+
+class AnswerParser:
+    """Turns an answer's text into events as it arrives, however it is split.
+
+    Each format is a generator, `read`, over what has arrived: what it finds can't depend on how
+    many tokens a step brought, or where a token ends. After `max_calls` complete tool calls the
+    parser is `done`. `schemas` are those of the tools' parameters; without them calls are text.
+    """
+
+    def __init__(
+        self,
+        *,
+        think: bool = False,  # the answer may begin with a think block
+        opened: bool = False,  # the prompt ends within that block
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        max_calls: int | None = None,
+    ) -> None:
+        self.think = think
+        self.in_reasoning = think and opened  # where the next character is
+        self.num_calls = 0  # complete ones
+        self.with_tools = schemas is not None
+        self.schemas = schemas or {}
+        self.text, self.pos, self.over = "", 0, False
+        self._dropped = 0  # characters of the answer before `text`
+        self._max_calls = max_calls
+        self._num_started = 0
+        self._call: int | None = None  # the one that has begun and is not complete
+        self._call_at: int | None = None  # what a broken call gives back begins here
+        self._events: list[Event] = []
+        self._reading = self.read()
+
+    @property
+    def done(self) -> bool:
+        return self._max_calls is not None and self.num_calls >= self._max_calls
+
+    def feed(self, text: str) -> list[Event]:
+        """Read some more text; return what is certain now."""
+        self.text += text
+        with contextlib.suppress(StopIteration, AnswerOver):
+            next(self._reading)
+        if self._call_at is None:
+            self._dropped += self.pos
+            self.text, self.pos = self.rest, 0
+        found, self._events = self._events, []
+        return found
+
+    def finish(self) -> list[Event]:
+        """The answer is over: return what was held back."""
+        self.over = True
+        return self.feed("")
+
+    def read(self) -> Reader[None]:
+        """Read the answer: all that is left is text."""
+        while True:
+            self.emit_text(len(self.text))
+            if self.over:
+                return
+            yield
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.pos :]
+
+    @property
+    def at(self) -> int:
+        """Characters of the answer before the next one."""
+        return self._dropped + self.pos
+
+    def match(self, pattern: Any) -> Reader[Any]:
+        """Read what matches a pattern and stands next; None: nothing that does."""
+        while (found := pattern.match(self.text, self.pos, partial=True)) and found.partial:
+            if self.over:
+                raise AnswerOver
+            yield
+        if found:
+            self.pos = found.end()
+        return found
+
+    def expect(self, pattern: Any) -> Reader[Any]:
+        """The same, but anything else breaks the call."""
+        found = yield from self.match(pattern)
+        if not found:
+            raise BrokenCall
+        return found
+
+    def until(self, pattern: Any, read_to: Callable[[int], None]) -> Reader[Any]:
+        """Find a match, partial where the answer is over; `read_to` reads all before it."""
+        while True:
+            found = pattern.search(self.text, self.pos, partial=True)
+            read_to(found.start())
+            if self.over or not found.partial:
+                return found
+            yield
+
+    def emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def emit_text(self, end: int) -> None:
+        """The text up to an index is reasoning or content."""
+        if end > self.pos:
+            text = self.text[self.pos : end]
+            self.emit(Reasoning(text) if self.in_reasoning else Text(text, self.at))
+            self.pos = end
+
+    def begin_call(self, name: str) -> None:
+        self._call = self._num_started
+        self._num_started += 1
+        self.emit(events.ToolStart(self._call, name))
+
+    def emit_arguments(self, text: str) -> None:
+        assert self._call is not None, "arguments come after the name"
+        if text:
+            self.emit(events.ToolArguments(self._call, text))
+
+    def end_call(self) -> None:
+        """The call is complete, whatever follows."""
+        assert self._call is not None, "a call ends after it began"
+        self.emit(events.ToolEnd(self._call))
+        self._call, self._call_at = None, self.at
+        self.num_calls += 1
+        if self.done:
+            raise AnswerOver
+
+    def read_call(self, call: Reader[None], start: int) -> Reader[None]:
+        """Read a call, of which the text from `start` on has been read; a broken one is content."""
+        self._call_at, num_calls = start, self.num_calls
+        try:
+            yield from call
+        except BrokenCall:
+            raw = self.text[self._call_at - self._dropped : self.pos]
+            if self._call is not None:
+                self.emit(events.ToolBroken(self._call, raw, self._call_at))
+            elif raw:
+                self.emit(Text(raw, self._call_at))
+        except AnswerOver:
+            self.pos = len(self.text)
+            raw = self.text[self._call_at - self._dropped :]
+            if self._call is not None:
+                self.emit(events.ToolCut(self._call, raw))
+            elif self.num_calls == num_calls:
+                self.emit(Text(raw, self._call_at))
+            raise
+        finally:
+            self._call = self._call_at = None
+
+
+class PlainParser(AnswerParser):
+    """All of it is text."""

@@ -1,0 +1,63 @@
+"""Which format a model writes its reasoning and its tool calls in, and a parser for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_mtp.text.parsing.answer import AnswerParser
+from mlx_mtp.text.parsing.harmony import MARKERS, HarmonyParser
+from mlx_mtp.text.parsing.qwen import CALL, CALL_END, CLOSE, OPEN, HermesParser, QwenParser
+from mlx_mtp.text.parsing.qwen_xml import QwenXmlParser
+
+AUTO = "auto"
+NONE = "none"
+GPT_OSS = "gpt_oss"
+QWEN3 = "qwen3"
+HERMES = "hermes"
+QWEN3_CODER = "qwen3_coder"
+
+_PARSERS = {HERMES: HermesParser, QWEN3_CODER: QwenXmlParser, NONE: QwenParser}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """A model's format."""
+
+    reasoning: str  # "qwen3", "gpt_oss" or "none"
+    tools: str  # "hermes", "qwen3_coder", "gpt_oss" or "none"
+
+    @classmethod
+    def choose(cls, template: str, reasoning: str = AUTO, tools: str = AUTO) -> OutputFormat:
+        """The format that a chat template shows to the model, where a flag doesn't name another."""
+        if reasoning == AUTO:
+            reasoning = GPT_OSS if "<|channel|>" in template else QWEN3
+        if reasoning == GPT_OSS and tools != NONE:
+            tools = GPT_OSS  # The one format is for both.
+        if tools == AUTO:
+            tools = QWEN3_CODER if "<function=" in template else HERMES
+        return cls(reasoning, tools)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that the parser has to see in the text."""
+        return MARKERS if self.reasoning == GPT_OSS else (OPEN, CLOSE, CALL, CALL_END)
+
+    def opens_thinking(self, prompt: str) -> bool:
+        """The template ended the prompt within a think block, so that the answer begins in it."""
+        return self.reasoning == QWEN3 and prompt.rstrip().endswith(OPEN)
+
+    def parser(
+        self,
+        *,
+        thinking: bool,
+        schemas: Mapping[str, Mapping[str, Any]] | None,
+        max_calls: int | None = None,
+    ) -> AnswerParser:
+        """A parser for one answer; `thinking`: it begins within a think block."""
+        if self.reasoning == GPT_OSS:
+            return HarmonyParser(schemas=schemas, max_calls=max_calls)
+        return _PARSERS[self.tools](
+            think=self.reasoning == QWEN3, opened=thinking, schemas=schemas, max_calls=max_calls
+        )

@@ -1,0 +1,1 @@
+"""Processes for work on clients' input that may never end, or end its process."""

@@ -1,0 +1,142 @@
+"""A process that tries grammars out before the server compiles them itself.
+
+llguidance bounds neither its time nor the depth of its stack: some grammars of a few hundred
+characters take minutes, and others crash the process. Here each is tried in a fork of its own,
+which a timer kills when it takes too long; a crash ends only the fork. Its questions are specs, and
+the answers errors or null.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import resource
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+import numpy as np
+from llguidance.numpy import fill_next_token_bitmask
+
+from mlx_mtp.errors import GrammarError, UnavailableError, is_fault
+from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
+from mlx_mtp.sampling.params import GrammarSpec
+from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS
+from mlx_mtp.text.sandbox.helper import (
+    Helper,
+    HelperError,
+    HelperUnavailableError,
+    answer_questions,
+)
+
+MAX_COMPILE_SECONDS = 0.5
+"""Processor time that a grammar may take; of 2,500 real schemas the slowest takes some 0.1 s."""
+MAX_WAIT_SECONDS = 10.0
+"""The same by the clock, for a machine that has no processor to spare."""
+STACK_BYTES = 2 << 20
+"""Stack that a grammar may take here. The server's threads have several times as much, and 8,800
+real schemas need less than half."""
+_NO_VERDICT = ""
+_TRIAL_TOKENS = 32
+_SPARE_SECONDS = 2.0
+_TOO_SLOW = f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile."
+_CRASHED = "It is too deeply nested, or takes too much memory."
+# The system ended the trial, for want of memory, or the machine stood still: no verdict.
+_NOT_ITS_FAULT = (signal.SIGKILL, signal.SIGTERM, signal.SIGALRM)
+
+
+def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
+    """Compile a grammar; whatever llguidance raises on a client's text is a GrammarError."""
+    try:
+        return compiler.compile(spec)
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        raise error if isinstance(error, GrammarError) else GrammarError(f"{error}.") from None
+
+
+def checker(tokenizer_json: str, eos_token_ids: Sequence[int]) -> Helper:
+    """The process, from the server's side."""
+    return Helper(__name__, [tokenizer_json, list(eos_token_ids)])
+
+
+def check(helper: Helper, spec: GrammarSpec) -> None:
+    """Try a grammar out, twice where the first trial gives no verdict.
+
+    GrammarError: the grammar is wrong, or takes too much. UnavailableError: no verdict.
+    """
+    for _ in range(2):
+        with contextlib.suppress(HelperError, HelperUnavailableError):
+            # What the fork's own timers don't end stops the process: not the grammar's fault.
+            error = helper.ask(dataclasses.asdict(spec), MAX_WAIT_SECONDS + _SPARE_SECONDS)
+            if error is None:
+                return
+            if error != _NO_VERDICT:
+                raise GrammarError(error)
+    raise UnavailableError(
+        "The process that checks grammars was ended, by a lack of memory or of processor time. "
+        "Try again later.",
+        retry_after=UNKNOWN_RETRY_SECONDS,
+    )
+
+
+def _answers(header: tuple[str, list[int]]) -> Callable[[Any], str | None]:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    compiler = GrammarCompiler(*header)
+    return lambda spec: _in_a_fork(compiler, GrammarSpec(**spec))
+
+
+def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
+    """Return what is wrong with a grammar, or None; _NO_VERDICT: the child was killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        with open(writing, "w") as answers:
+            # The timers' signals end the process.
+            signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, MAX_WAIT_SECONDS)
+            threading.stack_size(STACK_BYTES)
+            thread = threading.Thread(target=_try, args=(compiler, spec, answers))
+            thread.start()
+            thread.join()
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as answers:
+        answer = answers.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number in _NOT_ITS_FAULT:
+            return _NO_VERDICT
+        return _TOO_SLOW if number == signal.SIGPROF else _CRASHED
+    return json.loads(answer or '"llguidance failed on it."')
+
+
+def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None:
+    try:
+        _walk(compile_grammar(compiler, spec))
+        answers.write("null")
+    except GrammarError as refused:
+        json.dump(str(refused), answers)
+
+
+def _walk(grammar: Grammar) -> None:
+    """Some random tokens: what is expensive or deep may show only here, not in compiling."""
+    if grammar.matcher is None:
+        return
+    choose, matcher = random.Random(0), grammar.matcher.deep_copy()
+    mask = np.zeros((1, grammar.num_words), dtype=np.int32)
+    for _ in range(_TRIAL_TOKENS):
+        fill_next_token_bitmask(matcher, mask)
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not len(allowed) or not matcher.consume_token(int(choose.choice(allowed))):
+            return
+
+
+if __name__ == "__main__":
+    answer_questions(_answers)

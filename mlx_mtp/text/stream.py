@@ -1,0 +1,167 @@
+"""One sequence of an answer: its tokens become text, and its text becomes events."""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
+from mlx_mtp.errors import EngineError
+from mlx_mtp.text.detokenizer import Detokenizer, Echo
+from mlx_mtp.text.parsing.answer import AnswerParser
+from mlx_mtp.text.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merged
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in one choice; the last one has a finish reason."""
+
+    index: int
+    events: Sequence[Event] = ()
+    finish_reason: str | None = None
+    progress: Mapping[str, int] | None = None  # of the prompt, before its first token
+
+
+class OutputStream:
+    """Detokenizes one sequence, parses it and counts its tokens, independent of step sizes."""
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, parser: AnswerParser, echo: Echo | None = None
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []  # all that were read, one that stopped it included
+        self.num_reasoning_tokens = 0
+        self.num_reused_tokens = 0  # of the prompt, from the prefix cache
+        self.num_optimistic = 0
+        self.last_drafts = 0  # of the last step
+        self.last_source = ""  # of the last step that had any
+        # Drafts that were verified, by source and position in the window.
+        self.drafts, self.accepted = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        self.steps: list[RequestOutput] = []  # that were read, if a trace was asked for
+        self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all its tokens but the first
+        self._detokenizer, self._parser = detokenizer, parser
+        self._echo, self._has_begun = echo, False
+        # Tokens whose text has not been emitted as content, and where that content ended.
+        self._waiting: deque[OutputToken] = deque()
+        self._emitted = 0
+        self._in_content = True
+
+    def push(self, output: RequestOutput) -> Delta:
+        if output.error is not None:
+            raise output.error
+        if output.finish_reason in ("error", "cancelled"):
+            raise EngineError(f"The engine ended a sequence: {output.finish_reason}.")
+        for entries in (output.prompt_logprobs, output.logprobs):
+            _check_logprobs(entries)
+        before = len(self.token_ids)
+        events = [] if self._has_begun else self._begin(output.prompt_logprobs)
+        shows_all = output.finish_reason != "stop" or self._detokenizer.include_stop
+        hidden = None if shows_all else len(output.token_ids) - 1
+        for position, token in enumerate(output.token_ids):
+            self.token_ids.append(token)
+            if position == hidden:
+                # It counts, but isn't shown. (lm-eval takes the last logprobs for those of the one
+                # token that it asks for after a prompt, whatever that is.)
+                if self._echo is not None and output.logprobs:
+                    at = self._detokenizer.num_decoded
+                    self._waiting.append(OutputToken(token, output.logprobs[position], at, at))
+                break
+            events += self._read(token, output.logprobs[position : position + 1])
+            if self._ended_early:
+                break
+        self.num_reused_tokens += output.num_reused_tokens
+        self.last_drafts = output.num_draft_tokens
+        if output.drafts is not None:
+            self.steps.append(replace(output, token_ids=tuple(self.token_ids[before:])))
+        # Drafts come first in a step, of which a stop string may have cut some.
+        accepted = min(output.num_accepted_tokens, len(self.token_ids) - before)
+        self.num_optimistic += sum(place < accepted for place in output.optimistic)
+        if output.num_draft_tokens:
+            self.last_source = output.draft_source
+            self.drafts.update((self.last_source, n) for n in range(output.num_draft_tokens))
+            self.accepted.update((self.last_source, n) for n in range(accepted))
+        reason = "stop" if self._ended_early else output.finish_reason
+        if reason is None:
+            return Delta(self.index, self._with_tokens(events))
+        return self._finish(reason, events)
+
+    def _begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[Event]:
+        self.prompt_logprobs, self._has_begun = prompt_logprobs, True
+        if self._echo is None:
+            return []
+        text, token_ids, ends = self._echo
+        logprobs, starts = (None, *prompt_logprobs), (0, *ends)
+        self._waiting += map(OutputToken, token_ids, logprobs, starts, ends)
+        self._detokenizer.num_decoded = len(text)
+        return self._parser.feed(text)
+
+    def _read(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
+        start = self._detokenizer.num_decoded
+        text = self._detokenizer.push(token)
+        if logprobs:
+            end = self._detokenizer.num_decoded
+            self._waiting.append(OutputToken(token, logprobs[0], start, end))
+        was_reasoning = self._parser.in_reasoning
+        events = self._parser.feed(text)
+        self.num_reasoning_tokens += was_reasoning or self._parser.in_reasoning
+        return events
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stop(self) -> str | None:
+        return self._detokenizer.stop
+
+    @property
+    def _ended_early(self) -> bool:
+        return self.stop is not None or self._parser.done
+
+    def _finish(self, reason: str, events: list[Event]) -> Delta:
+        events += self._parser.feed(self._detokenizer.flush())
+        events += self._parser.finish()
+        if self.stop is not None:
+            reason = "stop"  # What was held until now has completed a stop string after all.
+        # Half a call is not to be acted on, nor is what comes before it as if that were all.
+        is_cut = any(isinstance(event, ToolCut) for event in events)
+        if reason == "stop" and self._parser.num_calls and not is_cut:
+            reason = "tool_calls"
+        self.finish_reason = reason
+        events = self._with_tokens(events)
+        if self.stop is None and self._in_content:
+            rest = tuple(token for token in self._waiting if token.start >= self._emitted)
+            if rest:  # These have no text of their own.
+                events.append(Text("", self._emitted, rest))
+        return Delta(self.index, events, reason)
+
+    def _with_tokens(self, events: Iterable[Event]) -> list[Event]:
+        joined = merged(events)
+        for number, event in enumerate(joined):
+            self._in_content = False
+            if isinstance(event, Text | ToolBroken):
+                self._in_content, self._emitted = True, event.start + len(event.text)
+                if self._waiting:
+                    joined[number] = replace(event, tokens=self._tokens_of(event))
+        return joined
+
+    def _tokens_of(self, event: Text | ToolBroken) -> tuple[OutputToken, ...]:
+        waiting = self._waiting
+        while waiting and waiting[0].start < event.start >= waiting[0].end:
+            waiting.popleft()  # It is no content.
+        found = []
+        while waiting and waiting[0].start < self._emitted:
+            found.append(waiting.popleft())
+        return tuple(found)
+
+
+def _check_logprobs(logprobs: Sequence[TokenLogprobs]) -> None:
+    for entry in logprobs:
+        # Written so that NaN fails it too; an impossible token's -inf is fine.
+        values = (entry.logprob, *(value for _, value in entry.top))
+        if not all(value < math.inf for value in values):
+            raise EngineError(
+                "The model computed NaN: its weights are damaged, or its activations overflow the "
+                "data type (try --dtype float32)."
+            )

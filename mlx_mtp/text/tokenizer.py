@@ -1,0 +1,313 @@
+"""A model's own tokenizer: text and chats to token ids, and token ids to bytes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlx_mtp.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    ModelError,
+    UnsupportedParameterError,
+    is_fault,
+)
+from mlx_mtp.models.files import check_tokenizer
+from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
+from mlx_mtp.text.characters import cut
+from mlx_mtp.text.template_variables import syntax_of, variables
+
+Message = dict[str, Any]
+
+MIN_PART, MAX_PART = 1 << 14, 1 << 20
+"""Of a long text the first so many characters are encoded by themselves (16 for each token that it
+may have), then twice as many, and so on. 8 MB may take 20 s and 1.6 GB."""
+_MAX_TEMPLATE_WORDS = 300
+_FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")  # Qwen's
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
+# What jinja2 and transformers give to every template; another value would break the template.
+_TEMPLATE_GLOBALS = frozenset(
+    {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
+)
+# If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
+# code; if it is False, it uses its own class or refuses.
+_SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer of the `transformers` library; thread-safe."""
+
+    def __init__(self, tokenizer: Any, source: str) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        added = tokenizer.added_tokens_decoder
+        self._special = frozenset(index for index, token in added.items() if token.special)
+        # Ids of the tokens beside the vocabulary proper, by their text.
+        self.added_tokens = {token.content: index for index, token in added.items()}
+        self._byte_of = _byte_level_alphabet()
+        if self._backend is None or not _is_byte_level(self._backend):
+            raise ModelError(
+                f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
+            )
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Read the tokenizer in a model's directory; ModelError: there is none that can be used."""
+        # transformers makes an empty tokenizer for some types of model.
+        if not any((path / name).is_file() for name in _VOCABULARIES):
+            raise ModelError(
+                f"{path} has no tokenizer: there is no {' and no '.join(_VOCABULARIES)}."
+            )
+        check_tokenizer(path)
+        from transformers import AutoTokenizer  # Here, as it takes seconds.
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(path), **_SAFELY)
+        except Exception as error:
+            # Whatever it is, it says that these files can't be used.
+            file = _damaged_file(path)
+            fault = (
+                f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
+            )
+            raise ModelError(f"{fault}: {_one_line(error)}") from error
+        loaded = cls(tokenizer, str(path))
+        _check_template(loaded.template, path)
+        return loaded
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids are below this; the model's own vocabulary may be padded beyond it."""
+        return len(self._tokenizer)
+
+    @property
+    def hidden_names(self) -> list[str]:
+        """Tokens that a text may become without having their names in it, or with one character.
+
+        A normalizer makes the names of other characters, such as `＜` and `<`.
+        """
+        normalizes = self._backend.normalizer is not None
+        added = self._tokenizer.added_tokens_decoder.values()
+        return [t.content for t in added if len(t.content) < 2 or (normalizes and t.normalized)]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        eos = self._tokenizer.eos_token_id
+        return () if eos is None else (eos,)
+
+    def to_json(self) -> str:
+        """The text of tokenizer.json, with the tokens that other files add."""
+        return str(self._backend.to_str())
+
+    def encode(
+        self,
+        text: str,
+        *,
+        limit: int | None = None,
+        add_special_tokens: bool = True,
+        mark: str | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a text; ContextLengthError: it is more than `limit`, found out early.
+
+        Parts that a `mark` divides are encoded each by itself.
+        """
+        size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
+        while True:
+            try:
+                # Unlike `encode` this lets other threads run meanwhile, and leaves out the offsets.
+                parts = self._backend.encode_batch_fast(
+                    text[:size].split(mark) if mark else [text[:size]],
+                    add_special_tokens=add_special_tokens,
+                )
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                half = isinstance(error, TypeError)
+                why = "it has half of a surrogate pair." if half else _one_line(error)
+                raise InvalidRequestError(f"The prompt can't be encoded: {why}") from error
+            whole = size >= len(text)
+            found = [token for part in parts for token in part.ids]
+            # What follows may make fewer tokens of a part's end, but never half of all.
+            if limit is not None and len(found) > (limit if whole else 2 * limit):
+                count = len(found) if whole else f"more than {2 * limit}"
+                # Agents know these words, and shorten the chat (docs/api.md).
+                raise ContextLengthError(
+                    f"The prompt is too long: {count} tokens > {limit - 1} maximum. This model's "
+                    f"maximum context length is {limit} tokens."
+                )
+            if whole:
+                return tuple(found)
+            size *= 2
+
+    def fill_in(self, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+        """The prompt for what is missing between two texts."""
+        ids = [self.added_tokens.get(name) for name in _FILL_IN]
+        if None in ids:
+            raise UnsupportedParameterError(
+                f"suffix: this model has no token {_FILL_IN[ids.index(None)]}.", param="suffix"
+            )
+        begin, end, middle = (index for index in ids if index is not None)
+        return (begin, *before, end, *after, middle)
+
+    def encode_chat(
+        self, messages: Sequence[Message], *, limit: int | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a chat in the model's own template, up to where the answer begins."""
+        return self.encode(self.render_chat(messages), limit=limit, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        template: str | None = None,
+        generation_prompt: bool = True,
+        continue_final: bool = False,
+    ) -> str:
+        """The chat as the model's template writes it, or a client's own, in the same sandbox.
+
+        If `continue_final`, the last message is the beginning of the answer.
+        """
+        if not (template or self.template):
+            raise UnsupportedParameterError(
+                "This model has no chat template; use /v1/completions.", param="messages"
+            )
+        extra = dict(template_kwargs or {})
+        for name in sorted(self.closed_kwargs.intersection(extra)):
+            raise UnsupportedParameterError(
+                f"chat_template_kwargs may not set {name}.", param=f"chat_template_kwargs.{name}"
+            )
+        from jinja2 import TemplateSyntaxError  # Here, as transformers.
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                chat_template=template,
+                add_generation_prompt=generation_prompt and not continue_final,
+                continue_final_message=continue_final,
+                tokenize=False,
+                **extra,
+            )
+        except TemplateSyntaxError as error:
+            if template is not None:
+                raise InvalidRequestError(
+                    f"chat_template is wrong: {_one_line(error)}", param="chat_template"
+                ) from error
+            raise ModelError(f"The model's chat template is wrong: {_one_line(error)}") from error
+        except Exception as error:
+            # Whatever a template raises says that it doesn't go with these messages.
+            whose = "The model's" if template is None else "The request's"
+            raise InvalidRequestError(
+                f"{whose} chat template refuses these messages: "
+                f"{cut(str(error), _MAX_TEMPLATE_WORDS)}",
+                param="messages",
+            ) from error
+        return str(text)
+
+    @property
+    def template(self) -> str:
+        """The chat template; several of them, as some models have, in one text; "" if none."""
+        template = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def template_knows(self, name: str, template: str | None = None) -> bool:
+        """Whether the chat template, or that of a client, has such a variable."""
+        return name in variables(template or self.template)
+
+    @cached_property
+    def closed_kwargs(self) -> frozenset[str]:
+        """Names of `template_kwargs` that are refused: they would control or break the library."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        steps = (self._tokenizer.apply_chat_template, render_jinja_template)
+        return _TEMPLATE_GLOBALS.union(*(inspect.signature(step).parameters for step in steps))
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to an answer's text: none for a special token."""
+        return b"" if token_id in self._special else self.token_bytes(token_id)
+
+    def bad_words(self, words: Sequence[str], shown: Callable[[int], bytes]) -> BadWords:
+        """What an answer must not contain; the first call takes about a second."""
+        return BadWords(words, self._token_texts, shown)
+
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts(list(map(self.token_bytes, range(self.vocab_size))))
+
+    def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
+        """`text_bytes`, but these special tokens are text."""
+        hidden = self._special - {self.added_tokens.get(marker) for marker in markers}
+        return lambda token: b"" if token in hidden else self.token_bytes(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's own bytes, which need not be valid UTF-8; a special token's name."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        try:
+            return bytes(self._byte_of[character] for character in piece)
+        except KeyError:
+            # An added token with characters outside of the byte alphabet stands for itself.
+            return piece.encode()
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text, with special ones."""
+        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text, in OpenAI's form `bytes:\\xe2\\x82` where it is not valid UTF-8."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _is_byte_level(backend: Any) -> bool:
+    decoder = backend.decoder
+    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+
+
+def _check_template(template: str, path: Path) -> None:
+    from jinja2 import TemplateSyntaxError  # Here, as transformers.
+
+    try:
+        syntax_of(template)
+    except (TemplateSyntaxError, RecursionError) as error:
+        raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return cut(" ".join(str(error).split()), _MAX_TEMPLATE_WORDS)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Characters of a byte-level vocabulary: printable bytes themselves, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return alphabet | {chr(byte): byte for byte in printable}
+
+
+def _damaged_file(path: Path) -> Path | None:
+    """The file that a directory's tokenizer can't be loaded for, if one stands out."""
+    from tokenizers import Tokenizer as Backend
+    from transformers import AutoConfig
+
+    readers: dict[str, Callable[[Path], Any]] = {
+        "tokenizer.json": lambda file: Backend.from_file(str(file)),
+        "tokenizer_config.json": lambda file: json.loads(file.read_text("utf-8")).items(),
+        "config.json": lambda file: AutoConfig.from_pretrained(str(file.parent), **_SAFELY),
+    }
+    for name, read in readers.items():
+        try:
+            if (path / name).exists():
+                read(path / name)
+        except Exception:
+            return path / name
+    return None
