@@ -27,7 +27,7 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import Computed, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _KINDS = ("copy", "edit")
@@ -40,7 +40,7 @@ class Forced:
     def __init__(self, rate: float) -> None:
         self.known = mx.zeros(4096, dtype=mx.int32)
         mx.eval(self.known)  # Here: the engines have threads of their own.
-        draw, propose = Sampler.draw, MTPProposer.propose
+        draw, propose = Sampler.draw, MTPDrafter.propose
 
         def forced_draw(
             sampler: Sampler, logits: mx.array, positions: mx.array, *others: Any, **more: Any
@@ -49,7 +49,7 @@ class Forced:
             return mx.where(drawn >= 0, self._at(positions), drawn)  # Computed all the same.
 
         def forced_propose(
-            proposer: MTPProposer, state: Any, window: Computed, *others: Any
+            proposer: MTPDrafter, state: Any, window: Computed, *others: Any
         ) -> mx.array:
             drafts = propose(proposer, state, window, *others)
             first = window.next_position[:, None]
@@ -58,7 +58,7 @@ class Forced:
             return mx.where((drafts >= 0) & right, self._at(positions), 0).astype(mx.int32)
 
         Sampler.draw = forced_draw  # type: ignore[assignment, method-assign]
-        MTPProposer.propose = forced_propose  # type: ignore[assignment, method-assign]
+        MTPDrafter.propose = forced_propose  # type: ignore[assignment, method-assign]
 
     def _at(self, positions: mx.array) -> mx.array:
         return self.known[mx.minimum(positions, self.known.shape[0] - 1)]

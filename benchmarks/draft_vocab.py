@@ -37,7 +37,7 @@ from mlx_mtp.models.model import DraftHead, LoadedModel
 from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import Computed, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.text.draft_vocab import draft_vocabulary
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -133,7 +133,7 @@ Step = Callable[[int], list[mx.array]]
 
 def _draft(model: LoadedModel, head: DraftHead | None, rows: int, params: SamplingParams) -> Step:
     """Drafts by the proposer itself, at position 512."""
-    proposer = MTPProposer(model, head)
+    proposer = MTPDrafter(model, head)
     cache = model.make_cache(rows)
     state = proposer.make_state([str(row) for row in range(rows)], [()] * rows, cache)
     sampler = Sampler([params] * rows, [[0]] * rows, model.vocab_size)

@@ -31,8 +31,8 @@ from mlx_mtp.calibration.calibrator import cells_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.speculative.costs import COPY, HEAD, Shape, StepCosts, Table
-from mlx_mtp.speculative.draft_policy import DecodeStep, DraftRow, DraftsByWorth, Outcome
-from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DecodeStep, DraftRow, Outcome
+from mlx_mtp.speculative.ngram import NgramPool
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _SHORTEST, _LONGEST = 300, 6000  # tokens of a file
@@ -105,7 +105,7 @@ class Row(DraftRow):
 
     __slots__ = ("at", "text", "unread")
 
-    def __init__(self, text: Text, copies: Copies | None) -> None:
+    def __init__(self, text: Text, copies: NgramPool | None) -> None:
         super().__init__()
         self.text, self.at = text, 1
         self.unread: Sequence[int] = ()
@@ -138,8 +138,8 @@ def replay(
         cell = table.setdefault(size, {}).setdefault(source, {})
         cell[drafts] = prices.seconds(Shape(size, size * drafts, passes))
     costs.load(table)
-    policy = DraftsByWorth(costs, MAX_DRAFT_TOKENS if HEAD in sources else 0)
-    copies = Copies(0) if COPY in sources else None
+    policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if HEAD in sources else 0)
+    copies = NgramPool(0) if COPY in sources else None
     waiting = iter(texts)
     rows = [Row(text, copies) for text in itertools.islice(waiting, num_rows)]
     pending, total = dict.fromkeys(rows, 0), Result(0, 0, 0.0)

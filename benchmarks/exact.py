@@ -42,7 +42,7 @@ from mlx_mtp.models.published import SHAPES
 from mlx_mtp.sampling.grammar_masks import TokenSampler
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import Computed, HeadState, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, HeadState, MTPDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _SIBLING = "tests/data/dense-demo"
@@ -98,7 +98,7 @@ def subject(name: str, count: int, options: argparse.Namespace) -> Subject:
     return Subject(model, tokenizer.vocab_size, tokenizer.eos_token_ids, prompts, (None,))
 
 
-class TellingProposer(MTPProposer):
+class TellingProposer(MTPDrafter):
     """Drafts as the head does, then puts known tokens in their place at a rate, and wrong ones.
 
     `texts` are prompts with their answers, by the requests' seeds.

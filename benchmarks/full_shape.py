@@ -35,11 +35,11 @@ from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.models.model import LoadedModel, module_nbytes
 from mlx_mtp.models.skinny_gemm import FewRowsMixture
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
-from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.draft_policy import FixedDrafts
+from mlx_mtp.speculative.drafter import MTPDrafter
 from mlx_mtp.speculative.verify import AcceptResult, accept
 
-MakeRunner = Callable[[LoadedModel, MTPProposer | None, int], ModelRunner]
+MakeRunner = Callable[[LoadedModel, MTPDrafter | None, int], ModelRunner]
 
 PROMPT = 64
 """Tokens, which are computed."""
@@ -97,9 +97,9 @@ def decoding_core(
 ) -> EngineCore:
     """An engine whose rows have all been prefilled and stretched to these lengths."""
     config = EngineConfig(max_num_seqs=len(contexts), prefill_step_size=512)
-    proposer = None if depth is None else MTPProposer(model)
+    proposer = None if depth is None else MTPDrafter(model)
     runner = make_runner(model, proposer, model.vocab_size)
-    core = EngineCore(Scheduler(config, FixedDepth(depth or 0)), runner, overlap=overlap)
+    core = EngineCore(Scheduler(config, FixedDrafts(depth or 0)), runner, overlap=overlap)
     sampling = SamplingParams(max_tokens=_ENDLESS, temperature=0.0)
     sequences = []
     for row in range(len(contexts)):

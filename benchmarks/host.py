@@ -39,8 +39,8 @@ from mlx_mtp.kernels.cuda import decode_attention
 from mlx_mtp.models import skinny_gemm
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
-from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.draft_policy import FixedDrafts
+from mlx_mtp.speculative.drafter import MTPDrafter
 
 _SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256}
 _SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 32}
@@ -135,7 +135,7 @@ _PARTS: dict[str, tuple[Any, str]] = {
     "trunk": (LoadedModel, "hidden"),
     "lm_head": (LoadedModel, "logits"),
     "draw": (runner_module, "_draw"),
-    "draft": (MTPProposer, "propose"),
+    "draft": (MTPDrafter, "propose"),
     "launch": (mx, "async_eval"),
     "read": (InFlightStep, "read"),
     "update": (Scheduler, "update"),
@@ -158,9 +158,9 @@ def launches(found: Counter[str]) -> int:
 
 def decoding(model: LoadedModel, rows: int, drafts: int, **sampling: Any) -> EngineCore:
     """An engine that decodes."""
-    runner = ModelRunner(model, MTPProposer(model), model.vocab_size)
+    runner = ModelRunner(model, MTPDrafter(model), model.vocab_size)
     config = EngineConfig(max_num_seqs=rows, prefill_step_size=512)
-    core = EngineCore(Scheduler(config, FixedDepth(drafts)), runner, overlap=True)
+    core = EngineCore(Scheduler(config, FixedDrafts(drafts)), runner, overlap=True)
     sequences = []
     for row in range(rows):
         params = SamplingParams(max_tokens=_ENDLESS, seed=row, **sampling)

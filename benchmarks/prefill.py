@@ -42,7 +42,7 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDrafts
 
 _MLX_LM_STEP = 512
 
@@ -55,7 +55,7 @@ _KERNELS = 8  # that are printed
 def engine_core(model: LoadedModel, step: int, pause: float = 0.0) -> EngineCore:
     """An engine without a head."""
     scheduler = Scheduler(
-        EngineConfig(prefill_step_size=step, max_decode_pause=pause), FixedDepth(0)
+        EngineConfig(prefill_step_size=step, max_decode_pause=pause), FixedDrafts(0)
     )
     return EngineCore(scheduler, ModelRunner(model, None, model.vocab_size), overlap=True)
 

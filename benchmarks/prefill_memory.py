@@ -37,8 +37,8 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
-from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.draft_policy import FixedDrafts
+from mlx_mtp.speculative.drafter import MTPDrafter
 
 SHORT_PROMPT, SHORT_ANSWER, ANSWER, DEPTH = 64, 4000, 6, 1
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,8 +87,8 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
         return mx.get_peak_memory() - weights
 
     config = EngineConfig(max_num_seqs=rows + 1, prefill_step_size=step)
-    runner = ModelRunner(model, MTPProposer(model), model.vocab_size)
-    core = EngineCore(Scheduler(config, FixedDepth(DEPTH)), runner, overlap=True)
+    runner = ModelRunner(model, MTPDrafter(model), model.vocab_size)
+    core = EngineCore(Scheduler(config, FixedDrafts(DEPTH)), runner, overlap=True)
     others = [_sequence(model, SHORT_PROMPT, SHORT_ANSWER, f"short-{i}") for i in range(rows)]
     for sequence in others:
         core.add(sequence)

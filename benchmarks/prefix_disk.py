@@ -48,8 +48,8 @@ from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import root_key
 from mlx_mtp.prefix.segments import Segment
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
-from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.draft_policy import FixedDrafts
+from mlx_mtp.speculative.drafter import MTPDrafter
 
 _CONFIG = EngineConfig(num_draft_tokens=1, prefix_cache_size=4 << 30)
 _SHORT = 32
@@ -112,9 +112,9 @@ def write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
     """Put a prompt's prefix on the disk: the states of its first tokens, and random KV."""
     store = open_store(folder)
     prefixes = PrefixCache(_CONFIG.prefix_cache_size, store=store)
-    runner = ModelRunner(model, MTPProposer(model), model.vocab_size, prefixes)
+    runner = ModelRunner(model, MTPDrafter(model), model.vocab_size, prefixes)
     reuse = PrefixReuse(prefixes.tree, (), _CONFIG.prefill_step_size)
-    core = EngineCore(Scheduler(_CONFIG, FixedDepth(1), reuse), runner, overlap=True)
+    core = EngineCore(Scheduler(_CONFIG, FixedDrafts(1), reuse), runner, overlap=True)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     core.add(Row(Request("first", prompt[:_SHORT], sampling), (), 1))
     while not core.idle:

@@ -16,23 +16,23 @@ import mlx.core as mx
 from benchmarks.full_shape import PROMPT, SyntheticAcceptance, expected_rate, measure_engine
 from benchmarks.shapes import add_shape, build_part, integers, shape_of
 from benchmarks.timed import table, within
-from mlx_mtp.distributed import summed, world
+from mlx_mtp.distributed import all_reduce, world
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.ranks.follower import follow
-from mlx_mtp.ranks.leader import LeadPrefixes, LeadRunner
+from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links, connect
 from mlx_mtp.ranks.messages import Begin
-from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.drafter import MTPDrafter
 
 
 def _led(
-    links: Links, model: LoadedModel, proposer: MTPProposer | None, vocab_size: int
+    links: Links, model: LoadedModel, proposer: MTPDrafter | None, vocab_size: int
 ) -> ModelRunner:
     links.send(Begin(vocab_size, proposer is not None, None))
-    return LeadRunner(model, proposer, vocab_size, LeadPrefixes(links))
+    return LeaderRunner(model, proposer, vocab_size, LeaderPrefixes(links))
 
 
 def _time_sums(hidden: int, count: int = 200) -> float:
@@ -41,7 +41,7 @@ def _time_sums(hidden: int, count: int = 200) -> float:
     for _ in range(2):
         began = time.perf_counter()
         for _ in range(count):
-            x = summed(x) * 0.5
+            x = all_reduce(x) * 0.5
         mx.eval(x)
     return (time.perf_counter() - began) / count * 1e6
 

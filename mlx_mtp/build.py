@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp import __version__
-from mlx_mtp.calibration.calibrator import CostKeeper
+from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.calibration.cost_file import fingerprint
 from mlx_mtp.config import (
@@ -27,11 +27,11 @@ from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
-from mlx_mtp.engine.warmup import check_answers
+from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.batch_invariant import choices, use_fixed_rows
@@ -42,17 +42,17 @@ from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.prefix.directory import fingerprint as prefix_fingerprint
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.policy import PrefixReuse
-from mlx_mtp.ranks.leader import LeadPrefixes, LeadRunner
+from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links
 from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.ranks.segments import LeadStore
 from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.speculative.costs import COPY, StepCosts
-from mlx_mtp.speculative.draft_policy import DraftPolicy, DraftsByWorth, FixedDepth
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.draft_sources import make_proposer
 from mlx_mtp.speculative.drafter import DraftProposer
-from mlx_mtp.speculative.ngram import Copies
-from mlx_mtp.speculative.prefill_costs import ChunkCosts
+from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.prefill_costs import PrefillCosts
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +105,14 @@ def build_engine(
     sources = (*([] if proposer is None else [config.draft_source]), *([COPY] * config.copies))
     num_draft_tokens = config.num_draft_tokens if sources else 0
     drafts: DraftPolicy
-    keeper, chunks = None, ChunkCosts(config.prefill_step_size)
+    keeper, chunks = None, PrefillCosts(config.prefill_step_size)
     if num_draft_tokens != "auto":
-        drafts = FixedDepth(num_draft_tokens)
+        drafts = FixedDrafts(num_draft_tokens)
     else:
         costs = StepCosts()
         mark = fingerprint(model, None if ids is None else len(ids), sources)
-        drafts = DraftsByWorth(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
-        keeper = CostKeeper(
+        drafts = AdaptiveDrafts(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
+        keeper = Calibrator(
             costs, ChunkCalibration(chunks, config), config, cache_dir, mark, sources
         )
     info = EngineInfo(
@@ -131,10 +131,10 @@ def build_engine(
     make_runner, prefixes = ModelRunner, PrefixCache(size, bits, store)
     if links is not None:
         assert store is None or isinstance(store, LeadStore)
-        make_runner, prefixes = LeadRunner, LeadPrefixes(links, size, bits, store)
+        make_runner, prefixes = LeaderRunner, LeaderPrefixes(links, size, bits, store)
     if config.copies:
         # Earlier answers are kept where earlier prompts are.
-        prefixes.copies = Copies(config.draft_answers_size if config.prefix_cache_size else 0)
+        prefixes.copies = NgramPool(config.draft_answers_size if config.prefix_cache_size else 0)
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
@@ -142,12 +142,12 @@ def build_engine(
         step, exact = config.prefill_step_size, config.exact
         reuse = PrefixReuse(prefixes.tree, turn_ends, step, exact=exact)
         usage = None if memory is None else memory.usage
-        prefills = Prefills(config, chunks)
+        prefills = PrefillScheduler(config, chunks)
         scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
         runner = make_runner(model, proposer, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
-    checked = partial(check_answers, config, vocab_size, 1 if num_draft_tokens and proposer else 0)
+    checked = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and proposer else 0)
     return Engine(info, make_core, heartbeat, keeper, store, checked if check else None, links)
 
 

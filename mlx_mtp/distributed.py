@@ -113,13 +113,13 @@ def own_folder(path: Path) -> Path:
     return path if size == 1 else path / f"rank-{rank}-of-{size}"
 
 
-def summed(x: mx.array) -> mx.array:
+def all_reduce(x: mx.array) -> mx.array:
     """The sum of all ranks' parts of a result."""
     ranks = world()
     return x if ranks.size == 1 else mx.distributed.all_sum(x, group=ranks.group)
 
 
-def gathered(x: mx.array) -> mx.array:
+def all_gather(x: mx.array) -> mx.array:
     """All ranks' parts of a result, in the order of ranks along the last axis."""
     ranks = world()
     if ranks.size == 1:
@@ -128,7 +128,7 @@ def gathered(x: mx.array) -> mx.array:
     return mx.moveaxis(parts, 0, -2).flatten(-2)
 
 
-def agreed(tokens: mx.array) -> mx.array:
+def broadcast(tokens: mx.array) -> mx.array:
     """What rank 0 has drawn, on all ranks: the others know no grammar and no seed."""
     ranks = world()
-    return tokens if ranks.size == 1 else summed(tokens * int(ranks.rank == 0))
+    return tokens if ranks.size == 1 else all_reduce(tokens * int(ranks.rank == 0))

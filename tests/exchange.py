@@ -30,11 +30,11 @@ class Exchange:
         self.parts: list[mx.array | None] = [None] * size
         self.local = threading.local()
         for each in (layers, moe):
-            monkeypatch.setattr(each, "summed", self.summed)
+            monkeypatch.setattr(each, "all_reduce", self.all_reduce)
         monkeypatch.setattr(moe, "world", lambda: World(size=size))
         for module in (batch, model):
-            monkeypatch.setattr(module, "gathered", self.gathered)
-        monkeypatch.setattr(sampler, "agreed", lambda tokens: self.all(tokens)[0])
+            monkeypatch.setattr(module, "all_gather", self.all_gather)
+        monkeypatch.setattr(sampler, "broadcast", lambda tokens: self.all(tokens)[0])
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """What each rank's work returns."""
@@ -63,10 +63,10 @@ class Exchange:
         self.barrier.wait()
         return found
 
-    def summed(self, x: mx.array) -> mx.array:
+    def all_reduce(self, x: mx.array) -> mx.array:
         return sum(self.all(x))
 
-    def gathered(self, x: mx.array) -> mx.array:
+    def all_gather(self, x: mx.array) -> mx.array:
         return mx.concatenate(self.all(x), axis=-1)
 
 

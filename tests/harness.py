@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -24,7 +24,7 @@ from mlx_mtp.models.model import DraftHead, LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.policy import PrefixReuse
-from mlx_mtp.ranks.leader import LeadPrefixes, LeadRunner
+from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Links
 from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.sampling.grammar import Grammar
@@ -32,9 +32,9 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
 from mlx_mtp.speculative.costs import HEAD, StepCosts
-from mlx_mtp.speculative.draft_policy import DraftPolicy, DraftsByWorth, FixedDepth
-from mlx_mtp.speculative.drafter import Computed, DraftProposer, MTPProposer
-from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
+from mlx_mtp.speculative.drafter import Computed, DraftProposer, MTPDrafter
+from mlx_mtp.speculative.ngram import NgramPool
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -171,11 +171,11 @@ class Ties:
         assert len(self.places) <= 1 + self.num_tokens / 1000
 
 
-def cheap_drafts() -> DraftsByWorth:
+def cheap_drafts() -> AdaptiveDrafts:
     """A policy that begins with drafts: one takes a third of a step."""
     costs = StepCosts()
     costs.load({1: {HEAD: {0: 0.03, 1: 0.04, 4: 0.07}}})
-    return DraftsByWorth(costs)
+    return AdaptiveDrafts(costs)
 
 
 class Driver:
@@ -193,32 +193,30 @@ class Driver:
         config: EngineConfig | None = None,
         proposer: DraftProposer | None = None,
         depth: DraftPolicy | None = None,
-        copies: Copies | None = None,
+        copies: NgramPool | None = None,
         min_gain: int = 4,
         store: PrefixStore | None = None,
-        prefills: Callable[[EngineConfig], Prefills] = Prefills,
+        prefills: Callable[[EngineConfig], PrefillScheduler] = PrefillScheduler,
         links: Links | None = None,
         draft_ids: Many[int] | None = None,  # the only tokens that the head drafts
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
             fixed = config.num_draft_tokens
-            depth = cheap_drafts() if fixed == "auto" else FixedDepth(fixed)
+            depth = cheap_drafts() if fixed == "auto" else FixedDrafts(fixed)
         self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
         if links is not None:
             links.send(Begin(self.vocab_size, model.head is not None, draft_ids))
         if proposer is None and model.head is not None:
-            proposer = MTPProposer(
-                model, None if draft_ids is None else DraftHead(model, draft_ids)
-            )
+            proposer = MTPDrafter(model, None if draft_ids is None else DraftHead(model, draft_ids))
         size, bits = config.prefix_cache_size, config.kv_cache_quantization
         self.prefixes, make_runner = PrefixCache(size, bits, store), ModelRunner
         if links is not None:
-            self.prefixes, make_runner = LeadPrefixes(links, size, bits, store), LeadRunner
+            self.prefixes, make_runner = LeaderPrefixes(links, size, bits, store), LeaderRunner
         step = config.prefill_step_size
         exact = config.exact
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
-        self.copies = Copies(1 << 20) if copies is None and config.copies else copies
+        self.copies = NgramPool(1 << 20) if copies is None and config.copies else copies
         self.runner = make_runner(model, proposer, self.vocab_size, self.prefixes)
         self.scheduler = Scheduler(
             config, depth, self.reuse, copies=self.copies, prefills=prefills(config)

@@ -12,7 +12,7 @@ from demo_model.mixture import OPEN_TASKS
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.speculative.drafter import HeadState, MTPProposer
+from mlx_mtp.speculative.drafter import HeadState, MTPDrafter
 from mlx_mtp.text.parsing.events import ToolArguments, ToolStart
 from mlx_mtp.text.parsing.formats import OutputFormat
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ class Numbered(HeadState):
         self.numbers = mx.concatenate([self.numbers, other.numbers])
 
 
-class Recorder(MTPProposer):
+class Recorder(MTPDrafter):
     """Drafts with the head, notes each draft by its request and position, and spoils it."""
 
     def __init__(self, model) -> None:

@@ -19,8 +19,8 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts, Table
-from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow, FixedDepth
-from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow, FixedDrafts
+from mlx_mtp.speculative.ngram import NgramPool
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ _MOST_STEPS = 40  # of a cell, timed or not
 _SAVE_SECONDS = 300.0
 
 
-class _Recorder(FixedDepth):
+class _Recorder(FixedDrafts):
     """Drafts as a cell says; the acceptance of random tokens says nothing about real ones."""
 
     def __init__(self, costs: StepCosts, cell: Cell) -> None:
@@ -144,7 +144,7 @@ class Calibration:
             request = Request(f"calibration-{row}", own[:_PROMPT_TOKENS], sampling)
             sequence = Sequence(request, (), _MOST_STEPS * (MAX_COPY_TOKENS + 1))
             if cell.source == COPY:
-                sequence.drafting.copier = Copies(0).of((), None)
+                sequence.drafting.copier = NgramPool(0).of((), None)
                 sequence.drafting.copier.run = own[_PROMPT_TOKENS:]
             core.add(sequence)
         for _ in range(_MOST_STEPS):
@@ -177,7 +177,7 @@ def cells_to_measure(known: Table, most_rows: int, sources: Many[str]) -> list[C
     return [cell for cell, _ in groupby(chosen)]  # Plain steps follow plain ones.
 
 
-class CostKeeper:
+class Calibrator:
     """Loads costs at the start, measures while nobody asks, and saves in `folder`, if any."""
 
     def __init__(

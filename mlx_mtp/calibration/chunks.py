@@ -10,7 +10,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepPlan
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.prefill_costs import ChunkCosts
+from mlx_mtp.speculative.prefill_costs import PrefillCosts
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class ChunkCalibration:
 
     def __init__(
         self,
-        costs: ChunkCosts,
+        costs: PrefillCosts,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

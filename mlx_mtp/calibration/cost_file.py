@@ -31,7 +31,7 @@ _Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Measured(NamedTuple):
-    """What is kept: `StepCosts.table`, and what `ChunkCosts.table` gives."""
+    """What is kept: `StepCosts.table`, and what `PrefillCosts.table` gives."""
 
     steps: Table
     chunks: dict[int, float]

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.distributed import gathered
+from mlx_mtp.distributed import all_gather
 from mlx_mtp.engine.sequence import Copy, Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
@@ -198,7 +198,7 @@ def hidden_states(batches: Batches) -> mx.array:
     """The running rows' last hidden states, as each rank has them: float32 [ranks, N]."""
     assert batches.decoding is not None
     own = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
-    return gathered(own).reshape(-1, own.size)
+    return all_gather(own).reshape(-1, own.size)
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:

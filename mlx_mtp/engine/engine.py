@@ -14,7 +14,7 @@ from time import monotonic, perf_counter
 
 import mlx.core as mx
 
-from mlx_mtp.calibration.calibrator import CostKeeper
+from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
@@ -48,9 +48,9 @@ class Engine:
         info: EngineInfo,
         make_core: Callable[[EngineStats], EngineCore],
         heartbeat: Heartbeat,
-        keeper: CostKeeper | None = None,
+        keeper: Calibrator | None = None,
         store: PrefixStore | None = None,
-        check_answers: Callable[[ModelRunner], None] | None = None,
+        warm_up: Callable[[ModelRunner], None] | None = None,
         links: Links | None = None,  # to the other ranks, if there are any
     ) -> None:
         self.info = info
@@ -58,9 +58,9 @@ class Engine:
         self._heartbeat = heartbeat
         self._keeper = keeper
         self._store, self._links = store, links or Links()
-        self._check_answers = check_answers or (lambda _: None)
+        self._warm_up = warm_up or (lambda _: None)
         self._answered = Future[None]()  # whether the model could answer at the start
-        if check_answers is None:
+        if warm_up is None:
             self._answered.set_result(None)
         self._core: EngineCore | None = None
         self._restarts: deque[float] = deque()
@@ -218,7 +218,7 @@ class Engine:
         self._heartbeat.begin_start()
         core = self._core = self._make_core(self._totals)
         if not self._answered.done():
-            self._check_answers(core.runner)
+            self._warm_up(core.runner)
             self._answered.set_result(None)
         keeper = self._keeper
         if keeper is not None:

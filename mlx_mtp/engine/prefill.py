@@ -11,22 +11,22 @@ from collections.abc import Iterator
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk
-from mlx_mtp.speculative.prefill_costs import ChunkCosts
+from mlx_mtp.speculative.prefill_costs import PrefillCosts
 
 Group = list[Sequence]
 
 
-class Prefills:
+class PrefillScheduler:
     """The prompts that are being computed: groups of short ones together, long ones alone.
 
     Beside running rows chunks are cut to the pause that these may have, otherwise to what is
     fastest. Without a bound of the pause nothing is measured, and every chunk is a whole step.
     """
 
-    def __init__(self, config: EngineConfig, costs: ChunkCosts | None = None) -> None:
+    def __init__(self, config: EngineConfig, costs: PrefillCosts | None = None) -> None:
         self._step = config.prefill_step_size
         self._pause = config.decode_pause
-        self._costs = costs or ChunkCosts(self._step)
+        self._costs = costs or PrefillCosts(self._step)
         self._groups: list[Group] = []  # the oldest first
         self._credit = 0.0  # seconds of others' chunks that the oldest has waited for
 

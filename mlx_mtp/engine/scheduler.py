@@ -7,7 +7,7 @@ from time import perf_counter
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import FinishReason, RequestOutput
 from mlx_mtp.engine.sequence import Copy, Sequence, Status
 from mlx_mtp.engine.stats import EngineStats
@@ -16,7 +16,7 @@ from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.speculative.costs import COPY, Shape
 from mlx_mtp.speculative.draft_policy import DecodeStep, DraftPolicy, Outcome
-from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.speculative.ngram import NgramPool
 
 # Tokens of a chunk that shares a forward pass with the running rows, so that the weights are read
 # once. A longer one gains nothing, and if it fails they go on.
@@ -26,7 +26,7 @@ MOST_TOGETHER = 256
 class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
-    A plan holds at most one chunk of a group of prompts (see `Prefills`), cut at multiples of
+    A plan holds at most one chunk of a group of prompts (see `PrefillScheduler`), cut at multiples of
     `prefill_step_size`, and one decode step. `usage` says which share of the memory rows of so many
     tokens each take; without it they all fit.
     """
@@ -38,8 +38,8 @@ class Scheduler:
         reuse: PrefixReuse | None = None,
         usage: Callable[[list[int]], float] | None = None,
         totals: EngineStats | None = None,
-        copies: Copies | None = None,  # None: nothing is copied
-        prefills: Prefills | None = None,
+        copies: NgramPool | None = None,  # None: nothing is copied
+        prefills: PrefillScheduler | None = None,
     ) -> None:
         self._config = config
         self._drafts, self._copies = drafts, copies
@@ -48,7 +48,7 @@ class Scheduler:
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
         self._held: list[Sequence] = []  # until another has computed their prefix, or it is read
-        self._prefills = prefills or Prefills(config)
+        self._prefills = prefills or PrefillScheduler(config)
         self._running: list[Sequence] = []
         self._last_size = 0
         self._begun: list[RequestOutput] = []  # progress of the prompts that were just admitted

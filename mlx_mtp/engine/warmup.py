@@ -11,21 +11,21 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import ModelError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDrafts
 
 # A prompt for which all kernels are checked that a prompt may run: a later check, in a client's
 # request, could change what the keys of prefixes on disk were made of.
 _ROWS, _PROMPT, _ANSWER = 2, 64, 4
 
 
-def check_answers(
+def warm_up(
     config: EngineConfig, vocab_size: int, num_draft_tokens: int, runner: ModelRunner
 ) -> None:
     """Compute two short answers; ModelError if that fails, logits are not finite, or ranks differ.
 
     Their requests run as those that measure step costs do (`calibration.Calibration`).
     """
-    scheduler = Scheduler(config, FixedDepth(num_draft_tokens))
+    scheduler = Scheduler(config, FixedDrafts(num_draft_tokens))
     core = EngineCore(scheduler, runner, overlap=config.overlap)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, top_logprobs=0, ignore_eos=True)
     waiting = []

@@ -16,7 +16,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from mlx_mtp.cache.gated_delta import GatedDeltaCache, Held
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
-from mlx_mtp.distributed import summed
+from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
 from mlx_mtp.kernels.gdn_types import Convolution, Projected
 from mlx_mtp.kernels.gpu import backend
@@ -53,7 +53,7 @@ class RaggedAttention(Qwen3NextAttention):
 
     def after(self, attended: mx.array, gate: mx.array) -> mx.array:
         """[N, H]."""
-        return summed(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)))
+        return all_reduce(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)))
 
     def entries(self, x: mx.array, positions: mx.array) -> mx.array:
         """What a cache gets: keys and values, [N, 2, heads, D]."""
@@ -128,7 +128,7 @@ class WindowedGatedDeltaNet(nn.Module):
         _, heads, dim = outputs.shape
         shape = norms.Shape(dim, self.norm.eps, heads, ratio=z.shape[2])
         normed = norms.GATED_NORM(shape, outputs, z, self.norm.weight)[0]
-        return summed(self.out_proj(normed))
+        return all_reduce(self.out_proj(normed))
 
 
 class PartedLayer(nn.Module):

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
-from mlx_mtp.distributed import gathered
+from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels.cuda.decode_attention import DIMS, LONGEST
 from mlx_mtp.kernels.gpu import backend, refused, step
@@ -166,7 +166,7 @@ class LoadedModel:
             if hasattr(own, "as_linear"):  # tied, and so whole on each rank
                 return own.as_linear(hidden)
             found = own(hidden)
-        return gathered(found) if layer is None else found
+        return all_gather(found) if layer is None else found
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self.causal_lm.model.embed_tokens(tokens)
@@ -187,7 +187,7 @@ class DraftHead:
         self.layer = copy.copy(layer)
         for name, value in tree_flatten(layer.parameters()):
             if value.ndim and value.shape[0] * model.num_ranks == vocab_size:
-                value = gathered(value.T).T  # Each rank has a part of the tokens.
+                value = all_gather(value.T).T  # Each rank has a part of the tokens.
             if "." in name or value.ndim == 0 or value.shape[0] != vocab_size:
                 raise ModelError(
                     f"No rows can be taken from lm_head: its {name} is {list(value.shape)} and not "

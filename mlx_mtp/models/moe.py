@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
-from mlx_mtp.distributed import summed, world
+from mlx_mtp.distributed import all_reduce, world
 from mlx_mtp.kernels import norms, topk
 from mlx_mtp.models.skinny_gemm import FewRowsMixture, few, project, served
 
@@ -29,10 +29,10 @@ def add_mlp(
                 return norms.MIX_NORM(mixed, x, found, weights, weight)
             # Between what several ranks compute and a norm is a sum over them.
             part = norms.add_up(found, weights)
-            return norms.ADD_NORM(width, x, summed(part), weight)
+            return norms.ADD_NORM(width, x, all_reduce(part), weight)
         if rows and world().size == 1 and topk.fits(kind, x.dtype):
             return _add_to_prompt(x, normed, mlp, kind, weight, eps)
-    return norms.ADD_NORM(width, x, summed(mlp(normed)), weight)
+    return norms.ADD_NORM(width, x, all_reduce(mlp(normed)), weight)
 
 
 def _add_to_prompt(

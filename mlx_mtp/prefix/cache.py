@@ -11,7 +11,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.prefix.segments import Entry, restore, take_segment, take_snapshot
-from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.speculative.ngram import NgramPool
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class PrefixCache:
     ) -> None:
         self.tree = PrefixTree(limit, store)
         self._bits = bits
-        self.copies: Copies | None = None  # of the same requests, and dropped with it
+        self.copies: NgramPool | None = None  # of the same requests, and dropped with it
         self._ends: list[Save] = []
 
     def restore(self, batch: Batch) -> bool:

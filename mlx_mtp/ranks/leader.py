@@ -2,7 +2,7 @@
 
 The others build the same graph, so that collectives meet in the same order. What they need for
 that is in a `Step`: which rows, which windows, what is restored. They know neither sampling
-parameters nor grammars, as they take over the tokens that rank 0 draws (`world.agreed`), and no
+parameters nor grammars, as they take over the tokens that rank 0 draws (`distributed.broadcast`), and no
 tree of prefixes: they copy, cut and drop as its segments are.
 """
 
@@ -31,7 +31,7 @@ _NOTICE_SECONDS = 0.5
 _TOLERANCE = 0.05  # of the largest hidden state
 
 
-class LeadPrefixes(PrefixCache):
+class LeaderPrefixes(PrefixCache):
     """A prefix cache that notes what the others have to do with their parts of it."""
 
     def __init__(
@@ -63,10 +63,10 @@ class LeadPrefixes(PrefixCache):
         return saves
 
 
-class LeadRunner(ModelRunner):
+class LeaderRunner(ModelRunner):
     """A runner whose steps the other ranks run too. No step may fail, as they would not know."""
 
-    prefixes: LeadPrefixes
+    prefixes: LeaderPrefixes
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
         self.prefixes.links.send(self._step(plan))

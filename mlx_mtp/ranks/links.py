@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.distributed import World, rank_zero_hosts, summed, waiting
+from mlx_mtp.distributed import World, all_reduce, rank_zero_hosts, waiting
 from mlx_mtp.errors import RankError, UsageError
 from mlx_mtp.ranks import messages
 from mlx_mtp.ranks.messages import Answer, Failed
@@ -197,7 +197,7 @@ def connect(
         # When a rank has gone, mlx raises a RuntimeError or sums to what can't be read.
         try:
             with waiting("the other ranks to look at the model's files"):
-                mx.eval(total := summed(mx.array([*words])))
+                mx.eval(total := all_reduce(mx.array([*words])))
             places, key = json.loads(bytes(np.array(total).tolist()))
         except (RuntimeError, ValueError) as error:
             raise RankError(f"Rank 0 and the others can't connect: {error}") from error

@@ -18,7 +18,7 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.distributed import agreed
+from mlx_mtp.distributed import broadcast
 from mlx_mtp.kernels.gpu import fused
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
@@ -108,7 +108,7 @@ class Sampler:
         else:
             scores = self.scores(logits, positions, window, ids, mask)
         best = mx.argmax(scores, axis=-1).view(mx.int32)
-        return agreed(best if ids is None else ids[best])
+        return broadcast(best if ids is None else ids[best])
 
     def verify(
         self,
@@ -133,7 +133,7 @@ class Sampler:
         if num_drafts is not None:
             taken = taken & (mx.arange(taken.shape[1]) < num_drafts[:, None])
         tokens = mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1)
-        return agreed(tokens), taken
+        return broadcast(tokens), taken
 
     def scores(
         self,

@@ -81,7 +81,7 @@ class HeadRates(Rates):
         )
 
 
-class CopyRates(Rates):
+class NgramRates(Rates):
     """Of copied tokens, by the length of the match before them."""
 
     def __init__(self, memory: float) -> None:
@@ -92,7 +92,7 @@ class CopyRates(Rates):
         for length in range(match, match + num_passed + failed):
             self.count(_CLASSES[length], length < match + num_passed)
 
-    def chances(self, match: int, count: int, pool: "CopyRates") -> list[float]:
+    def chances(self, match: int, count: int, pool: "NgramRates") -> list[float]:
         """That the first, second, .. of so many tokens after a match comes next."""
         chances, reached, last, rate = [], 1.0, -1, 0.0
         for place in _CLASSES[match : match + count]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.acceptance_rates import HeadRates
 from mlx_mtp.speculative.costs import COPY, HEAD, Prices, Shape, StepCosts
-from mlx_mtp.speculative.ngram import Copier
+from mlx_mtp.speculative.ngram import NgramDrafter
 
 # By so much another choice must be faster than the one in use, no drafts, and as many for each row.
 _STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03
@@ -36,7 +36,7 @@ class DraftRow:
     """What a policy knows of one row."""
 
     fixed: int | None = None  # the head's drafts per step that its request asked for
-    copier: Copier | None = None  # None: it copies nothing
+    copier: NgramDrafter | None = None  # None: it copies nothing
     ahead: int = 0  # tokens that its window in flight brings at most
     missed: float = 0.0  # windows with a wrong draft, the last ones count most,
     expected: float = 0.0  # and how many were expected
@@ -92,7 +92,7 @@ class DraftChoice(NamedTuple):
     tokens: tuple[float, ...]
 
 
-class FixedDepth:
+class FixedDrafts:
     """A policy of k drafts of the head for each row whose request leaves that open."""
 
     def __init__(self, num_draft_tokens: int) -> None:
@@ -140,7 +140,7 @@ def best_choice(
     return best
 
 
-class DraftsByWorth:
+class AdaptiveDrafts:
     """A policy that follows cost (`costs`, updated here) and acceptance."""
 
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
@@ -258,7 +258,7 @@ class DraftsByWorth:
         self._rested = 0
 
 
-DraftPolicy = FixedDepth | DraftsByWorth
+DraftPolicy = FixedDrafts | AdaptiveDrafts
 
 
 def even_choice(rows: Sequence[DraftRow], depth: int) -> Choice:

@@ -119,7 +119,7 @@ class HeadState:
         return [*deferred, *([] if self._start is None else [self._start])]
 
 
-class MTPProposer:
+class MTPDrafter:
     """A `DraftProposer` with a model's head; `vocabulary` limits its tokens."""
 
     def __init__(self, model: LoadedModel, vocabulary: DraftHead | None = None) -> None:
@@ -189,12 +189,12 @@ class MTPProposer:
         return mx.concatenate(drafts, axis=1)
 
 
-def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPProposer | None:
+def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:
     """The "mtp" source; None for a model that was loaded without its head."""
     if model.head is None:
         return None
     if draft_ids is None:
-        return MTPProposer(model)
+        return MTPDrafter(model)
     vocabulary = DraftHead(model, draft_ids)
     logger.info("The copy of lm_head's rows to draft with takes %.1f MB.", vocabulary.nbytes / 1e6)
-    return MTPProposer(model, vocabulary)
+    return MTPDrafter(model, vocabulary)

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from mlx_mtp.config import MAX_COPY_TOKENS, MAX_RUN
-from mlx_mtp.speculative.acceptance_rates import MOST_MATCH, CopyRates
+from mlx_mtp.speculative.acceptance_rates import MOST_MATCH, NgramRates
 
 GRAM = 3  # tokens that must agree
 _MOST_TRIED = 16  # occurrences that are compared, the latest first
@@ -27,7 +27,7 @@ _WORD = (1 << 64) - 1
 _SEPARATOR = -1  # between answers: no token's id
 
 
-class Index:
+class NgramIndex:
     """Where each `GRAM` tokens of a text occurred: a hash table of chains, the latest first.
 
     It takes 4 bytes for each token, 4 for its chain and 4 for each of at most twice as many
@@ -119,7 +119,7 @@ class Index:
         self._before.frombytes(before.data.cast("B"))
 
 
-class Copies:
+class NgramPool:
     """What requests may copy; earlier answers by salt, in at most `limit` bytes.
 
     The salts that were used least recently go first.
@@ -127,32 +127,32 @@ class Copies:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._texts: OrderedDict[Hashable, Index] = OrderedDict()
+        self._texts: OrderedDict[Hashable, NgramIndex] = OrderedDict()
         self.nbytes = 0
         # By salt too, while a request uses them: the choices of a prompt share its index.
-        self._prompts: WeakValueDictionary[Hashable, Index] = WeakValueDictionary()
-        self._rates = CopyRates(0.99)  # of all requests
+        self._prompts: WeakValueDictionary[Hashable, NgramIndex] = WeakValueDictionary()
+        self._rates = NgramRates(0.99)  # of all requests
 
-    def of(self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False) -> "Copier":
+    def of(self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False) -> "NgramDrafter":
         """A copier for a request; if `alone`, it copies from the request itself only."""
         key = salt, prompt
         index = self._prompts.get(key)
         if index is None:
-            index = self._prompts[key] = Index(prompt)
-        return Copier(index, self._rates, None if alone else self._texts.get(salt))
+            index = self._prompts[key] = NgramIndex(prompt)
+        return NgramDrafter(index, self._rates, None if alone else self._texts.get(salt))
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
         if not self._limit or len(answer) <= GRAM:
             return
         text = self._texts.pop(salt, None)
         if text is None:
-            text = Index()
+            text = NgramIndex()
         else:
             self.nbytes -= text.nbytes
         text.extend([_SEPARATOR, *answer])
         if text.nbytes > self._limit:
             # 16 bytes a token at most; half of it, so that this is rare.
-            text = Index(text.tokens[-(self._limit // 32) :])
+            text = NgramIndex(text.tokens[-(self._limit // 32) :])
         self._texts[salt] = text
         self.nbytes += text.nbytes
         while self.nbytes > self._limit:
@@ -163,17 +163,17 @@ class Copies:
         self.nbytes = 0
 
 
-class Copier:
+class NgramDrafter:
     """What one request may copy next: `run`, after a match of `match` tokens.
 
     It is compared with what comes in any case, so its chances are known before it is used.
     """
 
-    def __init__(self, prompt: Index, pool: CopyRates, others: Index | None) -> None:
+    def __init__(self, prompt: NgramIndex, pool: NgramRates, others: NgramIndex | None) -> None:
         # The answer, behind as much of the prompt as a match may have.
-        self._text, self._prompt = Index(prompt.tokens[-MOST_MATCH:]), prompt
+        self._text, self._prompt = NgramIndex(prompt.tokens[-MOST_MATCH:]), prompt
         self._others, self._pool = others, pool
-        self._rates = CopyRates(0.97)
+        self._rates = NgramRates(0.97)
         self._source, self._at = self._text, 0
         self.match = 0
         self.run: Sequence[int] = ()

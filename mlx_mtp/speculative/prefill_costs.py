@@ -18,7 +18,7 @@ _SHORTEST = 16  # tokens: what shorter ones take is not measured by itself
 _LEAST_SPEED = 0.5  # of the most tokens per second: less is not accepted for a short pause
 
 
-class ChunkCosts:
+class PrefillCosts:
     """Seconds per token by a chunk's length, and what each token before it adds to that.
 
     The lengths are equal parts of the longest, so its multiples remain places where chunks end.

@@ -11,13 +11,13 @@ import numpy as np
 
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.model import DraftHead, LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow
-from mlx_mtp.speculative.drafter import Computed, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from tests.cache.prefixes import flush
 from tests.grammars import compiled
 from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
@@ -114,9 +114,9 @@ def proposer_for(
 ):
     """The model's own head, over all tokens or half of them, or drafts of a known acceptance."""
     if drafts == "head":
-        return MTPProposer(model)
+        return MTPDrafter(model)
     if drafts == "half":
-        return MTPProposer(model, DraftHead(model, range(EOS, VOCAB, 2)))
+        return MTPDrafter(model, DraftHead(model, range(EOS, VOCAB, 2)))
     answers = {
         r.request_id: (*r.prompt_token_ids, *references[r.request_id].tokens) for r in requests
     }
@@ -158,7 +158,7 @@ class Erratic:
         self.steps.append(step)
 
 
-class RandomChunks(Prefills):
+class RandomChunks(PrefillScheduler):
     """Chunks of any length up to a step's."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -179,7 +179,7 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     driver.run()
     prompt = next(s.prompt for s in batch.sequences if s.request_id == name)
     text = [*prompt, *driver.tokens(name)][: held + 1]
-    proposer = MTPProposer(model)
+    proposer = MTPDrafter(model)
     cache = model.make_cache(1)
     state = proposer.make_state(["reference"], [()], cache)
     cache.reserve([held])
@@ -206,7 +206,7 @@ def driver(
     store: PrefixStore | None = None,
     vocab_size: int = VOCAB,
     min_gain: int = 4,
-    prefills: Callable[[EngineConfig], Prefills] = Prefills,
+    prefills: Callable[[EngineConfig], PrefillScheduler] = PrefillScheduler,
     **settings: object,
 ) -> Driver:
     settings = {"prefill_step_size": STEP, "prefix_cache_size": ROOM} | settings

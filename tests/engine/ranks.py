@@ -12,7 +12,7 @@ backend.prepare()
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.distributed import world
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.links import Link, connect
@@ -45,7 +45,7 @@ def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
             prefix_cache_size=cache,
         ),
         depth=Erratic(seed=5) if depth == "erratic" else None,
-        prefills=Prefills if few else RandomChunks,
+        prefills=PrefillScheduler if few else RandomChunks,
         links=links,
         draft_ids=ids,
     )

@@ -11,8 +11,8 @@ from mlx_mtp.build import build_engine
 from mlx_mtp.calibration import cost_file
 from mlx_mtp.calibration.calibrator import (
     Calibration,
+    Calibrator,
     Cell,
-    CostKeeper,
     cells_to_measure,
 )
 from mlx_mtp.calibration.chunks import ChunkCalibration
@@ -22,8 +22,8 @@ from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts
-from mlx_mtp.speculative.drafter import MTPProposer
-from mlx_mtp.speculative.prefill_costs import ChunkCosts
+from mlx_mtp.speculative.drafter import MTPDrafter
+from mlx_mtp.speculative.prefill_costs import PrefillCosts
 from tests.engine.test_engine import Client
 from tests.harness import greedy, plain, request
 from tests.tiny_models import VOCAB
@@ -38,15 +38,15 @@ CELLS = [Cell(1, 0), Cell(1, 2), Cell(1, 16, COPY), Cell(3, 0), Cell(3, 1)]
 @pytest.fixture
 def runner(tiny_models) -> ModelRunner:
     model = tiny_models["qwen3_next"]
-    return ModelRunner(model, MTPProposer(model), VOCAB)
+    return ModelRunner(model, MTPDrafter(model), VOCAB)
 
 
-def keeper(folder, table=None, mark=MARK, **more) -> CostKeeper:
-    costs, chunks = StepCosts(), ChunkCosts(512)
+def keeper(folder, table=None, mark=MARK, **more) -> Calibrator:
+    costs, chunks = StepCosts(), PrefillCosts(512)
     costs.load(table or {})
     chunks.load(*CHUNKS if table else ({}, 0.0))
     config = EngineConfig()
-    return CostKeeper(costs, ChunkCalibration(chunks, config), config, folder, mark, **more)
+    return Calibrator(costs, ChunkCalibration(chunks, config), config, folder, mark, **more)
 
 
 def measured(costs: StepCosts) -> set[Cell]:
@@ -89,14 +89,14 @@ def test_its_time_is_bounded_and_a_failure_ends_it(runner, monkeypatch):
     while not work.over:
         work.step(runner)
     assert 8.0 < 0.1 * next(ticks) < 16.0  # a step reads it more than once
-    calls, original = itertools.count(), MTPProposer.propose
+    calls, original = itertools.count(), MTPDrafter.propose
 
     def failing(self, *parts):
         if next(calls) == 20:
             raise MemoryError("no room")
         return original(self, *parts)
 
-    monkeypatch.setattr(MTPProposer, "propose", failing)
+    monkeypatch.setattr(MTPDrafter, "propose", failing)
     costs = StepCosts()
     work = Calibration(costs, EngineConfig(calibration_seconds=3600.0), CELLS)
     while not work.over:
@@ -132,14 +132,14 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
     model = tiny_models["qwen3_5"]
     config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64, max_decode_pause=1000.0)
     client = Client(build_engine(model, config, VOCAB, ()))
-    steps, original = [], CostKeeper.step
+    steps, original = [], Calibrator.step
 
     def counted(self, *parts):
         steps.append(len(client.outputs))
         return original(self, *parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CostKeeper, "step", counted)
+        patch.setattr(Calibrator, "step", counted)
         patch.setattr(engine_module, "QUIET_SECONDS", 0.2)
         for number in range(3):
             enough = len(steps) + 5

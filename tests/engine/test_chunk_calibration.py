@@ -7,8 +7,8 @@ import pytest
 from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.drafter import MTPProposer
-from mlx_mtp.speculative.prefill_costs import ChunkCosts
+from mlx_mtp.speculative.drafter import MTPDrafter
+from mlx_mtp.speculative.prefill_costs import PrefillCosts
 from tests.tiny_models import VOCAB
 
 LONGEST = 128
@@ -17,10 +17,10 @@ LONGEST = 128
 @pytest.fixture
 def runner(tiny_models) -> ModelRunner:
     model = tiny_models["qwen3_next"]
-    return ModelRunner(model, MTPProposer(model), VOCAB)
+    return ModelRunner(model, MTPDrafter(model), VOCAB)
 
 
-def begun(costs: ChunkCosts, **settings) -> ChunkCalibration:
+def begun(costs: PrefillCosts, **settings) -> ChunkCalibration:
     """By a clock that moves a tenth of a second with each chunk."""
     config = EngineConfig(**({"calibration_seconds": 1e9, "max_decode_pause": 1e9} | settings))
     ticks = itertools.count()
@@ -39,7 +39,7 @@ def begun(costs: ChunkCosts, **settings) -> ChunkCalibration:
     ],
 )
 def test_lengths_are_measured_as_far_as_they_are_used_and_time_allows(runner, settings, lengths):
-    costs = ChunkCosts(LONGEST)
+    costs = PrefillCosts(LONGEST)
     work = begun(costs, **settings)
     while not work.over:
         work.step(runner)
@@ -50,18 +50,18 @@ def test_lengths_are_measured_as_far_as_they_are_used_and_time_allows(runner, se
     if settings == {}:
         # Longer ones take no more time here: the first prompt has them at once, beside rows too.
         assert costs.fastest(10_000) == LONGEST == costs.longest_within(0.12, 0)
-        again = ChunkCosts(LONGEST)
+        again = PrefillCosts(LONGEST)
         again.load(*costs.table())
         assert begun(again).over
 
 
 def test_a_failure_or_the_threads_death_ends_it(runner, monkeypatch):
-    dying = begun(ChunkCosts(LONGEST))
+    dying = begun(PrefillCosts(LONGEST))
     with monkeypatch.context() as patch:
-        patch.setattr(ChunkCosts, "observe", lambda *_: 1 / 0)
+        patch.setattr(PrefillCosts, "observe", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dying.step(runner)
-    monkeypatch.setattr(MTPProposer, "propose", lambda *_: 1 / 0)
-    failing = begun(ChunkCosts(LONGEST))
+    monkeypatch.setattr(MTPDrafter, "propose", lambda *_: 1 / 0)
+    failing = begun(PrefillCosts(LONGEST))
     failing.step(runner)
     assert dying.over and failing.over and not runner.batches.prefilling

@@ -10,18 +10,18 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.sequence import Copy
 from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts
-from mlx_mtp.speculative.draft_policy import DraftsByWorth
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
 from tests.engine.cases import EOS, STEP, make_requests
 from tests.engine.test_engine import Client
 from tests.harness import Driver, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 
-def cheap(head: bool = True, draft: float = 0.05) -> DraftsByWorth:
+def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
     """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
     costs = StepCosts()
     costs.load({1: {HEAD: {n: 1.0 + draft * n for n in (0, 1, 8)}, COPY: {4: 1.1, 16: 1.2}}})
-    return DraftsByWorth(costs, 8 if head else 0)
+    return AdaptiveDrafts(costs, 8 if head else 0)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "greedy grammars"])

@@ -7,7 +7,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.model import DraftHead
 from mlx_mtp.speculative.draft_sources import SOURCES
-from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.drafter import MTPDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
 from tests.engine.cases import EOS, make_requests, proposer_for
@@ -57,7 +57,7 @@ def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
 
     def accepted(ids) -> int:
         head = None if ids is None else DraftHead(demo_model, ids)
-        driver, ties = drive(demo_model, requests, MTPProposer(demo_model, head)), Ties()
+        driver, ties = drive(demo_model, requests, MTPDrafter(demo_model, head)), Ties()
         for name, tokens in driver.run().items():
             ties.check(f"bundled model {name}", tokens, answers[name])
         return driver.core.stats().num_accepted_tokens

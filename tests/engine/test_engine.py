@@ -212,9 +212,7 @@ def test_an_engine_that_cannot_start_says_so_and_ends_what_waits(client, monkeyp
 
 def test_a_first_answer_that_takes_long_is_told(tiny_models, monkeypatch, caplog):
     monkeypatch.setattr(engine_module, "NOTICE_SECONDS", 0.001)
-    monkeypatch.setattr(
-        build_module, "check_answers", lambda *_: wait_until(lambda: caplog.records)
-    )
+    monkeypatch.setattr(build_module, "warm_up", lambda *_: wait_until(lambda: caplog.records))
     engine = build_engine(tiny_models["qwen3_next"], EngineConfig(), VOCAB, (), check=True)
     engine.launch()
     engine.stop()

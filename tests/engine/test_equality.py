@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
 from mlx_mtp.kernels import prefill_attention
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.speculative.ngram import NgramPool
 from tests.engine.cases import (
     EOS,
     FACTORS,
@@ -55,8 +55,8 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
         ),
         proposer=proposer_for(case["drafts"], model, reference, requests),
         depth=erratic,
-        copies=Copies(1 << 20) if erratic else None,
-        prefills=RandomChunks if case["chunks"] == "random" else Prefills,
+        copies=NgramPool(1 << 20) if erratic else None,
+        prefills=RandomChunks if case["chunks"] == "random" else PrefillScheduler,
     )
     if erratic:
         wanted = itertools.cycle((None, 0, None, 1, None, 2, None, 4))

@@ -14,7 +14,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, cuts, save_points, turns
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDrafts
 from tests.engine import cases
 from tests.engine.test_reuse import END, GAIN, STEP, World, messages
 from tests.grammars import bad_words, compiled
@@ -77,7 +77,7 @@ class Exact(World):
         config = EngineConfig(
             max_num_seqs=rows, prefill_step_size=STEP, exact=True, max_decode_pause=1.0
         )
-        self.policy = Scheduler(config, FixedDepth(2), self.reuse)
+        self.policy = Scheduler(config, FixedDrafts(2), self.reuse)
         self.chunks: dict[str, list[tuple[int, int]]] = {}
 
     def step(self, fail: bool = False):

@@ -16,7 +16,7 @@ from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.errors import StepError, StepMemoryError
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import MTPProposer
+from mlx_mtp.speculative.drafter import MTPDrafter
 from tests.harness import Driver, Plain, greedy, plain, request
 from tests.tiny_models import VOCAB
 
@@ -109,14 +109,14 @@ PLACES: dict[str, Patch] = {
     "logits": before(LoadedModel, "logits"),
     "sampling": before(Sampler, "draw"),
     "accept": before(runner_module, "accept"),
-    "propose": before(MTPProposer, "propose"),
-    "a row's first state": before(MTPProposer, "make_state"),
+    "propose": before(MTPDrafter, "propose"),
+    "a row's first state": before(MTPDrafter, "make_state"),
     "a new cache": before(LoadedModel, "make_cache"),
     "starting the device": before(ModelRunner, "_finish"),
     "filing a prefilled row": before(Batches, "store"),
     "joining": before(Batch, "join"),
     "reading": before(InFlightStep, "read"),
-    "the device": on_the_device(MTPProposer, "propose"),
+    "the device": on_the_device(MTPDrafter, "propose"),
 }
 
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
-from mlx_mtp.speculative.ngram import Copies
+from mlx_mtp.speculative.ngram import NgramPool
 from tests.engine.cases import (
     EOS,
     STEP,
@@ -87,7 +87,7 @@ def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, dept
     requests[8] = replace(requests[8], num_draft_tokens=1)
     erratic = Erratic(3) if depth == "erratic" else None
     config = EngineConfig(0 if erratic else depth, prefill_step_size=STEP, overlap=depth != 1)
-    copies = Copies(1 << 20) if erratic else None
+    copies = NgramPool(1 << 20) if erratic else None
     settings = {"config": config, "depth": erratic, "copies": copies, "stop_ids": (EOS,)}
     run = Driver(model, vocab_size=VOCAB, **settings)
     run.run_arrivals({0: requests[:5], 4: requests[5:]})

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.scheduler import MOST_TOGETHER, Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
-from mlx_mtp.speculative.prefill_costs import ChunkCosts
+from mlx_mtp.speculative.draft_policy import FixedDrafts
+from mlx_mtp.speculative.prefill_costs import PrefillCosts
 from tests.engine.cases import ask, driver, words
 from tests.harness import greedy, request
 
@@ -55,7 +55,7 @@ class World:
     def __init__(self, cost: Cost, *, overlap: bool = True, **config: float) -> None:
         config = {"prefill_step_size": 512, "max_decode_pause": 1e3 * PAUSE} | config
         self.config = EngineConfig(**config)
-        self.policy = Scheduler(self.config, FixedDepth(0))
+        self.policy = Scheduler(self.config, FixedDrafts(0))
         self.cost, self.overlap = cost, overlap
         self.now = self.free = 0.0  # of the host; when the device has done all it was given
         self.in_flight: list[tuple[InFlightStep, float]] = []
@@ -172,7 +172,7 @@ def test_chunks_beside_a_stream_are_as_long_as_its_pause_allows(name):
     assert first[0] < 64
     assert max(seconds for _, seconds in beside) <= PAUSE
     whole = [(tokens, seconds) for tokens, seconds in beside[:-1] if tokens == max(beside)[0]]
-    lengths, longest = ChunkCosts(512).lengths, whole[0][0]
+    lengths, longest = PrefillCosts(512).lengths, whole[0][0]
     if longest < 512:
         longer = lengths[lengths.index(longest) + 1]
         assert cost(longer, 2000) > 0.65 * PAUSE
@@ -230,7 +230,7 @@ def test_a_machine_that_is_too_slow_for_the_pause_keeps_half_of_its_speed(fixed,
     world.stream()
     world.seconds("long", 30 * 512)
     beside = [tokens for tokens, _, running in world.chunks if running]
-    tokens = {*beside[30:]} & {*ChunkCosts(512).lengths}  # Others had to be tried.
+    tokens = {*beside[30:]} & {*PrefillCosts(512).lengths}  # Others had to be tried.
     assert max(slow(n, 0) / n for n in tokens) < 2 * slow(512, 0) / 512 * 1.01
     assert min(tokens) < 512
 
@@ -268,7 +268,7 @@ def test_nobody_starves(arrivals, rows, overlap):
     assert {name: at for name, at in world.first.items() if at > most[name]} == {}
 
 
-def used(costs: ChunkCosts, cost: Cost, length: int, count: int, before: float = 0) -> None:
+def used(costs: PrefillCosts, cost: Cost, length: int, count: int, before: float = 0) -> None:
     for _ in range(count):
         costs.observe(length, before, cost(length, before))
 
@@ -277,7 +277,7 @@ def test_the_fastest_length_is_found_in_long_prompts_and_a_short_one_is_computed
     def cost(tokens: int, before: float) -> float:
         return tokens * {512: 1.3e-3, 256: 1.1e-3, 128: 1e-3, 64: 1.2e-3}[tokens]
 
-    costs, found = ChunkCosts(512), []
+    costs, found = PrefillCosts(512), []
     for _ in range(30):
         assert costs.fastest(left=600) in (512, *found)
         found.append(costs.fastest(left=5000))
@@ -291,7 +291,7 @@ def test_the_fastest_length_is_found_in_long_prompts_and_a_short_one_is_computed
 @pytest.mark.parametrize(("fixed", "best"), [(0.2, 2048), (0.06, 1024), (0.0, 512)])
 def test_longer_chunks_are_tried_where_they_may_be_planned(fixed, best):
     """From 512 tokens on, while they gain 5%, in prompts that have room for two of them."""
-    cost, costs, found = machine(fixed, 1e-3, 0.0), ChunkCosts(2048), []
+    cost, costs, found = machine(fixed, 1e-3, 0.0), PrefillCosts(2048), []
     for _ in range(20):
         assert costs.fastest(left=3 * 512) <= max(found, default=512)
         found.append(costs.fastest(left=60_000))
@@ -303,7 +303,7 @@ def test_longer_chunks_are_tried_where_they_may_be_planned(fixed, best):
 def test_what_was_measured_long_ago_is_not_held_against_a_length_and_outliers_hardly():
     """Nor what was measured less often than a few times."""
     cost = machine(0.0, 1e-3, 0.0)
-    costs = ChunkCosts(512)
+    costs = PrefillCosts(512)
     used(costs, lambda n, b: 5 * cost(n, b), 86, 5)  # The machine was busy.
     used(costs, cost, 43, 5)
     assert costs.longest_within(PAUSE, 0) == 43
@@ -312,7 +312,7 @@ def test_what_was_measured_long_ago_is_not_held_against_a_length_and_outliers_ha
     used(costs, cost, 86, 20)
     costs.observe(86, 0, 30.0)
     assert costs.seconds(86, 0) < 1.4 * cost(86, 0)
-    costs = ChunkCosts(512)
+    costs = PrefillCosts(512)
     used(costs, cost, 43, 5)
     used(costs, lambda n, b: 5 * cost(n, b), 86, 3)  # The first of a length does not count.
     assert costs.longest_within(PAUSE, 0) == 86
@@ -321,10 +321,10 @@ def test_what_was_measured_long_ago_is_not_held_against_a_length_and_outliers_ha
 
 
 def test_the_context_is_learned_and_all_is_kept():
-    cost, costs = MACHINES["a CPU"], ChunkCosts(512)
+    cost, costs = MACHINES["a CPU"], PrefillCosts(512)
     for number in range(300):
         costs.observe(64, 200 * number, cost(64, 200 * number))
-    again = ChunkCosts(512)
+    again = PrefillCosts(512)
     again.load(*costs.table())
     for each in (costs, again):
         for before in (0, 30_000, 60_000):
@@ -334,7 +334,7 @@ def test_the_context_is_learned_and_all_is_kept():
 
 def test_prompts_that_are_computed_together_share_the_pause():
     config = EngineConfig(max_decode_pause=100.0)
-    prefills = Prefills(config)
+    prefills = PrefillScheduler(config)
     group = [
         Sequence(Request(f"{n}", (3,) * 30, SamplingParams(max_tokens=2)), (), 2) for n in "abc"
     ]

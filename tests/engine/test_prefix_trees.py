@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.engine.prefill import Prefills
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import SamplingParams
@@ -46,7 +46,7 @@ SHAPES = st.fixed_dictionaries(
         "prefill_step_size": st.sampled_from([8, 16, 64]),
         "max_num_seqs": st.sampled_from([1, 3, 8]),
         "overlap": st.booleans(),
-        "prefills": st.sampled_from([Prefills, RandomChunks]),
+        "prefills": st.sampled_from([PrefillScheduler, RandomChunks]),
         "prefix_cache_size": st.sampled_from([60_000, 200_000, 1 << 26]),
     }
 )

@@ -20,7 +20,7 @@ from mlx_lm.convert import convert as mlx_lm_convert
 from mlx_mtp import distributed
 from mlx_mtp.build import build_engine
 from mlx_mtp.calibration import calibrator
-from mlx_mtp.calibration.calibrator import CostKeeper
+from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.convert.convert import add_head
@@ -30,7 +30,7 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.ranks import launch, links
 from mlx_mtp.ranks.messages import Compare
 from mlx_mtp.speculative.costs import StepCosts
-from mlx_mtp.speculative.prefill_costs import ChunkCosts
+from mlx_mtp.speculative.prefill_costs import PrefillCosts
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.engine.cases import EOS, make_requests
 from tests.engine.ranks import answers, requests_of
@@ -150,12 +150,12 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
         prefill_step_size=64, max_decode_pause=1e9, calibration_seconds=1e9, max_num_seqs=2
     )
     monkeypatch.setattr(calibrator, "_TIMES", 1)
-    costs, chunks = StepCosts(), ChunkCosts(config.prefill_step_size)
+    costs, chunks = StepCosts(), PrefillCosts(config.prefill_step_size)
     requests = make_requests("sampled")[:4]
 
     def work(together):
         run = Driver(models[0], vocab_size=VOCAB, stop_ids=(EOS,), config=config, links=together)
-        keeper = CostKeeper(costs, ChunkCalibration(chunks, config), config, None, "")
+        keeper = Calibrator(costs, ChunkCalibration(chunks, config), config, None, "")
         for number, each in enumerate(requests, 1):
             for _ in range(7 * number):
                 keeper.step(run.runner)
@@ -180,7 +180,7 @@ def check(ties, wanted, found) -> None:
 
 def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     exchange = Exchange(2, monkeypatch)
-    monkeypatch.setattr(links, "summed", exchange.summed)
+    monkeypatch.setattr(links, "all_reduce", exchange.all_reduce)
     monkeypatch.setattr(links, "rank_zero_hosts", lambda: ["255.255.255.255", "127.0.0.1"])
 
     monkeypatch.setattr(links, "BEAT_SECONDS", 0.05)
@@ -225,7 +225,7 @@ def start(monkeypatch):
 
     def started(size, lost=lambda _: None):
         exchange = Exchange(size, monkeypatch)
-        monkeypatch.setattr(links, "summed", exchange.summed)
+        monkeypatch.setattr(links, "all_reduce", exchange.all_reduce)
         monkeypatch.setattr(links, "rank_zero_hosts", lambda: ["127.0.0.1"])
 
         def one(rank):

@@ -13,7 +13,7 @@ from mlx_mtp.errors import StepError
 from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, save_points, turns
 from mlx_mtp.prefix.radix_tree import Fetch, PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDepth
+from mlx_mtp.speculative.draft_policy import FixedDrafts
 from tests.cache.prefixes import FakeDisk, check_tree, put
 
 HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE
@@ -30,7 +30,7 @@ class World:
         self.tree = PrefixTree(limit, self.disk)
         self.reuse = PrefixReuse(self.tree, {END}, step, GAIN)
         config = EngineConfig(max_num_seqs=rows, prefill_step_size=step)
-        self.policy = Scheduler(config, FixedDepth(2), self.reuse, usage)
+        self.policy = Scheduler(config, FixedDrafts(2), self.reuse, usage)
         self.saves = True
         self.computed: dict[str, int] = {}  # prompt tokens that each request had computed
         self.admitted: list[str] = []  # in the order in which their prompts began

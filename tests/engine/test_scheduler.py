@@ -15,7 +15,7 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.costs import Shape
-from mlx_mtp.speculative.draft_policy import DecodeStep, FixedDepth, Outcome
+from mlx_mtp.speculative.draft_policy import DecodeStep, FixedDrafts, Outcome
 
 
 def sequence(
@@ -30,7 +30,7 @@ def sequence(
 def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
     """With memory for as many tokens in all rows; None: without a limit."""
     usage = None if memory is None else lambda lengths: sum(lengths) / memory
-    return Scheduler(EngineConfig(**limits), FixedDepth(2), usage=usage)
+    return Scheduler(EngineConfig(**limits), FixedDrafts(2), usage=usage)
 
 
 def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
@@ -121,7 +121,7 @@ def test_finish_reasons_and_output_after_the_end():
     assert policy.stats().generation_tokens == 3 + 4
 
 
-class Watched(FixedDepth):
+class Watched(FixedDrafts):
     """Notes what it observes."""
 
     def __init__(self) -> None:

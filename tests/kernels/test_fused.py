@@ -122,7 +122,7 @@ def test_wrong_values_are_found(emulated, spoil, wrong):
 def test_a_mixture(emulated, monkeypatch, ranks):
     """The block that joins router, experts and sums, against mlx-lm's."""
     monkeypatch.setattr(moe, "world", lambda: World(size=ranks))
-    monkeypatch.setattr(moe, "summed", lambda part: ranks * part)
+    monkeypatch.setattr(moe, "all_reduce", lambda part: ranks * part)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     how = {"num_experts": 32, "num_experts_per_tok": 3, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(SimpleNamespace(**sizes, **how))

@@ -9,7 +9,7 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import DraftHead
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import Computed, MTPProposer
+from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from tests.harness import greedy
 from tests.reference_head import ReferenceHead
 from tests.tiny_models import FAMILIES, VOCAB, Layout, text_config, write_checkpoint
@@ -46,7 +46,7 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
     expected = reference.drafts(np.array(hidden[0]), tokens[1:].tolist(), DEPTH)
 
     # Ours: the same rows in three windows of different lengths, the last with a rejected tail.
-    proposer, sampler = MTPProposer(model), RecordingSampler()
+    proposer, sampler = MTPDrafter(model), RecordingSampler()
     cache = model.make_cache(1)
     state = proposer.make_state(["a"], [()], cache)
     start = 0

@@ -18,7 +18,7 @@ import pytest
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.app import create_app
-from mlx_mtp.server.http.fair_executor import Turns
+from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.text.sandbox import text_worker
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_breaks_is_a_400(
 
 def test_clients_take_turns_and_those_who_left_are_skipped() -> None:
     async def script() -> None:
-        turns, order = Turns(1), []
+        turns, order = FairExecutor(1), []
         began, gate = threading.Event(), threading.Event()
 
         def work(name: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.server.http.fair_executor import SMALL, Turns
+from mlx_mtp.server.http.fair_executor import SMALL, FairExecutor
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import Serve
 from tests.server.fake_engine import FakeEngine, answer
@@ -44,13 +44,13 @@ CASES: list[tuple[str, dict[str, Any], set[str]]] = [
 def test_what_is_long_takes_turns(
     monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], turns: set[str]
 ) -> None:
-    run, taken = Turns.run, []
+    run, taken = FairExecutor.run, []
 
-    async def noted(self: Turns, *args: Any) -> Any:
+    async def noted(self: FairExecutor, *args: Any) -> Any:
         taken.append(self)
         return await run(self, *args)
 
-    monkeypatch.setattr(Turns, "run", noted)
+    monkeypatch.setattr(FairExecutor, "run", noted)
     with in_process(max_body_bytes=8 << 20) as client:
         client.post(path, json=GOOD[path] | fields)
         context = client._transport._inner.app.state.context

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from mlx_mtp.config import MAX_RUN
-from mlx_mtp.speculative.ngram import GRAM, MOST_MATCH, OBJECTS, Copies, Index
+from mlx_mtp.speculative.ngram import GRAM, MOST_MATCH, OBJECTS, NgramIndex, NgramPool
 
 FILE = random.Random(1).sample(range(10, 5000), 200)
 
@@ -26,7 +26,7 @@ def test_the_longest_match_is_found_however_the_text_came(seed):
     chance = random.Random(seed)
     text = [chance.randrange(chance.choice([20, 100])) for _ in range(chance.randint(1, 400))]
     text += text[5:25] if seed % 2 else []
-    index, at = Index(text[: chance.randint(0, len(text))]), 0
+    index, at = NgramIndex(text[: chance.randint(0, len(text))]), 0
     at = len(index.tokens)
     while at < len(text):
         index.extend(text[at : at + chance.randint(1, 7)])
@@ -35,16 +35,18 @@ def test_the_longest_match_is_found_however_the_text_came(seed):
     assert length == slow(text)
     assert text[place - length : place] == text[len(text) - length :]
     # The same by arrays at once, within the memory that the formula says.
-    assert Index(text).find(index.tokens) == (length, place)
+    assert NgramIndex(text).find(index.tokens) == (length, place)
     assert index.nbytes <= OBJECTS + 4 * (2 * len(text) + max(2 * len(text), 256))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_choices_of_a_prompt_share_its_index_while_one_of_them_is_left(seed, monkeypatch):
     """Their matches are those of prompt and answer as one text."""
-    chance, copies, built, build = random.Random(seed), Copies(0), [], Index._build
+    chance, copies, built, build = random.Random(seed), NgramPool(0), [], NgramIndex._build
     prompt = tuple(chance.randrange(30) for _ in range(chance.choice([1, 100, 127, 128, 700])))
-    monkeypatch.setattr(Index, "_build", lambda self: (built.append(len(self.tokens)), build(self)))
+    monkeypatch.setattr(
+        NgramIndex, "_build", lambda self: (built.append(len(self.tokens)), build(self))
+    )
     copiers = [(copies.of(prompt, "salt"), [*prompt]) for _ in range(3)]
     assert built.count(len(prompt)) == (len(prompt) > 256)
     while copiers:
@@ -64,7 +66,7 @@ def test_the_choices_of_a_prompt_share_its_index_while_one_of_them_is_left(seed,
 
 
 def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not():
-    copier = Copies(0).of(tuple(FILE), None)
+    copier = NgramPool(0).of(tuple(FILE), None)
     copier.extend(FILE[20:24])
     assert (copier.match, list(copier.run)) == (4, FILE[24:57])
     copier.extend(FILE[24:40])
@@ -84,7 +86,7 @@ def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not(
 @pytest.mark.parametrize("cycle", [[7], [7, 8], [7, 8, 9], FILE[:15]])
 def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
     text = (cycle * 120)[:120]
-    copier = Copies(0).of(tuple(text[:9]), None)
+    copier = NgramPool(0).of(tuple(text[:9]), None)
     at = 9
     for count in (1, 3, 17, 5, 2, 16, 30):
         copier.extend(text[at : at + count])
@@ -93,8 +95,10 @@ def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
 
 
 def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monkeypatch):
-    copies, built, build = Copies(1 << 20), [], Index._build
-    monkeypatch.setattr(Index, "_build", lambda self: (built.append(len(self.tokens)), build(self)))
+    copies, built, build = NgramPool(1 << 20), [], NgramIndex._build
+    monkeypatch.setattr(
+        NgramIndex, "_build", lambda self: (built.append(len(self.tokens)), build(self))
+    )
     for number in range(40):
         copies.keep(None, [1000 * number + n for n in range(300)])
     assert len(built) <= 10  # as the table of entries grows
@@ -104,7 +108,7 @@ def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monk
 
 
 def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
-    copies = Copies(1 << 14)
+    copies = NgramPool(1 << 14)
     copies.keep("a", FILE[:100])
     copies.keep("b", FILE[100:])
 
@@ -125,6 +129,6 @@ def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
     copies.clear()
     assert copies.nbytes == 0
     assert run("a", 59_010, 59_011, 59_012) == []
-    nothing = Copies(0)
+    nothing = NgramPool(0)
     nothing.keep("a", FILE)
     assert nothing.nbytes == 0

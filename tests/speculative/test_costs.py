@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from mlx_mtp.speculative.acceptance_rates import CopyRates, HeadRates
+from mlx_mtp.speculative.acceptance_rates import HeadRates, NgramRates
 from mlx_mtp.speculative.costs import COPY, HEAD, KNOTS, Shape, StepCosts
 from mlx_mtp.speculative.draft_policy import DraftRow
 
@@ -132,7 +132,7 @@ def test_a_row_is_as_much_better_than_all_as_it_was():
 
 
 def test_copies_are_rated_by_the_length_of_the_match_before_them():
-    row, pool = CopyRates(0.97), CopyRates(0.99)
+    row, pool = NgramRates(0.97), NgramRates(0.99)
     first = row.chances(3, 16, pool)
     assert first == sorted(first, reverse=True)
     assert row.chances(40, 16, pool)[-1] > first[-1]

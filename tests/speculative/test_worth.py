@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from mlx_mtp.speculative.costs import COPY, HEAD, Prices, Shape, StepCosts
 from mlx_mtp.speculative.draft_policy import (
+    AdaptiveDrafts,
     Choice,
     DecodeStep,
     DraftPolicy,
     DraftRow,
-    DraftsByWorth,
-    FixedDepth,
+    FixedDrafts,
     Outcome,
     best_choice,
 )
@@ -172,13 +172,13 @@ def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
     return cost
 
 
-def worth(table: dict[int, dict[float, float]] | None = None) -> DraftsByWorth:
+def worth(table: dict[int, dict[float, float]] | None = None) -> AdaptiveDrafts:
     costs = StepCosts()
     costs.load({size: {HEAD: row} for size, row in (table or {}).items()})
-    return DraftsByWorth(costs)
+    return AdaptiveDrafts(costs)
 
 
-def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> DraftsByWorth:
+def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> AdaptiveDrafts:
     return worth({size: dict(enumerate(table[size])) for size in sizes})
 
 
@@ -277,7 +277,7 @@ def test_answers_of_few_tokens(table):
             machine.run(policy, 1, 1, [row])  # launched before its end was read
         return machine.tokens / machine.seconds
 
-    assert speed(calibrated(table, 1)) > 0.95 * max(speed(FixedDepth(k)) for k in range(K + 1))
+    assert speed(calibrated(table, 1)) > 0.95 * max(speed(FixedDrafts(k)) for k in range(K + 1))
 
 
 def test_batches_that_change_all_the_time():
@@ -329,7 +329,7 @@ def test_a_run_that_pays_is_copied_soon_though_the_head_drafts(length, late):
     """A long one at once, a short one at the next review."""
     costs = StepCosts()
     costs.load({1: {HEAD: {0: 1.0, 1: 1.3, 2: 1.6, 8: 4.0}, COPY: {4: 1.04, 16: 1.2}}})
-    policy, row = DraftsByWorth(costs), DraftRow()
+    policy, row = AdaptiveDrafts(costs), DraftRow()
     drive(policy, [row, DraftRow(0)], 1, 100)
     assert any(policy.choose([row, DraftRow(0)], steady=True).head)
     row.copier = Run([0.97] * length)

@@ -16,7 +16,7 @@ from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.conversation import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
 from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS, Client
-from mlx_mtp.server.http.fair_executor import Turns
+from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.text.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.text.plain_text import marked
 from mlx_mtp.text.sandbox.helper import HelperError, HelperUnavailableError
@@ -55,8 +55,8 @@ class Prompter:
     request_templates: bool = False  # requests may bring their own
     special_as_text: bool = False  # special tokens' names in a chat
     workers: TextWorkers | None = None
-    _large: Turns = field(default_factory=lambda: Turns(LARGE_AT_ONCE))
-    _working: Turns = field(default_factory=lambda: Turns(NUM_WORKERS))
+    _large: FairExecutor = field(default_factory=lambda: FairExecutor(LARGE_AT_ONCE))
+    _working: FairExecutor = field(default_factory=lambda: FairExecutor(NUM_WORKERS))
 
     async def prompt(
         self, conversation: Conversation, limit: int, client: Client, *, with_grammar: bool = False

@@ -13,7 +13,7 @@ from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.server.http.admission import Client
-from mlx_mtp.server.http.fair_executor import Turns
+from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, check, checker, compile_grammar
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ class Grammars:
         before = threading.stack_size(8 * STACK_BYTES)
         self._pool.submit(int).result()
         threading.stack_size(before)
-        self._turns = Turns(1, self._pool)
+        self._turns = FairExecutor(1, self._pool)
 
     async def compile(self, spec: GrammarSpec, field: str, client: Client) -> Grammar:
         """Compile a grammar, or find it; GrammarError: that of `field` is wrong or expensive."""

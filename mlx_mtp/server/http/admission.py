@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from mlx_mtp import errors
 from mlx_mtp.server.http.access import key_of
-from mlx_mtp.server.http.fair_executor import Turns
+from mlx_mtp.server.http.fair_executor import FairExecutor
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
@@ -69,7 +69,7 @@ class RequestLimiter:
         self.held = 0
         self.rejected: Counter[str] = Counter()
         # Large bodies are parsed, and large answers written, one at a time.
-        self.parsing, self.packing = Turns(1), Turns(1)
+        self.parsing, self.packing = FairExecutor(1), FairExecutor(1)
         self._drain_until = math.inf
         self._engine, self._max_queue, self._clock = engine, max_queue, clock
         self._ends: deque[tuple[float, int]] = deque(maxlen=64)

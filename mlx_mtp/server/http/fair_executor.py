@@ -23,7 +23,7 @@ class _Waiting:
     num_prompt: int = QUANTUM - FLAT_COST
 
 
-class Turns:
+class FairExecutor:
     """Runs `free` pieces of work at once, on threads."""
 
     def __init__(self, free: int, executor: Executor | None = None) -> None:
