@@ -26,9 +26,9 @@ MOST_TOGETHER = 256
 class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
-    A plan holds at most one chunk of a group of prompts (see `PrefillScheduler`), cut at multiples of
-    `prefill_step_size`, and one decode step. `usage` says which share of the memory rows of so many
-    tokens each take; without it they all fit.
+    A plan holds at most one chunk of a group of prompts (see `PrefillScheduler`), cut at multiples
+    of `prefill_step_size`, and one decode step. `usage` returns the share of the memory that rows
+    of these numbers of tokens take; without it they all fit.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 The others build the same graph, so that collectives meet in the same order. What they need for
 that is in a `Step`: which rows, which windows, what is restored. They know neither sampling
-parameters nor grammars, as they take over the tokens that rank 0 draws (`distributed.broadcast`), and no
-tree of prefixes: they copy, cut and drop as its segments are.
+parameters nor grammars, as they take over the tokens that rank 0 draws (`distributed.broadcast`),
+and no tree of prefixes: they copy, cut and drop as its segments are.
 """
 
 from __future__ import annotations
