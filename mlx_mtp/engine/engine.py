@@ -48,7 +48,7 @@ class Engine:
         info: EngineInfo,
         make_core: Callable[[EngineStats], EngineCore],
         heartbeat: Heartbeat,
-        keeper: Calibrator | None = None,
+        calibrator: Calibrator | None = None,
         store: PrefixStore | None = None,
         warm_up: Callable[[ModelRunner], None] | None = None,
         links: Links | None = None,  # to the other ranks, if there are any
@@ -56,7 +56,7 @@ class Engine:
         self.info = info
         self._make_core = make_core
         self._heartbeat = heartbeat
-        self._keeper = keeper
+        self._calibrator = calibrator
         self._store, self._links = store, links or Links()
         self._warm_up = warm_up or (lambda _: None)
         self._answered = Future[None]()  # whether the model could answer at the start
@@ -93,7 +93,7 @@ class Engine:
     @property
     def measuring(self) -> bool:
         """It measures step costs now, or will when nobody asks."""
-        return self._keeper is not None and self._keeper.busy and self.healthy
+        return self._calibrator is not None and self._calibrator.busy and self.healthy
 
     def expect(self) -> None:
         """A request is being read, or the next one of a client may be: measure nothing for now."""
@@ -220,13 +220,13 @@ class Engine:
         if not self._answered.done():
             self._warm_up(core.runner)
             self._answered.set_result(None)
-        keeper = self._keeper
-        if keeper is not None:
-            keeper.begin()
+        calibrator = self._calibrator
+        if calibrator is not None:
+            calibrator.reset()
         self.expect()
         while True:
             self._heartbeat.end()
-            measuring = keeper is not None and keeper.busy and core.idle
+            measuring = calibrator is not None and calibrator.busy and core.idle
             pause = max(self._quiet_until - monotonic(), 0.0)
             for note in self._read_inbox(pause if measuring else core.seconds_to_wait):
                 if isinstance(note, Sequence):
@@ -235,12 +235,12 @@ class Engine:
                     core.cancel(note)
             if self._stopping:
                 return
-            if measuring and keeper is not None:
+            if measuring and calibrator is not None:
                 self._heartbeat.begin_start()
                 if core.idle and monotonic() >= self._quiet_until:
-                    keeper.step(core.runner)
+                    calibrator.step(core.runner)
                     continue
-                keeper.leave()
+                calibrator.pause()
                 if core.idle:
                     continue
             self._heartbeat.begin_planning()
@@ -252,8 +252,8 @@ class Engine:
             if core.idle:
                 core.release()
                 self.expect()
-            if keeper is not None:
-                keeper.save_periodically()
+            if calibrator is not None:
+                calibrator.save_periodically()
 
     def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the engine is to be restarted."""
@@ -270,7 +270,7 @@ class Engine:
         if self._failure is not None:
             tasks.append(partial(self._links.fail, reason))
         tasks += [] if core is None else [core.close]
-        tasks += [] if self._keeper is None else [self._keeper.save]
+        tasks += [] if self._calibrator is None else [self._calibrator.save]
         for task in tasks:
             try:
                 task()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
+from mlx_mtp.speculative.costs import PrefillCosts
 
 Group = list[Sequence]
 

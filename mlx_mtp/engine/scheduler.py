@@ -14,7 +14,7 @@ from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
-from mlx_mtp.speculative.costs import COPY, Shape
+from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import DecodeStep, DraftPolicy, Outcome
 from mlx_mtp.speculative.ngram import NgramPool
 
@@ -125,11 +125,11 @@ class Scheduler:
         if rows:
             verified = sum(outcome.num_drafts for outcome in outcomes)
             proposed = max(row.num_proposed for row in step.rows)
-            shape = Shape(len(rows), verified, proposed)
+            shape = StepShape(len(rows), verified, proposed)
             self._drafts.observe(DecodeStep(shape, outcomes, step.cost))
 
     def _source(self, row: StepRow) -> str:
-        return COPY if row.copy is not None else self._config.draft_source
+        return "copy" if row.copy is not None else self._config.draft_source
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:
         sequence, tokens, error = row.sequence, row.token_ids, row.error

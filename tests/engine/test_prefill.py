@@ -20,8 +20,8 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.costs import PrefillCosts
 from mlx_mtp.speculative.draft_policy import FixedDrafts
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
 from tests.engine.cases import ask, driver, words
 from tests.harness import greedy, request
 
@@ -325,7 +325,7 @@ def test_the_context_is_learned_and_all_is_kept():
     for number in range(300):
         costs.observe(64, 200 * number, cost(64, 200 * number))
     again = PrefillCosts(512)
-    again.load(*costs.table())
+    again.load(costs.table())
     for each in (costs, again):
         for before in (0, 30_000, 60_000):
             assert each.seconds(64, before) == pytest.approx(cost(64, before), rel=0.2)

@@ -14,7 +14,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import Shape
+from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import DecodeStep, FixedDrafts, Outcome
 
 
@@ -151,10 +151,10 @@ def test_the_policy_learns_of_decode_steps_alone():
     policy.update([InFlightStep(second)])
     one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.
-    assert (one.shape, one.seconds) == (Shape(3, 6, 2), 0.5)
+    assert (one.shape, one.seconds) == (StepShape(3, 6, 2), 0.5)
     brought = ((a, 2), (b, 1), (d, 2))
     assert one.outcomes == [Outcome(row.drafting, "mtp", 2, tokens) for row, tokens in brought]
-    assert (other.shape, other.seconds) == (Shape(2, 4, 0), None)
+    assert (other.shape, other.seconds) == (StepShape(2, 4, 0), None)
     assert other.outcomes == [Outcome(a.drafting, "mtp", 2, 1), Outcome(b.drafting, "mtp", 2, 0)]
     stats = policy.stats()
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
