@@ -126,7 +126,7 @@ class Scheduler:
             verified = sum(outcome.num_drafts for outcome in outcomes)
             proposed = max(row.num_proposed for row in step.rows)
             shape = StepShape(len(rows), verified, proposed)
-            self._drafts.observe(DecodeStep(shape, outcomes, step.cost))
+            self._drafts.observe(DecodeStep(shape, outcomes, step.seconds))
 
     def _source(self, row: StepRow) -> str:
         return "copy" if row.copy is not None else self._config.draft_source

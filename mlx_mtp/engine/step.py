@@ -116,8 +116,7 @@ class InFlightStep:
     done: mx.array | None = None  # of a chunk: evaluating it waits for the whole chunk
     launched_at: float = 0.0  # by the core's clock
     launching: float = 0.0  # seconds of the host's to launch its plan
-    seconds: float | None = None  # from the end of what was before it on the device to its own
-    cost: float | None = None  # of a decode step, in seconds, where that is known (see `StepTimer`)
+    seconds: float | None = None  # what it takes, if that is known (see `StepClock`)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

@@ -65,7 +65,7 @@ class DecodeStep(NamedTuple):
 
     shape: StepShape
     outcomes: Sequence[Outcome]
-    seconds: float | None  # its cost, where that is known (see `StepTimer`)
+    seconds: float | None  # its cost, where that is known (see `StepClock`)
 
 
 class Choice(NamedTuple):

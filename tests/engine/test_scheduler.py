@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.core import StepTimer
+from mlx_mtp.engine.core import StepClock
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
@@ -147,7 +147,7 @@ def test_the_policy_learns_of_decode_steps_alone():
     ]
     # A row that had ended before brings nothing, but its window was computed.
     second = [StepRow(a, 3, num_cached=1, token_ids=(5,)), StepRow(b, 3)]
-    policy.update([InFlightStep(first, cost=0.5)])
+    policy.update([InFlightStep(first, seconds=0.5)])
     policy.update([InFlightStep(second)])
     one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.
@@ -250,12 +250,13 @@ def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
     """Each step takes one second longer than the one before it; the time that counts of each."""
     clock = Clock()
-    timer, times = StepTimer(clock), []
-    steps = tuple(list(map(copy.copy, step)) for step in steps)  # the timer tells them apart
+    timer, times = StepClock(clock), []
+    steps = tuple(list(map(copy.copy, step)) for step in steps)  # the clock tells them apart
     for number, read in enumerate(steps):
         clock.now += number
         following = steps[number + 1] if number + 1 < len(steps) else []
-        times.append(timer.lap(read, following if overlap else read))
+        timer.end_round(read, following if overlap else read)
+        times.append(read[-1].seconds if read else None)
     return times
 
 
