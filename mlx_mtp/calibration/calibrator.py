@@ -18,8 +18,8 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts, Table
-from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow, FixedDrafts
+from mlx_mtp.speculative.costs import COPY, HEAD, Shape, StepCosts, Table
+from mlx_mtp.speculative.draft_policy import Choice, DraftRow, FixedDrafts, VerifiedRow
 from mlx_mtp.speculative.ngram import NgramPool
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,9 @@ class _Recorder(FixedDrafts):
         none = (0,) * len(rows)
         return Choice(none, each) if self._cell.source == COPY else Choice(each, none)
 
-    def observe(self, step: DecodeStep) -> None:
-        self._costs.observe(step.shape, step.seconds)
-        self.num_timed += step.seconds is not None
+    def observe(self, rows: Many[VerifiedRow], shape: Shape, seconds: float | None) -> None:
+        self._costs.observe(shape, seconds)
+        self.num_timed += seconds is not None
 
 
 class Calibration:

@@ -8,7 +8,7 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import StepPlan
+from mlx_mtp.engine.step import StepPlan, StepRow
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.prefill_costs import PrefillCosts
 
@@ -52,7 +52,7 @@ class ChunkCalibration:
         began = self._clock()
         prompt = spread(runner.vocab_size, length + 1)
         sequence = Sequence(Request("calibration", prompt, SamplingParams(max_tokens=1)), (), 1)
-        plan = StepPlan(((sequence, 0, length),), (), frozenset([sequence]))
+        plan = StepPlan((StepRow(sequence, 0, length),), (), frozenset([sequence]))
         (step,) = runner.run(plan)
         runner.read(step)
         seconds = self._clock() - began
