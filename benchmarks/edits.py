@@ -31,7 +31,7 @@ from mlx_mtp.calibration.calibrator import steps_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.speculative.costs import HOST, MTP, CostKey, StepCosts, StepShape
-from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DecodeStep, DraftRow, Outcome
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftRow
 from mlx_mtp.speculative.ngram import NgramPool
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -114,6 +114,15 @@ class Row(DraftRow):
             self.copier.extend(text.answer[:1])
 
 
+class Window(NamedTuple):
+    """What the policy reads of a row of a step."""
+
+    drafting: Row
+    source: str
+    num_verified: int
+    num_cached: int
+
+
 class Result(NamedTuple):
     """Of a replay."""
 
@@ -145,11 +154,11 @@ def replay(
     waiting = iter(texts)
     rows = [Row(text, copies) for text in itertools.islice(waiting, num_rows)]
     pending, total = dict.fromkeys(rows, 0), Result(0, 0, 0.0)
-    unread: DecodeStep | None = None
+    unread: tuple[list[Window], StepShape, float] | None = None
     steady = False
     while rows:
         choice = policy.choose(rows, steady=steady)
-        outcomes: list[Outcome] = []
+        outcomes: list[Window] = []
         came: list[tuple[Row, Sequence[int]]] = []
         for row, wanted, drafts in zip(rows, choice.copied, choice.head):
             left = len(row.text.answer) - row.at
@@ -162,18 +171,18 @@ def replay(
             right = zip(run, following) if run else ()
             hits = [a == b for a, b in right] or [chance.random() < rate for _ in range(count)]
             brought = min([*hits, False].index(False) + 1, left)
-            outcomes.append(Outcome(row, "copy" if run else MTP, count, brought))
+            outcomes.append(Window(row, "copy" if run else MTP, count, brought))
             came.append((row, row.text.answer[row.at : row.at + brought]))
             row.at += brought
             row.ahead, pending[row] = count + 1, drafts
-        verified = sum(outcome.num_drafts for outcome in outcomes)
+        verified = sum(outcome.num_verified for outcome in outcomes)
         shape = StepShape(len(rows), verified, max(choice.head))
         took = prices.seconds(shape)
-        tokens = sum(outcome.num_tokens for outcome in outcomes)
+        tokens = sum(outcome.num_cached for outcome in outcomes)
         total = Result(total.tokens + tokens, total.steps + len(rows), total.seconds + took)
         if unread is not None:
-            policy.observe(unread)
-        unread, steady = DecodeStep(shape, outcomes, took), True
+            policy.observe(*unread)
+        unread, steady = (outcomes, shape, took), True
         for row, new in came:
             if row.copier is not None and row.unread:
                 row.copier.extend(row.unread)

@@ -20,8 +20,17 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import CHUNK, HOST, MTP, CostKey, PrefillCosts, StepCosts, Table
-from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow, FixedDrafts
+from mlx_mtp.speculative.costs import (
+    CHUNK,
+    HOST,
+    MTP,
+    CostKey,
+    PrefillCosts,
+    StepCosts,
+    StepShape,
+    Table,
+)
+from mlx_mtp.speculative.draft_policy import Choice, DraftRow, FixedDrafts, VerifiedRow
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +87,9 @@ class _CellDrafts(FixedDrafts):
         each, none = (int(self._cell.size),) * len(rows), (0,) * len(rows)
         return Choice(none, each) if self._cell.kind == HOST else Choice(each, none)
 
-    def observe(self, step: DecodeStep) -> None:
-        self._costs.observe(step.shape, step.seconds)
-        self.num_timed += step.seconds is not None
+    def observe(self, rows: Many[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+        self._costs.observe(shape, seconds)
+        self.num_timed += seconds is not None
 
 
 class _Run(NamedTuple):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator
 from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.distributed import all_gather
-from mlx_mtp.engine.sequence import Copy, Sequence
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import DraftState
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.step import StepRow
 
 
 class Batch:
@@ -55,22 +59,21 @@ class Batch:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
 
-    def copy(self, copies: Mapping[Sequence, Copy]) -> None:
-        """Let the next window verify these tokens in place of their rows' drafts.
+    def copy(self, rows: Many[StepRow]) -> None:
+        """Let the next window verify what the rows of its plan copy, in place of their drafts.
 
-        They go on behind what the window in flight brings: if that was something else, they miss.
+        A run goes on behind what the window in flight brings: if that was something else, it fails.
         """
-        if not copies:
+        if not any(row.run for row in rows):
             return
-        own = [copies.get(s, Copy((), 0)) for s in self.sequences]
-        self.num_drafts = [c.num_drafts or n for c, n in zip(own, self.num_drafts)]
+        self.num_drafts = [row.num_copied or n for row, n in zip(rows, self.num_drafts)]
         width = max(self.num_drafts)
-        table = np.zeros((len(own), width + max(c.ahead for c in own)), dtype=np.int32)
-        for row, each in zip(table, own):
-            row[: len(each.run)] = each.run
-        first = mx.where(mx.array([c.ahead > 0 for c in own]), self.kept, 0)
+        table = np.zeros((len(rows), width + max(row.ahead for row in rows)), dtype=np.int32)
+        for ids, row in zip(table, rows):
+            ids[: len(row.run)] = row.run
+        first = mx.where(mx.array([row.ahead > 0 for row in rows]), self.kept, 0)
         runs = mx.take_along_axis(mx.array(table), first[:, None] + mx.arange(width), axis=1)
-        copied = mx.array([c.num_drafts > 0 for c in own])[:, None]
+        copied = mx.array([row.num_copied > 0 for row in rows])[:, None]
         self.drafts = mx.where(copied, runs, _widen(self.drafts[:, :width], width, 0))
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
@@ -161,7 +164,7 @@ class Batches:
         if len(done) < len(batch):
             self.prefilling.append(batch.filter(lambda s: s not in done))
 
-    def gather(self, wanted: Many[Sequence]) -> Batch:
+    def gather(self, wanted: Collection[Sequence]) -> Batch:
         """The running batch with exactly these rows: others leave it, and ready ones join."""
         rows = frozenset(wanted)
         parts = [self.decoding] if self.decoding is not None else []

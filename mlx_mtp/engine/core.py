@@ -168,17 +168,18 @@ def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return ()
     rows = steps[0].rows
-    verified, proposed = [r.num_positions - 1 for r in rows], [r.num_proposed for r in rows]
+    verified, proposed = [r.num_verified for r in rows], [r.num_proposed for r in rows]
     return steps[0].sequences, verified, proposed
 
 
 def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
     """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
-    chunks = [p.chunk for p in (plan, last) if p.chunk]
-    tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
+    both = [row for each in (plan, last) for row in (*each.chunk, *each.decode)]
+    drafts = max((row.num_copied for row in both), default=0)
+    drafts = drafts or max((row.num_proposed for row in both), default=0)
+    chunks = [each.chunk for each in (plan, last) if each.chunk]
+    tokens = max((len(rows) * max(row.length for row in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))
-    drafts = max((n for p in (plan, last) for n in p.drafts.values()), default=0)
-    drafts = max((c.num_drafts for p in (plan, last) for c in p.copies.values()), default=drafts)
     parts = [f"a prefill chunk of {tokens} tokens"] if tokens else []
     parts += [f"a decoding step of {rows} {'row' if rows == 1 else 'rows'}"] if rows else []
     kind = ("prefill" if tokens else "decode", tokens.bit_length(), rows.bit_length(), drafts)

@@ -7,10 +7,11 @@ prompt is computed within twice the time of itself and of what was left of those
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep, PrefillChunk
+from mlx_mtp.engine.step import InFlightStep, StepRow
 from mlx_mtp.speculative.costs import PrefillCosts
 
 Group = list[Sequence]
@@ -51,7 +52,7 @@ class PrefillScheduler:
             return self._costs.longest_within(self._pause, context)
         return self._costs.fastest(left)
 
-    def next_chunk(self, *, beside: bool) -> PrefillChunk:
+    def next_chunk(self, *, beside: bool) -> tuple[StepRow, ...]:
         """Plan a chunk; `beside`: rows are running."""
         waiting = [group for group in self._groups if any(map(_is_waiting, group))]
         if not waiting:
@@ -68,30 +69,31 @@ class PrefillScheduler:
                 chunk = own
             else:
                 self._credit += self._seconds(chunk)
-        for sequence, start, length in chunk:
-            sequence.num_computed = start + length
-            sequence.begun = True
+        for row in chunk:
+            row.sequence.num_computed = row.start + row.length
+            row.sequence.begun = True
         return chunk
 
     def observe(self, step: InFlightStep) -> None:
-        """Learn from a chunk that has been read; call it before its rows are updated."""
+        """Learn from a chunk that has been read."""
         if self._pause and step.seconds is not None and not step.did_more:
-            rows = [(r.sequence, r.sequence.num_cached, r.num_positions) for r in step.rows]
-            self._costs.observe(*_size(rows), step.seconds)
+            self._costs.observe(*_size(step.rows), step.seconds)
 
-    def _chunk(self, group: Group, beside: bool) -> PrefillChunk:
-        rows = [s for s in group if _is_waiting(s)]
-        _, context = _size([(s, s.num_computed, 1) for s in rows])
+    def _chunk(self, group: Group, beside: bool) -> tuple[StepRow, ...]:
+        rows = tuple(StepRow(s, s.num_computed) for s in group if _is_waiting(s))
+        _, context = _size(rows)
         most = self.most_tokens(context, _num_left(group), beside=beside)
         most = max(most // len(rows), 1)
-        return tuple((s, s.num_computed, self._length(s, most)) for s in rows)
+        for row in rows:
+            row.length = self._length(row.sequence, most)
+        return rows
 
     def _length(self, sequence: Sequence, most: int) -> int:
         """Up to the next cut, but for a rest of few tokens, which would take a chunk of its own."""
         left = sequence.next_cut(self._step) - sequence.num_computed
         return -(-left // 2) if most < left < 2 * most else min(left, most)
 
-    def _seconds(self, chunk: PrefillChunk) -> float:
+    def _seconds(self, chunk: tuple[StepRow, ...]) -> float:
         return self._costs.seconds(*_size(chunk))
 
 
@@ -103,7 +105,7 @@ def _num_left(group: Group) -> int:
     return sum(s.num_prompt - s.num_computed for s in group)
 
 
-def _size(chunk: PrefillChunk | list[tuple[Sequence, int, int]]) -> tuple[int, float]:
+def _size(rows: Many[StepRow]) -> tuple[int, float]:
     """Tokens of a chunk, as a rectangle of its rows, and how many are before one of them."""
-    longest = max(length for _, _, length in chunk)
-    return len(chunk) * longest, sum(start for _, start, _ in chunk) / len(chunk)
+    longest = max(row.length for row in rows)
+    return len(rows) * longest, sum(row.start for row in rows) / len(rows)

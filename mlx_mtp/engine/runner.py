@@ -1,7 +1,7 @@
 """Runs the model over what the scheduler planned: launches now, reads later."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import TypeVar
@@ -21,7 +21,6 @@ from mlx_mtp.engine.step import (
     ForwardPass,
     InFlightStep,
     Launch,
-    PrefillChunk,
     StepPlan,
     StepRow,
 )
@@ -63,12 +62,14 @@ class ModelRunner:
         """Launch a plan. A failure is returned as a step that ends its rows with an error."""
         self.batches.prune(plan.live)
         self._clear_cache(plan)
+        if self._proposer is None:
+            for row in (*plan.chunk, *plan.decode):
+                row.num_proposed = 0
         launches = []
         if plan.chunk:
-            rows = tuple(s for s, _, _ in plan.chunk)
-            launches.append((rows, self._prefill(plan.chunk, plan.drafts)))
+            launches.append((plan.chunk, self._prefill(plan.chunk)))
         if plan.decode:
-            launches.append((plan.decode, self._decode(plan)))
+            launches.append((plan.decode, self._decode(plan.decode)))
         groups = [launches] if plan.together else [[each] for each in launches]
         return [step for group in groups for step in self._launch(group)]
 
@@ -84,7 +85,7 @@ class ModelRunner:
             failure = self._as_step_error(error)
             step.fail(failure)
             dropped = self.batches.drop(step.sequences)
-            others = tuple(s for s in dropped if s not in step.sequences)
+            others = [StepRow(s) for s in dropped if s not in step.sequences]
             return [step, _failed(others, failure)]
         self.prefixes.commit(step.saves)
         return [step]
@@ -103,7 +104,7 @@ class ModelRunner:
         self.batches = Batches()
         mx.clear_cache()
 
-    def _launch(self, launches: Many[tuple[tuple[Sequence, ...], Launch]]) -> list[InFlightStep]:
+    def _launch(self, launches: Many[tuple[Many[StepRow], Launch]]) -> list[InFlightStep]:
         """Launch them with one forward pass for the tokens of all."""
         steps: list[InFlightStep] = []
         waiting, passes = [], []
@@ -116,7 +117,7 @@ class ModelRunner:
                 passes.append(begun)
         if not waiting:
             return steps
-        everyone = tuple(s for rows, _ in waiting for s in rows)
+        everyone = [row for rows, _ in waiting for row in rows]
         hidden = self._guard(everyone, lambda: self._hidden(passes))
         if isinstance(hidden, InFlightStep):
             return [*steps, hidden]
@@ -135,19 +136,18 @@ class ModelRunner:
         ends: list[int] = np.cumsum([len(own) for own in tokens])[:-1].tolist()
         return list(mx.split(hidden, ends))
 
-    def _prefill(self, chunk: PrefillChunk, drafts: Mapping[Sequence, int]) -> Launch:
-        sequences = tuple(s for s, _, _ in chunk)
+    def _prefill(self, chunk: tuple[StepRow, ...]) -> Launch:
+        sequences = [row.sequence for row in chunk]
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         warm = batch is None and all(s.prefix is not None for s in sequences)
         arrays = ChunkArrays(chunk, int(warm), [self._prompt(s) for s in sequences])
         assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
         batch = batch or self._new_batch(sequences)
-        num_drafts = self._num_drafts(batch, drafts)
-        limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
+        limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
         # What the trunk's attention reads depends neither on drafts nor on where a prompt began.
-        batch.cache.reserve(_limits(batch, arrays.num_computed.tolist(), [0] * len(batch)), rooms)
+        batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
         if warm and not self.prefixes.restore(batch):
             for sequence in sequences:
                 sequence.restart()
@@ -165,9 +165,9 @@ class ModelRunner:
         num_kept = mx.array(arrays.lengths)
         last = mx.array(arrays.ends.astype(np.int32))
         batch.keep_hidden(hidden[last], num_kept)
-        computed_of = zip(sequences, arrays.num_computed.tolist())
-        rows = [StepRow(s, count, num_cached=count) for s, count in computed_of]
-        step = InFlightStep(rows, is_prefill=True)
+        for row in chunk:
+            row.num_cached = row.length
+        step = InFlightStep(chunk, is_prefill=True)
         step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self.vocab_size)
         mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
         targets = arrays.following
@@ -175,7 +175,7 @@ class ModelRunner:
             targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
         window = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
-        self._finish(batch, step, window, num_drafts)
+        self._finish(batch, step, window)
         step.saves.extend(self.prefixes.save_prompts(batch))
         step.did_more = warm or bool(step.saves) or step.prompt is not None
         step.done = batch.last_hidden
@@ -209,13 +209,16 @@ class ModelRunner:
             self._prompts[sequence] = mx.array(np.array([*sequence.prompt, 0], dtype=np.int32))
         return self._prompts[sequence]
 
-    def _decode(self, plan: StepPlan) -> Launch:
-        batch = self.batches.gather(plan.decode)
-        batch.copy(plan.copies)
+    def _decode(self, planned: tuple[StepRow, ...]) -> Launch:
+        row_of = {row.sequence: row for row in planned}
+        batch = self.batches.gather(row_of)
+        rows = [row_of[sequence] for sequence in batch.sequences]
+        batch.copy(rows)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
-        lengths = [1 + number for number in batch.num_drafts]
-        num_drafts = self._num_drafts(batch, plan.drafts)
-        batch.cache.reserve(_limits(batch, lengths, num_drafts))
+        for row, count in zip(rows, batch.num_drafts, strict=True):
+            row.length, row.num_drafts = 1 + count, count
+        lengths = [row.length for row in rows]
+        batch.cache.reserve(_limits(rows, lengths))
         start = batch.cache.offset
         # Without drafts it is known beforehand what each row keeps, and no window is left pending.
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
@@ -230,36 +233,27 @@ class ModelRunner:
         batch.cache.commit(num_kept)
         last = packing.at(drawn.accepted.at_last)
         batch.keep_hidden(hidden[last], num_kept)
-        windows = zip(batch.sequences, lengths, batch.num_drafts, strict=True)
-        rows = [StepRow(s, length, drafts, plan.copies.get(s)) for s, length, drafts in windows]
         step = InFlightStep(rows, drawn=drawn)
         targets = packing.flat(drawn.tokens)
         computed = Computed(hidden, targets, last, packing, batch.cache)
-        self._finish(batch, step, computed, num_drafts)
+        self._finish(batch, step, computed)
         step.note(batch.masks.errors())
         return step
 
-    def _num_drafts(self, batch: Batch, wanted: Mapping[Sequence, int]) -> list[int]:
-        """Drafts to propose for each row."""
-        if self._proposer is None:
-            return [0] * len(batch)
-        return [wanted.get(s, 0) for s in batch.sequences]
-
-    def _finish(
-        self, batch: Batch, step: InFlightStep, computed: Computed, num_drafts: list[int]
-    ) -> None:
+    def _finish(self, batch: Batch, step: InFlightStep, computed: Computed) -> None:
+        """Launch the drafts for the next windows, and all that was not launched before."""
+        batch.num_drafts = [row.num_proposed for row in step.rows]
         if self._proposer is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
-            batch.drafts = self._proposer.propose(batch.draft_state, computed, num_drafts, sampler)
+            state = batch.draft_state
+            batch.drafts = self._proposer.propose(state, computed, batch.num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
-        batch.num_drafts = num_drafts
         mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
-        for row, number in zip(step.rows, num_drafts, strict=True):
-            row.num_proposed = number
-            row.sequence.launched(row.num_positions)
+        for row in step.rows:
+            row.sequence.launched(row.length)
 
-    def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
+    def _new_batch(self, sequences: Many[Sequence]) -> Batch:
         state, cache = None, self._model.make_cache(len(sequences))
         if self._proposer is not None:
             ids, prompts = [s.request_id for s in sequences], [s.prompt for s in sequences]
@@ -273,7 +267,7 @@ class ModelRunner:
         for all chunks that were launched: for a third of one's time, with what is allocated anew.
         """
         self._num_steps += 1
-        self._num_tokens += sum(length for _, _, length in plan.chunk)
+        self._num_tokens += sum(row.length for row in plan.chunk)
         due = not (plan.chunk or plan.decode) or self._num_steps % _CLEAR_STEPS == 0
         many = self._num_tokens >= _CLEAR_TOKENS and not mx.cuda.is_available()
         if due or self._failed_last or many:
@@ -281,14 +275,14 @@ class ModelRunner:
             mx.clear_cache()
         self._failed_last = False
 
-    def _guard(self, rows: tuple[Sequence, ...], part: Callable[[], T]) -> T | InFlightStep:
+    def _guard(self, rows: Many[StepRow], part: Callable[[], T]) -> T | InFlightStep:
         try:
             return part()
         except BaseException as error:
             if not is_fault(error):  # As a panic is, of the Rust that makes grammars' masks.
                 raise
             logger.exception("A step failed while it was launched")
-            self.batches.drop(rows)
+            self.batches.drop([row.sequence for row in rows])
             return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: BaseException) -> StepError:
@@ -339,13 +333,19 @@ def _resume(launch: Launch, hidden: mx.array | None = None) -> ForwardPass | InF
         return step
 
 
-def _limits(batch: Batch, lengths: Many[int], num_drafts: Many[int]) -> list[int]:
+def _limits(rows: Many[StepRow], lengths: Many[int]) -> list[int]:
     """Bounds of what the rows' caches hold after a window and the drafts for the next one."""
-    rows = zip(batch.sequences, lengths, num_drafts, strict=True)
-    return [s.max_cached + length + max(drafts - 1, 0) for s, length, drafts in rows]
+    return [
+        row.sequence.max_cached + length + max(row.num_proposed - 1, 0)
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
-def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:
-    for sequence in rows:
-        sequence.launched(0)
-    return InFlightStep([StepRow(s, 0, error=error) for s in rows], error=error)
+def _failed(rows: Many[StepRow], error: MlxMtpError) -> InFlightStep:
+    """A step of rows that were not launched to their end."""
+    for row in rows:
+        row.length = 0
+        row.sequence.launched(0)
+    step = InFlightStep(rows)
+    step.fail(error)
+    return step

@@ -9,13 +9,13 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import FinishReason, RequestOutput
-from mlx_mtp.engine.sequence import Copy, Sequence, Status
+from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.stats import EngineStats
-from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.speculative.costs import StepShape
-from mlx_mtp.speculative.draft_policy import DecodeStep, DraftPolicy, Outcome
+from mlx_mtp.speculative.draft_policy import DraftPolicy
 from mlx_mtp.speculative.ngram import NgramPool
 
 # Tokens of a chunk that shares a forward pass with the running rows, so that the weights are read
@@ -89,17 +89,17 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         self._drop_finished()
-        decode = tuple(self._running)
-        if all(s.surely_finished for s in decode):
+        decode = tuple(map(StepRow, self._running))
+        if all(s.surely_finished for s in self._running):
             decode = ()
         if self.num_waiting:
             self._admit(self._prefills.most_tokens(beside=bool(decode)))
         chunk = self._prefills.next_chunk(beside=bool(decode))
         live = frozenset(s for s in self._admitted() if not s.finished)
-        tokens = sum(length for _, _, length in chunk)
+        tokens = sum(row.length for row in chunk)
         together = bool(chunk and decode) and tokens <= MOST_TOGETHER and not self._config.exact
-        drafts = self._choose_drafts(chunk, decode)
-        return StepPlan(chunk, decode, live, *drafts, together=together)
+        self._choose_drafts(chunk, decode)
+        return StepPlan(chunk, decode, live, together)
 
     def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
         """Update the requests from steps that were read."""
@@ -112,28 +112,21 @@ class Scheduler:
     def _observe(self, step: InFlightStep) -> None:
         rows = [row for row in step.rows if row.error is None]
         if step.is_prefill:
-            self._totals.prompt_tokens += sum(row.num_positions for row in rows)
+            self._totals.prompt_tokens += sum(row.length for row in rows)
             if rows:
                 self._prefills.observe(step)
             return
-        outcomes = []
         for row in rows:
-            source, verified = self._source(row), row.num_positions - 1
-            self._totals.count_window(source, row.num_drafts, row.num_accepted)
+            self._totals.count_window(row.source, row.num_drafts, row.num_accepted)
             self._totals.num_optimistic_tokens += len(row.optimistic)
-            outcomes.append(Outcome(row.sequence.drafting, source, verified, row.num_cached))
         if rows:
-            verified = sum(outcome.num_drafts for outcome in outcomes)
             proposed = max(row.num_proposed for row in step.rows)
-            shape = StepShape(len(rows), verified, proposed)
-            self._drafts.observe(DecodeStep(shape, outcomes, step.seconds))
-
-    def _source(self, row: StepRow) -> str:
-        return "copy" if row.copy is not None else self._config.draft_source
+            shape = StepShape(len(rows), sum(row.num_verified for row in rows), proposed)
+            self._drafts.observe(rows, shape, step.seconds)
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:
         sequence, tokens, error = row.sequence, row.token_ids, row.error
-        sequence.read(row.num_positions, row.num_cached)
+        sequence.read(row.length, row.num_cached)
         if sequence.finished:
             return None
         if error is not None:
@@ -167,7 +160,7 @@ class Scheduler:
             num_draft_tokens=row.num_drafts,
             num_accepted_tokens=row.num_accepted,
             optimistic=row.optimistic,
-            draft_source=self._source(row),
+            draft_source=row.source,
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
@@ -175,24 +168,20 @@ class Scheduler:
             progress=sequence.progress if is_first and sequence.request.progress else None,
         )
 
-    def _choose_drafts(
-        self, chunk: PrefillChunk, decode: tuple[Sequence, ...]
-    ) -> tuple[dict[Sequence, int], dict[Sequence, Copy]]:
-        """Drafts of the head for the next window, and tokens to copy into this one.
-
-        By row that decodes, or will when this step has run.
-        """
-        ending = (s for s, start, length in chunk if start + length == s.num_prompt)
-        rows = [*decode, *ending]
+    def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> None:
+        """Plan the head's drafts for next windows, and tokens to copy into those of this step."""
+        rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
-            return {}, {}
+            return
         self._last_size = len(rows)
-        for sequence in decode:
-            sequence.drafting.ahead = sequence.max_cached - sequence.num_cached
-        choice = self._drafts.choose([s.drafting for s in rows], steady=not chunk)
-        wanted = zip(decode, choice.copied)
-        copies = {s: copy for s, count in wanted if count and (copy := s.to_copy(count))}
-        return dict(zip(rows, choice.head)), copies
+        for row in decode:
+            row.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
+        choice = self._drafts.choose([row.drafting for row in rows], steady=not chunk)
+        for row, count in zip(rows, choice.head):
+            row.num_proposed = count
+        for row, count in zip(decode, choice.copied):
+            if count:
+                row.copy(count)
 
     def _look_for_copies(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting

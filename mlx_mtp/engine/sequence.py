@@ -2,8 +2,6 @@
 
 import enum
 from bisect import bisect
-from collections.abc import Sequence as Many
-from typing import NamedTuple
 
 from mlx_mtp.engine.request import Progress, Request, TokenLogprobs
 from mlx_mtp.prefix.radix_tree import Node, root_key
@@ -18,18 +16,6 @@ class Status(enum.Enum):
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     FINISHED = enum.auto()
-
-
-class Copy(NamedTuple):
-    """Tokens to verify in place of a row's drafts."""
-
-    run: Many[int]  # what should follow the last token that has been read
-    ahead: int  # of it, what the window in flight may bring
-    of_others: bool = False  # from an earlier answer, which may be another client's
-
-    @property
-    def num_drafts(self) -> int:
-        return len(self.run) - self.ahead
 
 
 class Sequence:
@@ -100,15 +86,6 @@ class Sequence:
     @property
     def progress(self) -> Progress:
         return Progress(self.num_prompt, self.num_reused, self.num_cached, self.admitted_at)
-
-    def to_copy(self, count: int) -> Copy | None:
-        """At most so many tokens of its run: as many as it may emit and its grammar allows."""
-        copier, ahead = self.drafting.copier, self.drafting.ahead
-        assert copier is not None
-        run = copier.run[: min(ahead + count, self.max_new_tokens - len(self.output) - 1)]
-        if self.constraint is not None:
-            run = run[: self.constraint.num_allowed(run)]
-        return Copy(run, ahead, copier.of_others) if len(run) > ahead else None
 
     def begin(self, prefix: Node | None, save_points: list[int]) -> None:
         """Start after a prefix that is in the cache; None: from the beginning."""

@@ -3,7 +3,6 @@
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,30 +10,92 @@ import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.engine.request import TokenLogprobs
-from mlx_mtp.engine.sequence import Copy, Sequence
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.prefix.cache import Save
+from mlx_mtp.speculative.costs import MTP
+from mlx_mtp.speculative.draft_policy import DraftRow
 from mlx_mtp.speculative.verify import AcceptResult
 
-# Of the prompts of one group, each with its first position and its number of tokens.
-PrefillChunk = tuple[tuple[Sequence, int, int], ...]
+
+@dataclass(slots=True, eq=False)
+class StepRow:
+    """One row of a step: planned by the scheduler, launched by the runner, then read.
+
+    Its positions are tokens of its prompt, from `start` on, or a verify window: the last token that
+    it emitted, and drafts.
+    """
+
+    sequence: Sequence
+    # The plan:
+    start: int = 0  # of a prompt's tokens
+    length: int = 0  # number of positions; of a verify window the runner knows it
+    num_proposed: int = 0  # drafts of the head for its next window
+    # Tokens to verify in place of the head's drafts: what should follow the last token that was
+    # read, of which the window in flight brings the first `ahead` at most.
+    run: Many[int] = ()
+    ahead: int = 0
+    of_others: bool = False  # the run is from an earlier answer, which may be another client's
+    # The result:
+    # Drafts of the window that count. Of a run `of_others` only those that are accepted do: neither
+    # its tokens nor their number may tell the rest of another client's answer.
+    num_drafts: int = 0
+    error: MlxMtpError | None = None
+    num_cached: int = 0  # positions that stay in the caches
+    token_ids: tuple[int, ...] = ()  # that it emits
+    num_accepted: int = 0  # how many of them were drafts
+    optimistic: tuple[int, ...] = ()  # places in `token_ids` of drafts that were not sampled
+    drafts: tuple[int, ...] = ()  # the ones that count, if any row wants a trace
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: bool = False  # the device ended it
+
+    def copy(self, count: int) -> None:
+        """Plan to verify at most `count` tokens of its run, as its limit and grammar allow."""
+        sequence, copier, ahead = self.sequence, self.drafting.copier, self.drafting.ahead
+        assert copier is not None
+        most = sequence.max_new_tokens - len(sequence.output) - 1
+        run = copier.run[: min(ahead + count, most)]
+        if sequence.constraint is not None:
+            run = run[: sequence.constraint.num_allowed(run)]
+        if len(run) > ahead:
+            self.run, self.ahead, self.of_others = run, ahead, copier.of_others
+
+    @property
+    def num_copied(self) -> int:
+        return len(self.run) - self.ahead
+
+    @property
+    def is_last(self) -> bool:
+        """True if a chunk ends with its prompt."""
+        return self.start + self.length == self.sequence.num_prompt
+
+    # What a `DraftPolicy` reads:
+
+    @property
+    def drafting(self) -> DraftRow:
+        return self.sequence.drafting
+
+    @property
+    def source(self) -> str:
+        return "copy" if self.run else MTP
+
+    @property
+    def num_verified(self) -> int:
+        return self.length - 1
 
 
 class StepPlan(NamedTuple):
     """What to launch: a prefill chunk, a decode step, or both."""
 
-    chunk: PrefillChunk  # empty: none
-    decode: tuple[Sequence, ...]
+    chunk: tuple[StepRow, ...]  # of the prompts of one group; empty: none
+    decode: tuple[StepRow, ...]
     live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
-    # Drafts of the head for the next window, of rows that decode or will then.
-    drafts: Mapping[Sequence, int] = MappingProxyType({})
-    # Tokens that this step verifies in place of the head's drafts.
-    copies: Mapping[Sequence, Copy] = MappingProxyType({})
     together: bool = False  # chunk and decode step in one forward pass
 
     @property
     def needs_host(self) -> bool:
-        return any(s.needs_host for s in self.decode)
+        return any(row.sequence.needs_host for row in self.decode)
 
 
 class ChunkArrays:
@@ -43,14 +104,14 @@ class ChunkArrays:
     `prompts` has the rows' prompts on the device, int32 [T + 1], each with a 0 behind it.
     """
 
-    def __init__(self, chunk: PrefillChunk, before: int, prompts: Many[mx.array]) -> None:
+    def __init__(self, chunk: Many[StepRow], before: int, prompts: Many[mx.array]) -> None:
         self.before = before  # its hidden state is known
         # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
-        self.num_computed = np.array([length for _, _, length in chunk], dtype=np.int32)
+        self.num_computed = np.array([row.length for row in chunk], dtype=np.int32)
         self.lengths = self.num_computed + before
         self.ends = np.cumsum(self.lengths) - 1  # each row's last one among all
-        self.is_last = np.array([s.num_prompt == start + length for s, start, length in chunk])
-        spans = [(p, start, start + length) for p, (_, start, length) in zip(prompts, chunk)]
+        self.is_last = np.array([row.is_last for row in chunk])
+        spans = [(p, row.start, row.start + row.length) for p, row in zip(prompts, chunk)]
         # int32 [N]: what the trunk has to run; all tokens; the one after each, 0 at a prompt's end.
         self.computed = _joined([p[start:end] for p, start, end in spans])
         self.tokens = _joined([p[start - before : end] for p, start, end in spans])
@@ -81,32 +142,10 @@ class PromptScores(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepRow:
-    """One row's window in a step: what was launched, and what came of it once that is read."""
-
-    sequence: Sequence
-    num_positions: int  # of its window
-    # Of them, the drafts that count. What was copied of others counts only if it is accepted:
-    # neither its tokens nor their number may tell the rest of another client's answer.
-    num_drafts: int = 0
-    copy: Copy | None = None  # what these were copied from
-    num_proposed: int = 0  # drafts for its next window
-    error: MlxMtpError | None = None
-    num_cached: int = 0  # positions that stay in the caches
-    token_ids: tuple[int, ...] = ()  # that it emits
-    num_accepted: int = 0  # how many of them were drafts
-    optimistic: tuple[int, ...] = ()  # places in `token_ids` of drafts that were not drawn
-    drafts: tuple[int, ...] = ()  # if any row wants a trace
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finished: bool = False  # the device ended it
-
-
-@dataclass(slots=True)
 class InFlightStep:
     """A launched window of each row; its results are in the rows once it has been read."""
 
-    rows: list[StepRow]
+    rows: Many[StepRow]
     is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
     drawn: Drawn | None = None  # None if no row draws a token
     prompt: PromptScores | None = None  # None if no row asked for them
@@ -154,7 +193,7 @@ class InFlightStep:
             row.token_ids, row.finished = tuple(own[:num_kept]), finished
             if not self.is_prefill:
                 row.num_cached, row.num_accepted = num_kept, num_accepted
-                if row.copy is not None and row.copy.of_others:
+                if row.of_others:
                     row.num_drafts = num_accepted
                 # A row that had ended before verifies nothing.
                 row.num_drafts = row.num_drafts if num_kept else 0

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_mtp.engine.batch import hidden_states
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.sequence import Copy, Sequence
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import RankError
 from mlx_mtp.models.model import LoadedModel
@@ -55,22 +55,18 @@ class _Follower:
         """Launch a step, and wait for the one before it."""
         self._follow(step.notes)
         rows = self._rows | {number: row.sequence() for number, row in step.new.items()}
-        for number, cached in step.max_cached.items():
-            rows[number].set_cached(cached)
         for number, names in step.prefixes.items():
             rows[number].prefix = self.parts.prefix(names)
-        plan = StepPlan(
-            tuple((rows[number], start, length) for number, start, length in step.chunk),
-            tuple(rows[number] for number in step.decode),
-            frozenset(rows[number] for number in step.live),
-            {rows[number]: count for number, count in step.drafts.items()},
-            {rows[number]: Copy(*copy) for number, copy in step.copies.items()},
-            together=step.together,
+        chunk, decode = (
+            tuple(planned.row(rows[planned.number]) for planned in part)
+            for part in (step.chunk, step.decode)
         )
-        launched = self.runner.run(plan)
+        live = frozenset(rows[number] for number in step.live)
+        launched = self.runner.run(StepPlan(chunk, decode, live, step.together))
         for number in step.prefixes:
             rows[number].prefix = None
-        self._rows = {number: rows[number] for number in {*step.max_cached, *step.live}}
+        known = {planned.number for planned in (*step.chunk, *step.decode)} | step.live
+        self._rows = {number: rows[number] for number in known}
         for each in launched:
             if each.error is not None or not each.sequences:
                 raise RankError(f"a step failed: {each.error or 'a prefix is not here'}")

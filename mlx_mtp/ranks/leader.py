@@ -22,7 +22,7 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.prefix.cache import PrefixCache, Save
 from mlx_mtp.prefix.segments import Entry
 from mlx_mtp.ranks.links import Links
-from mlx_mtp.ranks.messages import Compare, Release, Row, Step, Take
+from mlx_mtp.ranks.messages import Compare, PlannedRow, Release, Row, Step, Take
 from mlx_mtp.ranks.segments import LeadStore, Notes, names_of
 
 logger = logging.getLogger(__name__)
@@ -92,21 +92,23 @@ class LeaderRunner(ModelRunner):
         super().release()
 
     def _step(self, plan: StepPlan) -> Step:
-        chunk, rows = [s for s, _, _ in plan.chunk], self.prefixes.rows
-        named = [*dict.fromkeys([*chunk, *plan.decode, *plan.live])]
+        rows, started = self.prefixes.rows, [row.sequence for row in plan.chunk]
+        named = [*dict.fromkeys([*started, *(row.sequence for row in plan.decode), *plan.live])]
         new = {s: next(self.prefixes.numbers) for s in named if s not in rows}
         numbers = {s: rows[s] if s in rows else new[s] for s in named}
         self.prefixes.rows = numbers
+
+        chunk, decode = (
+            tuple(PlannedRow.of(numbers[row.sequence], row) for row in rows)
+            for rows in (plan.chunk, plan.decode)
+        )
         return Step(
             self.prefixes.notes.take(),
             {number: Row.of(s) for s, number in new.items()},
-            {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
-            {numbers[s]: names_of(s.prefix.entry()) for s in chunk if s.prefix is not None},
+            {numbers[s]: names_of(s.prefix.entry()) for s in started if s.prefix is not None},
             frozenset(numbers[s] for s in plan.live),
-            tuple((numbers[s], start, length) for s, start, length in plan.chunk),
-            tuple(numbers[s] for s in plan.decode),
-            {numbers[s]: count for s, count in plan.drafts.items()},
-            {numbers[s]: (tuple(copy.run), copy.ahead) for s, copy in plan.copies.items()},
+            chunk,
+            decode,
             plan.together,
         )
 

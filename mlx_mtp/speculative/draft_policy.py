@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.acceptance_rates import HeadRates
@@ -51,21 +51,17 @@ class DraftRow:
         return (self.missed + 1.0) / (self.expected + 1.0)
 
 
-class Outcome(NamedTuple):
-    """What one row's window brought."""
+class VerifiedRow(Protocol):
+    """What a policy reads of one row of a decode step (see `engine.step.StepRow`)."""
 
-    row: DraftRow
-    source: str
-    num_drafts: int  # that were verified
-    num_tokens: int  # 0: the row had ended before
-
-
-class DecodeStep(NamedTuple):
-    """A decode step that has been read."""
-
-    shape: StepShape
-    outcomes: Sequence[Outcome]
-    seconds: float | None  # its cost, where that is known (see `StepClock`)
+    @property
+    def drafting(self) -> DraftRow: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def num_verified(self) -> int: ...  # drafts of its window
+    @property
+    def num_cached(self) -> int: ...  # tokens that the window brought; 0: the row had ended before
 
 
 class Choice(NamedTuple):
@@ -104,7 +100,7 @@ class FixedDrafts:
         self.choices[len(rows)] = self._num_draft_tokens
         return even_choice(rows, self._num_draft_tokens)
 
-    def observe(self, step: DecodeStep) -> None:
+    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
         pass
 
 
@@ -178,18 +174,22 @@ class AdaptiveDrafts:
         self._probing -= 1
         return self._probe
 
-    def observe(self, step: DecodeStep) -> None:
-        """Learn from a step, one or two steps after it was planned."""
-        for row, source, drafts, tokens in step.outcomes:
+    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+        """Learn from a decode step, one or two steps after it was planned.
+
+        `seconds` are its cost, or None if that is not known (see `StepClock`).
+        """
+        for row in rows:
+            drafts, tokens = row.num_verified, row.num_cached
             self._tokens += tokens
             if not tokens:
-                memory = 1.0 - 1.0 / (_ANSWERS * len(step.outcomes))
+                memory = 1.0 - 1.0 / (_ANSWERS * len(rows))
                 self._tokens *= memory
                 self._answers = self._answers * memory + 1.0
-            elif source == MTP:
-                row.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
-        self._pool.fade(step.shape.rows)
-        self._costs.observe(step.shape, step.seconds)
+            elif row.source != "copy":
+                row.drafting.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
+        self._pool.fade(shape.rows)
+        self._costs.observe(shape, seconds)
 
     def _review(
         self, rows: Sequence[DraftRow], runs: Sequence[Sequence[float]], *, steady: bool

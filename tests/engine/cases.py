@@ -16,7 +16,7 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.models.model import DraftHead, LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow
+from mlx_mtp.speculative.draft_policy import Choice, DraftRow
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from tests.cache.prefixes import flush
 from tests.grammars import compiled
@@ -134,7 +134,6 @@ class Erratic:
         self.choices: dict[int, float] = {}
         self.reason = None
         self.planned: list[int] = []
-        self.steps: list[DecodeStep] = []
 
     def choose(self, rows: list[DraftRow], *, steady: bool) -> Choice:
         assert rows
@@ -154,8 +153,8 @@ class Erratic:
         row.copier.run = row.copier.run or (5, 6)
         return self.random.randint(1, 16)
 
-    def observe(self, step: DecodeStep) -> None:
-        self.steps.append(step)
+    def observe(self, rows, shape, seconds) -> None:
+        pass
 
 
 class RandomChunks(PrefillScheduler):

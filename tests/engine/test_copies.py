@@ -8,7 +8,7 @@ import pytest
 from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
-from mlx_mtp.engine.sequence import Copy
+from mlx_mtp.engine.step import StepRow
 from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
 from tests.engine.cases import EOS, STEP, make_requests
@@ -69,7 +69,7 @@ def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, op
     driver.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     driver.run()
     outputs, stats = driver.outputs["a"], driver.core.stats()
-    tried = {token for plan in plans for each in plan.copies.values() for token in each.run}
+    tried = {token for plan in plans for row in plan.decode for token in row.run}
     assert set(secret).isdisjoint(tried) == (not own and optimistic > 0)
     assert set(secret).isdisjoint(token for o in outputs for token in o.drafts) != own
     assert set(secret).isdisjoint(driver.tokens("a")) or (own and optimistic)
@@ -112,11 +112,13 @@ def test_a_run_goes_on_behind_what_the_window_in_flight_has_kept():
     batch.sequences = ["head", "read", "all kept", "some kept"]
     batch.num_drafts, batch.drafts = [2, 0, 0, 0], mx.array([[7, 8], [0, 0], [0, 0], [0, 0]])
     batch.kept = mx.array([1, 3, 3, 1], dtype=mx.int32)
-    batch.copy({
-        "read": Copy([10, 11], 0),
-        "all kept": Copy([20, 21, 22, 23, 24, 25], 3),
-        "some kept": Copy([30, 31, 32, 33, 34], 3),
-    })  # fmt: skip
+    runs = {
+        "read": ([10, 11], 0),
+        "all kept": ([20, 21, 22, 23, 24, 25], 3),
+        "some kept": ([30, 31, 32, 33, 34], 3),
+    }
+    plans = [(name, *runs.get(name, ((), 0))) for name in batch.sequences]
+    batch.copy([StepRow(name, run=run, ahead=ahead) for name, run, ahead in plans])
     assert batch.num_drafts == [2, 2, 3, 2]
     found = [row[:count] for row, count in zip(batch.drafts.tolist(), batch.num_drafts)]
     assert found == [[7, 8], [10, 11], [23, 24, 25], [31, 32]]

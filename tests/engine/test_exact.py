@@ -83,8 +83,9 @@ class Exact(World):
     def step(self, fail: bool = False):
         plan = super().step(fail)
         assert len(plan.chunk) <= 1 and not plan.together
-        for row, start, length in plan.chunk:
-            self.chunks.setdefault(row.request_id, []).append((start, start + length))
+        for row in plan.chunk:
+            span = row.start, row.start + row.length
+            self.chunks.setdefault(row.sequence.request_id, []).append(span)
         return plan
 
 
@@ -174,8 +175,9 @@ class Noted(Driver):
 
         def noted(plan):
             assert len(plan.chunk) <= 1
-            for row, start, length in plan.chunk:
-                self.chunks.setdefault(row.request_id, []).append((start, start + length))
+            for row in plan.chunk:
+                span = row.start, row.start + row.length
+                self.chunks.setdefault(row.sequence.request_id, []).append(span)
             return run(plan)
 
         self.runner.run = noted

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,11 +15,9 @@ from mlx_mtp.speculative.costs import HOST, MTP, BatchCosts, StepCosts, StepShap
 from mlx_mtp.speculative.draft_policy import (
     AdaptiveDrafts,
     Choice,
-    DecodeStep,
     DraftPolicy,
     DraftRow,
     FixedDrafts,
-    Outcome,
     best_choice,
 )
 from tests.harness import curve
@@ -27,6 +26,18 @@ Cost = Callable[[int, float], float]
 """(rows, drafts a row) -> seconds of a step where all rows have so many."""
 Rates = Callable[[], Sequence[float]]
 """The chance of each position's draft at present, given those before it."""
+
+
+class Window(NamedTuple):
+    """What a policy reads of a row of a step."""
+
+    drafting: DraftRow
+    source: str
+    num_verified: int
+    num_cached: int
+
+
+Observed = tuple[list[Window], StepShape, float | None]
 
 
 class Run:
@@ -72,19 +83,19 @@ class Machine:
         began, before = self.seconds, self.tokens
         window = policy.choose(rows, steady=False).head
         last: tuple[int, ...] = ()
-        unread: deque[DecodeStep] = deque()
+        unread: deque[Observed] = deque()
         for _ in range(num_steps):
             choice = policy.choose(rows, steady=True)
             verified = [c or h for c, h in zip(choice.copied, window)]
             clean = last == window == choice.head
             unread.append(self._step(rows, verified, choice, clean=clean))
             while len(unread) > 1:
-                policy.observe(unread.popleft())
+                policy.observe(*unread.popleft())
             last, window = window, choice.head
             for row, count in zip(rows, verified):
                 row.ahead = count + 1
         for step in unread:
-            policy.observe(step)
+            policy.observe(*step)
         return (self.tokens - before) / (self.seconds - began)
 
     def price(self, shape: StepShape) -> float:
@@ -97,7 +108,7 @@ class Machine:
 
     def _step(
         self, rows: list[DraftRow], verified: list[int], choice: Choice, *, clean: bool
-    ) -> DecodeStep:
+    ) -> Observed:
         shape = StepShape(len(rows), sum(verified), max(choice.head))
         seconds = self.price(shape)
         self.seconds += seconds
@@ -107,7 +118,7 @@ class Machine:
         if shape not in self.seen:
             self.seen.add(shape)
             seconds *= self.first
-        outcomes = []
+        windows = []
         for row, count, copied in zip(rows, verified, choice.copied):
             rates = row.copier.rates if copied else self.rates_of(row)
             if row not in self.left:
@@ -116,10 +127,10 @@ class Machine:
             kept = int(left > 0)
             while 0 < kept < min(count + 1, left) and self.random.random() < rates[kept - 1]:
                 kept += 1
-            outcomes.append(Outcome(row, HOST if copied else MTP, count, kept))
+            windows.append(Window(row, "copy" if copied else MTP, count, kept))
             self.left[row] = left - kept
             self.tokens += _expected(rates[: min(count, left - 1)]) if left > 0 else 0.0
-        return DecodeStep(shape, outcomes, seconds if clean else None)
+        return windows, shape, seconds if clean else None
 
     def rates_of(self, row: DraftRow) -> Sequence[float]:
         return self.rates()
@@ -304,9 +315,9 @@ def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) 
     for _ in range(steps):
         head = policy.choose(rows, steady=steady).head
         seen.add(head[1])
-        outcomes = [Outcome(row, MTP, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
+        windows = [Window(row, MTP, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
         shape = StepShape(len(rows), sum(head), max(head))
-        policy.observe(DecodeStep(shape, outcomes, 0.01 if steady else None))
+        policy.observe(windows, shape, 0.01 if steady else None)
     return seen
 
 
