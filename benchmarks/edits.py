@@ -32,7 +32,7 @@ from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.speculative.costs import HOST, MTP, CostKey, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftRow
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.ngram import NgramSource
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _SHORTEST, _LONGEST = 300, 6000  # tokens of a file
@@ -105,13 +105,13 @@ class Row(DraftRow):
 
     __slots__ = ("at", "text", "unread")
 
-    def __init__(self, text: Text, copies: NgramPool | None) -> None:
+    def __init__(self, text: Text, source: NgramSource | None) -> None:
         super().__init__()
         self.text, self.at = text, 1
         self.unread: Sequence[int] = ()
-        if copies is not None:
-            self.copier = copies.of(text.prompt, None)
-            self.copier.extend(text.answer[:1])
+        if source is not None:
+            self.host["copy"] = source.drafter(text.prompt, None)
+            self.host["copy"].extend(text.answer[:1])
 
 
 class Window(NamedTuple):
@@ -150,9 +150,9 @@ def replay(
     costs.load({cell: prices.seconds(shape_of(cell)) for cell in
                 steps_to_measure({}, num_rows, (MTP, HOST))})  # fmt: skip
     policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if MTP in sources else 0)
-    copies = NgramPool(0) if HOST in sources else None
+    source = NgramSource(0) if HOST in sources else None
     waiting = iter(texts)
-    rows = [Row(text, copies) for text in itertools.islice(waiting, num_rows)]
+    rows = [Row(text, source) for text in itertools.islice(waiting, num_rows)]
     pending, total = dict.fromkeys(rows, 0), Result(0, 0, 0.0)
     unread: tuple[list[Window], StepShape, float] | None = None
     steady = False
@@ -160,12 +160,12 @@ def replay(
         choice = policy.choose(rows, steady=steady)
         outcomes: list[Window] = []
         came: list[tuple[Row, Sequence[int]]] = []
-        for row, wanted, drafts in zip(rows, choice.copied, choice.head):
+        for row, wanted, drafts in zip(rows, choice.host, choice.head):
             left = len(row.text.answer) - row.at
             run: Sequence[int] = ()
-            if wanted and row.copier is not None:
+            if wanted:
                 # Behind what the last step has brought, though the policy has not seen that yet.
-                run = row.copier.run[len(row.unread) :][: min(wanted, left)]
+                run = row.host[row.source].run[len(row.unread) :][: min(wanted, left)]
             count = len(run) or pending[row]
             following = row.text.answer[row.at : row.at + count]
             right = zip(run, following) if run else ()
@@ -184,12 +184,12 @@ def replay(
             policy.observe(*unread)
         unread, steady = (outcomes, shape, took), True
         for row, new in came:
-            if row.copier is not None and row.unread:
-                row.copier.extend(row.unread)
+            for drafter in row.host.values() if row.unread else ():
+                drafter.extend(row.unread)
             row.unread = new
         for place, row in enumerate(rows):
             if row.at == len(row.text.answer) and (text := next(waiting, None)) is not None:
-                rows[place], steady = Row(text, copies), False
+                rows[place], steady = Row(text, source), False
                 pending[rows[place]] = 0
         rows = [row for row in rows if row.at < len(row.text.answer)]
     return total

@@ -191,7 +191,7 @@ def check(name: str, end: float, options: argparse.Namespace) -> list[int]:
         config = EngineConfig(drafts or 0, rows, exact=True, prefix_cache_size=room)
         model = of.model if drafts else of.model.without_head()
         told = None if rate is None or not drafts else TellingProposer(of.model, texts, rate)
-        return build_engine(model, config, of.vocab_size, of.ends, proposer=told)
+        return build_engine(model, config, of.vocab_size, of.ends, drafter=told)
 
     firsts = [request(*each) for each in enumerate(of.prompts)]
     alone = engine(None, 1)

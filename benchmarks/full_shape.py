@@ -97,8 +97,8 @@ def decoding_core(
 ) -> EngineCore:
     """An engine whose rows have all been prefilled and stretched to these lengths."""
     config = EngineConfig(max_num_seqs=len(contexts), prefill_step_size=512)
-    proposer = None if depth is None else MTPDrafter(model)
-    runner = make_runner(model, proposer, model.vocab_size)
+    drafter = None if depth is None else MTPDrafter(model)
+    runner = make_runner(model, drafter, model.vocab_size)
     core = EngineCore(Scheduler(config, FixedDrafts(depth or 0)), runner, overlap=overlap)
     sampling = SamplingParams(max_tokens=_ENDLESS, temperature=0.0)
     sequences = []

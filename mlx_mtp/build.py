@@ -15,8 +15,8 @@ from mlx_mtp import __version__
 from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.calibration.cost_file import fingerprint
 from mlx_mtp.config import (
-    MAX_COPY_TOKENS,
     MAX_DRAFT_TOKENS,
+    MAX_HOST_DRAFTS,
     EngineConfig,
     check_settings,
     from_options,
@@ -48,9 +48,8 @@ from mlx_mtp.ranks.segments import LeadStore
 from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.speculative.costs import HOST, MTP, PrefillCosts, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
-from mlx_mtp.speculative.draft_sources import make_proposer
-from mlx_mtp.speculative.drafter import DraftProposer
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.drafter import MTPDrafter, make_drafter
+from mlx_mtp.speculative.host_sources import HostSources
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def build_engine(
     tokenizer_vocab_size: int,
     eos_token_ids: tuple[int, ...],
     *,
-    proposer: DraftProposer | None = None,
+    drafter: MTPDrafter | None = None,
     cache_dir: Path | None = None,  # of step costs; None: not kept between runs
     draft_ids: Sequence[int] | None = None,  # the only tokens to draft; None: all
     memory: MemoryPlan | None = None,  # None: not limited
@@ -76,10 +75,10 @@ def build_engine(
     check: bool = False,  # at its start, whether the model can answer
     links: Links | None = None,  # to the other ranks, if there are any
 ) -> Engine:
-    """Build an engine. It speculates if its source of drafts has something to draft with.
+    """Build an engine.
 
-    Ids at or above `tokenizer_vocab_size` are never sampled. `proposer` replaces the config's
-    source of drafts. UsageError for a limit out of range, or wrong `draft_ids`.
+    Ids at or above `tokenizer_vocab_size` are never sampled. `drafter` replaces the one with the
+    model's head. Raises UsageError for a limit out of range, or wrong `draft_ids`.
     """
     check_settings(config)
     if config.exact:
@@ -92,15 +91,15 @@ def build_engine(
         number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
         logger.info("Drafts come from %s tokens.", number)
         ids = None if is_all else ids
-    own, wanted = None, proposer is None and "mtp" in config.drafts
+    own, wanted = None, drafter is None and "mtp" in config.drafts
     if links is not None:
         links.send(Begin(vocab_size, wanted, ids))
     if wanted:
-        own = make_proposer(config.draft_source, model, ids)
+        own = make_drafter(model, ids)
     if draft_ids is not None and own is None:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
-    proposer = proposer or own
-    sources = (*([] if proposer is None else [config.draft_source]), *(["copy"] * config.copies))
+    drafter = drafter or own
+    sources = (*([] if drafter is None else [MTP]), *config.host_sources)
     num_draft_tokens = config.num_draft_tokens if sources else 0
     drafts: DraftPolicy
     calibrator, chunks = None, PrefillCosts(config.prefill_step_size)
@@ -109,8 +108,8 @@ def build_engine(
     else:
         costs = StepCosts()
         mark = fingerprint(model, None if ids is None else len(ids), sources)
-        drafts = AdaptiveDrafts(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
-        kinds = (*([] if proposer is None else [MTP]), *([HOST] * config.copies))
+        drafts = AdaptiveDrafts(costs, 0 if drafter is None else MAX_DRAFT_TOKENS)
+        kinds = {MTP if source == MTP else HOST for source in sources}
         calibrator = Calibrator(costs, chunks, config, cache_dir, mark, kinds)
     info = EngineInfo(
         vocab_size=vocab_size,
@@ -118,7 +117,7 @@ def build_engine(
         max_model_len=_max_model_len(config, model) if memory is None else memory.max_model_len,
         num_draft_tokens=num_draft_tokens,
         model_type=model.model_type,
-        mtp_enabled=proposer is not None,
+        mtp_enabled=drafter is not None,
         max_num_seqs=config.max_num_seqs,
         prefix_cache_size=config.prefix_cache_size,
         memory={} if memory is None else memory.parts(),
@@ -129,9 +128,10 @@ def build_engine(
     if links is not None:
         assert store is None or isinstance(store, LeadStore)
         make_runner, prefixes = LeaderRunner, LeaderPrefixes(links, size, bits, store)
-    if config.copies:
+    if config.host_sources:
         # Earlier answers are kept where earlier prompts are.
-        prefixes.copies = NgramPool(config.draft_answers_size if config.prefix_cache_size else 0)
+        limit = config.draft_answers_size if config.prefix_cache_size else 0
+        prefixes.host_sources = HostSources(config.host_sources, limit)
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
@@ -140,11 +140,11 @@ def build_engine(
         reuse = PrefixReuse(prefixes.tree, turn_ends, step, exact=exact)
         usage = None if memory is None else memory.usage
         prefills = PrefillScheduler(config, chunks)
-        scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
-        runner = make_runner(model, proposer, vocab_size, prefixes)
+        scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.host_sources, prefills)
+        runner = make_runner(model, drafter, vocab_size, prefixes)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
-    checked = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and proposer else 0)
+    checked = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and drafter else 0)
     return Engine(info, make_core, heartbeat, calibrator, store, checked if check else None, links)
 
 
@@ -165,7 +165,6 @@ def prefix_store(
         model.config,
         model.path.glob(WEIGHTS),
         head=model.head_source,
-        draft_source=config.draft_source,
         kv_bits=config.kv_cache_quantization,
         dtype=dtype,
         exact=config.exact,
@@ -195,8 +194,8 @@ def plan_for(
 ) -> MemoryPlan:
     """Share out the memory for a model (see `plan_memory`); no weight is read."""
     wanted, depth = config.num_draft_tokens, 0
-    if config.copies:
-        depth = MAX_COPY_TOKENS
+    if config.host_sources:
+        depth = MAX_HOST_DRAFTS
     elif model.head is not None and "mtp" in config.drafts:
         depth = MAX_DRAFT_TOKENS if wanted == "auto" else wanted
     return plan_memory(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import backend, logs
-from mlx_mtp.config import EngineConfig
+from mlx_mtp.config import EngineConfig, host_sources
 from mlx_mtp.errors import MissingHeadError
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ def load(
             "%s has no MTP head: %s. `mlx-mtp add-mtp-weights %s` adds it, and then new text is "
             "drafted too; docs/benchmarks.md has what that brings."
         )
-        copies = "copy" in getattr(options, "drafts", "copy")
-        what = "only text that occurred before is drafted" if copies else "nothing is drafted"
+        on_host = host_sources(getattr(options, "drafts", "copy"))
+        what = "only text that occurred before is drafted" if on_host else "nothing is drafted"
         logger.warning(told, options.model, what, options.model)
         return load(options, enable_mtp=False, lazy=lazy, part=part)
     return model, Tokenizer.load(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mlx_mtp.calibration.cost_file import CostFile
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_RUN, EngineConfig
+from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN, EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
@@ -93,10 +93,16 @@ class _CellDrafts(FixedDrafts):
 
 
 class _Run(NamedTuple):
-    """Tokens to verify, in place of a source of drafts."""
+    """A `HostDrafter` of random tokens."""
 
     run: Many[int]
     of_others: bool = False
+
+    def extend(self, tokens: Many[int]) -> None:
+        pass
+
+    def cumulative_acceptance(self, ahead: int) -> list[float]:
+        return []
 
 
 class _WholeChunks(PrefillScheduler):
@@ -237,9 +243,10 @@ def _decoding(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
     for row in range(cell.rows):
         tokens = text[row :: cell.rows]
         request = Request(f"calibration-{row}", tokens[:_PROMPT_TOKENS], sampling)
-        sequence = Sequence(request, (), _MOST_STEPS * (MAX_COPY_TOKENS + 1))
+        sequence = Sequence(request, (), _MOST_STEPS * (MAX_HOST_DRAFTS + 1))
         if cell.kind == HOST:
-            sequence.drafting.copier = _Run(tokens[_PROMPT_TOKENS:])  # type: ignore[assignment]
+            sequence.drafting.host = {HOST: _Run(tokens[_PROMPT_TOKENS:])}
+            sequence.drafting.source = HOST
         yield sequence
 
 

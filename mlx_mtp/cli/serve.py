@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp import factories
-from mlx_mtp.config import EngineConfig, ServerConfig, from_options
+from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, say, width_of
 from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
 
@@ -187,9 +187,12 @@ def banner(
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
         else "off: --no-enable-mtp, --drafts, or the model has no head",
-        "copies": "text that occurred in the prompt or an earlier answer is drafted"
-        if "copy" in engine.draft_sources
-        else "off: --drafts, or a fixed number of drafts",
+        **{
+            word: text
+            if name in engine.draft_sources
+            else "off: --drafts, or a fixed number of drafts"
+            for name, (word, text) in HOST_DRAFTS.items()
+        },
         **({"optimistic": _OPTIMISTIC.format(config.optimistic)} if config.optimistic else {}),
         "backend": backend,
         **({"kernels": f"slower code in place of {unused}; see the warnings"} if unused else {}),

@@ -15,7 +15,7 @@ from mlx_mtp.distributed import all_gather
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import DraftState
+from mlx_mtp.speculative.drafter import HeadState
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.step import StepRow
@@ -28,7 +28,7 @@ class Batch:
         self,
         sequences: Many[Sequence],
         cache: BatchCache,
-        draft_state: DraftState | None,
+        draft_state: HeadState | None,
         vocab_size: int,
     ) -> None:
         count = len(sequences)
@@ -59,22 +59,22 @@ class Batch:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
 
-    def copy(self, rows: Many[StepRow]) -> None:
-        """Let the next window verify what the rows of its plan copy, in place of their drafts.
+    def draft_on_host(self, rows: Many[StepRow]) -> None:
+        """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
 
         A run goes on behind what the window in flight brings: if that was something else, it fails.
         """
         if not any(row.run for row in rows):
             return
-        self.num_drafts = [row.num_copied or n for row, n in zip(rows, self.num_drafts)]
+        self.num_drafts = [row.num_host_drafts or n for row, n in zip(rows, self.num_drafts)]
         width = max(self.num_drafts)
         table = np.zeros((len(rows), width + max(row.ahead for row in rows)), dtype=np.int32)
         for ids, row in zip(table, rows):
             ids[: len(row.run)] = row.run
         first = mx.where(mx.array([row.ahead > 0 for row in rows]), self.kept, 0)
         runs = mx.take_along_axis(mx.array(table), first[:, None] + mx.arange(width), axis=1)
-        copied = mx.array([row.num_copied > 0 for row in rows])[:, None]
-        self.drafts = mx.where(copied, runs, _widen(self.drafts[:, :width], width, 0))
+        on_host = mx.array([row.num_host_drafts > 0 for row in rows])[:, None]
+        self.drafts = mx.where(on_host, runs, _widen(self.drafts[:, :width], width, 0))
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
         """Set `last_hidden` from those of a window, [B, H], where it keeps any (int32 [B])."""

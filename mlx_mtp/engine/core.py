@@ -175,7 +175,7 @@ def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
 def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
     """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
     both = [row for each in (plan, last) for row in (*each.chunk, *each.decode)]
-    drafts = max((row.num_copied for row in both), default=0)
+    drafts = max((row.num_host_drafts for row in both), default=0)
     drafts = drafts or max((row.num_proposed for row in both), default=0)
     chunks = [each.chunk for each in (plan, last) if each.chunk]
     tokens = max((len(rows) * max(row.length for row in rows) for rows in chunks), default=0)

@@ -74,7 +74,7 @@ class RequestOutput:
     num_accepted_tokens: int = 0  # how many of them were accepted
     # Which of its tokens are drafts that the model did not draw (`SamplingParams.optimistic`).
     optimistic: tuple[int, ...] = ()
-    draft_source: str = ""  # where drafts are from: a name in `speculative/draft_sources.py`
+    draft_source: str = ""  # where its drafts are from: a name in --drafts
     num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
     # With the first output, if they were asked for: of all tokens of the prompt but its first.

@@ -28,7 +28,7 @@ from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.speculative.drafter import Computed, DraftProposer
+from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.speculative.verify import accept
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ class ModelRunner:
     def __init__(
         self,
         model: LoadedModel,
-        proposer: DraftProposer | None,
+        drafter: MTPDrafter | None,
         vocab_size: int,
         prefixes: PrefixCache | None = None,
     ) -> None:
         self._model = model
-        self._proposer = proposer
+        self._drafter = drafter
         self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
         self.batches = Batches()
@@ -62,7 +62,7 @@ class ModelRunner:
         """Launch a plan. A failure is returned as a step that ends its rows with an error."""
         self.batches.prune(plan.live)
         self._clear_cache(plan)
-        if self._proposer is None:
+        if self._drafter is None:
             for row in (*plan.chunk, *plan.decode):
                 row.num_proposed = 0
         launches = []
@@ -213,7 +213,7 @@ class ModelRunner:
         row_of = {row.sequence: row for row in planned}
         batch = self.batches.gather(row_of)
         rows = [row_of[sequence] for sequence in batch.sequences]
-        batch.copy(rows)
+        batch.draft_on_host(rows)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
         for row, count in zip(rows, batch.num_drafts, strict=True):
             row.length, row.num_drafts = 1 + count, count
@@ -243,10 +243,11 @@ class ModelRunner:
     def _finish(self, batch: Batch, step: InFlightStep, computed: Computed) -> None:
         """Launch the drafts for the next windows, and all that was not launched before."""
         batch.num_drafts = [row.num_proposed for row in step.rows]
-        if self._proposer is not None:
+        if self._drafter is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
             state = batch.draft_state
-            batch.drafts = self._proposer.propose(state, computed, batch.num_drafts, sampler)
+            assert state is not None
+            batch.drafts = self._drafter.propose(state, computed, batch.num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
         mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
@@ -255,9 +256,8 @@ class ModelRunner:
 
     def _new_batch(self, sequences: Many[Sequence]) -> Batch:
         state, cache = None, self._model.make_cache(len(sequences))
-        if self._proposer is not None:
-            ids, prompts = [s.request_id for s in sequences], [s.prompt for s in sequences]
-            state = self._proposer.make_state(ids, prompts, cache)
+        if self._drafter is not None:
+            state = self._drafter.make_state(cache)
         return Batch(sequences, cache, state, self.vocab_size)
 
     def _clear_cache(self, plan: StepPlan) -> None:

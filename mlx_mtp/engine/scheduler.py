@@ -16,7 +16,7 @@ from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import DraftPolicy
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.host_sources import HostSources
 
 # Tokens of a chunk that shares a forward pass with the running rows, so that the weights are read
 # once. A longer one gains nothing, and if it fails they go on.
@@ -38,11 +38,11 @@ class Scheduler:
         reuse: PrefixReuse | None = None,
         usage: Callable[[list[int]], float] | None = None,
         totals: EngineStats | None = None,
-        copies: NgramPool | None = None,  # None: nothing is copied
+        host_sources: HostSources | None = None,  # of drafts
         prefills: PrefillScheduler | None = None,
     ) -> None:
         self._config = config
-        self._drafts, self._copies = drafts, copies
+        self._drafts, self._host_sources = drafts, host_sources
         self.reuse = reuse or PrefixReuse(PrefixTree(0), (), config.prefill_step_size)
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
@@ -139,7 +139,7 @@ class Scheduler:
             return None if sequence.output else _report(sequence)
         is_first = not sequence.output
         sequence.output += tokens
-        self._look_for_copies(sequence, tokens)
+        self._draft_on_host(sequence, tokens)
         self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING and tokens:
             self._prefills.drop(sequence)
@@ -149,8 +149,8 @@ class Scheduler:
         if ended:
             sequence.status = Status.FINISHED
             sequence.ended = True
-            if self._copies is not None and not sequence.request.sampling.optimistic:
-                self._copies.keep(sequence.salt, sequence.output)
+            if self._host_sources is not None and not sequence.request.sampling.optimistic:
+                self._host_sources.keep(sequence.salt, sequence.output)
             reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"
         return RequestOutput(
             sequence.request_id,
@@ -169,7 +169,7 @@ class Scheduler:
         )
 
     def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> None:
-        """Plan the head's drafts for next windows, and tokens to copy into those of this step."""
+        """Plan the head's drafts for next windows, and the host's for the windows of this step."""
         rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
             return
@@ -179,19 +179,20 @@ class Scheduler:
         choice = self._drafts.choose([row.drafting for row in rows], steady=not chunk)
         for row, count in zip(rows, choice.head):
             row.num_proposed = count
-        for row, count in zip(decode, choice.copied):
+        for row, count in zip(decode, choice.host):
             if count:
-                row.copy(count)
+                row.draft_on_host(count)
 
-    def _look_for_copies(self, sequence: Sequence, tokens: Many[int]) -> None:
+    def _draft_on_host(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting
-        if self._copies is None or row.fixed is not None:
+        if self._host_sources is None or row.fixed is not None:
             return
-        if row.copier is None:
-            # A draft that is accepted in place of the token drawn would tell another's answer.
+        if not row.host:
+            # A draft accepted in place of the sampled token would reveal another's answer.
             alone = sequence.request.sampling.optimistic > 0
-            row.copier = self._copies.of(sequence.prompt, sequence.salt, alone=alone)
-        row.copier.extend(tokens)
+            row.host = self._host_sources.drafters(sequence.prompt, sequence.salt, alone=alone)
+        for drafter in row.host.values():
+            drafter.extend(tokens)
 
     def _admitted(self) -> list[Sequence]:
         return [*self._prefills, *self._running]

@@ -22,7 +22,7 @@ class EngineInfo:
     max_num_seqs: int  # rows that are computed at once
     prefix_cache_size: int = 0  # its limit in bytes; 0: there is none
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes planned by part; empty: no plan
-    draft_sources: tuple[str, ...] = ()  # names in `speculative/draft_sources.py`, and "copy"
+    draft_sources: tuple[str, ...] = ()  # names in --drafts
 
 
 @dataclass(frozen=True, slots=True)

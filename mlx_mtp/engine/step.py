@@ -35,6 +35,7 @@ class StepRow:
     # read, of which the window in flight brings the first `ahead` at most.
     run: Many[int] = ()
     ahead: int = 0
+    source: str = MTP  # of the drafts of its window
     of_others: bool = False  # the run is from an earlier answer, which may be another client's
     # The result:
     # Drafts of the window that count. Of a run `of_others` only those that are accepted do: neither
@@ -50,19 +51,23 @@ class StepRow:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finished: bool = False  # the device ended it
 
-    def copy(self, count: int) -> None:
-        """Plan to verify at most `count` tokens of its run, as its limit and grammar allow."""
-        sequence, copier, ahead = self.sequence, self.drafting.copier, self.drafting.ahead
-        assert copier is not None
+    def draft_on_host(self, count: int) -> None:
+        """Plan to verify at most `count` tokens of the run that its drafter on the host offers.
+
+        Its limit of tokens and its grammar may allow fewer, or none.
+        """
+        sequence, ahead = self.sequence, self.drafting.ahead
+        drafter = self.drafting.host[self.drafting.source]
         most = sequence.max_new_tokens - len(sequence.output) - 1
-        run = copier.run[: min(ahead + count, most)]
+        run = drafter.run[: min(ahead + count, most)]
         if sequence.constraint is not None:
             run = run[: sequence.constraint.num_allowed(run)]
         if len(run) > ahead:
-            self.run, self.ahead, self.of_others = run, ahead, copier.of_others
+            self.source = self.drafting.source
+            self.run, self.ahead, self.of_others = run, ahead, drafter.of_others
 
     @property
-    def num_copied(self) -> int:
+    def num_host_drafts(self) -> int:
         return len(self.run) - self.ahead
 
     @property
@@ -75,10 +80,6 @@ class StepRow:
     @property
     def drafting(self) -> DraftRow:
         return self.sequence.drafting
-
-    @property
-    def source(self) -> str:
-        return "copy" if self.run else MTP
 
     @property
     def num_verified(self) -> int:

@@ -11,7 +11,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.prefix.segments import Entry, restore, take_segment, take_snapshot
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.host_sources import HostSources
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class PrefixCache:
     ) -> None:
         self.tree = PrefixTree(limit, store)
         self._bits = bits
-        self.copies: NgramPool | None = None  # of the same requests, and dropped with it
+        self.host_sources: HostSources | None = None  # of the same requests, dropped with it
         self._ends: list[Save] = []
 
     def restore(self, batch: Batch) -> bool:
@@ -71,8 +71,8 @@ class PrefixCache:
         """Give the memory back, but for what is about to be restored. The disk keeps its own."""
         self._ends.clear()
         self.tree.clear()
-        if self.copies is not None:
-            self.copies.clear()
+        if self.host_sources is not None:
+            self.host_sources.clear()
 
     def commit_ends(self) -> None:
         """Insert the copied ends of answers, for the next lookup."""

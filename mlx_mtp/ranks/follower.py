@@ -15,19 +15,17 @@ from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.links import Link
 from mlx_mtp.ranks.messages import Begin, Compare, Note, Poll, Release, Step, Take
 from mlx_mtp.ranks.segments import Parts
-from mlx_mtp.speculative.draft_sources import make_proposer
+from mlx_mtp.speculative.drafter import make_drafter
 
 
-def follow(
-    model: LoadedModel, draft_source: str, link: Link, store: PrefixStore | None = None
-) -> None:
+def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> None:
     """Run steps until rank 0 ends; RankError if it is lost, or one of them fails here."""
     follower: _Follower | None = None
     while (message := link.receive()) is not None:
         if isinstance(message, Begin):
             ids = message.draft_ids
-            proposer = make_proposer(draft_source, model, ids) if message.drafts else None
-            runner = ModelRunner(model, proposer, message.vocab_size)
+            drafter = make_drafter(model, ids) if message.drafts else None
+            runner = ModelRunner(model, drafter, message.vocab_size)
             follower = _Follower(runner, Parts(link, store))
             continue
         assert follower is not None, "rank 0 begins"

@@ -83,7 +83,7 @@ def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None)
     link.send("ready")
     logger.info("Rank %d of %d is ready.", rank, world().size)
     try:
-        follow(loaded, EngineConfig().draft_source, link, store)
+        follow(loaded, link, store)
     except Exception as error:
         logger.debug("Why rank %d ends", rank, exc_info=True)
         why = error if isinstance(error, RankError) else repr(error)

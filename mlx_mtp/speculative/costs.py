@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 
 # Kinds of costs: of steps whose drafts the MTP head proposes, or the host (so without passes of the
 # head), of chunks of prompts, and of the context before these.
@@ -171,7 +171,7 @@ class StepCosts(_LaunchCosts):
             mtp, host = ([self._cost(rows, (s, x)) for x in KNOTS] for s in (MTP, HOST))
             more = [max(a - b, 0.0) for a, b in zip(mtp, host)]
             passes = [_between(more, n) for n in range(MAX_DRAFT_TOKENS + 1)]
-            verify = [_between(host, n / rows) for n in range(rows * MAX_COPY_TOKENS + 1)]
+            verify = [_between(host, n / rows) for n in range(rows * MAX_HOST_DRAFTS + 1)]
             self._batch_costs[rows] = BatchCosts(verify, passes)
         return self._batch_costs[rows]
 

@@ -7,15 +7,15 @@ and then a few steps go one draft deeper or less deep, for a fixed share of the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import truediv
 from typing import NamedTuple, Protocol
 
-from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.acceptance_rates import HeadRates
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
-from mlx_mtp.speculative.ngram import NgramDrafter
+from mlx_mtp.speculative.host_sources import HostDrafter
 
 # By so much another choice must be faster than the one in use, no drafts, and as many for each row.
 _STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03
@@ -35,8 +35,9 @@ _LEAST_LOSS = 0.03  # of a probe's step: acceptance may be wrong, too
 class DraftRow:
     """What a policy knows of one row."""
 
-    fixed: int | None = None  # the head's drafts per step that its request asked for
-    copier: NgramDrafter | None = None  # None: it copies nothing
+    fixed: int | None = None  # the head's drafts per step that its request asks for
+    host: dict[str, HostDrafter] = field(default_factory=dict)  # by source
+    source: str = ""  # the one of `host` whose run was offered last
     ahead: int = 0  # tokens that its window in flight brings at most
     missed: float = 0.0  # windows with a wrong draft, the last ones count most,
     expected: float = 0.0  # and how many were expected
@@ -44,6 +45,15 @@ class DraftRow:
     def observe(self, missed: bool, expected: float) -> None:
         self.missed = _ROW_MEMORY * self.missed + missed
         self.expected = _ROW_MEMORY * self.expected + expected
+
+    def offer(self) -> list[float]:
+        """Cumulative acceptance of the host's best run, or []; notes its source."""
+        best: list[float] = []
+        for source, drafter in self.host.items() if self.fixed is None else ():
+            chances = drafter.cumulative_acceptance(self.ahead)
+            if sum(chances) > sum(best):
+                self.source, best = source, chances
+        return best
 
     @property
     def misses(self) -> float:
@@ -68,13 +78,13 @@ class Choice(NamedTuple):
     """What each row gets."""
 
     head: tuple[int, ...]  # drafts of the head for its next window
-    copied: tuple[int, ...]  # tokens to copy into the window before that, in place of the head's
+    host: tuple[int, ...]  # drafts of the host for the window before that, in place of the head's
     speed: float = 0.0  # expected tokens in the time of a step without drafts
 
     @property
     def verified(self) -> int:
         """Drafts that a step verifies while the choice stays."""
-        return sum(copied or head for head, copied in zip(self.head, self.copied))
+        return sum(host or head for head, host in zip(self.head, self.host))
 
 
 class DraftChoice(NamedTuple):
@@ -154,11 +164,8 @@ class AdaptiveDrafts:
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         """For these rows; steady: they are those of the step before, and it only decodes."""
         steady = steady and len(rows) == len(self._choice.head)
-        copying = any(self._choice.copied)
-        runs = [
-            row.copier.chances(row.ahead) if row.copier and row.fixed is None else []
-            for row in rows
-        ]
+        copying = any(self._choice.host)
+        runs = [row.offer() for row in rows]
         drafting = any(n for row, n in zip(rows, self._choice.head) if row.fixed is None)
         least = _LEAST_RUN if drafting and not copying else 0.0
         self._rested += 1
@@ -196,7 +203,7 @@ class AdaptiveDrafts:
     ) -> None:
         batch_costs = self._costs.of_batch(len(rows))
         misses = [row.misses for row in rows]
-        head = [self._useful(self._pool.chances(each)) for each in misses]
+        head = [self._useful(self._pool.cumulative_acceptance(each)) for each in misses]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
         costs = [batch_costs.cost(choice.verified, max(choice.head)) for choice in even]
         tokens = [len(rows) + sum(sum(own[:n]) for own, n in zip(head, e.head)) for e in even]
@@ -215,13 +222,14 @@ class AdaptiveDrafts:
                 choice = found._replace(head=_with_own(rows, found.head))
                 self._depth = None
         self._choice = choice
-        copied = sum(choice.copied)
+        drafts = dict.fromkeys((MTP, *HOST_DRAFTS), 0)
+        for row, count, num_proposed in zip(rows, choice.host, choice.head):
+            drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = choice.verified / len(rows)
         cost = batch_costs.cost(choice.verified, max(choice.head))
-        drafts = {MTP: choice.verified - copied, "copy": copied}
         own = choice.speed * cost
         self.reason = DraftChoice(len(rows), drafts, cost, own, tuple(costs), tuple(tokens))
-        if steady and not copied and self._rested >= _LEAST_REST:
+        if steady and not any(choice.host) and self._rested >= _LEAST_REST:
             self._begin_probe(even, self.reason)
 
     def _useful(self, chances: Sequence[float]) -> list[float]:

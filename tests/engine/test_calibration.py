@@ -68,8 +68,7 @@ def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner
 
     def add(core, sequence):
         texts.add(sequence.prompt)
-        if sequence.drafting.copier is not None:
-            texts.add(tuple(sequence.drafting.copier.run))
+        texts.update(tuple(drafter.run) for drafter in sequence.drafting.host.values())
         original(core, sequence)
 
     monkeypatch.setattr(EngineCore, "add", add)

@@ -15,7 +15,7 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.radix_tree import root_key
 from tests.engine.cases import EOS, ROOM, SAMPLED, SPECS, Erratic, words
 from tests.grammars import compiled
-from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
+from tests.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
 from tests.tiny_models import FAMILIES, VOCAB
 
 
@@ -56,7 +56,7 @@ def play(
         vocab_size=VOCAB,
         stop_ids=(EOS,),
         config=EngineConfig(prefill_step_size=128, prefix_cache_size=ROOM, overlap=bool(seed % 2)),
-        proposer=OracleProposer(answers, VOCAB, 0.8, longest + most + 9) if oracle else None,
+        drafter=OracleDrafter(answers, VOCAB, 0.8, longest + most + 9) if oracle else None,
         depth=Erratic(seed),
     )
     left = int(random.integers(12, 25))
@@ -75,7 +75,7 @@ def play(
         arrivals.setdefault(int(random.integers(0, 40)), []).append(wanted)
     gone = [r.request_id for r in requests[:2]]
     for name in list(known)[::2]:  # as if given before, so that they are copied
-        driver.copies.keep(root_key(None), known[name].tokens)
+        driver.host_sources.keep(root_key(None), known[name].tokens)
     driver.run_arrivals(arrivals, {int(random.integers(5, 60)): gone})
     for name, reference in known.items():
         got = driver.tokens(name)

@@ -108,7 +108,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     for accepted in [0] * 300 + [2] * 300:
         pool.observe(4, accepted)
         pool.fade(1)
-    chances = pool.chances(1.0)
+    chances = pool.cumulative_acceptance(1.0)
     rates = [chances[0], *(b / a for a, b in itertools.pairwise(chances))]
     assert min(rates[:2]) > 0.95
     assert rates[2] < 0.05
@@ -116,7 +116,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     assert rates[3:] == pytest.approx([0.95 * rates[2], 0.95**2 * rates[2]])
     for _ in range(5000):
         pool.fade(1)
-    assert pool.chances(1.0)[2] > 0.4 > chances[2]
+    assert pool.cumulative_acceptance(1.0)[2] > 0.4 > chances[2]
 
 
 def test_a_row_is_as_much_better_than_all_as_it_was():
@@ -125,7 +125,7 @@ def test_a_row_is_as_much_better_than_all_as_it_was():
         for row, accepted in zip(rows, (4, number % 2)):
             row.observe(accepted < 4, pool.observe(4, accepted))
         pool.fade(2)
-    good, bad = (pool.chances(row.misses) for row in rows)
+    good, bad = (pool.cumulative_acceptance(row.misses) for row in rows)
     assert good[3] > 0.9
     assert bad[0] == pytest.approx(0.5, abs=0.1)
     for _ in range(300):
@@ -135,11 +135,11 @@ def test_a_row_is_as_much_better_than_all_as_it_was():
 
 def test_copies_are_rated_by_the_length_of_the_match_before_them():
     row, pool = NgramRates(0.97), NgramRates(0.99)
-    first = row.chances(3, 16, pool)
+    first = row.cumulative_acceptance(3, 16, pool)
     assert first == sorted(first, reverse=True)
-    assert row.chances(40, 16, pool)[-1] > first[-1]
+    assert row.cumulative_acceptance(40, 16, pool)[-1] > first[-1]
     for _ in range(50):
         pool.observe(3, 0, failed=True)  # Short matches are chance,
         pool.observe(20, 16, failed=False)  # long ones go on.
-    assert row.chances(3, 1, pool)[0] < 0.1
-    assert row.chances(20, 16, pool)[-1] > 0.9
+    assert row.cumulative_acceptance(3, 1, pool)[0] < 0.1
+    assert row.cumulative_acceptance(20, 16, pool)[-1] > 0.9

@@ -64,7 +64,7 @@ def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, op
     asked = request("a", [*known, *secret, 5] if own else [5], greedy(20, ignore_eos=True, **bias))
     sequence = driver.add(dataclasses.replace(asked, trace=True))
     if not own:
-        driver.copies.keep(sequence.salt, [*known, *secret])
+        driver.host_sources.keep(sequence.salt, [*known, *secret])
     plans, run = [], driver.runner.run
     driver.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     driver.run()
@@ -118,7 +118,7 @@ def test_a_run_goes_on_behind_what_the_window_in_flight_has_kept():
         "some kept": ([30, 31, 32, 33, 34], 3),
     }
     plans = [(name, *runs.get(name, ((), 0))) for name in batch.sequences]
-    batch.copy([StepRow(name, run=run, ahead=ahead) for name, run, ahead in plans])
+    batch.draft_on_host([StepRow(name, run=run, ahead=ahead) for name, run, ahead in plans])
     assert batch.num_drafts == [2, 2, 3, 2]
     found = [row[:count] for row, count in zip(batch.drafts.tolist(), batch.num_drafts)]
     assert found == [[7, 8], [10, 11], [23, 24, 25], [31, 32]]

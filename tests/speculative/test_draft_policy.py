@@ -46,7 +46,7 @@ class Run:
     def __init__(self, rates: Sequence[float]) -> None:
         self.rates = rates
 
-    def chances(self, ahead: int) -> list[float]:
+    def cumulative_acceptance(self, ahead: int) -> list[float]:
         return list(itertools.accumulate(self.rates, lambda a, b: a * b))
 
 
@@ -86,7 +86,7 @@ class Machine:
         unread: deque[Observed] = deque()
         for _ in range(num_steps):
             choice = policy.choose(rows, steady=True)
-            verified = [c or h for c, h in zip(choice.copied, window)]
+            verified = [c or h for c, h in zip(choice.host, window)]
             clean = last == window == choice.head
             unread.append(self._step(rows, verified, choice, clean=clean))
             while len(unread) > 1:
@@ -119,8 +119,8 @@ class Machine:
             self.seen.add(shape)
             seconds *= self.first
         windows = []
-        for row, count, copied in zip(rows, verified, choice.copied):
-            rates = row.copier.rates if copied else self.rates_of(row)
+        for row, count, copied in zip(rows, verified, choice.host):
+            rates = row.host[row.source].rates if copied else self.rates_of(row)
             if row not in self.left:
                 self.left[row] = self.lengths.choice(self.answers)
             left = self.left[row]
@@ -346,9 +346,9 @@ def test_a_run_that_pays_is_copied_soon_though_the_head_drafts(length, late):
     policy, row = AdaptiveDrafts(costs), DraftRow()
     drive(policy, [row, DraftRow(0)], 1, 100)
     assert any(policy.choose([row, DraftRow(0)], steady=True).head)
-    row.copier = Run([0.97] * length)
+    row.host["copy"] = Run([0.97] * length)
     choices = [policy.choose([row, DraftRow(0)], steady=True) for _ in range(late + 1)]
-    assert choices[-1].copied[0] >= 3
+    assert choices[-1].host[0] >= 3
 
 
 def exhaustive(price: Callable[[StepShape], float], head, copies) -> float:
@@ -388,7 +388,7 @@ def test_the_greedy_choice_is_the_best_of_all(table):
         shape = StepShape(size, choice.verified, max(choice.head))
         tokens = sum(
             1 + sum(copies[row][:c] if c else head[row][:h])
-            for row, (h, c) in enumerate(zip(choice.head, choice.copied))
+            for row, (h, c) in enumerate(zip(choice.head, choice.host))
         )
         gained.append(tokens / machine.price(shape) / best)
     assert min(gained) > 0.97
@@ -415,13 +415,14 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     for number in range(size):
         row = MixedRow()
         row.true = [0.9] * K if number % 4 else [0.3] * K
-        row.copier = Run([0.97] * 16) if number % 2 else None
+        if number % 2:
+            row.host["copy"] = Run([0.97] * 16)
         rows.append(row)
     machine, policy = Mix(cost_of(table), list, noise=0.05), calibrated(table, 1, 4)
     machine.run(policy, size, 400, rows)
     speed = machine.run(policy, size, 300, rows)
     head = [list(itertools.accumulate(row.true, lambda a, b: a * b)) for row in rows]
-    runs = [row.copier.chances(0) if row.copier else [] for row in rows]
+    runs = [row.offer() for row in rows]
     prices = true_prices(machine, size)
     best = best_choice(prices, head, runs).speed / machine.cost(size, 0)
     assert speed > 0.97 * best
