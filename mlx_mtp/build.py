@@ -132,9 +132,10 @@ def build_engine(
     if links is not None:
         assert store is None or isinstance(store, LeadStore)
         make_runner, prefixes = LeaderRunner, LeaderPrefixes(links, size, bits, store)
-    if config.copies:
-        # Earlier answers are kept where earlier prompts are.
-        prefixes.copies = NgramPool(config.draft_answers_size if config.prefix_cache_size else 0)
+    # Earlier answers are kept where earlier prompts are.
+    room = config.draft_answers_size if config.prefix_cache_size else 0
+    answers = NgramPool(room) if config.copies else None
+    clear_answers = (lambda: None) if answers is None else answers.clear
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
@@ -143,12 +144,26 @@ def build_engine(
         reuse = PrefixReuse(prefixes.tree, turn_ends, step, exact=exact)
         usage = None if memory is None else memory.usage
         prefills = PrefillScheduler(config, chunks)
-        scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
-        runner = make_runner(model, proposer, vocab_size, prefixes)
+        scheduler = Scheduler(config, drafts, reuse, usage, totals, answers, prefills)
+        runner = make_runner(model, proposer, vocab_size, prefixes, clear_answers)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
     checked = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and proposer else 0)
-    return Engine(info, make_core, heartbeat, keeper, store, checked if check else None, links)
+    ranks = links or Links()
+    engine = Engine(
+        info,
+        make_core,
+        heartbeat,
+        keeper,
+        checked if check else None,
+        disk_stats=dict if store is None else lambda: store.stats()._asdict(),
+        can_restart=not ranks.all,  # Other ranks can't begin anew.
+        on_failure=ranks.fail,
+        on_stop=[*([] if store is None else [store.close]), ranks.close],
+    )
+    if store is not None:
+        store.on_read = engine.wake
+    return engine
 
 
 def prefix_store(

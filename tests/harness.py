@@ -217,7 +217,8 @@ class Driver:
         exact = config.exact
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
         self.copies = NgramPool(1 << 20) if copies is None and config.copies else copies
-        self.runner = make_runner(model, proposer, self.vocab_size, self.prefixes)
+        clear = (lambda: None) if self.copies is None else self.copies.clear
+        self.runner = make_runner(model, proposer, self.vocab_size, self.prefixes, clear)
         self.scheduler = Scheduler(
             config, depth, self.reuse, copies=self.copies, prefills=prefills(config)
         )

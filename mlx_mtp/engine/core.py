@@ -85,7 +85,7 @@ class EngineCore:
         try:
             self._scheduler.cancel()
         finally:
-            self.runner.prefixes.clear()
+            self.runner.give_up_caches()
 
     def _run(self, plan: StepPlan) -> list[InFlightStep]:
         """Launch a plan; returns the steps that have been read."""

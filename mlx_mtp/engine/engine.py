@@ -5,16 +5,16 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from time import monotonic, perf_counter
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
 from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
@@ -22,8 +22,6 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, ModelError
-from mlx_mtp.prefix.disk import PrefixStore
-from mlx_mtp.ranks.links import Links
 from mlx_mtp.sampling.params import check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -33,6 +31,18 @@ NOTICE_SECONDS = 30.0  # between lines that say that the start goes on
 QUIET_SECONDS = 1.0  # without requests before step costs are measured
 
 Deliver = Callable[[Many[RequestOutput]], None]
+
+
+class IdleWork(Protocol):
+    """What the thread does while there are no requests (see `calibration.calibrator`)."""
+
+    @property
+    def busy(self) -> bool: ...
+    def begin(self) -> None: ...
+    def step(self, runner: ModelRunner) -> None: ...
+    def leave(self) -> None: ...
+    def save_periodically(self) -> None: ...
+    def save(self) -> None: ...
 
 
 class Engine:
@@ -48,16 +58,20 @@ class Engine:
         info: EngineInfo,
         make_core: Callable[[EngineStats], EngineCore],
         heartbeat: Heartbeat,
-        keeper: Calibrator | None = None,
-        store: PrefixStore | None = None,
+        idle_work: IdleWork | None = None,
         warm_up: Callable[[ModelRunner], None] | None = None,
-        links: Links | None = None,  # to the other ranks, if there are any
+        *,
+        disk_stats: Callable[[], Mapping[str, Any]] = dict,  # fields of `PrefixCacheStats`
+        can_restart: bool = True,
+        on_failure: Callable[[str], None] = lambda _: None,  # it ends for good
+        on_stop: Many[Callable[[], None]] = (),
     ) -> None:
         self.info = info
         self._make_core = make_core
         self._heartbeat = heartbeat
-        self._keeper = keeper
-        self._store, self._links = store, links or Links()
+        self._idle_work = idle_work
+        self._disk_stats = disk_stats
+        self._can_restart, self._on_failure, self._on_stop = can_restart, on_failure, on_stop
         self._warm_up = warm_up or (lambda _: None)
         self._answered = Future[None]()  # whether the model could answer at the start
         if warm_up is None:
@@ -67,8 +81,6 @@ class Engine:
         self._inbox: list[Sequence | str | None] = []  # to add, to cancel; None only wakes
         self._wake = threading.Condition()
         self._open: dict[str, None] = {}  # ids that have not been delivered an end, in order
-        if store is not None:
-            store.on_read = lambda: self._post(None)
         self._stopping = False
         self._quiet_until = 0.0  # by `monotonic`: no costs are measured before
         self._failure: str | None = None
@@ -93,7 +105,7 @@ class Engine:
     @property
     def measuring(self) -> bool:
         """It measures step costs now, or will when nobody asks."""
-        return self._keeper is not None and self._keeper.busy and self.healthy
+        return self._idle_work is not None and self._idle_work.busy and self.healthy
 
     def expect(self) -> None:
         """A request is being read, or the next one of a client may be: measure nothing for now."""
@@ -135,9 +147,8 @@ class Engine:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        if self._store is not None:
-            self._store.close()
-        self._links.close()
+        for close in self._on_stop:
+            close()
         return True
 
     def fail(self, reason: str) -> None:
@@ -163,13 +174,15 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         self._post(request_id)
 
+    def wake(self) -> None:
+        """Have the thread look again for what it waits for, on any thread."""
+        self._post(None)
+
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step; those of the disk, as of now."""
-        stats = replace(self._stats, active_memory=mx.get_active_memory())
-        if self._store is None:
-            return stats
-        disk = self._store.stats()._asdict()
-        return replace(stats, prefix_cache=replace(stats.prefix_cache, **disk))
+        prefixes = replace(self._stats.prefix_cache, **self._disk_stats())
+        memory = mx.get_active_memory()
+        return replace(self._stats, active_memory=memory, prefix_cache=prefixes)
 
     def _check(self, request: Request) -> None:
         vocab_size, limit = self.info.vocab_size, self.info.max_model_len
@@ -220,13 +233,13 @@ class Engine:
         if not self._answered.done():
             self._warm_up(core.runner)
             self._answered.set_result(None)
-        keeper = self._keeper
-        if keeper is not None:
-            keeper.begin()
+        idle_work = self._idle_work
+        if idle_work is not None:
+            idle_work.begin()
         self.expect()
         while True:
             self._heartbeat.end()
-            measuring = keeper is not None and keeper.busy and core.idle
+            measuring = idle_work is not None and idle_work.busy and core.idle
             pause = max(self._quiet_until - monotonic(), 0.0)
             for note in self._read_inbox(pause if measuring else core.seconds_to_wait):
                 if isinstance(note, Sequence):
@@ -235,12 +248,12 @@ class Engine:
                     core.cancel(note)
             if self._stopping:
                 return
-            if measuring and keeper is not None:
+            if measuring and idle_work is not None:
                 self._heartbeat.begin_start()
                 if core.idle and monotonic() >= self._quiet_until:
-                    keeper.step(core.runner)
+                    idle_work.step(core.runner)
                     continue
-                keeper.leave()
+                idle_work.leave()
                 if core.idle:
                     continue
             self._heartbeat.begin_planning()
@@ -252,14 +265,14 @@ class Engine:
             if core.idle:
                 core.release()
                 self.expect()
-            if keeper is not None:
-                keeper.save_periodically()
+            if idle_work is not None:
+                idle_work.save_periodically()
 
     def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the engine is to be restarted."""
         with self._wake:
-            alone = not self._links.all  # Other ranks can't begin anew.
-            restart = not self._stopping and alone and acquire_restart(self._restarts, monotonic())
+            restart = not self._stopping and self._can_restart
+            restart = restart and acquire_restart(self._restarts, monotonic())
             if not restart and not self._stopping:
                 self._failure = reason
             self._read_inbox(0.0)
@@ -268,9 +281,9 @@ class Engine:
         ends = self._cut_short(reason, self._open)
         tasks = [lambda: self._send(ends)]
         if self._failure is not None:
-            tasks.append(partial(self._links.fail, reason))
+            tasks.append(partial(self._on_failure, reason))
         tasks += [] if core is None else [core.close]
-        tasks += [] if self._keeper is None else [self._keeper.save]
+        tasks += [] if self._idle_work is None else [self._idle_work.save]
         for task in tasks:
             try:
                 task()

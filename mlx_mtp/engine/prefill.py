@@ -90,7 +90,8 @@ class PrefillScheduler:
 
     def _length(self, sequence: Sequence, most: int) -> int:
         """Up to the next cut, but for a rest of few tokens, which would take a chunk of its own."""
-        left = sequence.next_cut(self._step) - sequence.num_computed
+        start = sequence.num_computed
+        left = sequence.prefix.chunk_end(start, self._step) - start
         return -(-left // 2) if most < left < 2 * most else min(left, most)
 
     def _seconds(self, chunk: tuple[StepRow, ...]) -> float:

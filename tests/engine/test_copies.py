@@ -63,7 +63,7 @@ def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, op
     asked = request("a", [*known, *secret, 5] if own else [5], greedy(20, ignore_eos=True, **bias))
     sequence = driver.add(dataclasses.replace(asked, trace=True))
     if not own:
-        driver.copies.keep(sequence.salt, [*known, *secret])
+        driver.copies.keep(sequence.prefix.salt, [*known, *secret])
     plans, run = [], driver.runner.run
     driver.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     driver.run()
