@@ -25,9 +25,9 @@ from demo_model.held_out import MAX_NEW_TOKENS, Question, answer_text, questions
 from demo_model.mixture import OPEN_TASKS
 from demo_model.tokenizer import load
 from mlx_mtp.bench.report import render
-from mlx_mtp.build import build_engine
+from mlx_mtp.build import build_engine, run_requests
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.engine import Engine, run_requests
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model

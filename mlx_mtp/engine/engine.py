@@ -2,31 +2,28 @@
 
 import atexit
 import logging
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
-from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
+from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
-from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, ModelError
-from mlx_mtp.sampling.params import check_token_ids
+from mlx_mtp.errors import EngineStoppedError, ModelError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 1.0  # seconds without outputs after which `run_requests` checks the engine's health
 NOTICE_SECONDS = 30.0  # between lines that say that the start goes on
 QUIET_SECONDS = 1.0  # without requests before step costs are measured
 
@@ -38,9 +35,9 @@ class IdleWork(Protocol):
 
     @property
     def busy(self) -> bool: ...
-    def begin(self) -> None: ...
+    def reset(self) -> None: ...
     def step(self, runner: ModelRunner) -> None: ...
-    def leave(self) -> None: ...
+    def pause(self) -> None: ...
     def save_periodically(self) -> None: ...
     def save(self) -> None: ...
 
@@ -58,7 +55,7 @@ class Engine:
         info: EngineInfo,
         make_core: Callable[[EngineStats], EngineCore],
         heartbeat: Heartbeat,
-        idle_work: IdleWork | None = None,
+        calibrator: IdleWork | None = None,
         warm_up: Callable[[ModelRunner], None] | None = None,
         *,
         disk_stats: Callable[[], Mapping[str, Any]] = dict,  # fields of `PrefixCacheStats`
@@ -69,7 +66,7 @@ class Engine:
         self.info = info
         self._make_core = make_core
         self._heartbeat = heartbeat
-        self._idle_work = idle_work
+        self._calibrator = calibrator
         self._disk_stats = disk_stats
         self._can_restart, self._on_failure, self._on_stop = can_restart, on_failure, on_stop
         self._warm_up = warm_up or (lambda _: None)
@@ -105,7 +102,7 @@ class Engine:
     @property
     def measuring(self) -> bool:
         """It measures step costs now, or will when nobody asks."""
-        return self._idle_work is not None and self._idle_work.busy and self.healthy
+        return self._calibrator is not None and self._calibrator.busy and self.healthy
 
     def expect(self) -> None:
         """A request is being read, or the next one of a client may be: measure nothing for now."""
@@ -160,11 +157,12 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequestError, ContextLengthError or EngineStoppedError."""
-        self._check(request)
+        info = self.info
+        request.validate(info.vocab_size, info.max_model_len, mtp_enabled=info.mtp_enabled)
         sampling = request.sampling
-        own = () if sampling.ignore_eos else self.info.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
-        room = self.info.max_model_len - len(request.prompt_token_ids)
+        eos_token_ids = () if sampling.ignore_eos else info.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos_token_ids, *sampling.stop_token_ids)))
+        room = info.max_model_len - len(request.prompt_token_ids)
         sequence = Sequence(request, stop_ids, min(sampling.max_tokens, room))
         with self._wake:
             if self.unhealthy_reason is not None:
@@ -183,24 +181,6 @@ class Engine:
         prefixes = replace(self._stats.prefix_cache, **self._disk_stats())
         memory = mx.get_active_memory()
         return replace(self._stats, active_memory=memory, prefix_cache=prefixes)
-
-    def _check(self, request: Request) -> None:
-        vocab_size, limit = self.info.vocab_size, self.info.max_model_len
-        request.sampling.validate(vocab_size)
-        prompt = request.prompt_token_ids
-        if not prompt:
-            message = "The prompt is empty; it needs at least one token."
-            raise InvalidRequestError(message, param="prompt")
-        if len(prompt) >= limit:
-            raise ContextLengthError(
-                f"The prompt has {len(prompt)} tokens, but this server's context is {limit} tokens "
-                "for prompt and answer together.",
-                param="prompt",
-            )
-        if request.sampling.grammar is not None and request.grammar is None:
-            raise InvalidRequestError("The request's grammar has not been compiled.")
-        check_token_ids("prompt", prompt, vocab_size)
-        check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
     def _main(self) -> None:
         # Not a new thread for each restart: the C library would keep memory for all of them.
@@ -233,13 +213,13 @@ class Engine:
         if not self._answered.done():
             self._warm_up(core.runner)
             self._answered.set_result(None)
-        idle_work = self._idle_work
-        if idle_work is not None:
-            idle_work.begin()
+        calibrator = self._calibrator
+        if calibrator is not None:
+            calibrator.reset()
         self.expect()
         while True:
             self._heartbeat.end()
-            measuring = idle_work is not None and idle_work.busy and core.idle
+            measuring = calibrator is not None and calibrator.busy and core.idle
             pause = max(self._quiet_until - monotonic(), 0.0)
             for note in self._read_inbox(pause if measuring else core.seconds_to_wait):
                 if isinstance(note, Sequence):
@@ -248,12 +228,12 @@ class Engine:
                     core.cancel(note)
             if self._stopping:
                 return
-            if measuring and idle_work is not None:
+            if measuring and calibrator is not None:
                 self._heartbeat.begin_start()
                 if core.idle and monotonic() >= self._quiet_until:
-                    idle_work.step(core.runner)
+                    calibrator.step(core.runner)
                     continue
-                idle_work.leave()
+                calibrator.pause()
                 if core.idle:
                     continue
             self._heartbeat.begin_planning()
@@ -265,8 +245,8 @@ class Engine:
             if core.idle:
                 core.release()
                 self.expect()
-            if idle_work is not None:
-                idle_work.save_periodically()
+            if calibrator is not None:
+                calibrator.save_periodically()
 
     def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the engine is to be restarted."""
@@ -283,7 +263,7 @@ class Engine:
         if self._failure is not None:
             tasks.append(partial(self._on_failure, reason))
         tasks += [] if core is None else [core.close]
-        tasks += [] if self._idle_work is None else [self._idle_work.save]
+        tasks += [] if self._calibrator is None else [self._calibrator.save]
         for task in tasks:
             try:
                 task()
@@ -321,33 +301,3 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 self._open.pop(output.request_id, None)
-
-
-def run_requests(
-    engine: Engine, requests: Iterable[Request]
-) -> Iterator[tuple[float, RequestOutput]]:
-    """Run requests for a caller without an event loop: their outputs, until all have ended.
-
-    Each comes with the time (`perf_counter`) at which it was delivered. Starts the engine; raises
-    what a request ends with, or EngineStoppedError.
-    """
-    arrived = queue.SimpleQueue[tuple[float, Many[RequestOutput]]]()
-    engine.start(lambda outputs: arrived.put((perf_counter(), outputs)))
-    left = 0
-    for request in requests:
-        engine.submit(request)
-        left += 1
-    while left:
-        reason = engine.unhealthy_reason
-        try:
-            at, outputs = arrived.get(timeout=PATIENCE)
-        except queue.Empty:
-            # Checked before the wait: what a dying engine still sent has had the time to come.
-            if reason is not None:
-                raise EngineStoppedError(f"The engine has stopped: {reason}") from None
-            continue
-        for output in outputs:
-            if output.error is not None:
-                raise output.error
-            left -= output.finish_reason is not None
-            yield at, output

@@ -182,7 +182,11 @@ class ModelRunner:
         for row in chunk:
             row.num_cached = row.length
         step = InFlightStep(chunk, is_prefill=True)
-        step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self.vocab_size)
+        # What follows a prompt's last token is not of the prompt. (No row begins with a prefix.)
+        inside = [row.length - row.is_last for row in chunk]
+        tops = [s.request.sampling.prompt_logprobs for s in sequences]
+        given = arrays.following, inside, arrays.lengths.tolist(), tops
+        step.prompt = prompt_scores(self._model, hidden, *given, self.vocab_size)
         mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
         targets = arrays.following
         if arrays.is_last.any():
