@@ -27,10 +27,10 @@ from mlx_mtp import backend
 backend.prepare()
 
 from mlx_mtp.bench.report import check_writable, render, write_json
-from mlx_mtp.calibration.calibrator import cells_to_measure
+from mlx_mtp.calibration.calibrator import steps_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.speculative.costs import COPY, HEAD, Shape, StepCosts, Table
+from mlx_mtp.speculative.costs import HOST, MTP, CostKey, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftRow
 from mlx_mtp.speculative.ngram import NgramPool
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class PriceList(NamedTuple):
     verify: dict[int, float]  # by the tokens of all rows
     passes: tuple[float, float]  # of the head, at one row and for each row more
 
-    def seconds(self, shape: Shape) -> float:
+    def seconds(self, shape: StepShape) -> float:
         tokens, known = shape.rows + shape.drafts, sorted(self.verify)
         first, more = self.passes
         head = shape.passes * (first + more * (shape.rows - 1))
@@ -131,6 +131,12 @@ class Result(NamedTuple):
     seconds: float
 
 
+def shape_of(cell: CostKey) -> StepShape:
+    """The shape of a cell's steps."""
+    drafts = int(cell.rows * cell.size)
+    return StepShape(cell.rows, drafts, int(cell.size) if cell.kind == MTP else 0)
+
+
 def replay(
     texts: Sequence[Text],
     num_rows: int,
@@ -141,18 +147,14 @@ def replay(
 ) -> Result:
     """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
     chance, costs = random.Random(seed), StepCosts()
-    table: Table = {}
-    for size, drafts, source in cells_to_measure({}, num_rows, (HEAD, COPY)):
-        passes = drafts if source == HEAD else 0
-        cell = table.setdefault(size, {}).setdefault(source, {})
-        cell[drafts] = prices.seconds(Shape(size, size * drafts, passes))
-    costs.load(table)
-    policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if HEAD in sources else 0)
-    copies = NgramPool(0) if COPY in sources else None
+    costs.load({cell: prices.seconds(shape_of(cell)) for cell in
+                steps_to_measure({}, num_rows, (MTP, HOST))})  # fmt: skip
+    policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if MTP in sources else 0)
+    copies = NgramPool(0) if HOST in sources else None
     waiting = iter(texts)
     rows = [Row(text, copies) for text in itertools.islice(waiting, num_rows)]
     pending, total = dict.fromkeys(rows, 0), Result(0, 0, 0.0)
-    unread: tuple[list[Window], Shape, float] | None = None
+    unread: tuple[list[Window], StepShape, float] | None = None
     steady = False
     while rows:
         choice = policy.choose(rows, steady=steady)
@@ -169,12 +171,12 @@ def replay(
             right = zip(run, following) if run else ()
             hits = [a == b for a, b in right] or [chance.random() < rate for _ in range(count)]
             brought = min([*hits, False].index(False) + 1, left)
-            outcomes.append(Window(row, COPY if run else HEAD, count, brought))
+            outcomes.append(Window(row, "copy" if run else MTP, count, brought))
             came.append((row, row.text.answer[row.at : row.at + brought]))
             row.at += brought
             row.ahead, pending[row] = count + 1, drafts
         verified = sum(outcome.num_verified for outcome in outcomes)
-        shape = Shape(len(rows), verified, max(choice.head))
+        shape = StepShape(len(rows), verified, max(choice.head))
         took = prices.seconds(shape)
         tokens = sum(outcome.num_cached for outcome in outcomes)
         total = Result(total.tokens + tokens, total.steps + len(rows), total.seconds + took)
@@ -193,7 +195,7 @@ def replay(
     return total
 
 
-CONTENDERS = {"mtp": (HEAD,), "copy": (COPY,), "both": (HEAD, COPY)}
+CONTENDERS = {"mtp": (MTP,), "copy": (HOST,), "both": (MTP, HOST)}
 
 
 def table(

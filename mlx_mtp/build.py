@@ -17,7 +17,6 @@ import platformdirs
 
 from mlx_mtp import __version__
 from mlx_mtp.calibration.calibrator import Calibrator
-from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.calibration.cost_file import fingerprint
 from mlx_mtp.config import (
     MAX_COPY_TOKENS,
@@ -55,12 +54,11 @@ from mlx_mtp.ranks.links import Link, Links
 from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.ranks.segments import LeadStore
 from mlx_mtp.sampling.params import check_draft_ids
-from mlx_mtp.speculative.costs import COPY, StepCosts
+from mlx_mtp.speculative.costs import HOST, MTP, PrefillCosts, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.draft_sources import make_proposer
 from mlx_mtp.speculative.drafter import DraftProposer
 from mlx_mtp.speculative.ngram import NgramPool
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
 from mlx_mtp.text.draft_vocab import draft_vocabulary
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -208,19 +206,18 @@ def build_engine(
     if draft_ids is not None and own is None:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
     proposer = proposer or own
-    sources = (*([] if proposer is None else [config.draft_source]), *([COPY] * config.copies))
+    sources = (*([] if proposer is None else [config.draft_source]), *(["copy"] * config.copies))
     num_draft_tokens = config.num_draft_tokens if sources else 0
     drafts: DraftPolicy
-    keeper, chunks = None, PrefillCosts(config.prefill_step_size)
+    calibrator, chunks = None, PrefillCosts(config.prefill_step_size)
     if num_draft_tokens != "auto":
         drafts = FixedDrafts(num_draft_tokens)
     else:
         costs = StepCosts()
         mark = fingerprint(model, None if ids is None else len(ids), sources)
         drafts = AdaptiveDrafts(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
-        keeper = Calibrator(
-            costs, ChunkCalibration(chunks, config), config, cache_dir, mark, sources
-        )
+        kinds = (*([] if proposer is None else [MTP]), *([HOST] * config.copies))
+        calibrator = Calibrator(costs, chunks, config, cache_dir, mark, kinds)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
@@ -260,7 +257,7 @@ def build_engine(
         info,
         make_core,
         heartbeat,
-        keeper,
+        calibrator,
         checked if check else None,
         disk_stats=dict if store is None else lambda: store.stats()._asdict(),
         can_restart=not ranks.all,  # Other ranks can't begin anew.

@@ -31,7 +31,7 @@ from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
-from mlx_mtp.speculative.costs import HEAD, StepCosts
+from mlx_mtp.speculative.costs import MTP, CostKey, StepCosts, Table
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.drafter import Computed, DraftProposer, MTPDrafter
 from mlx_mtp.speculative.ngram import NgramPool
@@ -174,8 +174,13 @@ class Ties:
 def cheap_drafts() -> AdaptiveDrafts:
     """A policy that begins with drafts: one takes a third of a step."""
     costs = StepCosts()
-    costs.load({1: {HEAD: {0: 0.03, 1: 0.04, 4: 0.07}}})
+    costs.load(curve(MTP, 1, {0: 0.03, 1: 0.04, 4: 0.07}))
     return AdaptiveDrafts(costs)
+
+
+def curve(kind: str, rows: int, costs: Mapping[float, float]) -> Table:
+    """Costs of so many rows by drafts per row, or of chunks by length."""
+    return {CostKey(kind, rows, size): cost for size, cost in costs.items()}
 
 
 class Driver:

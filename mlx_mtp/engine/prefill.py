@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepRow
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
+from mlx_mtp.speculative.costs import PrefillCosts
 
 Group = list[Sequence]
 

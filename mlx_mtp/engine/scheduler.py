@@ -14,7 +14,7 @@ from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
-from mlx_mtp.speculative.costs import Shape
+from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import DraftPolicy
 from mlx_mtp.speculative.ngram import NgramPool
 
@@ -120,8 +120,8 @@ class Scheduler:
             self._totals.num_optimistic_tokens += len(row.optimistic)
         if rows:
             proposed = max(row.num_proposed for row in step.rows)
-            shape = Shape(len(rows), sum(row.num_verified for row in rows), proposed)
-            self._drafts.observe(rows, shape, step.cost)
+            shape = StepShape(len(rows), sum(row.num_verified for row in rows), proposed)
+            self._drafts.observe(rows, shape, step.seconds)
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:
         sequence, tokens, error = row.sequence, row.token_ids, row.error

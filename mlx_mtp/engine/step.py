@@ -14,7 +14,7 @@ from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.prefix.cache import Save
-from mlx_mtp.speculative.costs import COPY, HEAD
+from mlx_mtp.speculative.costs import MTP
 from mlx_mtp.speculative.draft_policy import DraftRow
 from mlx_mtp.speculative.verify import AcceptResult
 
@@ -79,7 +79,7 @@ class StepRow:
 
     @property
     def source(self) -> str:
-        return COPY if self.run else HEAD
+        return "copy" if self.run else MTP
 
     @property
     def num_verified(self) -> int:
@@ -143,8 +143,7 @@ class InFlightStep:
     done: mx.array | None = None  # of a chunk: evaluating it waits for the whole chunk
     launched_at: float = 0.0  # by the core's clock
     launching: float = 0.0  # seconds of the host's to launch its plan
-    seconds: float | None = None  # from the end of what was before it on the device to its own
-    cost: float | None = None  # of a decode step, in seconds, where that is known (see `StepTimer`)
+    seconds: float | None = None  # what it takes, if that is known (see `StepClock`)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.acceptance_rates import HeadRates
-from mlx_mtp.speculative.costs import COPY, HEAD, Prices, Shape, StepCosts
+from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.ngram import NgramDrafter
 
 # By so much another choice must be faster than the one in use, no drafts, and as many for each row.
@@ -100,12 +100,12 @@ class FixedDrafts:
         self.choices[len(rows)] = self._num_draft_tokens
         return even_choice(rows, self._num_draft_tokens)
 
-    def observe(self, rows: Sequence[VerifiedRow], shape: Shape, seconds: float | None) -> None:
+    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
         pass
 
 
 def best_choice(
-    prices: Prices,
+    costs: BatchCosts,
     head: Sequence[Sequence[float]],
     copies: Sequence[Sequence[float]],
 ) -> Choice:
@@ -116,7 +116,7 @@ def best_choice(
     """
     rows = len(head)
     best = Choice((0,) * rows, (0,) * rows, float(rows))
-    token = (prices.cost(rows, 0) - prices.cost(0, 0)) / rows
+    token = (costs.cost(rows, 0) - costs.cost(0, 0)) / rows
     gains = [_gain(chances, token) for chances in copies]
     for passes in range(max(map(len, head)) + 1):
         offers = []
@@ -126,7 +126,7 @@ def best_choice(
             offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
         offers.sort(reverse=True)
         tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
-        speeds = list(map(truediv, tokens, prices.costs(len(offers), passes)))
+        speeds = list(map(truediv, tokens, costs.window_costs(len(offers), passes)))
         speed = max(speeds)
         if speed > best.speed:
             counts = [0] * rows, [0] * rows
@@ -174,10 +174,10 @@ class AdaptiveDrafts:
         self._probing -= 1
         return self._probe
 
-    def observe(self, rows: Sequence[VerifiedRow], shape: Shape, seconds: float | None) -> None:
+    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
         """Learn from a decode step, one or two steps after it was planned.
 
-        `seconds` are its cost, or None if that is not known (see `StepTimer`).
+        `seconds` are its cost, or None if that is not known (see `StepClock`).
         """
         for row in rows:
             drafts, tokens = row.num_verified, row.num_cached
@@ -186,7 +186,7 @@ class AdaptiveDrafts:
                 memory = 1.0 - 1.0 / (_ANSWERS * len(rows))
                 self._tokens *= memory
                 self._answers = self._answers * memory + 1.0
-            elif row.source != COPY:
+            elif row.source != "copy":
                 row.drafting.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
         self._pool.fade(shape.rows)
         self._costs.observe(shape, seconds)
@@ -194,11 +194,11 @@ class AdaptiveDrafts:
     def _review(
         self, rows: Sequence[DraftRow], runs: Sequence[Sequence[float]], *, steady: bool
     ) -> None:
-        prices = self._costs.prices(len(rows))
+        batch_costs = self._costs.of_batch(len(rows))
         misses = [row.misses for row in rows]
         head = [self._useful(self._pool.chances(each)) for each in misses]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
-        costs = [prices.cost(choice.verified, max(choice.head)) for choice in even]
+        costs = [batch_costs.cost(choice.verified, max(choice.head)) for choice in even]
         tokens = [len(rows) + sum(sum(own[:n]) for own, n in zip(head, e.head)) for e in even]
         scores = list(map(truediv, tokens, costs))
         before = self._depth
@@ -210,15 +210,15 @@ class AdaptiveDrafts:
         if max(misses) > _ALIKE * min(misses) or any(runs):
             # Rows with a number of their own are not asked here.
             offered = [own if row.fixed is None else [] for row, own in zip(rows, head)]
-            found = best_choice(prices, offered, list(map(self._useful, runs)))
+            found = best_choice(batch_costs, offered, list(map(self._useful, runs)))
             if found.speed * (_STAY if before is None else 1.0) > _EVEN * choice.speed:
                 choice = found._replace(head=_with_own(rows, found.head))
                 self._depth = None
         self._choice = choice
         copied = sum(choice.copied)
         self.choices[len(rows)] = choice.verified / len(rows)
-        cost = prices.cost(choice.verified, max(choice.head))
-        drafts = {HEAD: choice.verified - copied, COPY: copied}
+        cost = batch_costs.cost(choice.verified, max(choice.head))
+        drafts = {MTP: choice.verified - copied, "copy": copied}
         own = choice.speed * cost
         self.reason = DraftChoice(len(rows), drafts, cost, own, tuple(costs), tuple(tokens))
         if steady and not copied and self._rested >= _LEAST_REST:
@@ -241,13 +241,13 @@ class AdaptiveDrafts:
         """
         turn, self._num_probes = self._num_probes % 3, self._num_probes + 1
         depth = round(sum(self._choice.head) / now.num_rows)
-        known = self._costs.knows(now.num_rows, 0)
+        known = self._costs.is_measured(now.num_rows, 0)
         other = depth + (-1 if turn == 2 else 1) if known else 0
         if not 0 <= other <= self._most or even[other].head == self._choice.head:
             return
         gain = now.tokens[other] / now.num_tokens - 1.0
         price = now.costs[other] / now.cost - 1.0
-        price -= self._costs.doubt(now.num_rows, depth, other)
+        price -= self._costs.uncertainty(now.num_rows, depth, other)
         if known and turn and gain < price:
             return
         affordable = int(self._rested * _PROBE_SHARE / max(price - gain, _LEAST_LOSS))

@@ -9,18 +9,19 @@ from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.step import StepRow
-from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts
+from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
 from tests.engine.cases import EOS, STEP, make_requests
 from tests.engine.test_engine import Client
-from tests.harness import Driver, greedy, plain, request
+from tests.harness import Driver, curve, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 
 def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
     """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
     costs = StepCosts()
-    costs.load({1: {HEAD: {n: 1.0 + draft * n for n in (0, 1, 8)}, COPY: {4: 1.1, 16: 1.2}}})
+    head_costs = curve(MTP, 1, {n: 1.0 + draft * n for n in (0, 1, 8)})
+    costs.load({**head_costs, **curve(HOST, 1, {4: 1.1, 16: 1.2})})
     return AdaptiveDrafts(costs, 8 if head else 0)
 
 
@@ -38,7 +39,7 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
     )
     driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, depth=cheap(head))
     driver.run_arrivals({0: requests[:4], 3: requests[4:]})
-    copied = driver.core.stats().num_accepted_tokens_per_pos.get(COPY, (0,))
+    copied = driver.core.stats().num_accepted_tokens_per_pos.get("copy", (0,))
     again = [dataclasses.replace(r, request_id=r.request_id + "+", trace=True) for r in requests]
     driver.run_arrivals({0: again[:5], 4: again[5:]}, {6: [again[0].request_id]})
     for name, expected in reference.items():
@@ -46,8 +47,8 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
         if name + "+" != again[0].request_id:
             ties.check(name + "+", driver.tokens(name + "+"), expected)
     stats = driver.core.stats()
-    assert sum(stats.num_accepted_tokens_per_pos[COPY]) > sum(copied) + 20
-    told = [o for r in again for o in driver.outputs[r.request_id] if o.draft_source == COPY]
+    assert sum(stats.num_accepted_tokens_per_pos["copy"]) > sum(copied) + 20
+    told = [o for r in again for o in driver.outputs[r.request_id] if o.draft_source == "copy"]
     assert any(len(o.token_ids) > 4 for o in told)
     assert all(len(o.drafts) == o.num_draft_tokens for o in told)
 
@@ -85,8 +86,8 @@ def test_a_request_that_fixed_its_drafts_copies_nothing(tiny_models):
     driver.add(dataclasses.replace(asked, request_id="b"))
     got = driver.run()
     assert tuple(got["a"]) == tuple(got["b"]) == plain(model, asked, VOCAB).tokens
-    assert {o.draft_source for o in driver.outputs["a"] if o.num_draft_tokens} == {HEAD}
-    assert COPY in {o.draft_source for o in driver.outputs["b"]}
+    assert {o.draft_source for o in driver.outputs["a"] if o.num_draft_tokens} == {"mtp"}
+    assert "copy" in {o.draft_source for o in driver.outputs["b"]}
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.core import StepTimer
+from mlx_mtp.engine.core import StepClock
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import Shape
+from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 
 
@@ -119,7 +119,7 @@ class Watched(FixedDrafts):
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.seen: list[tuple[list[tuple[str, int, int]], Shape, float | None]] = []
+        self.seen: list[tuple[list[tuple[str, int, int]], StepShape, float | None]] = []
 
     def observe(self, rows, shape, seconds) -> None:
         rows = [(row.sequence.request_id, row.num_verified, row.num_cached) for row in rows]
@@ -141,12 +141,12 @@ def test_the_policy_learns_of_decode_steps_alone():
     ]
     # A row that had ended before brings nothing, but its window was computed.
     second = [StepRow(a, length=3, num_cached=1, token_ids=(5,)), StepRow(b, length=3)]
-    policy.update([InFlightStep(first, cost=0.5)])
+    policy.update([InFlightStep(first, seconds=0.5)])
     policy.update([InFlightStep(second)])
     # The size of the window counts for the cost; of what failed nothing is known.
     assert depth.seen == [
-        ([("a", 2, 2), ("b", 2, 1), ("d", 2, 2)], Shape(3, 6, 2), 0.5),
-        ([("a", 2, 1), ("b", 2, 0)], Shape(2, 4, 0), None),
+        ([("a", 2, 2), ("b", 2, 1), ("d", 2, 2)], StepShape(3, 6, 2), 0.5),
+        ([("a", 2, 1), ("b", 2, 0)], StepShape(2, 4, 0), None),
     ]
     stats = policy.stats()
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
@@ -245,12 +245,13 @@ def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
     """Each step takes one second longer than the one before it; the time that counts of each."""
     clock = Clock()
-    timer, times = StepTimer(clock), []
-    steps = tuple(list(map(copy.copy, step)) for step in steps)  # the timer tells them apart
+    timer, times = StepClock(clock), []
+    steps = tuple(list(map(copy.copy, step)) for step in steps)  # the clock tells them apart
     for number, read in enumerate(steps):
         clock.now += number
         following = steps[number + 1] if number + 1 < len(steps) else []
-        times.append(timer.lap(read, following if overlap else read))
+        timer.end_round(read, following if overlap else read)
+        times.append(read[-1].seconds if read else None)
     return times
 
 

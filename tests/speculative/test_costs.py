@@ -6,14 +6,15 @@ import random
 import pytest
 
 from mlx_mtp.speculative.acceptance_rates import HeadRates, NgramRates
-from mlx_mtp.speculative.costs import COPY, HEAD, KNOTS, Shape, StepCosts
+from mlx_mtp.speculative.costs import HOST, KNOTS, MTP, CostKey, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import DraftRow
+from tests.harness import curve
 
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
 
 
-def even(size: int, depth: int) -> Shape:
-    return Shape(size, size * depth, depth)
+def even(size: int, depth: int) -> StepShape:
+    return StepShape(size, size * depth, depth)
 
 
 def stay(costs: StepCosts, size: int, depth: int, seconds: float | None, steps: int = 9) -> None:
@@ -23,7 +24,7 @@ def stay(costs: StepCosts, size: int, depth: int, seconds: float | None, steps: 
 
 
 def relative(costs: StepCosts, size: int) -> list[float]:
-    return [costs.prices(size).cost(size * depth, depth) for depth in range(len(TRUE))]
+    return [costs.of_batch(size).cost(size * depth, depth) for depth in range(len(TRUE))]
 
 
 def measured(size: int) -> StepCosts:
@@ -43,7 +44,7 @@ def test_what_was_measured_is_reported_and_unknown_times_change_nothing():
     assert fresh == sorted(set(fresh))
     stay(costs, 2, 2, None, 50)
     assert relative(costs, 2) == pytest.approx(TRUE, rel=0.01)
-    assert costs.table() == {2: {HEAD: pytest.approx(dict(enumerate(TRUE)), rel=0.01)}}
+    assert costs.table() == pytest.approx(curve(MTP, 2, dict(enumerate(TRUE))), rel=0.01)
     again = StepCosts()
     again.load(costs.table())
     assert relative(again, 2) == pytest.approx(TRUE, rel=0.01)
@@ -66,7 +67,7 @@ def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_lear
 def test_noisy_prices_are_mended_by_those_beside_them_and_quiet_ones_stay():
     steps = (1.0, 1.05, 1.13, 1.08, 1.2)
     costs = StepCosts()
-    costs.load({1: {HEAD: dict(enumerate(steps))}})
+    costs.load(curve(MTP, 1, dict(enumerate(steps))))
     assert relative(costs, 1) == pytest.approx(steps, rel=0.015)
     own = priced = 0.0
     for seed in range(30):
@@ -75,13 +76,13 @@ def test_noisy_prices_are_mended_by_those_beside_them_and_quiet_ones_stay():
             for each in (0, depth):
                 stay(costs, 1, each, 0.01 * TRUE[each] * chance.lognormvariate(0.0, 0.1))
         for depth, price in enumerate(relative(costs, 1)):
-            own += abs(costs.table()[1][HEAD][depth] / TRUE[depth] - 1.0)
+            own += abs(costs.table()[CostKey(MTP, 1, depth)] / TRUE[depth] - 1.0)
             priced += abs(price / TRUE[depth] - 1.0)
     assert priced < 0.8 * own
 
 
 def test_rows_that_differ_cost_their_tokens_and_the_passes_of_the_deepest():
-    prices = measured(4).prices(4)
+    prices = measured(4).of_batch(4)
     assert prices.cost(4, 1) < prices.cost(4, 3) < prices.cost(12, 3)
     between = (prices.cost(4, 2) + prices.cost(8, 2)) / 2
     assert prices.cost(6, 2) == pytest.approx(between, rel=0.02)
@@ -89,16 +90,17 @@ def test_rows_that_differ_cost_their_tokens_and_the_passes_of_the_deepest():
 
 def test_windows_without_the_heads_passes_have_prices_of_their_own():
     costs = measured(1)
-    assert 1.0 < costs.prices(1).cost(4, 0) < TRUE[4]
+    assert 1.0 < costs.of_batch(1).cost(4, 0) < TRUE[4]
     for _ in range(12):
         stay(costs, 1, 0, 0.01)
         for _ in range(9):
-            costs.observe(Shape(1, 16, 0), 0.03)
+            costs.observe(StepShape(1, 16, 0), 0.03)
         costs.end_reading()
-    assert costs.prices(1).cost(16, 0) == pytest.approx(3.0, rel=0.05)
+    assert costs.of_batch(1).cost(16, 0) == pytest.approx(3.0, rel=0.05)
     assert relative(costs, 1) == pytest.approx(TRUE, rel=0.05)
-    assert costs.table()[1][COPY][16] == pytest.approx(3.0, rel=0.05)
-    assert set(costs.table()[1][COPY]) <= set(KNOTS)
+    table = costs.table()
+    assert table[CostKey(HOST, 1, 16)] == pytest.approx(3.0, rel=0.05)
+    assert {key.size for key in table if key.kind == HOST} <= set(KNOTS)
 
 
 def test_a_position_counts_only_where_those_before_it_were_right():
