@@ -2,20 +2,16 @@
 
 import argparse
 import logging
-import platform
 import queue
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import mlx.core as mx
 import platformdirs
 
-from mlx_mtp import __version__
 from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.calibration.cost_file import fingerprint
 from mlx_mtp.config import (
@@ -26,7 +22,6 @@ from mlx_mtp.config import (
     from_options,
 )
 from mlx_mtp.convert.source import check_head_on_hub
-from mlx_mtp.distributed import own_folder
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
@@ -39,15 +34,13 @@ from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
-from mlx_mtp.models.batch_invariant import choices, use_fixed_rows
-from mlx_mtp.models.files import WEIGHTS
+from mlx_mtp.models.batch_invariant import use_fixed_rows
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.options import wants_exact
 from mlx_mtp.prefix.cache import PrefixCache
-from mlx_mtp.prefix.directory import fingerprint as prefix_fingerprint
-from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.disk import PrefixStore, open_store
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links
@@ -123,7 +116,8 @@ def plan_engine(
     store = None
     if options.prefix_cache_dir is not None:
         path, size = Path(options.prefix_cache_dir).expanduser(), options.prefix_cache_dir_size
-        store = _prefix_store(model, config, options.dtype, path, size, links)
+        make = partial(LeadStore, links) if isinstance(links, Links) else PrefixStore
+        store = open_store(model, config, options.dtype, path, size, make)
     return EnginePlan(config, memory, store)
 
 
@@ -299,43 +293,6 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
     if wanted is not None and not 2 <= wanted <= most:
         raise UsageError(f"max_model_len is {wanted}; this model allows 2 to {most}.")
     return wanted or most
-
-
-def _prefix_store(
-    model: LoadedModel,
-    config: EngineConfig,
-    dtype: str,
-    path: Path,
-    max_bytes: int,
-    links: Links | Link | None = None,  # to the other ranks, if there are any
-) -> PrefixStore:
-    """Open a directory of prefixes; UsageError if that can't be used. No weight is read."""
-    if not config.prefix_cache_size:
-        raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
-    device = mx.device_info()
-    packages = [f"{each.name} {each.version}" for each in metadata.distributions()]
-    mark = prefix_fingerprint(
-        model.config,
-        model.path.glob(WEIGHTS),
-        head=model.head_source,
-        draft_source=config.draft_source,
-        kv_bits=config.kv_cache_quantization,
-        dtype=dtype,
-        exact=config.exact,
-        # With a bound of pauses the lengths follow time in any case; and memory, on a GPU.
-        prefill_step_size=config.prefill_step_size
-        if config.exact or not config.max_decode_pause
-        else None,
-        device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
-        platform=[platform.system(), platform.machine()],
-        # CUDA's libraries choose by themselves how they compute a product.
-        packages=sorted(each for each in packages if each.startswith(("mlx", "nvidia-"))),
-        version=__version__,
-    )
-    make = partial(LeadStore, links) if isinstance(links, Links) else PrefixStore
-    # Bits depend on what was measured when the model was loaded, which is still to come.
-    chosen = partial(choices, model.model) if config.exact else str
-    return make(own_folder(path), mark, max_bytes, choices=chosen)
 
 
 def run_requests(
