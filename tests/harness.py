@@ -238,7 +238,7 @@ class Driver:
         stops = (*own, *wanted.sampling.stop_token_ids)
         sequence = Sequence(wanted, stops, wanted.sampling.max_tokens)
         self.outputs[wanted.request_id] = []
-        self.core.add(sequence)
+        self.core.scheduler.add(sequence)
         return sequence
 
     def step(self) -> list[RequestOutput]:
@@ -267,7 +267,7 @@ class Driver:
             for wanted in arrivals.get(number, ()):
                 self.add(wanted)
             for name in cancels.get(number, ()):
-                self.core.cancel(name)
+                self.core.scheduler.cancel(name)
             self.step()
         return self.run()
 

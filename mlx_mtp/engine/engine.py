@@ -223,9 +223,9 @@ class Engine:
             pause = max(self._quiet_until - monotonic(), 0.0)
             for note in self._read_inbox(pause if measuring else core.seconds_to_wait):
                 if isinstance(note, Sequence):
-                    core.add(note)
+                    core.scheduler.add(note)
                 elif note is not None:
-                    core.cancel(note)
+                    core.scheduler.cancel(note)
             if self._stopping:
                 return
             if measuring and calibrator is not None:
@@ -240,7 +240,7 @@ class Engine:
             outputs = core.step()
             # Published from here alone: other threads must not walk the scheduler's queues. And
             # before the outputs: a request that has ended is counted when its client looks.
-            self._stats = core.stats()
+            self._stats = core.scheduler.stats()
             self._send(outputs)
             if core.idle:
                 core.release()

@@ -241,7 +241,8 @@ class Scheduler:
         meanwhile, so a stream of small requests can't hold a large one up.
         """
         reuse = self.reuse
-        self._put_back()
+        if self._held:
+            self._put_back()
         prefilling = [s.prefix for s in (*self._prefills, *group)]
         while len(self._waiting):
             sequence = self._waiting.peek()

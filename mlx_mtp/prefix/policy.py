@@ -37,8 +37,9 @@ class PrefixState:
     prompt: tuple[int, ...]
     salt: str  # a `root_key`: sequences share prefixes only with those of the same
     looks_up: bool = True  # False: hidden states of the whole prompt are needed
+    # Set when the sequence is considered first:
+    arrival: int | None = None  # place in the queue
     cache_key: tuple[int, ...] = ()  # what stands for the prompt in the tree
-    arrival: int | None = None  # place in the queue, once it has been considered
     message_ends: list[int] = field(default_factory=list)  # ascending
     chunk_ends: list[int] | None = None  # where all chunks end if the prompt is computed exactly
     waits_for: tuple["PrefixState", int] | None = None  # who computes its prefix, and the length
@@ -48,9 +49,6 @@ class PrefixState:
     save_points: list[int] = field(default_factory=list)  # prefixes to be saved, ascending
     num_copied: int = 0  # length of a prefix that is copied, but not in the tree yet
     dropped: bool = False  # the sequence was cancelled or failed
-
-    def __post_init__(self) -> None:
-        self.cache_key = self.prompt
 
     def saved(self, length: int) -> None:
         """Note that the prefix of this length is in the tree, or can't be saved."""
@@ -96,11 +94,13 @@ class PrefixReuse:
         self._reader: PrefixState | None = None  # and the one that it reads for
 
     def find(self, state: PrefixState) -> Node | None:
-        """The end of the longest prefix in memory."""
-        return self.tree.match(state.salt, state.cache_key) if self._looks_up(state) else None
+        """The end of the longest prefix in memory; None if there is none."""
+        return self.tree.match(state.salt, state.cache_key) if state.looks_up else None
 
     def must_read(self, state: PrefixState) -> bool:
         """True while its prefix is being read from the disk; call it again until it is not."""
+        if self.tree.disk is None:
+            return False
         while length := self._on_disk(state):
             self._reads.add(state)
             if self._reader not in (None, state):
@@ -133,19 +133,22 @@ class PrefixReuse:
         """True if it waits for one of these prompts to be computed, or for its turn to read."""
         if state.arrival is None:
             state.arrival, self._num_seen = self._num_seen, self._num_seen + 1
+            state.cache_key, state.looks_up = state.prompt, state.looks_up and self.tree.limit > 0
             state.message_ends = message_ends(state.prompt, self._message_end_ids)
             if self._exact:
                 state.chunk_ends = chunk_ends(
                     len(state.prompt), state.message_ends, self._step, self._min_gain
                 )
                 state.cache_key = by_chunk(state.prompt, state.chunk_ends)
-        if not self._looks_up(state):
+        if not state.looks_up:
             return False
         if self.waits(state):
             return True
         state.waits_for = None
         node = self.find(state)
-        length = self._on_disk(state) or (0 if node is None else node.end)
+        length = 0 if node is None else node.end
+        if self.tree.disk is not None:
+            length = self._on_disk(state) or length
         for leader in prefilling:
             assert leader.arrival is not None
             if leader.arrival > state.arrival or leader.salt != state.salt:
@@ -174,12 +177,13 @@ class PrefixReuse:
                 self._min_gain,
                 state.chunk_ends,
             )
-        self.num_queries += len(state.prompt) if self._looks_up(state) else 0
+        self.num_queries += len(state.prompt) if state.looks_up else 0
         self.num_hits += state.num_reused
 
     def release(self, state: PrefixState) -> None:
         """End its use of the cache but for saves: its prefix was copied, or it is `dropped`."""
-        self._end_read(state)
+        if state in self._reads:
+            self._end_read(state)
         if state.node is not None:
             self.tree.unpin(state.node)
             state.node = None
@@ -193,12 +197,9 @@ class PrefixReuse:
             evicted=dict(self.tree.evicted),
         )
 
-    def _looks_up(self, state: PrefixState) -> bool:
-        return self.tree.limit > 0 and state.looks_up
-
     def _on_disk(self, state: PrefixState) -> int:
         """Length of the longest prefix of its prompt, if that is not in memory; else 0."""
-        if self.tree.disk is None or state.skips_disk or not self._looks_up(state):
+        if self.tree.disk is None or state.skips_disk or not state.looks_up:
             return 0
         node = self.find(state)
         length = self.tree.disk.longest(state.salt, state.cache_key)
