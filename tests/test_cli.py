@@ -380,7 +380,7 @@ def test_a_model_goes_without_a_head_unless_one_was_asked_for(command, monkeypat
             raise MissingHeadError("there is no head")
         raise UsageError("loaded without it")
 
-    monkeypatch.setattr(loader, "load_model", load)
+    monkeypatch.setattr(build, "load_model", load)
     assert cli.main(command.split(), {}) == 2
     assert asked == [True, False]
     assert "loaded without it" in capsys.readouterr().err

@@ -121,10 +121,8 @@ def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
         assert {o.num_draft_tokens for o in outputs} == {depth}
         assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
         assert all(len(o.token_ids) == o.num_draft_tokens + 1 for o in outputs)
-    stats, outputs = (
-        driver.core.scheduler.stats(),
-        [o for outs in driver.outputs.values() for o in outs],
-    )
+    stats = driver.core.scheduler.stats()
+    outputs = [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens == sum(o.num_draft_tokens for o in outputs)
 
 
