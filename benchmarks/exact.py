@@ -31,9 +31,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.shapes import add_sizes, build, quantize, shape_of
 from benchmarks.timed import shares, table, within
 from mlx_mtp.bench.prompts import PromptSource
-from mlx_mtp.build import build_engine
+from mlx_mtp.build import build_engine, run_requests
 from mlx_mtp.config import DraftTokens, EngineConfig
-from mlx_mtp.engine.engine import Engine, run_requests
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model

@@ -106,7 +106,7 @@ def decoding_core(
         tokens = mx.random.randint(10, model.vocab_size, (PROMPT,), key=mx.random.key(row))
         request = Request(str(row), tuple(map(int, tokens)), sampling)
         sequences.append(Sequence(request, (), _ENDLESS))
-        core.add(sequences[-1])
+        core.scheduler.add(sequences[-1])
     while any(s.status is not Status.DECODING for s in sequences):
         core.step()
     for _ in range(2):

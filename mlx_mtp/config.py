@@ -76,7 +76,7 @@ def check_settings(settings: Any) -> None:
                 raise UsageError(f"{each.name}: {error}.") from None
 
 
-def host_sources(drafts: str) -> tuple[str, ...]:
+def host_source_names(drafts: str) -> tuple[str, ...]:
     """The sources on the host among those of --drafts."""
     return tuple(name for name in drafts.split(",") if name in HOST_DRAFTS)
 
@@ -179,7 +179,7 @@ class EngineConfig:
     @property
     def host_sources(self) -> tuple[str, ...]:
         """Names of the sources of drafts on the host; none if the number of drafts is fixed."""
-        return host_sources(self.drafts) if self.num_draft_tokens == "auto" else ()
+        return host_source_names(self.drafts) if self.num_draft_tokens == "auto" else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from mlx_mtp.config import (
     EngineConfig,
     ServerConfig,
     flags_of,
-    host_sources,
+    host_source_names,
 )
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
@@ -172,7 +172,7 @@ _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")  # of the head
 def check_serve(options: argparse.Namespace) -> None:
     """Raise UsageError for flags of `serve` that would have no effect."""
     drafts, depth = options.drafts, options.mtp_num_draft_tokens
-    names = host_sources(drafts)
+    names = host_source_names(drafts)
     on_host = names and depth == "auto"
     check_generate(options, *([] if on_host else ["--calibration-seconds", "--mtp-optimistic"]))
     if options.enable_mtp and "mtp" not in drafts:

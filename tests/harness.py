@@ -221,9 +221,9 @@ class Driver:
         step = config.prefill_step_size
         exact = config.exact
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
-        names = config.host_sources
-        self.host_sources = host_sources or (HostSources(names, 1 << 20) if names else None)
-        self.runner = make_runner(model, drafter, self.vocab_size, self.prefixes)
+        self.host_sources = host_sources or HostSources(config.host_sources, 1 << 20)
+        clear = self.host_sources.clear
+        self.runner = make_runner(model, drafter, self.vocab_size, self.prefixes, clear)
         if hasattr(drafter, "new_rows"):
             tell_rows(self.runner)
         self.scheduler = Scheduler(
@@ -244,7 +244,7 @@ class Driver:
         stops = (*own, *wanted.sampling.stop_token_ids)
         sequence = Sequence(wanted, stops, wanted.sampling.max_tokens)
         self.outputs[wanted.request_id] = []
-        self.core.add(sequence)
+        self.core.scheduler.add(sequence)
         return sequence
 
     def step(self) -> list[RequestOutput]:
@@ -273,7 +273,7 @@ class Driver:
             for wanted in arrivals.get(number, ()):
                 self.add(wanted)
             for name in cancels.get(number, ()):
-                self.core.cancel(name)
+                self.core.scheduler.cancel(name)
             self.step()
         return self.run()
 

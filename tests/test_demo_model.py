@@ -157,7 +157,7 @@ def test_teacher_forced_acceptance(bundled, kind, low, high, count):
     recorder = Recorder(bundled.model)
     driver = drive(bundled.model, wanted, recorder, num_draft_tokens=1, overlap=False)
     answers = driver.run()
-    assert driver.core.stats().num_accepted_tokens == 0
+    assert driver.core.scheduler.stats().num_accepted_tokens == 0
     said = [[*ids, *answers[str(i)]] for i, ids in enumerate(prompts)]
     seen = [(said[i][at], draft) for i, at, draft in recorder.seen if at < len(said[i])]
     agreed, total = sum(token == draft for token, draft in seen), len(seen)

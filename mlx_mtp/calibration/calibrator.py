@@ -175,7 +175,7 @@ class Calibrator:
     def pause(self) -> None:
         """Leave the current cell, for a request or because it has ended; waits for its step."""
         if self._core is not None:
-            self._core.cancel()
+            self._core.scheduler.cancel()
             while not self._core.idle:
                 self._core.step()
             self._core.release()
@@ -217,11 +217,11 @@ class Calibrator:
             clock=self._clock,
         )
         for sequence in () if is_chunk else _decoding(cell, runner.vocab_size):
-            core.add(sequence)
+            core.scheduler.add(sequence)
         for _ in range(_MOST_STEPS):
             if is_chunk and self._is_wanted(cell):
-                core.cancel()
-                core.add(_prefilling(cell, runner.vocab_size))
+                core.scheduler.cancel()
+                core.scheduler.add(_prefilling(cell, runner.vocab_size))
             if drafts.num_timed == _TIMED_STEPS or core.idle:
                 return
             if any(output.error is not None for output in core.step()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Container, Iterator
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -13,12 +12,10 @@ import numpy as np
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import StepRow
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import HeadState
-
-if TYPE_CHECKING:
-    from mlx_mtp.engine.step import StepRow
 
 
 class Batch:

@@ -9,8 +9,6 @@ from mlx_mtp.engine.health import Heartbeat, Kind
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 _WAITED = 0.02  # of a step's time: reading a step that has ended takes less
@@ -29,8 +27,7 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        self.runner = runner
-        self._scheduler = scheduler
+        self.scheduler, self.runner = scheduler, runner
         self._overlap = overlap
         self._in_flight: list[InFlightStep] = []
         self._clock = StepClock(clock)
@@ -39,7 +36,7 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle and not self._in_flight
+        return self.scheduler.idle and not self._in_flight
 
     @property
     def seconds_to_wait(self) -> float | None:
@@ -48,25 +45,16 @@ class EngineCore:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self._scheduler.reuse.seconds_left  # All requests wait for the disk.
-
-    def add(self, sequence: Sequence) -> None:
-        self._scheduler.add(sequence)
-
-    def cancel(self, request_id: str | None = None) -> None:
-        self._scheduler.cancel(request_id)
-
-    def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        return self.scheduler.reuse.seconds_left  # All requests wait for the disk.
 
     def step(self) -> list[RequestOutput]:
-        if self._scheduler.num_waiting:
+        if self.scheduler.num_waiting:
             self.runner.prefixes.commit_ends()
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
         self._last_plan = plan
         steps = self._run(plan)
-        outputs = self._scheduler.update(steps)
+        outputs = self.scheduler.update(steps)
         self.runner.save_ends(steps)
         if not self._in_flight:
             self.runner.prefixes.commit_ends()
@@ -81,9 +69,9 @@ class EngineCore:
     def close(self) -> None:
         """Give up all requests and all cached prefixes: what killed the thread may be in them."""
         try:
-            self._scheduler.cancel()
+            self.scheduler.cancel()
         finally:
-            self.runner.prefixes.clear()
+            self.runner.give_up_caches()
 
     def _run(self, plan: StepPlan) -> list[InFlightStep]:
         """Launch a plan; returns the steps that have been read."""

@@ -2,37 +2,44 @@
 
 import atexit
 import logging
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.health import Heartbeat, acquire_restart
-from mlx_mtp.engine.request import Request, RequestOutput, check_num_draft_tokens
+from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
-from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, ModelError
-from mlx_mtp.prefix.disk import PrefixStore
-from mlx_mtp.ranks.links import Links
-from mlx_mtp.sampling.params import check_token_ids
+from mlx_mtp.errors import EngineStoppedError, ModelError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 1.0  # seconds without outputs after which `run_requests` checks the engine's health
 NOTICE_SECONDS = 30.0  # between lines that say that the start goes on
 QUIET_SECONDS = 1.0  # without requests before step costs are measured
 
 Deliver = Callable[[Many[RequestOutput]], None]
+
+
+class IdleWork(Protocol):
+    """What the thread does while there are no requests (see `calibration.calibrator`)."""
+
+    @property
+    def busy(self) -> bool: ...
+    def reset(self) -> None: ...
+    def step(self, runner: ModelRunner) -> None: ...
+    def pause(self) -> None: ...
+    def save_periodically(self) -> None: ...
+    def save(self) -> None: ...
 
 
 class Engine:
@@ -48,16 +55,20 @@ class Engine:
         info: EngineInfo,
         make_core: Callable[[EngineStats], EngineCore],
         heartbeat: Heartbeat,
-        calibrator: Calibrator | None = None,
-        store: PrefixStore | None = None,
+        calibrator: IdleWork | None = None,
         warm_up: Callable[[ModelRunner], None] | None = None,
-        links: Links | None = None,  # to the other ranks, if there are any
+        *,
+        disk_stats: Callable[[], Mapping[str, Any]] = dict,  # fields of `PrefixCacheStats`
+        can_restart: bool = True,
+        on_failure: Callable[[str], None] = lambda _: None,  # it ends for good
+        on_stop: Many[Callable[[], None]] = (),
     ) -> None:
         self.info = info
         self._make_core = make_core
         self._heartbeat = heartbeat
         self._calibrator = calibrator
-        self._store, self._links = store, links or Links()
+        self._disk_stats = disk_stats
+        self._can_restart, self._on_failure, self._on_stop = can_restart, on_failure, on_stop
         self._warm_up = warm_up or (lambda _: None)
         self._answered = Future[None]()  # whether the model could answer at the start
         if warm_up is None:
@@ -67,8 +78,6 @@ class Engine:
         self._inbox: list[Sequence | str | None] = []  # to add, to cancel; None only wakes
         self._wake = threading.Condition()
         self._open: dict[str, None] = {}  # ids that have not been delivered an end, in order
-        if store is not None:
-            store.on_read = lambda: self._post(None)
         self._stopping = False
         self._quiet_until = 0.0  # by `monotonic`: no costs are measured before
         self._failure: str | None = None
@@ -135,9 +144,8 @@ class Engine:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        if self._store is not None:
-            self._store.close()
-        self._links.close()
+        for close in self._on_stop:
+            close()
         return True
 
     def fail(self, reason: str) -> None:
@@ -149,11 +157,12 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequestError, ContextLengthError or EngineStoppedError."""
-        self._check(request)
+        info = self.info
+        request.validate(info.vocab_size, info.max_model_len, mtp_enabled=info.mtp_enabled)
         sampling = request.sampling
-        own = () if sampling.ignore_eos else self.info.eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
-        room = self.info.max_model_len - len(request.prompt_token_ids)
+        eos_token_ids = () if sampling.ignore_eos else info.eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos_token_ids, *sampling.stop_token_ids)))
+        room = info.max_model_len - len(request.prompt_token_ids)
         sequence = Sequence(request, stop_ids, min(sampling.max_tokens, room))
         with self._wake:
             if self.unhealthy_reason is not None:
@@ -163,31 +172,15 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         self._post(request_id)
 
+    def wake(self) -> None:
+        """Have the thread look again for what it waits for, on any thread."""
+        self._post(None)
+
     def stats(self) -> EngineStats:
         """Counters and gauges, as of the last step; those of the disk, as of now."""
-        stats = replace(self._stats, active_memory=mx.get_active_memory())
-        if self._store is None:
-            return stats
-        disk = self._store.stats()._asdict()
-        return replace(stats, prefix_cache=replace(stats.prefix_cache, **disk))
-
-    def _check(self, request: Request) -> None:
-        vocab_size, limit = self.info.vocab_size, self.info.max_model_len
-        request.sampling.validate(vocab_size)
-        prompt = request.prompt_token_ids
-        if not prompt:
-            message = "The prompt is empty; it needs at least one token."
-            raise InvalidRequestError(message, param="prompt")
-        if len(prompt) >= limit:
-            raise ContextLengthError(
-                f"The prompt has {len(prompt)} tokens, but this server's context is {limit} tokens "
-                "for prompt and answer together.",
-                param="prompt",
-            )
-        if request.sampling.grammar is not None and request.grammar is None:
-            raise InvalidRequestError("The request's grammar has not been compiled.")
-        check_token_ids("prompt", prompt, vocab_size)
-        check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
+        prefixes = replace(self._stats.prefix_cache, **self._disk_stats())
+        memory = mx.get_active_memory()
+        return replace(self._stats, active_memory=memory, prefix_cache=prefixes)
 
     def _main(self) -> None:
         # Not a new thread for each restart: the C library would keep memory for all of them.
@@ -230,9 +223,9 @@ class Engine:
             pause = max(self._quiet_until - monotonic(), 0.0)
             for note in self._read_inbox(pause if measuring else core.seconds_to_wait):
                 if isinstance(note, Sequence):
-                    core.add(note)
+                    core.scheduler.add(note)
                 elif note is not None:
-                    core.cancel(note)
+                    core.scheduler.cancel(note)
             if self._stopping:
                 return
             if measuring and calibrator is not None:
@@ -247,7 +240,7 @@ class Engine:
             outputs = core.step()
             # Published from here alone: other threads must not walk the scheduler's queues. And
             # before the outputs: a request that has ended is counted when its client looks.
-            self._stats = core.stats()
+            self._stats = core.scheduler.stats()
             self._send(outputs)
             if core.idle:
                 core.release()
@@ -258,8 +251,8 @@ class Engine:
     def _shut_down(self, reason: str) -> bool:
         """End all requests; returns whether the engine is to be restarted."""
         with self._wake:
-            alone = not self._links.all  # Other ranks can't begin anew.
-            restart = not self._stopping and alone and acquire_restart(self._restarts, monotonic())
+            restart = not self._stopping and self._can_restart
+            restart = restart and acquire_restart(self._restarts, monotonic())
             if not restart and not self._stopping:
                 self._failure = reason
             self._read_inbox(0.0)
@@ -268,7 +261,7 @@ class Engine:
         ends = self._cut_short(reason, self._open)
         tasks = [lambda: self._send(ends)]
         if self._failure is not None:
-            tasks.append(partial(self._links.fail, reason))
+            tasks.append(partial(self._on_failure, reason))
         tasks += [] if core is None else [core.close]
         tasks += [] if self._calibrator is None else [self._calibrator.save]
         for task in tasks:
@@ -308,33 +301,3 @@ class Engine:
         for output in outputs:
             if output.finish_reason is not None:
                 self._open.pop(output.request_id, None)
-
-
-def run_requests(
-    engine: Engine, requests: Iterable[Request]
-) -> Iterator[tuple[float, RequestOutput]]:
-    """Run requests for a caller without an event loop: their outputs, until all have ended.
-
-    Each comes with the time (`perf_counter`) at which it was delivered. Starts the engine; raises
-    what a request ends with, or EngineStoppedError.
-    """
-    arrived = queue.SimpleQueue[tuple[float, Many[RequestOutput]]]()
-    engine.start(lambda outputs: arrived.put((perf_counter(), outputs)))
-    left = 0
-    for request in requests:
-        engine.submit(request)
-        left += 1
-    while left:
-        reason = engine.unhealthy_reason
-        try:
-            at, outputs = arrived.get(timeout=PATIENCE)
-        except queue.Empty:
-            # Checked before the wait: what a dying engine still sent has had the time to come.
-            if reason is not None:
-                raise EngineStoppedError(f"The engine has stopped: {reason}") from None
-            continue
-        for output in outputs:
-            if output.error is not None:
-                raise output.error
-            left -= output.finish_reason is not None
-            yield at, output

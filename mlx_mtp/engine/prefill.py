@@ -85,13 +85,10 @@ class PrefillScheduler:
         most = self.most_tokens(context, _num_left(group), beside=beside)
         most = max(most // len(rows), 1)
         for row in rows:
-            row.length = self._length(row.sequence, most)
+            left = row.sequence.prefix.chunk_end(row.start, self._step) - row.start
+            # A rest of few tokens would take a chunk of its own.
+            row.length = -(-left // 2) if most < left < 2 * most else min(left, most)
         return rows
-
-    def _length(self, sequence: Sequence, most: int) -> int:
-        """Up to the next cut, but for a rest of few tokens, which would take a chunk of its own."""
-        left = sequence.next_cut(self._step) - sequence.num_computed
-        return -(-left // 2) if most < left < 2 * most else min(left, most)
 
     def _seconds(self, chunk: tuple[StepRow, ...]) -> float:
         return self._costs.seconds(*_size(chunk))

@@ -4,10 +4,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.errors import InvalidRequestError, MlxMtpError
+from mlx_mtp.errors import ContextLengthError, InvalidRequestError, MlxMtpError
 from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
-from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.params import SamplingParams, check_token_ids
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
@@ -27,6 +27,24 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
     trace: bool = False  # its outputs have the drafts of each step
     progress: bool = False  # outputs before its first token say how much of its prompt is computed
+
+    def validate(self, vocab_size: int, max_model_len: int, *, mtp_enabled: bool) -> None:
+        """Raise InvalidRequestError or ContextLengthError if an engine like that can't run it."""
+        self.sampling.validate(vocab_size)
+        prompt = self.prompt_token_ids
+        if not prompt:
+            message = "The prompt is empty; it needs at least one token."
+            raise InvalidRequestError(message, param="prompt")
+        if len(prompt) >= max_model_len:
+            raise ContextLengthError(
+                f"The prompt has {len(prompt)} tokens, but this server's context is "
+                f"{max_model_len} tokens for prompt and answer together.",
+                param="prompt",
+            )
+        if self.sampling.grammar is not None and self.grammar is None:
+            raise InvalidRequestError("The request's grammar has not been compiled.")
+        check_token_ids("prompt", prompt, vocab_size)
+        check_num_draft_tokens(self.num_draft_tokens, mtp_enabled=mtp_enabled)
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:

@@ -48,11 +48,13 @@ class ModelRunner:
         drafter: MTPDrafter | None,
         vocab_size: int,
         prefixes: PrefixCache | None = None,
+        clear_answers: Callable[[], None] = lambda: None,  # that drafts are copied from
     ) -> None:
         self._model = model
         self._drafter = drafter
         self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
+        self._clear_answers = clear_answers
         self.batches = Batches()
         self._prompts = WeakKeyDictionary[Sequence, mx.array]()
         self._num_steps = self._num_tokens = 0  # of prompts, since the cache was cleared last
@@ -93,9 +95,19 @@ class ModelRunner:
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
         """Copy the caches of rows that have just ended."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
-        ended = {row.sequence for row in rows if row.sequence.keeps_end}
-        if ended and self.batches.decoding is not None:
-            self.prefixes.save_ends(self.batches.decoding, ended)
+        # Where prompts are computed exactly only what was computed as one is reused.
+        ended = {s for s in (row.sequence for row in rows) if s.ended and not s.prefix.chunk_ends}
+        if not ended or (batch := self.batches.decoding) is None:
+            return
+        for number, sequence in enumerate(batch.sequences):
+            if sequence in ended:
+                tokens = (*sequence.prompt, *sequence.output[:-1])  # The last is in no cache.
+                self.prefixes.save_end(batch, number, sequence.prefix, tokens)
+
+    def give_up_caches(self) -> None:
+        """Drop all cached prefixes and answers: the only memory that can be given up."""
+        self.prefixes.clear()
+        self._clear_answers()
 
     def compare(self) -> None:
         """Raise ModelError if another rank has computed other numbers; alone there is none."""
@@ -140,17 +152,19 @@ class ModelRunner:
         sequences = [row.sequence for row in chunk]
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
-        warm = batch is None and all(s.prefix is not None for s in sequences)
+        nodes = [s.prefix.node for s in sequences if s.prefix.node is not None]
+        warm = batch is None and len(nodes) == len(sequences)
         arrays = ChunkArrays(chunk, int(warm), [self._prompt(s) for s in sequences])
-        assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
+        begun = any(s.max_cached > s.prefix.num_reused for s in sequences)
+        assert batch or not begun, "they have run"
         batch = batch or self._new_batch(sequences)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
         # What the trunk's attention reads depends neither on drafts nor on where a prompt began.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
-        if warm and not self.prefixes.restore(batch):
+        if warm and not self.prefixes.restore(batch, nodes):
             for sequence in sequences:
-                sequence.restart()
+                sequence.begin(0)
             return InFlightStep([], is_prefill=True)
 
         start = batch.cache.offset - arrays.before
@@ -168,7 +182,11 @@ class ModelRunner:
         for row in chunk:
             row.num_cached = row.length
         step = InFlightStep(chunk, is_prefill=True)
-        step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self.vocab_size)
+        # What follows a prompt's last token is not of the prompt. (No row begins with a prefix.)
+        inside = [row.length - row.is_last for row in chunk]
+        tops = [s.request.sampling.prompt_logprobs for s in sequences]
+        given = arrays.following, inside, arrays.lengths.tolist(), tops
+        step.prompt = prompt_scores(self._model, hidden, *given, self.vocab_size)
         mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
         targets = arrays.following
         if arrays.is_last.any():
@@ -176,7 +194,9 @@ class ModelRunner:
         window = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
         self._finish(batch, step, window)
-        step.saves.extend(self.prefixes.save_prompts(batch))
+        for number, row in enumerate(chunk):
+            end = row.start + row.length
+            step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)
         step.did_more = warm or bool(step.saves) or step.prompt is not None
         step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
@@ -290,7 +310,7 @@ class ModelRunner:
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
-            self.prefixes.clear()  # The only memory that can be given up.
+            self.give_up_caches()
         return reported
 
 

@@ -38,11 +38,11 @@ class Scheduler:
         reuse: PrefixReuse | None = None,
         usage: Callable[[list[int]], float] | None = None,
         totals: EngineStats | None = None,
-        host_sources: HostSources | None = None,  # of drafts
+        host_sources: HostSources | None = None,
         prefills: PrefillScheduler | None = None,
     ) -> None:
         self._config = config
-        self._drafts, self._host_sources = drafts, host_sources
+        self._drafts, self._host_sources = drafts, host_sources or HostSources()
         self.reuse = reuse or PrefixReuse(PrefixTree(0), (), config.prefill_step_size)
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
@@ -82,8 +82,7 @@ class Scheduler:
     def cancel(self, request_id: str | None = None) -> None:
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if request_id in (None, sequence.request_id):
-                sequence.status = Status.FINISHED
-                self.reuse.release(sequence)
+                self._drop(sequence)
         self._waiting.drop_finished()
         self._held = [s for s in self._held if not s.finished]
 
@@ -130,7 +129,7 @@ class Scheduler:
         if sequence.finished:
             return None
         if error is not None:
-            sequence.status = Status.FINISHED
+            self._drop(sequence)
             return RequestOutput(sequence.request_id, finish_reason="error", error=error)
         # The device has ended a row whose prompt isn't complete, too: it draws nothing.
         ended = row.finished and sequence.num_cached >= sequence.num_prompt
@@ -149,8 +148,8 @@ class Scheduler:
         if ended:
             sequence.status = Status.FINISHED
             sequence.ended = True
-            if self._host_sources is not None and not sequence.request.sampling.optimistic:
-                self._host_sources.keep(sequence.salt, sequence.output)
+            if not sequence.request.sampling.optimistic:
+                self._host_sources.keep(sequence.prefix.salt, sequence.output)
             reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"
         return RequestOutput(
             sequence.request_id,
@@ -161,7 +160,7 @@ class Scheduler:
             num_accepted_tokens=row.num_accepted,
             optimistic=row.optimistic,
             draft_source=row.source,
-            num_reused_tokens=sequence.num_reused if is_first else 0,
+            num_reused_tokens=sequence.prefix.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
             drafts=row.drafts if sequence.request.trace else None,
@@ -185,14 +184,22 @@ class Scheduler:
 
     def _draft_on_host(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting
-        if self._host_sources is None or row.fixed is not None:
+        if row.fixed is not None:
             return
         if not row.host:
             # A draft accepted in place of the sampled token would reveal another's answer.
             alone = sequence.request.sampling.optimistic > 0
-            row.host = self._host_sources.drafters(sequence.prompt, sequence.salt, alone=alone)
+            row.host = self._host_sources.drafters(
+                sequence.prompt, sequence.prefix.salt, alone=alone
+            )
         for drafter in row.host.values():
             drafter.extend(tokens)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """End a sequence that was cancelled or failed."""
+        sequence.status = Status.FINISHED
+        sequence.prefix.dropped = True
+        self.reuse.release(sequence.prefix)
 
     def _admitted(self) -> list[Sequence]:
         return [*self._prefills, *self._running]
@@ -201,7 +208,7 @@ class Scheduler:
         for sequence in self._admitted():
             # What was planned has been launched since, and so has copied its prefix.
             if sequence.finished or sequence.begun:
-                self.reuse.release(sequence)
+                self.reuse.release(sequence.prefix)
         self._running = [s for s in self._running if not s.finished]
         for sequence in [s for s in self._prefills if s.finished]:
             self._prefills.drop(sequence)
@@ -214,14 +221,15 @@ class Scheduler:
         group: list[Sequence] = []
         longest = 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:
-            prefix = self.reuse.find(sequence)
+            prefix = self.reuse.find(sequence.prefix)
             start = 0 if prefix is None else prefix.end
             longest = max(longest, min(sequence.num_prompt - start, step))
-            alike = not group or (group[0].prefix is None) == (prefix is None)
+            alike = not group or (group[0].prefix.node is None) == (prefix is None)
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
             self._waiting.pop()
-            self.reuse.begin(sequence, prefix)
+            self.reuse.begin(sequence.prefix, prefix)
+            sequence.begin(start)
             sequence.status = Status.PREFILLING
             sequence.admitted_at = perf_counter()
             self._begun += filter(None, [_report(sequence)])
@@ -236,26 +244,29 @@ class Scheduler:
         meanwhile, so a stream of small requests can't hold a large one up.
         """
         reuse = self.reuse
-        self._put_back()
-        prefilling = [*self._prefills, *group]
+        if self._held:
+            self._put_back()
+        prefilling = [s.prefix for s in (*self._prefills, *group)]
         while len(self._waiting):
             sequence = self._waiting.peek()
-            if not reuse.held_back(sequence, prefilling):
+            if not reuse.held_back(sequence.prefix, prefilling):
                 rows = [*self._admitted(), *group, sequence]
                 most = [row.num_prompt + row.max_new_tokens for row in rows]
                 # One alone always fits: `Engine.submit` rejects what could never run.
                 if len(rows) > 1 and self._usage(most) > 1:
                     return None
                 # Another prompt may be computing what could not be read after all.
-                if not (reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)):
+                if not (
+                    reuse.must_read(sequence.prefix) or reuse.held_back(sequence.prefix, prefilling)
+                ):
                     return sequence
             self._held.append(self._waiting.pop(free=True))
         return None
 
     def _put_back(self) -> None:
         """Queue the requests again, in their order, whose wait for a prefix is over."""
-        held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
-        self._held = [s for s in held if self.reuse.waits(s)]
+        held = sorted(self._held, key=lambda s: s.prefix.arrival or 0, reverse=True)
+        self._held = [s for s in held if self.reuse.waits(s.prefix)]
         for sequence in held:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)

@@ -1,10 +1,10 @@
 """One row of a batch, as the host knows it."""
 
 import enum
-from bisect import bisect
 
 from mlx_mtp.engine.request import Progress, Request, TokenLogprobs
-from mlx_mtp.prefix.radix_tree import Node, root_key
+from mlx_mtp.prefix.policy import PrefixState
+from mlx_mtp.prefix.radix_tree import root_key
 from mlx_mtp.sampling.grammar_masks import Constraint
 from mlx_mtp.speculative.draft_policy import DraftRow
 
@@ -44,20 +44,11 @@ class Sequence:
         self.num_cached = 0  # positions in its caches, by the steps that have been read
         self._steps_in_flight = 0
         self._positions_in_flight = 0
-
-        # Of the prefix cache (prefix/policy.py, prefix/cache.py):
-        self.prefix: Node | None = None  # that its prefill continues, until it has been copied
-        self.key = self.prompt  # what the cache knows its prompt by
-        self.num_reused = 0  # tokens of that prefix
-        self.turns: list[int] = []  # where the messages of its prompt end, ascending lengths
-        self.save_points: list[int] = []  # prefixes of its prompt to be saved, ascending lengths
-        self.cuts: list[int] | None = None  # where its chunks end if it is computed exactly
-        self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
         # Optimistic requests share what they compute with each other alone.
-        self.salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
-        self.number: int | None = None  # its place in the queue, once it has been considered
-        self.awaited: tuple[Sequence, int] | None = None  # who computes its prefix, and its length
-        self.skips_disk = False  # the disk was too slow, or memory had no room
+        salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
+        # No prompt's logprobs from a cached prefix: its hidden states are not kept.
+        looks_up = request.sampling.prompt_logprobs is None
+        self.prefix = PrefixState(self.prompt, salt, looks_up)
 
     @property
     def finished(self) -> bool:
@@ -67,11 +58,6 @@ class Sequence:
     def surely_finished(self) -> bool:
         """Every step emits a token, so the steps in flight reach its limit at the latest."""
         return len(self.output) + self._steps_in_flight >= self.max_new_tokens
-
-    @property
-    def keeps_end(self) -> bool:
-        """Its caches are kept at its end: unless only what was computed as a prompt is reused."""
-        return self.ended and self.cuts is None
 
     @property
     def needs_host(self) -> bool:
@@ -85,37 +71,16 @@ class Sequence:
 
     @property
     def progress(self) -> Progress:
-        return Progress(self.num_prompt, self.num_reused, self.num_cached, self.admitted_at)
+        return Progress(self.num_prompt, self.prefix.num_reused, self.num_cached, self.admitted_at)
 
-    def begin(self, prefix: Node | None, save_points: list[int]) -> None:
-        """Start after a prefix that is in the cache; None: from the beginning."""
-        self.prefix = prefix
-        self.num_reused = self.num_computed = self.num_cached = 0 if prefix is None else prefix.end
-        self.save_points = save_points
-
-    def restart(self) -> None:
-        self.num_reused = self.num_computed = self.num_cached = 0
+    def begin(self, num_reused: int) -> None:
+        """Start its prompt after a prefix of this length, which is in its caches or will be."""
+        self.prefix.num_reused = self.num_computed = self.num_cached = num_reused
 
     def set_cached(self, num_cached: int) -> None:
-        """What is in its caches when a step begins, where another rank keeps count."""
-        self.num_cached = self.num_reused = num_cached
+        """Set what is in its caches when a step begins, where another rank keeps count."""
+        self.num_cached = self.prefix.num_reused = num_cached
         self._steps_in_flight = self._positions_in_flight = 0
-
-    def saved(self, length: int) -> None:
-        """The prefix of this length is in the cache, or can't be saved."""
-        if length in self.save_points:
-            self.save_points.remove(length)
-        if self.num_copied == length:
-            self.num_copied = 0
-
-    def next_cut(self, step: int) -> int:
-        """Where the prefill chunk that starts at `num_computed` ends at the latest."""
-        if self.cuts is not None:
-            behind = bisect(self.cuts, self.num_computed)
-            return self.cuts[behind] if behind < len(self.cuts) else self.num_prompt
-        multiple = self.num_computed - self.num_computed % step + step
-        saves = (p for p in self.save_points if p > self.num_computed)
-        return min(next(saves, multiple), multiple, self.num_prompt)
 
     def launched(self, num_positions: int) -> None:
         self._steps_in_flight += 1

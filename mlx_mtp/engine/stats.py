@@ -6,6 +6,7 @@ from itertools import zip_longest
 
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import Progress
+from mlx_mtp.prefix.policy import PrefixCacheStats
 from mlx_mtp.speculative.draft_policy import DraftChoice
 
 
@@ -23,21 +24,6 @@ class EngineInfo:
     prefix_cache_size: int = 0  # its limit in bytes; 0: there is none
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes planned by part; empty: no plan
     draft_sources: tuple[str, ...] = ()  # names in --drafts
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixCacheStats:
-    """Totals and gauges of the prefix cache; all 0 without one."""
-
-    queries: int = 0  # prompt tokens of admitted requests, which were looked up
-    hits: int = 0  # how many of them were found
-    nbytes: int = 0  # in memory
-    num_entries: int = 0  # prefixes that a prompt can continue
-    num_files: int = 0  # on the disk
-    file_nbytes: int = 0  # size of these
-    num_files_written: int = 0
-    num_files_dropped: int = 0  # the disk is slow or full, or they are too large
-    evicted: Mapping[str, int] = field(default_factory=dict)  # entries by reason
 
 
 @dataclass(slots=True)
@@ -62,7 +48,7 @@ class EngineStats:
     parked: bool = False  # the last step was planned without drafts
     active_memory: int = 0  # bytes that arrays take now
     num_restarts: int = 0  # after errors that nothing caught
-    prefix_cache: PrefixCacheStats = PrefixCacheStats()
+    prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
 
     @property
     def prefill_tokens(self) -> int:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.engine.logprobs import PromptScores, token_logprobs
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import MlxMtpError
@@ -129,19 +130,6 @@ class Drawn(NamedTuple):
     replaced: mx.array | None  # bool [B, T-1], tokens that are drafts in place of what was drawn
 
 
-class PromptScores(NamedTuple):
-    """Log-probabilities of a chunk's tokens, on the device: row after row, without padding."""
-
-    counts: list[int]  # positions of each row
-    tables: tuple[mx.array, ...]  # see `sampler.logprobs`
-
-    def read(self, sequences: tuple[Sequence, ...]) -> list[tuple[TokenLogprobs, ...]]:
-        ends = np.cumsum(self.counts)[:-1]
-        rows = zip(*(np.split(np.array(table), ends) for table in self.tables))
-        tops = [s.request.sampling.prompt_logprobs for s in sequences]
-        return [_token_logprobs(list(row), top) for row, top in zip(rows, tops)]
-
-
 @dataclass(slots=True)
 class InFlightStep:
     """A launched window of each row; its results are in the rows once it has been read."""
@@ -178,7 +166,7 @@ class InFlightStep:
             mx.eval(self.done)
             self.done = None
         if self.prompt is not None:
-            for row, scores in zip(self.rows, self.prompt.read(self.sequences)):
+            for row, scores in zip(self.rows, self.prompt.read()):
                 row.prompt_logprobs = scores
             self.prompt = None
         if self.drawn is None:
@@ -204,17 +192,8 @@ class InFlightStep:
                 row.drafts = tuple(drafts[index][: row.num_drafts])
             if tables is not None:
                 top = row.sequence.request.sampling.top_logprobs
-                row.logprobs = _token_logprobs([t[index, :num_kept] for t in tables], top)
+                row.logprobs = token_logprobs([t[index, :num_kept] for t in tables], top)
         self.drawn = None
-
-
-def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLogprobs, ...]:
-    if top is None:
-        return ()
-    return tuple(
-        TokenLogprobs(chosen, tuple(zip(ids[:top], values[:top])), *rank)
-        for chosen, ids, values, *rank in zip(*(table.tolist() for table in tables))
-    )
 
 
 def _joined(parts: Many[mx.array]) -> mx.array:

@@ -37,7 +37,7 @@ def warm_up(
     told = Counter[str]()
     while len(told) < _ROWS or min(told.values()) < _ANSWER:
         if waiting:
-            core.add(waiting.pop())  # one by one, so that each prompt is computed alone
+            core.scheduler.add(waiting.pop())  # one by one, so that each prompt is computed alone
         for output in core.step():
             told[output.request_id] += len(output.token_ids)
             if output.error is not None:
@@ -45,6 +45,6 @@ def warm_up(
             if not all(math.isfinite(each.logprob) for each in output.logprobs):
                 raise ModelError("its logits are not finite: are its weights damaged?")
     runner.compare()
-    core.cancel()  # An end would be kept in the prefix cache.
+    core.scheduler.cancel()  # An end would be kept in the prefix cache.
     while not core.idle:
         core.step()

@@ -54,7 +54,7 @@ class _Follower:
         self._follow(step.notes)
         rows = self._rows | {number: row.sequence() for number, row in step.new.items()}
         for number, names in step.prefixes.items():
-            rows[number].prefix = self.parts.prefix(names)
+            rows[number].prefix.node = self.parts.prefix(names)
         chunk, decode = (
             tuple(planned.row(rows[planned.number]) for planned in part)
             for part in (step.chunk, step.decode)
@@ -62,7 +62,7 @@ class _Follower:
         live = frozenset(rows[number] for number in step.live)
         launched = self.runner.run(StepPlan(chunk, decode, live, step.together))
         for number in step.prefixes:
-            rows[number].prefix = None
+            rows[number].prefix.node = None
         known = {planned.number for planned in (*step.chunk, *step.decode)} | step.live
         self._rows = {number: rows[number] for number in known}
         for each in launched:

@@ -57,7 +57,7 @@ _SOURCES: dict[str, Callable[[int], HostSource]] = {"copy": NgramSource}
 class HostSources:
     """The sources in use, by name."""
 
-    def __init__(self, names: Sequence[str], limit: int) -> None:
+    def __init__(self, names: Sequence[str] = (), limit: int = 0) -> None:
         self._sources = {name: _SOURCES[name](limit) for name in names}
 
     def drafters(

@@ -14,8 +14,8 @@ from mlx_mtp.calibration.calibrator import Calibrator, steps_to_measure
 from mlx_mtp.calibration.cost_file import CostFile, fingerprint
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import engine as engine_module
-from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.speculative.costs import CHUNK, CONTEXT, HOST, MTP, CostKey, PrefillCosts, StepCosts
 from mlx_mtp.speculative.drafter import MTPDrafter
 from tests.engine.test_engine import Client
@@ -64,14 +64,14 @@ def ticking(seconds: float):
 
 
 def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner, monkeypatch):
-    texts, original = set(), EngineCore.add
+    texts, original = set(), Scheduler.add
 
-    def add(core, sequence):
+    def add(scheduler, sequence):
         texts.add(sequence.prompt)
         texts.update(tuple(drafter.run) for drafter in sequence.drafting.host.values())
-        original(core, sequence)
+        original(scheduler, sequence)
 
-    monkeypatch.setattr(EngineCore, "add", add)
+    monkeypatch.setattr(Scheduler, "add", add)
     work = Calibration(CELLS)
     for number in itertools.count():
         if not work.busy:

@@ -33,7 +33,7 @@ def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
         driver, ties = drive(demo_model, requests, MTPDrafter(demo_model, head)), Ties()
         for name, tokens in driver.run().items():
             ties.check(f"bundled model {name}", tokens, answers[name])
-        return driver.core.stats().num_accepted_tokens
+        return driver.core.scheduler.stats().num_accepted_tokens
 
     given = {token for answer in answers.values() for token in answer.tokens}
     everything = accepted(None)

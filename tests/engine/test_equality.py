@@ -82,7 +82,7 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
         else:
             ties.check(f"{case} {name}", tokens, reference[name])
     # Forced drafts are all accepted up to the end of an answer, spoiled ones never.
-    stats, depth = driver.core.stats(), case["depth"]
+    stats, depth = driver.core.scheduler.stats(), case["depth"]
     outputs = [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens >= sum(o.num_draft_tokens for o in outputs)
     assert sum(map(sum, stats.num_accepted_tokens_per_pos.values())) == stats.num_accepted_tokens
@@ -121,7 +121,8 @@ def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
         assert {o.num_draft_tokens for o in outputs} == {depth}
         assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
         assert all(len(o.token_ids) == o.num_draft_tokens + 1 for o in outputs)
-    stats, outputs = driver.core.stats(), [o for outs in driver.outputs.values() for o in outs]
+    stats = driver.core.scheduler.stats()
+    outputs = [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens == sum(o.num_draft_tokens for o in outputs)
 
 

@@ -39,14 +39,14 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
     )
     driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, depth=cheap(head))
     driver.run_arrivals({0: requests[:4], 3: requests[4:]})
-    copied = driver.core.stats().num_accepted_tokens_per_pos.get("copy", (0,))
+    copied = driver.core.scheduler.stats().num_accepted_tokens_per_pos.get("copy", (0,))
     again = [dataclasses.replace(r, request_id=r.request_id + "+", trace=True) for r in requests]
     driver.run_arrivals({0: again[:5], 4: again[5:]}, {6: [again[0].request_id]})
     for name, expected in reference.items():
         ties.check(name, driver.tokens(name), expected)
         if name + "+" != again[0].request_id:
             ties.check(name + "+", driver.tokens(name + "+"), expected)
-    stats = driver.core.stats()
+    stats = driver.core.scheduler.stats()
     assert sum(stats.num_accepted_tokens_per_pos["copy"]) > sum(copied) + 20
     told = [o for r in again for o in driver.outputs[r.request_id] if o.draft_source == "copy"]
     assert any(len(o.token_ids) > 4 for o in told)
@@ -64,11 +64,11 @@ def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, op
     asked = request("a", [*known, *secret, 5] if own else [5], greedy(20, ignore_eos=True, **bias))
     sequence = driver.add(dataclasses.replace(asked, trace=True))
     if not own:
-        driver.host_sources.keep(sequence.salt, [*known, *secret])
+        driver.host_sources.keep(sequence.prefix.salt, [*known, *secret])
     plans, run = [], driver.runner.run
     driver.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     driver.run()
-    outputs, stats = driver.outputs["a"], driver.core.stats()
+    outputs, stats = driver.outputs["a"], driver.core.scheduler.stats()
     tried = {token for plan in plans for row in plan.decode for token in row.run}
     assert set(secret).isdisjoint(tried) == (not own and optimistic > 0)
     assert set(secret).isdisjoint(token for o in outputs for token in o.drafts) != own

@@ -98,7 +98,7 @@ def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, dept
         if not wanted.sampling.optimistic:
             ties.check(name, run.tokens(name), reference[name])
             assert found[name] == 0
-    assert sum(found.values()) == run.core.stats().num_optimistic_tokens > 3
+    assert sum(found.values()) == run.core.scheduler.stats().num_optimistic_tokens > 3
     if erratic:
         outputs = [o for outs in run.outputs.values() for o in outs]
         assert any(o.optimistic and o.draft_source == "copy" for o in outputs)
@@ -122,7 +122,7 @@ def test_wrong_drafts_are_accepted_where_almost_anything_is(tiny_models, referen
         settings = {"config": EngineConfig(3), "drafter": drafter, "stop_ids": (EOS,)}
         run = Driver(model, vocab_size=VOCAB, **settings)
         run.run_arrivals({0: requests})
-        stats = run.core.stats()
+        stats = run.core.scheduler.stats()
         for wanted in requests:
             replay(model, wanted, run.outputs[wanted.request_id])
         if not share:
@@ -137,7 +137,7 @@ def test_the_heads_cache_has_the_tokens_that_were_emitted(tiny_models):
     run.add(request("b", [5], greedy(30, ignore_eos=True)))
     for _ in range(9):
         run.step()
-    assert run.core.stats().num_optimistic_tokens > 0
+    assert run.core.scheduler.stats().num_optimistic_tokens > 0
     check_head_cache(run, model, "a")
 
 

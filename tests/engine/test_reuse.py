@@ -10,7 +10,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
-from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, save_points, turns
+from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, message_ends, save_points
 from mlx_mtp.prefix.radix_tree import Fetch, PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
@@ -67,10 +67,10 @@ class World:
                 continue
             self.computed[row.request_id] = self.computed.get(row.request_id, 0) + length
             end = planned.start + length
-            if end in row.save_points:
+            if end in row.prefix.save_points:
                 if self.saves:
-                    put(self.tree, row.key[:end], row.salt)
-                row.saved(end)
+                    put(self.tree, row.prefix.cache_key[:end], row.prefix.salt)
+                row.prefix.saved(end)
             planned.num_cached, planned.token_ids = length, (7,) if planned.is_last else ()
             steps.append(InFlightStep([planned], is_prefill=True))
         for planned in plan.decode:
@@ -122,7 +122,7 @@ def messages(*lengths: int) -> list[int]:
     ],
 )
 def test_save_points(prompt, start, step, points):
-    assert save_points(len(prompt), start, turns(prompt, {END}), step) == points
+    assert save_points(len(prompt), start, message_ends(prompt, {END}), step) == points
 
 
 def test_a_burst_that_was_held_back_does_not_go_before_other_clients():
@@ -272,7 +272,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
         assert sequence.finished
         computed = world.computed.get(sequence.request_id)
         if sequence.output and computed is not None:
-            assert computed + sequence.num_reused == sequence.num_prompt
+            assert computed + sequence.prefix.num_reused == sequence.num_prompt
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])

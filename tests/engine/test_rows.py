@@ -82,7 +82,7 @@ def play(
         if not driver.outputs[name] or driver.reason(name) in (None, "error"):
             reference = Plain(reference.tokens[: len(got)], reference.gaps)
         ties.check(f"{seed} {name}", got, reference)
-    for source, accepted in driver.core.stats().num_accepted_tokens_per_pos.items():
+    for source, accepted in driver.core.scheduler.stats().num_accepted_tokens_per_pos.items():
         ties.num_accepted[source] += sum(accepted)
     return driver
 

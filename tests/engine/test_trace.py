@@ -36,7 +36,7 @@ def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
                 rejected += 1
                 assert drafts[accepted] != output.token_ids[accepted]
     assert (rejected > 0) == (depth != 0)
-    stats = driver.core.stats()
+    stats = driver.core.scheduler.stats()
     tried, passed = stats.num_draft_tokens_per_pos, stats.num_accepted_tokens_per_pos
     assert sum(map(sum, tried.values())) == stats.num_draft_tokens
     assert all(a <= t for source in tried for a, t in zip(passed[source], tried[source]))

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_mtp.engine.request import Progress
-from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
+from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.prefix.policy import PrefixCacheStats
 from mlx_mtp.server.generation.generation import Dispatcher
 from mlx_mtp.server.http import body
 from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
