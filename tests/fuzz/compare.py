@@ -4,7 +4,7 @@
 
 DIR is another checkout of this repository, and `--tree` is this one. The requests are those of
 `tests.fuzz.requests`, sent one at a time; `--only 40001-7` sends one alone. Ids, times and rates
-are masked (`MASKS`). All else must be equal: status, headers, bodies, counts of tokens and drafts;
+are masked (`masked`). All else must be equal: status, headers, bodies, counts of tokens and drafts;
 and in the end the trees' routes, metrics, environment variables and log records.
 
 The number of drafts is fixed: `auto` goes by measured times, and decides how many tokens an event
@@ -54,7 +54,11 @@ Surface = dict[str, list[str]]
 
 
 def masked(text: str, ids: dict[str, int]) -> str:
-    """The text with its masks; ids become the numbers of their first occurrence."""
+    """The text with its masks; ids become the numbers of their first occurrence.
+
+    Log probabilities are rounded: in float32 their last digits go by what is computed together.
+    """
+    text = re.sub(r"-?\d+\.\d{8,}(?![\de])", lambda found: f"{float(found[0]):.3f}", text)
     text = re.sub(ID, lambda found: f"<id {ids.setdefault(found[0], len(ids))}>", text)
     for pattern, mask in MASKS:
         text = re.sub(pattern, mask, text, flags=re.MULTILINE)
