@@ -23,6 +23,7 @@ import re
 import socket
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -139,9 +140,12 @@ def paths_in(text: str) -> set[str]:
     return paths | {one + more for one in paths for more in paths if more.startswith("/x")}
 
 
-def logged(log: Path) -> Surface:
+def logged(log: Path, last: str) -> Surface:
     """The messages of requests, the names of all fields, and the lines that are no records."""
-    lines = log.read_text().splitlines()
+    until = time.monotonic() + 60
+    while f" GET {last} " not in (text := log.read_text()) and time.monotonic() < until:
+        time.sleep(0.1)  # A thread of the server writes it.
+    lines = text.splitlines()
     records = [json.loads(x) if x[:1] == "{" else {"message": x, "path": ""} for x in lines]
     messages = {masked(r["message"], {}) for r in records if "path" in r}
     return {"log": sorted(messages), "log fields": sorted({name for r in records for name in r})}
@@ -194,7 +198,7 @@ def main() -> int:
         paths = set[str]().union(*map(paths_in, texts))
         surfaces = list(pool.map(partial(Side.routes, paths=paths), sides))
         for surface, text, log in zip(surfaces, texts, logs):
-            surface |= logged(log)
+            surface |= logged(log, max(paths))
             surface["variables"] = sorted(set(re.findall(r"\bMLX_[A-Z_]*[A-Z]", text)))
         for key in surfaces[0]:
             faults += differences(key, *(surface[key] for surface in surfaces))
