@@ -25,7 +25,7 @@ _NO_MEMORY = re.compile(
     r"\[(metal::)?malloc\w*\]|Insufficient Memory|out of memory|MemoryAllocation", re.IGNORECASE
 )
 
-Kind = tuple[object, ...]
+StepKind = tuple[object, ...]
 """Steps of one kind cost about the same; its first part is the most general."""
 
 
@@ -55,7 +55,7 @@ class _Beat(NamedTuple):
     began: float
     allowed: float
     name: str
-    kind: Kind | None
+    kind: StepKind | None
 
 
 class Heartbeat:
@@ -70,7 +70,7 @@ class Heartbeat:
     ) -> None:
         self._hang_seconds = hang_seconds
         self._clock = clock
-        self._slowest: dict[Kind, float] = {}
+        self._slowest: dict[StepKind, float] = {}
         self._seen = Counter[object]()
         self._beat: _Beat | None = None  # replaced as a whole: readers need no lock
         self._resumed = 0.0  # when the process went on after it had been stopped
@@ -82,7 +82,7 @@ class Heartbeat:
     def begin_planning(self) -> None:
         self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
 
-    def begin(self, kind: Kind, name: str) -> None:
+    def begin(self, kind: StepKind, name: str) -> None:
         self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ class Heartbeat:
     def _seconds_in(self, beat: _Beat) -> float:
         return self._clock() - max(beat.began, self._resumed)
 
-    def _allowed(self, kind: Kind) -> float:
+    def _allowed(self, kind: StepKind) -> float:
         if self._seen[kind[0]] < _NUM_FIRST_STEPS:
             return START_SECONDS
         past = SLOWNESS * self._slowest[kind] if kind in self._slowest else NEW_KIND_SECONDS

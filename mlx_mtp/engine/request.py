@@ -68,7 +68,7 @@ class TokenLogprobs:
     rank: int | None = None  # of a prompt's token: 1 if none is more probable
 
 
-class Progress(NamedTuple):
+class PrefillProgress(NamedTuple):
     """How much of a prompt is computed, in tokens."""
 
     total: int
@@ -98,4 +98,6 @@ class RequestOutput:
     # With the first output, if they were asked for: of all tokens of the prompt but its first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafts: tuple[int, ...] | None = None  # that count in this step; None: no trace was asked for
-    progress: Progress | None = None  # up to the first output with tokens, if it was asked for
+    progress: PrefillProgress | None = (
+        None  # up to the first output with tokens, if it was asked for
+    )

@@ -17,10 +17,10 @@ from mlx_mtp.engine.logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import (
     ChunkArrays,
-    Drawn,
     ForwardPass,
     InFlightStep,
-    Launch,
+    SampledWindow,
+    StepLaunch,
     StepPlan,
     StepRow,
 )
@@ -116,7 +116,7 @@ class ModelRunner:
         self.batches = Batches()
         mx.clear_cache()
 
-    def _launch(self, launches: Many[tuple[Many[StepRow], Launch]]) -> list[InFlightStep]:
+    def _launch(self, launches: Many[tuple[Many[StepRow], StepLaunch]]) -> list[InFlightStep]:
         """Launch them with one forward pass for the tokens of all."""
         steps: list[InFlightStep] = []
         waiting, passes = [], []
@@ -148,7 +148,7 @@ class ModelRunner:
         ends: list[int] = np.cumsum([len(own) for own in tokens])[:-1].tolist()
         return list(mx.split(hidden, ends))
 
-    def _prefill(self, chunk: tuple[StepRow, ...]) -> Launch:
+    def _prefill(self, chunk: tuple[StepRow, ...]) -> StepLaunch:
         sequences = [row.sequence for row in chunk]
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
@@ -197,7 +197,7 @@ class ModelRunner:
         for number, row in enumerate(chunk):
             end = row.start + row.length
             step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)
-        step.did_more = warm or bool(step.saves) or step.prompt is not None
+        step.timing_valid = not (warm or step.saves or step.prompt)
         step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
@@ -214,9 +214,9 @@ class ModelRunner:
         batch.masks = GrammarMasks(s.constraint if ends else None for s, ends in rows)
         window = arrays.tokens[last][:, None]
         logits = self._model.logits(batch.last_hidden)
-        step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
+        step.sampled = _draw(batch, logits, end[:, None], window, finished=~done)
         step.note(batch.masks.errors())
-        newest = mx.where(done, step.drawn.tokens[:, 0], arrays.following[last])
+        newest = mx.where(done, step.sampled.tokens[:, 0], arrays.following[last])
         return mx.put_along_axis(arrays.following, last, newest, axis=0)
 
     def _prompt(self, sequence: Sequence) -> mx.array:
@@ -229,7 +229,7 @@ class ModelRunner:
             self._prompts[sequence] = mx.array(np.array([*sequence.prompt, 0], dtype=np.int32))
         return self._prompts[sequence]
 
-    def _decode(self, planned: tuple[StepRow, ...]) -> Launch:
+    def _decode(self, planned: tuple[StepRow, ...]) -> StepLaunch:
         row_of = {row.sequence: row for row in planned}
         batch = self.batches.gather(row_of)
         rows = [row_of[sequence] for sequence in batch.sequences]
@@ -253,7 +253,7 @@ class ModelRunner:
         batch.cache.commit(num_kept)
         last = packing.at(drawn.accepted.at_last)
         batch.keep_hidden(hidden[last], num_kept)
-        step = InFlightStep(rows, drawn=drawn)
+        step = InFlightStep(rows, sampled=drawn)
         targets = packing.flat(drawn.tokens)
         computed = Computed(hidden, targets, last, packing, batch.cache)
         self._finish(batch, step, computed)
@@ -269,7 +269,7 @@ class ModelRunner:
             batch.drafts = self._proposer.propose(state, computed, batch.num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
-        mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
+        mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt or ())
         for row in step.rows:
             row.sequence.launched(row.length)
 
@@ -321,7 +321,7 @@ def _draw(
     window: mx.array,
     finished: mx.array,
     num_drafts: mx.array | None = None,
-) -> Drawn:
+) -> SampledWindow:
     """Draw the tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
     mask = None
     if batch.masks:
@@ -341,10 +341,10 @@ def _draw(
     batch.ended, batch.kept = accepted.finished, accepted.num_kept
     if batch.masks:
         batch.masks.advance(tokens, accepted.num_kept)
-    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
+    return SampledWindow(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
 
 
-def _resume(launch: Launch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:
+def _resume(launch: StepLaunch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:
     """Up to its forward pass, or behind it."""
     try:
         return launch.send(hidden)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from mlx_mtp.config import DraftTokens
-from mlx_mtp.engine.request import Progress
+from mlx_mtp.engine.request import PrefillProgress
 from mlx_mtp.prefix.policy import PrefixCacheStats
 from mlx_mtp.speculative.draft_policy import DraftChoice
 
@@ -33,7 +33,7 @@ class EngineStats:
     num_requests_running: int = 0  # rows in a prefill or decode batch
     num_requests_waiting: int = 0  # not yet admitted
     kv_usage: float = 0.0  # share of the memory for rows that is in use; 0 without a limit
-    prefills: Mapping[str, Progress] = field(default_factory=dict)  # by request id
+    prefills: Mapping[str, PrefillProgress] = field(default_factory=dict)  # by request id
     prompt_tokens: int = 0  # computed
     generation_tokens: int = 0  # given to requests
     num_drafts: int = 0  # verify windows that had at least one draft, counted per row
