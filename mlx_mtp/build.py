@@ -280,7 +280,7 @@ def plan_for(
         footprint(model, depth, num_draft_ids),
         limit,
         allowed=_max_model_len(config, model),
-        wanted=config.max_model_len,
+        max_model_len=config.max_model_len,
         prefill_step_size=config.prefill_step_size,
         longer_steps=longer_steps,
         prefix_cache=prefix_cache,

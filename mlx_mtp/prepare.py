@@ -5,7 +5,7 @@ import argparse
 from mlx_mtp import backend, logs
 
 
-def prepare(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
+def prepare_command(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
     """Set up logging, read the file of --mtp-draft-vocab and prepare mlx's backend."""
     from mlx_mtp.text.draft_vocab import read_wanted
 

@@ -16,7 +16,7 @@ from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking, Subject, measure, summarize
 from mlx_mtp.console import hanging, say, width_of
 from mlx_mtp.errors import UsageError
-from mlx_mtp.prepare import prepare
+from mlx_mtp.prepare import prepare_command
 
 _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
@@ -61,7 +61,7 @@ def run_offline(options: argparse.Namespace) -> int:
         raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
     options.calibration_seconds = CALIBRATION_SECONDS if seconds is None else seconds
     check(options)
-    info = prepare(options)
+    info = prepare_command(options)
 
     from mlx_mtp import build
     from mlx_mtp.bench.offline import OFF, engine_subject

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, say, width_of
 from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
-from mlx_mtp.prepare import prepare
+from mlx_mtp.prepare import prepare_command
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineInfo
@@ -40,7 +40,7 @@ def serve(
     When it is ready it prints a banner, or calls `on_ready` with the server and its port.
     """
     check_serve(options)
-    info = prepare(options, options.log_level)
+    info = prepare_command(options, options.log_level)
 
     from mlx_mtp import build
     from mlx_mtp.ranks.launch import follow_rank_zero, join, part, watch

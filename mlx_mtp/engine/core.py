@@ -5,7 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
-from mlx_mtp.engine.health import Heartbeat, Kind
+from mlx_mtp.engine.health import Heartbeat, StepKind
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -16,7 +16,7 @@ _FAR = 2.0  # times as long as the launch before it: it compiled kernels, or was
 
 
 class EngineCore:
-    """Scheduler and runner. With `overlap` a step is read only after the next one is launched."""
+    """Scheduler and runner. With `overlap` a step is read after the next one was launched."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class EngineCore:
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """How long to wait for a new request before the next step; None: until one comes."""
+        """Seconds to wait for a request before the next step; None: until one comes."""
         if self.idle:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self.scheduler.reuse.seconds_left  # All requests wait for the disk.
+        return self.scheduler.reuse.seconds_left  # All requests wait for prefixes from the disk.
 
     def step(self) -> list[RequestOutput]:
         if self.scheduler.num_waiting:
@@ -67,20 +67,20 @@ class EngineCore:
         self.runner.release()
 
     def close(self) -> None:
-        """Give up all requests and all cached prefixes: what killed the thread may be in them."""
+        """Drop all requests and cached prefixes: what killed the thread may be among them."""
         try:
             self.scheduler.cancel()
         finally:
             self.runner.give_up_caches()
 
     def _run(self, plan: StepPlan) -> list[InFlightStep]:
-        """Launch a plan; returns the steps that have been read."""
+        """Launch a plan, and return the steps that have been read since."""
         began = self._clock.now()
         launched = self.runner.run(plan)
         self._clock.launched(launched, began)
         ready, self._in_flight = self._in_flight, launched
-        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
-        # a launch failed: its rows are gone, and the next plan must not count on them.
+        # No look-ahead if the host needs a token before the next step (for a grammar's mask), nor
+        # if a launch failed: the next plan must not count on its rows.
         failed = any(step.error is not None for step in launched)
         if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []
@@ -160,8 +160,8 @@ def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
     return steps[0].sequences, verified, proposed
 
 
-def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
-    """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
+def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[StepKind, str]:
+    """Name the work of one `step`: it launches a plan, and may wait for the one before."""
     both = [row for each in (plan, last) for row in (*each.chunk, *each.decode)]
     drafts = max((row.num_host_drafts for row in both), default=0)
     drafts = drafts or max((row.num_proposed for row in both), default=0)

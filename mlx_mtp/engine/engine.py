@@ -1,4 +1,4 @@
-"""The engine: one thread that schedules, runs and updates. Token ids in, tokens out."""
+"""The engine: one thread that schedules, runs and updates. Token ids in, token ids out."""
 
 import atexit
 import logging
@@ -24,7 +24,7 @@ from mlx_mtp.errors import EngineStoppedError, ModelError
 
 logger = logging.getLogger(__name__)
 
-NOTICE_SECONDS = 30.0  # between lines that say that the start goes on
+NOTICE_SECONDS = 30.0  # between warnings that the start still goes on
 QUIET_SECONDS = 1.0  # without requests before step costs are measured
 
 Deliver = Callable[[Many[RequestOutput]], None]
@@ -45,9 +45,12 @@ class IdleWork(Protocol):
 class Engine:
     """Continuous batching over one model.
 
-    Everything that touches the device happens on the engine's thread; `submit` and `cancel` put a
-    note into its inbox. After an error that nothing catches all requests end with an error, and the
-    thread goes on with a new core and a new runner on the same model (see `acquire_restart`).
+    Only the engine's thread touches the device; `submit` and `cancel` put a note into its inbox.
+    After an error that nothing catches all requests end with an error, and the thread goes on with
+    a new core and a new runner on the same model (see `acquire_restart`).
+
+    `disk_stats` returns fields of `PrefixCacheStats`. `on_failure` is called with the reason if the
+    engine ends for good, and each of `on_stop` when it has stopped.
     """
 
     def __init__(
@@ -58,9 +61,9 @@ class Engine:
         calibrator: IdleWork | None = None,
         warm_up: Callable[[ModelRunner], None] | None = None,
         *,
-        disk_stats: Callable[[], Mapping[str, Any]] = dict,  # fields of `PrefixCacheStats`
+        disk_stats: Callable[[], Mapping[str, Any]] = dict,
         can_restart: bool = True,
-        on_failure: Callable[[str], None] = lambda _: None,  # it ends for good
+        on_failure: Callable[[str], None] = lambda _: None,
         on_stop: Many[Callable[[], None]] = (),
     ) -> None:
         self.info = info
@@ -70,16 +73,16 @@ class Engine:
         self._disk_stats = disk_stats
         self._can_restart, self._on_failure, self._on_stop = can_restart, on_failure, on_stop
         self._warm_up = warm_up or (lambda _: None)
-        self._answered = Future[None]()  # whether the model could answer at the start
+        self._answered = Future[None]()  # set when `warm_up` has succeeded or failed
         if warm_up is None:
             self._answered.set_result(None)
         self._core: EngineCore | None = None
         self._restarts: deque[float] = deque()
         self._inbox: list[Sequence | str | None] = []  # to add, to cancel; None only wakes
         self._wake = threading.Condition()
-        self._open: dict[str, None] = {}  # ids that have not been delivered an end, in order
+        self._open: dict[str, None] = {}  # ids without a delivered last output, in order
         self._stopping = False
-        self._quiet_until = 0.0  # by `monotonic`: no costs are measured before
+        self._quiet_until = 0.0  # `monotonic`: no step costs are measured before
         self._failure: str | None = None
         self._deliver: Deliver | None = None  # None until it is started
         self._thread = threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
@@ -101,11 +104,11 @@ class Engine:
 
     @property
     def measuring(self) -> bool:
-        """It measures step costs now, or will when nobody asks."""
+        """True while step costs are measured, or will be when there are no requests."""
         return self._calibrator is not None and self._calibrator.busy and self.healthy
 
     def expect(self) -> None:
-        """A request is being read, or the next one of a client may be: measure nothing for now."""
+        """Measure no step costs for now: a request is being read, or may follow soon."""
         self._quiet_until = monotonic() + QUIET_SECONDS
 
     @property
@@ -114,17 +117,17 @@ class Engine:
         return self._heartbeat.hang()
 
     def resume(self) -> None:
-        """Told after the process had been stopped: that was no hang."""
+        """Call after SIGCONT: time for which the process was stopped is no hang."""
         self._heartbeat.resume()
 
     def start(self, deliver: Deliver) -> None:
-        """Take requests; the thread calls `deliver` once a step, with all outputs of that step."""
+        """Take requests; the thread calls `deliver` once per step, with all of its outputs."""
         self._deliver = deliver
         if self._thread.ident is None:
             self.launch()
 
     def launch(self) -> None:
-        """Start the thread, as `start` does otherwise; ModelError if the model can't answer."""
+        """Start the thread before `start`; raises ModelError if the model can't answer."""
         self._thread.start()
         atexit.register(self.stop)
         while not wait([self._answered], NOTICE_SECONDS).done:
@@ -135,7 +138,7 @@ class Engine:
             raise ModelError(f"The model can't answer: {error}") from error
 
     def stop(self, timeout: float | None = None) -> bool:
-        """End the thread after the current step; returns whether it did so within `timeout` s."""
+        """End the thread after the current step; returns whether it ended within `timeout` s."""
         with self._wake:
             self._stopping = True
             self._post(None)
@@ -149,7 +152,7 @@ class Engine:
         return True
 
     def fail(self, reason: str) -> None:
-        """End all requests, on any thread, though the engine's may hang for good."""
+        """End all requests. Thread-safe: the engine's thread may hang for good."""
         with self._wake:
             self._failure, self._stopping = reason, True
             waiting = [note.request_id for note in self._inbox if isinstance(note, Sequence)]
@@ -173,20 +176,20 @@ class Engine:
         self._post(request_id)
 
     def wake(self) -> None:
-        """Have the thread look again for what it waits for, on any thread."""
+        """Have the thread check again what it waits for. Thread-safe."""
         self._post(None)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, as of the last step; those of the disk, as of now."""
+        """Counters and gauges as of the last step; memory and the disk's as of now."""
         prefixes = replace(self._stats.prefix_cache, **self._disk_stats())
         memory = mx.get_active_memory()
         return replace(self._stats, active_memory=memory, prefix_cache=prefixes)
 
     def _main(self) -> None:
-        # Not a new thread for each restart: the C library would keep memory for all of them.
+        # A new thread per restart would leak: the C library keeps memory for each thread.
         while self._run_until_stopped():
             logger.warning("The engine is restarted.")
-        # A thread that leaves its streams behind makes mlx abort the process at exit.
+        # mlx aborts the process at exit if a thread has left its streams behind.
         mx.clear_streams()
 
     def _run_until_stopped(self) -> bool:
@@ -201,7 +204,7 @@ class Engine:
                 self._stopping = True
                 self._answered.set_exception(error)
             else:
-                # Without its traceback, which would refer to the old runner.
+                # The traceback would keep the old runner alive.
                 logger.critical("The engine died", exc_info=error)
             error.__traceback__ = None
         self._heartbeat.end()
@@ -238,8 +241,8 @@ class Engine:
                     continue
             self._heartbeat.begin_planning()
             outputs = core.step()
-            # Published from here alone: other threads must not walk the scheduler's queues. And
-            # before the outputs: a request that has ended is counted when its client looks.
+            # Published here, as other threads must not walk the scheduler's queues, and before the
+            # outputs, so that a request is counted when its client has seen its end.
             self._stats = core.scheduler.stats()
             self._send(outputs)
             if core.idle:
@@ -257,7 +260,7 @@ class Engine:
                 self._failure = reason
             self._read_inbox(0.0)
         core, self._core = self._core, None
-        # Also those that had just ended: the thread may have died before delivering that.
+        # The thread may have died before it delivered the end of a request.
         ends = self._cut_short(reason, self._open)
         tasks = [lambda: self._send(ends)]
         if self._failure is not None:
@@ -283,7 +286,7 @@ class Engine:
             self._wake.notify()
 
     def _read_inbox(self, seconds: float | None) -> list[Sequence | str | None]:
-        """What was posted; waits for something for so long at most (None: without end)."""
+        """Take the posted notes; waits at most `seconds` for one (None: without a limit)."""
         with self._wake:
             if seconds != 0.0:
                 self._wake.wait_for(lambda: self._inbox, seconds)

@@ -1,4 +1,9 @@
-"""Runs the model over what the scheduler planned: launches now, reads later."""
+"""Runs the model over what the scheduler planned: launches now, reads later.
+
+A chunk and a decode step are batches of their own, even in one forward pass. In one batch a
+GatedDeltaNet layer would keep a pending window of [rows, longest window] positions, so that a
+prompt's row of 256 tokens would cost every other row 256 positions.
+"""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -17,10 +22,10 @@ from mlx_mtp.engine.logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import (
     ChunkArrays,
-    Drawn,
     ForwardPass,
     InFlightStep,
-    Launch,
+    SampledWindow,
+    StepLaunch,
     StepPlan,
     StepRow,
 )
@@ -34,13 +39,13 @@ from mlx_mtp.speculative.verify import accept
 logger = logging.getLogger(__name__)
 
 _CLEAR_STEPS = 256
-_CLEAR_TOKENS = 512  # of prompts: not at each of many short chunks
+_CLEAR_TOKENS = 512  # prompt tokens: not after each of many short chunks
 
 T = TypeVar("T")
 
 
 class ModelRunner:
-    """Runs steps on one model; tokens from `vocab_size`, the tokenizer's, on are never sampled."""
+    """Runs steps on one model. Ids at or above `vocab_size`, the tokenizer's, are never sampled."""
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class ModelRunner:
         drafter: MTPDrafter | None,
         vocab_size: int,
         prefixes: PrefixCache | None = None,
-        clear_answers: Callable[[], None] = lambda: None,  # that drafts are copied from
+        clear_answers: Callable[[], None] = lambda: None,  # drops those that drafts are copied from
     ) -> None:
         self._model = model
         self._drafter = drafter
@@ -57,7 +62,7 @@ class ModelRunner:
         self._clear_answers = clear_answers
         self.batches = Batches()
         self._prompts = WeakKeyDictionary[Sequence, mx.array]()
-        self._num_steps = self._num_tokens = 0  # of prompts, since the cache was cleared last
+        self._num_steps = self._num_tokens = 0  # since mlx's cache was cleared
         self._failed_last = False
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
@@ -76,9 +81,9 @@ class ModelRunner:
         return [step for group in groups for step in self._launch(group)]
 
     def read(self, step: InFlightStep) -> list[InFlightStep]:
-        """Wait for a step and read it; a failure on the device ends the rows with an error.
+        """Wait for a step and read it; a failure on the device ends its rows with an error.
 
-        Returns it, and behind one that failed another of the rows that are lost with it.
+        Returns the step; if it failed, also a failed step for the other rows of its batch.
         """
         try:
             step.read()
@@ -93,9 +98,9 @@ class ModelRunner:
         return [step]
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
-        """Copy the caches of rows that have just ended."""
+        """Copy the caches of rows that have just ended into the prefix cache."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
-        # Where prompts are computed exactly only what was computed as one is reused.
+        # An answer computed by decode steps is not reused where prompts are computed exactly.
         ended = {s for s in (row.sequence for row in rows) if s.ended and not s.prefix.chunk_ends}
         if not ended or (batch := self.batches.decoding) is None:
             return
@@ -110,14 +115,14 @@ class ModelRunner:
         self._clear_answers()
 
     def compare(self) -> None:
-        """Raise ModelError if another rank has computed other numbers; alone there is none."""
+        """Raise ModelError if another rank computes other numbers; without ranks do nothing."""
 
     def release(self) -> None:
         self.batches = Batches()
         mx.clear_cache()
 
-    def _launch(self, launches: Many[tuple[Many[StepRow], Launch]]) -> list[InFlightStep]:
-        """Launch them with one forward pass for the tokens of all."""
+    def _launch(self, launches: Many[tuple[Many[StepRow], StepLaunch]]) -> list[InFlightStep]:
+        """Launch with one forward pass for the tokens of all."""
         steps: list[InFlightStep] = []
         waiting, passes = [], []
         for rows, launch in launches:
@@ -133,22 +138,22 @@ class ModelRunner:
         hidden = self._guard(everyone, lambda: self._hidden(passes))
         if isinstance(hidden, InFlightStep):
             return [*steps, hidden]
-        for (rows, launch), own in zip(waiting, hidden, strict=True):
-            step = self._guard(rows, partial(_resume, launch, own))
+        for (rows, launch), states in zip(waiting, hidden, strict=True):
+            step = self._guard(rows, partial(_resume, launch, states))
             assert isinstance(step, InFlightStep)
             steps.append(step)
         return steps
 
     def _hidden(self, passes: Many[ForwardPass]) -> Many[mx.array]:
-        """Post-norm hidden states [N, H] of the tokens of each."""
+        """Run the target model: post-norm hidden states [N, H] of each pass."""
         if len(passes) == 1:
             return [self._model.hidden(*passes[0])]
-        tokens, caches = [own for own, _ in passes], [cache for _, cache in passes]
-        hidden = self._model.hidden(mx.concatenate(tokens), *caches)
-        ends: list[int] = np.cumsum([len(own) for own in tokens])[:-1].tolist()
+        tokens, caches = zip(*passes)
+        hidden = self._model.hidden(mx.concatenate([*tokens]), *caches)
+        ends: list[int] = np.cumsum([len(ids) for ids in tokens])[:-1].tolist()
         return list(mx.split(hidden, ends))
 
-    def _prefill(self, chunk: tuple[StepRow, ...]) -> Launch:
+    def _prefill(self, chunk: tuple[StepRow, ...]) -> StepLaunch:
         sequences = [row.sequence for row in chunk]
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
@@ -160,7 +165,7 @@ class ModelRunner:
         batch = batch or self._new_batch(sequences)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
-        # What the trunk's attention reads depends neither on drafts nor on where a prompt began.
+        # What attention reads depends neither on drafts nor on where the prompt's prefix ended.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
         if warm and not self.prefixes.restore(batch, nodes):
             for sequence in sequences:
@@ -182,7 +187,7 @@ class ModelRunner:
         for row in chunk:
             row.num_cached = row.length
         step = InFlightStep(chunk, is_prefill=True)
-        # What follows a prompt's last token is not of the prompt. (No row begins with a prefix.)
+        # A prompt's last token has no following one. (With prompt logprobs no prefix is reused.)
         inside = [row.length - row.is_last for row in chunk]
         tops = [s.request.sampling.prompt_logprobs for s in sequences]
         given = arrays.following, inside, arrays.lengths.tolist(), tops
@@ -197,7 +202,7 @@ class ModelRunner:
         for number, row in enumerate(chunk):
             end = row.start + row.length
             step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)
-        step.did_more = warm or bool(step.saves) or step.prompt is not None
+        step.timing_valid = not (warm or step.saves or step.prompt)
         step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
@@ -205,31 +210,31 @@ class ModelRunner:
     def _first_tokens(
         self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, last: mx.array, end: mx.array
     ) -> mx.array:
-        """Draw the tokens at `end` of prompts that end; returns what follows each token, [N].
+        """Sample the tokens after prompts that end; returns the token after each position, [N].
 
-        `last` and `end` are int32 [B]: a row's last token among all, and the position behind it.
+        `last` and `end` are int32 [B]: the index of each row's last token, and the position after.
         """
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.masks = GrammarMasks(s.constraint if ends else None for s, ends in rows)
         window = arrays.tokens[last][:, None]
         logits = self._model.logits(batch.last_hidden)
-        step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
+        step.sampled = _sample(batch, logits, end[:, None], window, finished=~done)
         step.note(batch.masks.errors())
-        newest = mx.where(done, step.drawn.tokens[:, 0], arrays.following[last])
+        newest = mx.where(done, step.sampled.tokens[:, 0], arrays.following[last])
         return mx.put_along_axis(arrays.following, last, newest, axis=0)
 
     def _prompt(self, sequence: Sequence) -> mx.array:
-        """A prompt and a 0, int32 [T + 1]: a chunk's tokens are a part of what is there already.
+        """A prompt and a 0 on the device, int32 [T + 1], uploaded once for all of its chunks.
 
-        On CUDA an array from the host may get a buffer that was the device's, and moving that to
+        On CUDA a new array from the host may get a buffer that was the device's, and moving that to
         where the host can write waits for all chunks that were launched.
         """
         if sequence not in self._prompts:
             self._prompts[sequence] = mx.array(np.array([*sequence.prompt, 0], dtype=np.int32))
         return self._prompts[sequence]
 
-    def _decode(self, planned: tuple[StepRow, ...]) -> Launch:
+    def _decode(self, planned: tuple[StepRow, ...]) -> StepLaunch:
         row_of = {row.sequence: row for row in planned}
         batch = self.batches.gather(row_of)
         rows = [row_of[sequence] for sequence in batch.sequences]
@@ -240,7 +245,7 @@ class ModelRunner:
         lengths = [row.length for row in rows]
         batch.cache.reserve(_limits(rows, lengths))
         start = batch.cache.offset
-        # Without drafts it is known beforehand what each row keeps, and no window is left pending.
+        # Without drafts each row keeps its one token, so no window is left pending.
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
         packing = batch.cache.begin(lengths, kept)
 
@@ -248,20 +253,20 @@ class ModelRunner:
         logits = packing.rows(self._model.logits(hidden))
         batch.masks = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + mx.arange(1, 1 + window.shape[1])
-        drawn = _draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
-        num_kept = drawn.accepted.num_kept
+        sampled = _sample(batch, logits, positions, window, batch.ended, batch.draft_limits())
+        num_kept = sampled.accepted.num_kept
         batch.cache.commit(num_kept)
-        last = packing.at(drawn.accepted.at_last)
+        last = packing.at(sampled.accepted.at_last)
         batch.keep_hidden(hidden[last], num_kept)
-        step = InFlightStep(rows, drawn=drawn)
-        targets = packing.flat(drawn.tokens)
+        step = InFlightStep(rows, sampled=sampled)
+        targets = packing.flat(sampled.tokens)
         computed = Computed(hidden, targets, last, packing, batch.cache)
         self._finish(batch, step, computed)
         step.note(batch.masks.errors())
         return step
 
     def _finish(self, batch: Batch, step: InFlightStep, computed: Computed) -> None:
-        """Launch the drafts for the next windows, and all that was not launched before."""
+        """Propose drafts for the next windows, and launch all that is not launched yet."""
         batch.num_drafts = [row.num_proposed for row in step.rows]
         if self._drafter is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
@@ -270,7 +275,7 @@ class ModelRunner:
             batch.drafts = self._drafter.propose(state, computed, batch.num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
-        mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
+        mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt or ())
         for row in step.rows:
             row.sequence.launched(row.length)
 
@@ -281,10 +286,10 @@ class ModelRunner:
         return Batch(sequences, cache, state, self.vocab_size)
 
     def _clear_cache(self, plan: StepPlan) -> None:
-        """Return freed buffers now and then; mlx keeps them for reuse without a bound.
+        """Free mlx's cached buffers now and then: mlx keeps them for reuse without a limit.
 
-        On CUDA they count for the limit of memory that `wire_memory` sets, and returning them waits
-        for all chunks that were launched: for a third of one's time, with what is allocated anew.
+        On CUDA they count towards the limit that `wire_memory` sets, and freeing them waits for all
+        chunks that were launched; with the new allocations that costs a third of a chunk's time.
         """
         self._num_steps += 1
         self._num_tokens += sum(row.length for row in plan.chunk)
@@ -299,14 +304,14 @@ class ModelRunner:
         try:
             return part()
         except BaseException as error:
-            if not is_fault(error):  # As a panic is, of the Rust that makes grammars' masks.
+            if not is_fault(error):  # A panic of the Rust code that makes masks is a fault.
                 raise
             logger.exception("A step failed while it was launched")
             self.batches.drop([row.sequence for row in rows])
             return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: BaseException) -> StepError:
-        # Its buffers are free once the error, which refers to them, has been handled.
+        # The error refers to buffers, which can be freed once it has been handled.
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
@@ -314,18 +319,18 @@ class ModelRunner:
         return reported
 
 
-def _draw(
+def _sample(
     batch: Batch,
     logits: mx.array,
     positions: mx.array,
     window: mx.array,
     finished: mx.array,
     num_drafts: mx.array | None = None,
-) -> Drawn:
-    """Draw the tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
+) -> SampledWindow:
+    """Sample tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
     mask = None
     if batch.masks:
-        mx.async_eval(logits)  # The host makes the masks meanwhile.
+        mx.async_eval(logits)  # Meanwhile the host makes the masks.
         mask = batch.masks.window_mask(window)
     tokens, replaced = batch.sampler.verify(logits, positions, window, mask, num_drafts)
     accepted = accept(
@@ -338,14 +343,14 @@ def _draw(
     )
     batch.sampler.count(tokens, accepted.num_kept, positions)
     batch.last, batch.remaining = accepted.last, accepted.remaining
-    batch.ended, batch.kept = accepted.finished, accepted.num_kept
+    batch.ended, batch.num_kept = accepted.finished, accepted.num_kept
     if batch.masks:
         batch.masks.advance(tokens, accepted.num_kept)
-    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
+    return SampledWindow(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
 
 
-def _resume(launch: Launch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:
-    """Up to its forward pass, or behind it."""
+def _resume(launch: StepLaunch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:
+    """Advance a launch to its forward pass, or to its end."""
     try:
         return launch.send(hidden)  # type: ignore[arg-type]
     except StopIteration as end:
@@ -354,7 +359,7 @@ def _resume(launch: Launch, hidden: mx.array | None = None) -> ForwardPass | InF
 
 
 def _limits(rows: Many[StepRow], lengths: Many[int]) -> list[int]:
-    """Bounds of what the rows' caches hold after a window and the drafts for the next one."""
+    """Upper bounds of the rows' cached positions after these lengths and the next drafts."""
     return [
         row.sequence.max_cached + length + max(row.num_proposed - 1, 0)
         for row, length in zip(rows, lengths, strict=True)
@@ -362,7 +367,7 @@ def _limits(rows: Many[StepRow], lengths: Many[int]) -> list[int]:
 
 
 def _failed(rows: Many[StepRow], error: MlxMtpError) -> InFlightStep:
-    """A step of rows that were not launched to their end."""
+    """A failed step of rows whose launch did not complete."""
     for row in rows:
         row.length = 0
         row.sequence.launched(0)

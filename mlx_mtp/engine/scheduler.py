@@ -18,17 +18,17 @@ from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import DraftPolicy
 from mlx_mtp.speculative.host_sources import HostSources
 
-# Tokens of a chunk that shares a forward pass with the running rows, so that the weights are read
-# once. A longer one gains nothing, and if it fails they go on.
+# A chunk of up to so many tokens shares a forward pass with the running rows, so that the weights
+# are read once. A longer one gains nothing by that, and alone its failure would not end these rows.
 MOST_TOGETHER = 256
 
 
 class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
-    A plan holds at most one chunk of a group of prompts (see `PrefillScheduler`), cut at multiples
-    of `prefill_step_size`, and one decode step. `usage` returns the share of the memory that rows
-    of these numbers of tokens take; without it they all fit.
+    A plan has at most one chunk of a group of prompts (see `PrefillScheduler`), which ends at a
+    multiple of `prefill_step_size`, and one decode step. `usage` returns the share of the memory
+    that rows of these numbers of tokens take; without it all rows fit.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Scheduler:
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
-        self._held: list[Sequence] = []  # until another has computed their prefix, or it is read
+        self._held: list[Sequence] = []  # while another computes their prefix, or it is read
         self._prefills = prefills or PrefillScheduler(config)
         self._running: list[Sequence] = []
         self._last_size = 0
@@ -101,7 +101,7 @@ class Scheduler:
         return StepPlan(chunk, decode, live, together)
 
     def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
-        """Update the requests from steps that were read."""
+        """Update the requests from steps that have been read; returns their outputs."""
         outputs, self._begun = self._begun, []
         for step in steps:
             self._observe(step)
@@ -131,7 +131,7 @@ class Scheduler:
         if error is not None:
             self._drop(sequence)
             return RequestOutput(sequence.request_id, finish_reason="error", error=error)
-        # The device has ended a row whose prompt isn't complete, too: it draws nothing.
+        # On the device a row whose prompt isn't complete counts as ended, so that it emits nothing.
         ended = row.finished and sequence.num_cached >= sequence.num_prompt
         sequence.prompt_logprobs += row.prompt_logprobs
         if not (tokens or ended):
@@ -187,7 +187,7 @@ class Scheduler:
         if row.fixed is not None:
             return
         if not row.host:
-            # A draft accepted in place of the sampled token would reveal another's answer.
+            # A draft that replaces the sampled token could reveal another client's answer.
             alone = sequence.request.sampling.optimistic > 0
             row.host = self._host_sources.drafters(
                 sequence.prompt, sequence.prefix.salt, alone=alone
@@ -206,7 +206,7 @@ class Scheduler:
 
     def _drop_finished(self) -> None:
         for sequence in self._admitted():
-            # What was planned has been launched since, and so has copied its prefix.
+            # What was planned has been launched since, so its prefix has been copied.
             if sequence.finished or sequence.begun:
                 self.reuse.release(sequence.prefix)
         self._running = [s for s in self._running if not s.finished]
@@ -214,7 +214,7 @@ class Scheduler:
             self._prefills.drop(sequence)
 
     def _admit(self, step: int) -> None:
-        """Admit the first waiting prompts, a group whose padded chunk has at most `step` tokens."""
+        """Admit the next group of prompts; its padded chunk has at most `step` tokens."""
         room = self._config.max_num_seqs - len(self._admitted())
         if self._config.exact:
             room = min(room, 1)  # A prompt is computed alone.
@@ -238,10 +238,10 @@ class Scheduler:
             self._prefills.add(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The next request, if there is memory for it; those that wait for a prefix are set aside.
+        """The next request to admit, or None; those that wait for a prefix are set aside.
 
-        None overtakes one that waits for memory: running rows end some time and none joins them
-        meanwhile, so a stream of small requests can't hold a large one up.
+        No request overtakes one that waits for memory: running rows end at some point and none
+        joins them meanwhile, so a stream of small requests can't hold up a large one.
         """
         reuse = self.reuse
         if self._held:
@@ -252,10 +252,10 @@ class Scheduler:
             if not reuse.held_back(sequence.prefix, prefilling):
                 rows = [*self._admitted(), *group, sequence]
                 most = [row.num_prompt + row.max_new_tokens for row in rows]
-                # One alone always fits: `Engine.submit` rejects what could never run.
+                # One row alone always fits: `Engine.submit` rejects longer requests.
                 if len(rows) > 1 and self._usage(most) > 1:
                     return None
-                # Another prompt may be computing what could not be read after all.
+                # Another prompt may be computing what could not be read from the disk.
                 if not (
                     reuse.must_read(sequence.prefix) or reuse.held_back(sequence.prefix, prefilling)
                 ):
@@ -264,7 +264,7 @@ class Scheduler:
         return None
 
     def _put_back(self) -> None:
-        """Queue the requests again, in their order, whose wait for a prefix is over."""
+        """Queue the requests again, in order of arrival, whose wait for a prefix is over."""
         held = sorted(self._held, key=lambda s: s.prefix.arrival or 0, reverse=True)
         self._held = [s for s in held if self.reuse.waits(s.prefix)]
         for sequence in held:
@@ -273,7 +273,7 @@ class Scheduler:
 
 
 def _report(sequence: Sequence) -> RequestOutput | None:
-    """How much of a prompt is computed, if that was asked for."""
+    """An output with a prompt's progress, if the request asked for it."""
     if not sequence.request.progress:
         return None
     return RequestOutput(sequence.request_id, progress=sequence.progress)

@@ -1,8 +1,8 @@
-"""One row of a batch, as the host knows it."""
+"""A request in the engine, as the host knows it."""
 
 import enum
 
-from mlx_mtp.engine.request import Progress, Request, TokenLogprobs
+from mlx_mtp.engine.request import PrefillProgress, Request, TokenLogprobs
 from mlx_mtp.prefix.policy import PrefixState
 from mlx_mtp.prefix.radix_tree import root_key
 from mlx_mtp.sampling.grammar_masks import Constraint
@@ -10,7 +10,7 @@ from mlx_mtp.speculative.draft_policy import DraftRow
 
 
 class Status(enum.Enum):
-    """State of a sequence; it only ever moves down this list."""
+    """State of a sequence, which only moves down this list."""
 
     WAITING = enum.auto()
     PREFILLING = enum.auto()
@@ -19,7 +19,7 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """A request in the engine; `stop_ids` end it, and it may emit `max_new_tokens`."""
+    """A request that is answered; `stop_ids` end it, and it emits at most `max_new_tokens`."""
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
         self.request = request
@@ -35,13 +35,15 @@ class Sequence:
             self.constraint = Constraint(request.grammar, request.bad_words, allowed)
         self.drafting = DraftRow(request.num_draft_tokens)
         self.status = Status.WAITING
-        self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
+        self.num_computed = 0  # prompt tokens that are cached or were planned
         self.begun = False  # its first chunk has been planned
-        self.admitted_at = 0.0  # `perf_counter` when it left the queue
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of what has been read of its prompt
-        self.output: list[int] = []  # tokens it has emitted
-        self.ended = False  # the device ended it: its caches stand still at its answer's end
-        self.num_cached = 0  # positions in its caches, by the steps that have been read
+        self.admitted_at = 0.0  # `perf_counter`, when it left the queue
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the chunks that have been read
+        self.output: list[int] = []  # emitted tokens
+        self.ended = (
+            False  # normally: its caches hold the prompt and the answer but for the last token
+        )
+        self.num_cached = 0  # positions in the caches, by the steps that have been read
         self._steps_in_flight = 0
         self._positions_in_flight = 0
         # Optimistic requests share what they compute with each other alone.
@@ -56,29 +58,31 @@ class Sequence:
 
     @property
     def surely_finished(self) -> bool:
-        """Every step emits a token, so the steps in flight reach its limit at the latest."""
+        """True if the steps in flight reach its limit: each emits a token."""
         return len(self.output) + self._steps_in_flight >= self.max_new_tokens
 
     @property
     def needs_host(self) -> bool:
-        """Its next token can be drawn only once the one before it has been read."""
+        """True if its next token can be sampled only after the last one has been read."""
         return self.constraint is not None and self.constraint.active
 
     @property
     def max_cached(self) -> int:
-        """Most positions in its caches once all steps in flight have run."""
+        """Most positions in the caches after all steps in flight."""
         return self.num_cached + self._positions_in_flight
 
     @property
-    def progress(self) -> Progress:
-        return Progress(self.num_prompt, self.prefix.num_reused, self.num_cached, self.admitted_at)
+    def progress(self) -> PrefillProgress:
+        return PrefillProgress(
+            self.num_prompt, self.prefix.num_reused, self.num_cached, self.admitted_at
+        )
 
     def begin(self, num_reused: int) -> None:
-        """Start its prompt after a prefix of this length, which is in its caches or will be."""
+        """Start the prompt after a cached prefix of this length."""
         self.prefix.num_reused = self.num_computed = self.num_cached = num_reused
 
     def set_cached(self, num_cached: int) -> None:
-        """Set what is in its caches when a step begins, where another rank keeps count."""
+        """Set the positions in the caches before a step, as rank 0 has counted them."""
         self.num_cached = self.prefix.num_reused = num_cached
         self._steps_in_flight = self._positions_in_flight = 0
 
@@ -87,7 +91,7 @@ class Sequence:
         self._positions_in_flight += num_positions
 
     def read(self, num_positions: int, num_kept: int) -> None:
-        """A window has been read; its first `num_kept` positions stay in the caches."""
+        """Note that a step has been read; its first `num_kept` positions stay in the caches."""
         assert 0 <= num_kept <= num_positions <= self._positions_in_flight
         self._steps_in_flight -= 1
         self._positions_in_flight -= num_positions

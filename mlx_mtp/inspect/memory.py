@@ -92,7 +92,7 @@ def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
         "prefix_cache": None,
         "longer_steps": True,
     }
-    return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, wanted=None, **given)
+    return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, max_model_len=None, **given)
 
 
 def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:

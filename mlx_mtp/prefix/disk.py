@@ -23,7 +23,7 @@ from mlx_mtp.models.files import WEIGHTS
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.directory import PrefixDirectory, StoredFile, kv_fingerprint, pack, unpack
 from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
-from mlx_mtp.prefix.segments import Entry, Segment, join
+from mlx_mtp.prefix.segments import Entry, Segment, join_segments
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class PrefixStore:
         end, key = prefixes[-1]
         try:
             if start < end:
-                rows = join([s for s in segments if s.end > start], start)
+                rows = join_segments([s for s in segments if s.end > start], start)
                 if not self._put(StoredFile(key, parent, start, end), rows):
                     return
             self._put(StoredFile(key + "s", key, end, end), snapshot)

@@ -71,7 +71,7 @@ class _Follower:
         # No rank gets ahead of the others by more than a step, and failures come to light.
         ready, self._in_flight = self._in_flight, launched
         for each in ready:
-            mx.eval([a for a in (each.done, each.drawn and each.drawn.tokens) if a is not None])
+            mx.eval([a for a in (each.done, each.sampled and each.sampled.tokens) if a is not None])
 
     def release(self, message: Release) -> None:
         self._follow(message.notes)

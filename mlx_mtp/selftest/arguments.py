@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_mtp.flags import Flag, add_flags, at_least
 from mlx_mtp.options import DTYPE, MODEL_FLAG
-from mlx_mtp.prepare import prepare
+from mlx_mtp.prepare import prepare_command
 
 
 def add_selftest(subparsers: Any) -> None:
@@ -38,7 +38,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.dtype == "float32":
         # TF32 would round float32 products; mlx reads this at its first product.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    info = prepare(options)
+    info = prepare_command(options)
 
     from mlx_mtp import build
 

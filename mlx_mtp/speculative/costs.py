@@ -97,12 +97,12 @@ class _Comparisons:
         self.cost = statistics.median(self.latest)
 
 
-StepKind = tuple[str, float]  # MTP or HOST, and drafts per row (one of `KNOTS`)
-_PLAIN: StepKind = (MTP, 0)
+WindowKind = tuple[str, float]  # MTP or HOST, and drafts per row (one of `KNOTS`)
+_PLAIN: WindowKind = (MTP, 0)
 
 
 class _Reading(NamedTuple):
-    kind: StepKind
+    kind: WindowKind
     seconds: float
     step: int
 
@@ -135,9 +135,9 @@ class StepCosts(_LaunchCosts):
 
     def __init__(self) -> None:
         super().__init__()
-        self._measured: dict[int, dict[StepKind, _Comparisons]] = {}  # by rows
+        self._measured: dict[int, dict[WindowKind, _Comparisons]] = {}  # by rows
         self._last: dict[int, _Reading] = {}  # by rows
-        self._current: tuple[int, StepKind] = 0, _PLAIN
+        self._current: tuple[int, WindowKind] = 0, _PLAIN
         self._samples: list[float] = []  # of the current kind
         self._batch_costs: dict[int, BatchCosts] = {}
         self._noise = _LEAST_NOISE
@@ -222,7 +222,7 @@ class StepCosts(_LaunchCosts):
         self._measure_noise()
         self._batch_costs.clear()
 
-    def _cost(self, rows: int, kind: StepKind) -> float:
+    def _cost(self, rows: int, kind: WindowKind) -> float:
         """The cost that the measured kinds nearby, this one among them, say that a draft has.
 
         Each is weighted by its variance: the noise of its comparisons, and its distance.

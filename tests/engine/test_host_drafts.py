@@ -111,7 +111,7 @@ def test_a_run_goes_on_behind_what_the_window_in_flight_has_kept():
     batch = Batch.__new__(Batch)
     batch.sequences = ["head", "read", "all kept", "some kept"]
     batch.num_drafts, batch.drafts = [2, 0, 0, 0], mx.array([[7, 8], [0, 0], [0, 0], [0, 0]])
-    batch.kept = mx.array([1, 3, 3, 1], dtype=mx.int32)
+    batch.num_kept = mx.array([1, 3, 3, 1], dtype=mx.int32)
     runs = {
         "read": ([10, 11], 0),
         "all kept": ([20, 21, 22, 23, 24, 25], 3),
