@@ -129,6 +129,7 @@ class CacheMemory:
 
     @cached_property
     def states(self) -> dict[str, int]:
+        """Bytes of a row at any length, by name."""
         total: Counter[str] = Counter()
         for layer in self.recurrent:
             total.update(layer.state_nbytes(self.itemsize))

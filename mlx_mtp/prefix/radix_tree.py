@@ -62,6 +62,7 @@ class Node:
         return self.salt, self.tokens[0]
 
     def path(self) -> list[Node]:
+        """The nodes from below the root to this one."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:

@@ -46,6 +46,7 @@ class Segment:
         return sum(a.nbytes for a in self.arrays.values())
 
     def cut(self, start: int, end: int) -> Segment:
+        """A copy of the part from the token `start` to `end`."""
         arrays = Arrays()
         for name, array in self.arrays.items():
             first = _row(name, self.start)

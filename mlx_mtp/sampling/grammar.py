@@ -54,6 +54,7 @@ class ThinkingBudget:
         return None if self.over or self.used < self.max_tokens else self.end[self.matched]
 
     def after(self, token: int) -> ThinkingBudget:
+        """The budget after one more token."""
         if self.over:
             return self
         continues = token == self.end[self.matched]
