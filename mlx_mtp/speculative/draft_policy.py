@@ -193,7 +193,7 @@ class AdaptiveDrafts:
                 memory = 1.0 - 1.0 / (_ANSWERS * len(rows))
                 self._tokens *= memory
                 self._answers = self._answers * memory + 1.0
-            elif row.source != "copy":
+            elif row.source == MTP:
                 row.drafting.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
         self._pool.fade(shape.rows)
         self._costs.observe(shape, seconds)
