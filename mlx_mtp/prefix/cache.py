@@ -81,7 +81,8 @@ class PrefixCache:
 
     def commit_ends(self) -> None:
         """Insert the copied answers, before the next lookup."""
-        self.commit(self._ends)
+        if self._ends:
+            self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:
         """Insert copies of steps that have succeeded; empties the list."""
