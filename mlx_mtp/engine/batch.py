@@ -106,6 +106,7 @@ class Batch:
         return batch
 
     def join(self, other: Batch) -> None:
+        """Append the other batch's rows, which leave it."""
         self.settle()
         other.settle()
         self.sequences += other.sequences
@@ -123,6 +124,7 @@ class Batch:
             setattr(self, name, mx.concatenate(pair))
 
     def arrays(self) -> Iterator[mx.array]:
+        """All arrays, which must be evaluated with a step."""
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()

@@ -48,6 +48,7 @@ class EngineCore:
         return self.scheduler.reuse.seconds_left  # All requests wait for prefixes from the disk.
 
     def step(self) -> list[RequestOutput]:
+        """Launch a plan, and return the outputs of the steps that have been read."""
         if self.scheduler.num_waiting:
             self.runner.prefixes.commit_ends()
         plan = self.scheduler.schedule()
@@ -61,6 +62,7 @@ class EngineCore:
         return outputs
 
     def release(self) -> None:
+        """Free the batches of an idle core."""
         assert self.idle
         self._last_plan = None
         self._clock = StepClock(self._clock.now)

@@ -94,7 +94,8 @@ class ModelRunner:
             dropped = self.batches.drop(step.sequences)
             others = [StepRow(s) for s in dropped if s not in step.sequences]
             return [step, _failed(others, failure)]
-        self.prefixes.commit(step.saves)
+        if step.saves:
+            self.prefixes.commit(step.saves)
         return [step]
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
