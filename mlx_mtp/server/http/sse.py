@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.writer import Writer, packed_slowly
 from mlx_mtp.server.http.admission import client_of
 from mlx_mtp.server.http.request_log import record_of
-from mlx_mtp.text.stream import Delta
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +25,7 @@ Keep = Callable[[dict[str, Any]], Awaitable[None]]
 """Gets a whole answer at its end, streamed or not."""
 
 
-async def respond(
-    request: Request, writer: Writer, stream: bool, keep: Keep | None = None
-) -> Response:
+async def respond(request: Request, writer: Writer, keep: Keep | None = None) -> Response:
     """Generate for as long as the client stays, and answer in the writer's words."""
     context, record = context_of(request), record_of(request.scope)
     patience = context.config.keep_alive_seconds
@@ -36,7 +33,7 @@ async def respond(
     for prompt in writer.generation.prompts if context.config.log_prompts else ():
         text = Later(partial(context.tokenizer.text_of, prompt))
         logger.info("%(id)s: the prompt is %(prompt)s", {"id": record.id, "prompt": text})
-    if stream:
+    if writer.streams:
         return _EventStream(writer, patience, keep)
     with writer.generation:
         answer = await until_disconnect(request.receive, _collect_response(writer, patience))
@@ -70,17 +67,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
 
 async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:
     async for deltas in writer.generation.deltas(patience):
-        for delta in deltas:
-            list(writer.read(delta))  # which adds it to the writer's blocks
+        writer.read(deltas)
     return await _written(writer, writer.whole)
-
-
-def _events(writer: Writer, opening: Iterator[bytes], deltas: Sequence[Delta]) -> list[bytes]:
-    events = [*opening]  # There are none later.
-    for delta in deltas:
-        for words in writer.read(delta):
-            events += words
-    return events
 
 
 async def _written(writer: Writer, write: Callable[[], Result]) -> Result:
@@ -95,14 +83,14 @@ async def stream_events(
     An error before the first is raised, as it can still become an HTTP status; a later one is an
     event. Any silence longer than `patience`, in seconds, is broken.
     """
-    begun, opening = False, iter(writer.opening())
+    begun = False
     try:
         async for deltas in writer.generation.deltas(patience):
             if not deltas:
                 begun = True
                 yield writer.keep_alive
                 continue
-            events = await _written(writer, partial(_events, writer, opening, deltas))
+            events = await _written(writer, partial(writer.read, deltas))
             if events:
                 begun = True
                 yield b"".join(events)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,7 +29,7 @@ class _OllamaWriter(Writer):
     keep_alive = b" "  # of the line that comes next: clients take an empty one for an error
 
     def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation)
+        super().__init__(admitted.answer_id, generation, streams=admitted.body.stream)
         self._model = admitted.body.model
         self._tokenizer = admitted.context.tokenizer
         self._with_logprobs = admitted.params.top_logprobs is not None
@@ -37,23 +37,22 @@ class _OllamaWriter(Writer):
     @abstractmethod
     def said(self, text: str, **more: Any) -> dict[str, Any]: ...
 
-    def add(self, block: Block, content: Content) -> Iterator[bytes]:
+    def add(self, block: Block, content: Content) -> list[bytes]:
         if block.kind == "text":
-            yield self._line(content.text, tokens=getattr(content, "tokens", ()))
-        elif block.kind == "reasoning":
-            yield self._line("", thinking=content.text)
+            return [self._line(content.text, tokens=getattr(content, "tokens", ()))]
+        return [self._line("", thinking=content.text)] if block.kind == "reasoning" else []
 
-    def stop(self, block: Block) -> Iterator[bytes]:
+    def stop(self, block: Block) -> list[bytes]:
         if block.kind == "call" and block.state == "complete":
-            yield self._line("", tool_calls=[_call(block)])
-        elif block.kind == "call" and block.state == "cut":
-            yield self._line(block.raw or block.text)
+            return [self._line("", tool_calls=[_call(block)])]
+        is_cut = block.kind == "call" and block.state == "cut"
+        return [self._line(block.raw or block.text)] if is_cut else []
 
-    def ending(self) -> Iterator[bytes]:
-        yield _packed(self._answer("") | self._costs())
+    def ending(self) -> list[bytes]:
+        return [_packed(self._answer("") | self._costs())]
 
-    def failure(self, error: Exception) -> Iterator[bytes]:
-        yield _packed(ollama_error_body(error))
+    def failure(self, error: Exception) -> list[bytes]:
+        return [_packed(ollama_error_body(error))]
 
     def whole(self) -> dict[str, Any]:
         text, thinking, calls, tokens = "", "", [], []
@@ -124,7 +123,7 @@ async def chat(request: Request) -> Response:
     if not body.messages:
         return _loaded(body.model, message={"role": "assistant", "content": ""})
     generation = await admitted.chat(body.conversation())
-    return await respond(request, _ChatWriter(admitted, generation), body.stream)
+    return await respond(request, _ChatWriter(admitted, generation))
 
 
 async def generate(request: Request) -> Response:
@@ -139,7 +138,7 @@ async def generate(request: Request) -> Response:
         generation = await admitted.complete([body.prompt], guided)
     else:
         generation = await admitted.chat(body.conversation())
-    return await respond(request, _TextWriter(admitted, generation), body.stream)
+    return await respond(request, _TextWriter(admitted, generation))
 
 
 def _loaded(model: str, **said: Any) -> Response:

@@ -3,7 +3,7 @@
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -21,7 +21,7 @@ from mlx_mtp.server.api.openai.tokens import (
 from mlx_mtp.server.api.stored import keeper
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Admitted, admit
-from mlx_mtp.server.generation.writer import Block, Content, Kind, Writer, event
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.stream import Delta
@@ -35,8 +35,8 @@ class _OpenAIWriter(Writer):
     empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason alone
 
     def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation)
         body: GenerateRequest = admitted.body
+        super().__init__(admitted.answer_id, generation, streams=body.stream)
         self.record = not body.stream or getattr(body, "store", False)
         self._shared = {
             "created": int(time.time()),
@@ -56,21 +56,22 @@ class _OpenAIWriter(Writer):
             for stream in generation.streams
         ]
 
-    def progress(self, choice: int, told: Mapping[str, int]) -> Iterable[bytes]:
+    def progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
         empty = {"index": choice, self.chunk_key: self.empty, "logprobs": None}
         more = {"usage": None} if self._options.include_usage else {}
         choices = [empty | {"finish_reason": None}]
-        yield event(self._fields(self.chunk_kind, choices, **more, prompt_progress=told))
+        return [event(self._fields(self.chunk_kind, choices, **more, prompt_progress=fields))]
 
-    def finish(self, delta: Delta) -> Iterable[bytes]:
-        yield self.chunk(delta.index, self.empty, None, delta.finish_reason)
+    def finish(self, delta: Delta) -> list[bytes]:
+        return [self.chunk(delta.index, self.empty, None, delta.finish_reason)]
 
-    def ending(self) -> Iterable[bytes]:
-        if self._options.include_usage:
-            yield event(self._fields(self.chunk_kind, [], **self._costs()))
+    def ending(self) -> list[bytes]:
+        if not self._options.include_usage:
+            return []
+        return [event(self._fields(self.chunk_kind, [], **self._costs()))]
 
-    def failure(self, error: Exception) -> Iterable[bytes]:
-        yield event(error_body(error))
+    def failure(self, error: Exception) -> list[bytes]:
+        return [event(error_body(error))]
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -145,37 +146,38 @@ class ChatWriter(_OpenAIWriter):
     chunk_kind = "chat.completion.chunk"
     chunk_key = "delta"
     empty: ClassVar[Any] = {}
-    prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
+    prefixes: ClassVar[dict[BlockKind, str]] = {"call": "call_"}
 
     def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
         super().__init__(admitted, generation)
         self._hides_reasoning = admitted.body.hides_reasoning
 
-    def opening(self) -> Iterable[bytes]:
-        for stream in self.generation.streams:
-            message = {"role": "assistant", "content": ""}
-            yield self.chunk(stream.index, message, **self.prompt_ids())
+    def opening(self) -> list[bytes]:
+        message = {"role": "assistant", "content": ""}
+        streams = self.generation.streams
+        return [self.chunk(stream.index, message, **self.prompt_ids()) for stream in streams]
 
     def prompt_ids(self) -> dict[str, Any]:
         if not self._with_ids:
             return {}
         return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
 
-    def start(self, block: Block) -> Iterable[bytes]:
-        if block.kind == "call":
-            call = {"index": block.number, **_call(block)}
-            yield self.chunk(block.choice, {"tool_calls": [call]})
+    def start(self, block: Block) -> list[bytes]:
+        if block.kind != "call":
+            return []
+        call = {"index": block.number, **_call(block)}
+        return [self.chunk(block.choice, {"tool_calls": [call]})]
 
-    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+    def add(self, block: Block, content: Content) -> list[bytes]:
         text = content.text
-        found: dict[str, Any] = {"content": text}
+        delta: dict[str, Any] = {"content": text}
         if block.kind == "reasoning":
             if self._hides_reasoning:
-                return
-            found = {"reasoning_content": text}
+                return []
+            delta = {"reasoning_content": text}
         elif block.kind == "call":
-            found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
-        yield self.chunk(block.choice, found, getattr(content, "tokens", None))
+            delta = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
+        return [self.chunk(block.choice, delta, getattr(content, "tokens", None))]
 
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         text = "".join(block.text for block in blocks if block.kind == "text")
@@ -209,8 +211,8 @@ class _TextWriter(_OpenAIWriter):
             content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
         return super()._choice(index, tokens, reason, **content)
 
-    def add(self, block: Block, content: Content) -> Iterable[bytes]:
-        yield self.chunk(block.choice, content.text, getattr(content, "tokens", None))
+    def add(self, block: Block, content: Content) -> list[bytes]:
+        return [self.chunk(block.choice, content.text, getattr(content, "tokens", None))]
 
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         return {"text": "".join(block.text for block in blocks)}
@@ -247,7 +249,7 @@ async def chat_completions(request: Request) -> Response:
     body, name = admitted.body, admitted.answer_id
     keep = await keeper(request, body.store, body.metadata, lambda: body.listed_messages(name))
     generation = await admitted.chat(body.conversation())
-    return await respond(request, ChatWriter(admitted, generation), body.stream, keep)
+    return await respond(request, ChatWriter(admitted, generation), keep)
 
 
 async def completions(request: Request) -> Response:
@@ -255,4 +257,4 @@ async def completions(request: Request) -> Response:
     admitted = await admit(request, CompletionRequest, "cmpl-")
     body = admitted.body
     generation = await admitted.complete(body.prompt, body.guided(), body.suffix)
-    return await respond(request, _TextWriter(admitted, generation), body.stream)
+    return await respond(request, _TextWriter(admitted, generation))
