@@ -41,7 +41,10 @@ class Context:
         self.defaults = replace(model_defaults(given), optimistic=config.optimistic)
         standard = config.json_schemas == "standard"
         self.prompter = make_prompter(tokenizer, config)
+        self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format
+        # The bytes of a token in an answer's text.
+        self.text_bytes = tokenizer.text_bytes_with(self.output_format.markers)
         eos = engine.info.eos_token_ids
         self.grammars = Grammars(tokenizer, eos, as_standard=standard)
         self.limiter = RequestLimiter(engine, config.max_queue)
@@ -71,11 +74,13 @@ class Context:
     @property
     def fault(self) -> str | None:
         """Why the server can't answer now."""
-        return self.engine.unhealthy_reason or self.engine.hang_reason or self.prompter.fault
+        reason = self.engine.unhealthy_reason or self.engine.hang_reason
+        return reason or (None if self.workers is None else self.workers.fault)
 
     def close(self) -> None:
         self.grammars.close()
-        self.prompter.close()
+        if self.workers is not None:
+            self.workers.close()
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -11,10 +11,15 @@ from dataclasses import asdict
 from typing import Any
 
 from mlx_mtp import __version__
-from mlx_mtp.errors import ForbiddenError, NotFoundError, QueueFullError, RequestCancelledError
+from mlx_mtp.errors import (
+    UNKNOWN_RETRY_SECONDS,
+    ForbiddenError,
+    NotFoundError,
+    QueueFullError,
+    RequestCancelledError,
+)
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.writer import event
-from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.server.progress import report
 from mlx_mtp.text.characters import cut
 

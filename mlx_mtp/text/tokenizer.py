@@ -109,10 +109,12 @@ class Tokenizer:
         limit: int | None = None,
         add_special_tokens: bool = True,
         mark: str | None = None,
+        param: str | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text; ContextLengthError: it is more than `limit`, found out early.
+        """Token ids of a text; ContextLengthError if they are more than `limit`, found out early.
 
-        Parts that a `mark` divides are encoded each by itself.
+        Parts that a `mark` divides are encoded each by itself. `param`, the request's field, is
+        for `TextWorkers.encode`, whose own errors name it.
         """
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:

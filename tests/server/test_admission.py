@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.errors import (
+    UNKNOWN_RETRY_SECONDS,
     DrainingError,
     EngineHungError,
     EngineStoppedError,
@@ -17,7 +18,6 @@ from mlx_mtp.errors import (
 from mlx_mtp.server.http.admission import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
-    UNKNOWN_RETRY_SECONDS,
     RequestLimiter,
 )
 from mlx_mtp.server.routes import ROUTES

@@ -30,7 +30,7 @@ from mlx_mtp.sampling.params import (
 )
 from mlx_mtp.server.api.compat import REFUSED, SYNONYMS, is_neutral, note
 from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.text.characters import has_half_character
 
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far above what fits a context
@@ -279,7 +279,7 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     return with_fields
 
 
-class GenerateRequest(WireModel):
+class AnswerRequest(WireModel):
     """What all bodies that ask for an answer have."""
 
     model: ModelName = ""
@@ -292,7 +292,7 @@ class GenerateRequest(WireModel):
         return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
     @abstractmethod
-    def options(self) -> RequestOptions: ...
+    def options(self) -> AnswerOptions: ...
 
 
 class TextFields(WireModel):

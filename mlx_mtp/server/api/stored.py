@@ -24,6 +24,7 @@ from mlx_mtp.server.generation.writer import packed_json, packed_slowly
 from mlx_mtp.server.http.access import key_of
 from mlx_mtp.server.http.admission import client_of
 from mlx_mtp.server.http.errors import from_validation
+from mlx_mtp.server.http.request_log import record_of
 from mlx_mtp.server.http.sse import Keep
 from mlx_mtp.text.characters import cut
 
@@ -147,13 +148,17 @@ async def keeper(
 
 
 async def continued(request: Request, name: str) -> Inputs:
-    """What led to a stored response, and its output; raises PreviousResponseError."""
-    found = RESPONSES.find(request, name)
-    if found is None:
+    """What led to a stored response, and its output; raises PreviousResponseError.
+
+    It counts as a part of the request's body.
+    """
+    stored = RESPONSES.find(request, name)
+    if stored is None:
         raise PreviousResponseError(RESPONSES.missing(name), param="previous_response_id")
-    answer = found.answer
+    answer = stored.answer
     output = await asyncio.to_thread(lambda: _packed(json.loads(answer)["output"]))
-    return found.inputs + output
+    record_of(request.scope).body_bytes += size_of(stored.inputs + output)
+    return stored.inputs + output
 
 
 class _Labels(WireModel):

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from mlx_mtp import errors
+from mlx_mtp.errors import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.server.http.access import key_of
 from mlx_mtp.server.http.fair_executor import FairExecutor
 
@@ -22,12 +23,7 @@ if TYPE_CHECKING:
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
-UNKNOWN_RETRY_SECONDS = 2  # Before enough has ended to estimate it.
 REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # labels of the metric
-# What a client can't choose freely (API key and address), and what it says of itself (its agent).
-# Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`):
-# so agents on one machine are distinguished, and inventing names gains nothing.
-Client = tuple[str, str]
 
 _MONITORING = re.compile("/health|/metrics|(/live|/page)(/.*)?|")  # answered to the end
 _SLOTS = "mlx_mtp.slots"
@@ -40,8 +36,14 @@ BODY_BYTES, OBJECT_BYTES = 4, 512
 _HELD = "mlx_mtp.held"
 
 
-def client_of(scope: Scope, user: str | None) -> Client:
-    """The client that an HTTP request belongs to; a `user` in its body replaces its agent."""
+def client_of(scope: Scope, user: str | None) -> tuple[str, str]:
+    """The client that an HTTP request belongs to; a `user` in its body replaces its agent.
+
+    First comes what a client can't choose freely (API key and address), then what it says of
+    itself. Waiting clients take turns by the first, and only within it by the second
+    (`engine.fair_queue`): agents on one machine are distinguished, and inventing names gains
+    nothing.
+    """
     address = scope["client"][0] if scope.get("client") else ""
     agent = _digest(Headers(scope=scope).get("user-agent", ""))
     return f"{key_of(scope)[:16]}@{address}", f"user {_digest(user)}" if user else agent

@@ -72,7 +72,8 @@ async def read_body(
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None
 
-    ignored = record_of(request.scope).ignored if lenient else None
+    record = record_of(request.scope)
+    record.body_bytes, ignored = len(body), record.ignored if lenient else None
 
     def validated() -> Model:
         try:

@@ -24,17 +24,17 @@ class _Waiting:
 
 
 class FairExecutor:
-    """Runs `free` pieces of work at once, on threads."""
+    """Runs `free` pieces of work at once, on threads; `small` texts take no turn."""
 
-    def __init__(self, free: int, executor: Executor | None = None) -> None:
-        self._free, self._executor = free, executor
+    def __init__(self, free: int, executor: Executor | None = None, small: int = SMALL) -> None:
+        self._free, self._executor, self._small = free, executor, small
         self._queue: Any = FairQueue()
 
     async def run_by_size(
         self, size: int, client: tuple[str, ...], work: Callable[[], Result]
     ) -> Result:
         """Do work on a text of this many characters: in turn, or at once if it is small."""
-        if size <= SMALL:
+        if size <= self._small:
             return await asyncio.to_thread(work)
         return await self.run(client, work)
 

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS, RequestLimiter
+from mlx_mtp.server.http.admission import RequestLimiter
 from mlx_mtp.server.http.errors import error_response
 from mlx_mtp.server.http.request_log import REQUEST_ID, log_request, record_of
 
@@ -238,7 +238,7 @@ class LimitedProtocol(H11Protocol):
         self._limiter.rejected["connections"] += 1
         most = self._max_connections
         message = f"{most} clients are connected and busy; there is no room for more."
-        error = errors.ConnectionLimitError(message, retry_after=UNKNOWN_RETRY_SECONDS)
+        error = errors.ConnectionLimitError(message, retry_after=errors.UNKNOWN_RETRY_SECONDS)
         record = record_of(scope)
         record.status, record.reason = error.status, str(error)
         log_request(scope)

@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
 from mlx_mtp.server.api import schema as fields
+from mlx_mtp.server.api.forms import AnswerFormat, AnswerSchema
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
-from mlx_mtp.server.api.structured_fields import schema_grammar
 from mlx_mtp.server.generation import conversation
 from mlx_mtp.server.generation.conversation import BUDGETS, Conversation, ToolCall
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.text.characters import unwrap
 
 # Claude Code's first system block begins so; its nonce changes with each turn.
@@ -171,9 +170,9 @@ class _Thinking(WireModel):
         return self
 
 
-class _OutputFormat(WireModel):
+class _OutputFormat(AnswerFormat):
     type: Literal["json_schema"]
-    json_schema: AnswerSchema = Field(alias="schema")
+    schema_: AnswerSchema = Field(alias="schema")
 
 
 class _OutputConfig(WireModel):
@@ -242,14 +241,14 @@ class CountRequest(WireModel):
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             thinking={"enabled": True, "disabled": False}.get(thinking.type),
             thinking_budget=budget if thinking.budget_tokens is None else thinking.budget_tokens,
-            response=None if form is None else schema_grammar(form.json_schema),
+            response=None if form is None else form.spec(),
             response_field="output_format" if self.output_format else "output_config.format",
             continue_final=bool(messages) and messages[-1].role == "assistant",
         )
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
-class MessagesRequest(CountRequest, fields.GenerateRequest):
+class MessagesRequest(CountRequest, fields.AnswerRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
@@ -257,12 +256,11 @@ class MessagesRequest(CountRequest, fields.GenerateRequest):
     metadata: _Metadata = Field(default_factory=_Metadata)
     diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
-    def options(self) -> RequestOptions:
-        return RequestOptions(
+    def options(self) -> AnswerOptions:
+        return AnswerOptions(
             sampling=self.sampling(),
             # "The absolute maximum": agents ask for more than small contexts have.
             cut_to_context=True,
             stop=self.stop_sequences,
             user=self.metadata.user_id,
-            cache_salt=self.cache_salt,
         )

@@ -10,7 +10,7 @@ from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
 from mlx_mtp.server.api.schema import MAX_PROMPT_IDS
 from mlx_mtp.server.context import read
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.job import Job, admit
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.admission import client_of
 from mlx_mtp.server.http.errors import anthropic_error_body
@@ -26,11 +26,11 @@ class _MessageWriter(Writer):
     keep_alive = event({"type": "ping"}, "ping")
     prefixes: ClassVar[dict[BlockKind, str]] = {"call": "toolu_"}
 
-    def __init__(self, admitted: Admitted[MessagesRequest], generation: Generation) -> None:
-        body = admitted.body
-        super().__init__(admitted.answer_id, generation, streams=body.stream)
+    def __init__(self, job: Job[MessagesRequest], generation: Generation) -> None:
+        body = job.body
+        super().__init__(job.answer_id, generation, streams=body.stream)
         self._model = body.model
-        self._seed = admitted.params.seed  # not of this API
+        self._seed = job.params.seed  # not of this API
         self._omit_thinking = body.thinking.display == "omitted"
 
     def opening(self) -> list[bytes]:
@@ -126,9 +126,9 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 async def messages(request: Request) -> Response:
     """POST /v1/messages."""
-    admitted = await admit(request, MessagesRequest, "msg_")
-    generation = await admitted.chat(admitted.body.conversation())
-    return await respond(request, _MessageWriter(admitted, generation))
+    job = await admit(request, MessagesRequest, "msg_")
+    generation = await job.chat(job.body.conversation())
+    return await respond(request, _MessageWriter(job, generation))
 
 
 async def count_tokens(request: Request) -> Response:
@@ -136,5 +136,7 @@ async def count_tokens(request: Request) -> Response:
     context, body = await read(request, CountRequest)
     client = client_of(request.scope, None)
     async with context.in_time(request.scope):
-        prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
+        prompt = await context.prompter.prompt(
+            body.conversation(), MAX_PROMPT_IDS, request.scope, client
+        )
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -9,13 +9,12 @@ from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, m
 
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api import schema
+from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.openai import protocol as openai
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
-from mlx_mtp.server.api.structured_fields import schema_grammar
 from mlx_mtp.server.generation import conversation
 from mlx_mtp.server.generation.conversation import Conversation
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 
 
 def _text_only(value: object) -> object:
@@ -86,7 +85,7 @@ class _Tool(openai.Tool):
 
 
 @schema.sampled(*(name for name in schema.SAMPLING if name != "max_tokens"))
-class _Request(schema.GenerateRequest):
+class _Request(schema.AnswerRequest):
     stream: bool = True
     format: _Format = ""
     think: _Think | None = None
@@ -103,14 +102,12 @@ class _Request(schema.GenerateRequest):
             return data
         return options | {key: value for key, value in data.items() if key != "options"}
 
-    def options(self) -> RequestOptions:
+    def options(self) -> AnswerOptions:
         sampling = self.sampling(
             max_tokens=self.num_predict if self.num_predict > 0 else None,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
-        return RequestOptions(
-            sampling, cut_to_context=True, stop=self.stop, cache_salt=self.cache_salt
-        )
+        return AnswerOptions(sampling, cut_to_context=True, stop=self.stop)
 
     def grammar(self) -> GrammarSpec | None:
         if isinstance(self.format, dict):

@@ -14,7 +14,8 @@ from mlx_mtp.server.api.ollama.protocol import ChatRequest, ShowRequest, TextReq
 from mlx_mtp.server.api.openai.tokens import logprob_entries
 from mlx_mtp.server.context import Context, context_of, read
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.job import Job, admit
+from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json
 from mlx_mtp.server.http.errors import ollama_error_body
 from mlx_mtp.server.http.sse import respond
@@ -28,11 +29,11 @@ class _OllamaWriter(Writer):
     media_type = "application/x-ndjson"
     keep_alive = b" "  # of the line that comes next: clients take an empty one for an error
 
-    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation, streams=admitted.body.stream)
-        self._model = admitted.body.model
-        self._tokenizer = admitted.context.tokenizer
-        self._with_logprobs = admitted.params.top_logprobs is not None
+    def __init__(self, job: Job[Any], generation: Generation) -> None:
+        super().__init__(job.answer_id, generation, streams=job.body.stream)
+        self._model = job.body.model
+        self._tokenizer = job.context.tokenizer
+        self._with_logprobs = job.params.top_logprobs is not None
 
     @abstractmethod
     def said(self, text: str, **more: Any) -> dict[str, Any]: ...
@@ -78,8 +79,8 @@ class _OllamaWriter(Writer):
         return fields
 
     def _costs(self) -> dict[str, Any]:
-        timings, generation = self.generation.timings(), self.generation
-        prompt, answer = (int(timings[f"{part}_ms"] * 1e6) for part in ("prompt", "predicted"))
+        times, generation = timings(self.generation), self.generation
+        prompt, answer = (int(times[f"{part}_ms"] * 1e6) for part in ("prompt", "predicted"))
         is_cut = generation.streams[0].finish_reason == "length"
         return {
             "done": True,
@@ -118,27 +119,27 @@ def _now() -> str:
 
 async def chat(request: Request) -> Response:
     """POST /api/chat."""
-    admitted = await admit(request, ChatRequest, "ollama-")
-    body = admitted.body
+    job = await admit(request, ChatRequest, "ollama-")
+    body = job.body
     if not body.messages:
         return _loaded(body.model, message={"role": "assistant", "content": ""})
-    generation = await admitted.chat(body.conversation())
-    return await respond(request, _ChatWriter(admitted, generation))
+    generation = await job.chat(body.conversation())
+    return await respond(request, _ChatWriter(job, generation))
 
 
 async def generate(request: Request) -> Response:
     """POST /api/generate."""
-    admitted = await admit(request, TextRequest, "ollama-")
-    body = admitted.body
+    job = await admit(request, TextRequest, "ollama-")
+    body = job.body
     if not body.prompt:
         return _loaded(body.model, response="")
     if body.raw:
         grammar = body.grammar()
         guided = None if grammar is None else ("format", grammar)
-        generation = await admitted.complete([body.prompt], guided)
+        generation = await job.complete([body.prompt], guided)
     else:
-        generation = await admitted.chat(body.conversation())
-    return await respond(request, _TextWriter(admitted, generation))
+        generation = await job.chat(body.conversation())
+    return await respond(request, _TextWriter(job, generation))
 
 
 def _loaded(model: str, **said: Any) -> Response:

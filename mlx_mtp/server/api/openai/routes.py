@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp import __version__
-from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from mlx_mtp.server.api.openai.tokens import (
     Tokens,
     Trace,
@@ -20,7 +20,8 @@ from mlx_mtp.server.api.openai.tokens import (
 )
 from mlx_mtp.server.api.stored import keeper
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.job import Job, admit
+from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.server.http.sse import respond
@@ -34,19 +35,19 @@ class _OpenAIWriter(Writer):
     chunk_key: str  # of the content in the choice of a chunk
     empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason alone
 
-    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
-        body: GenerateRequest = admitted.body
-        super().__init__(admitted.answer_id, generation, streams=body.stream)
+    def __init__(self, job: Job[Any], generation: Generation) -> None:
+        body: OpenAIRequest = job.body
+        super().__init__(job.answer_id, generation, streams=body.stream)
         self.record = not body.stream or getattr(body, "store", False)
         self._shared = {
             "created": int(time.time()),
             "model": body.model,
             "system_fingerprint": f"mlx-mtp-{__version__}",
-            "seed": admitted.params.seed,
+            "seed": job.params.seed,
         }
-        self._tokenizer = admitted.context.tokenizer
-        self._top, self._prompt_top = admitted.params.top_logprobs, body.prompt_logprobs
-        self.slow = admitted.params.prompt_logprobs is not None
+        self._tokenizer = job.context.tokenizer
+        self._top, self._prompt_top = job.params.top_logprobs, body.prompt_logprobs
+        self.slow = job.params.prompt_logprobs is not None
         self._num_choices = body.n
         self._options = body.stream_options
         self._with_ids = body.return_token_ids
@@ -122,7 +123,7 @@ class _OpenAIWriter(Writer):
             so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
             more["usage"] = so_far
         if reason is not None and self.generation.is_finished:
-            more["timings"] = self.generation.timings()
+            more["timings"] = timings(self.generation)
         choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
         if self._with_ids and not self.prompt_ids().keys() & more.keys():
             ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
@@ -136,7 +137,7 @@ class _OpenAIWriter(Writer):
         return {"id": self.answer_id, "object": kind, **self._shared, "choices": choices, **more}
 
     def _costs(self) -> dict[str, Any]:
-        return {"usage": _usage(self.generation), "timings": self.generation.timings()}
+        return {"usage": _usage(self.generation), "timings": timings(self.generation)}
 
 
 class ChatWriter(_OpenAIWriter):
@@ -148,9 +149,9 @@ class ChatWriter(_OpenAIWriter):
     empty: ClassVar[Any] = {}
     prefixes: ClassVar[dict[BlockKind, str]] = {"call": "call_"}
 
-    def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
-        super().__init__(admitted, generation)
-        self._hides_reasoning = admitted.body.hides_reasoning
+    def __init__(self, job: Job[ChatRequest], generation: Generation) -> None:
+        super().__init__(job, generation)
+        self._hides_reasoning = job.body.hides_reasoning
 
     def opening(self) -> list[bytes]:
         message = {"role": "assistant", "content": ""}
@@ -245,16 +246,16 @@ def _call(block: Block) -> dict[str, Any]:
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
-    admitted = await admit(request, ChatRequest, "chatcmpl-")
-    body, name = admitted.body, admitted.answer_id
+    job = await admit(request, ChatRequest, "chatcmpl-")
+    body, name = job.body, job.answer_id
     keep = await keeper(request, body.store, body.metadata, lambda: body.listed_messages(name))
-    generation = await admitted.chat(body.conversation())
-    return await respond(request, ChatWriter(admitted, generation), keep)
+    generation = await job.chat(body.conversation())
+    return await respond(request, ChatWriter(job, generation), keep)
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
-    admitted = await admit(request, CompletionRequest, "cmpl-")
-    body = admitted.body
-    generation = await admitted.complete(body.prompt, body.guided(), body.suffix)
-    return await respond(request, _TextWriter(admitted, generation))
+    job = await admit(request, CompletionRequest, "cmpl-")
+    body = job.body
+    generation = await job.complete(body.prompt, body.guided(), body.suffix)
+    return await respond(request, _TextWriter(job, generation))

@@ -15,13 +15,11 @@ from pydantic import (
 )
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api import schema as fields
+from mlx_mtp.server.api.forms import AnswerFormat
 from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
-from mlx_mtp.server.api.structured_fields import schema_grammar
 from mlx_mtp.server.generation.conversation import Conversation, Effort, Message, ToolCall
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.text.characters import unwrap
 
@@ -196,23 +194,17 @@ class _Reasoning(WireModel):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class _TextFormat(WireModel):
+class _TextFormat(AnswerFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
-    json_schema: AnswerSchema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _a_schema_is_there(self) -> Self:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
+        if (self.schema_ is not None) != (self.type == "json_schema"):
             raise refusal("is only for type json_schema", field="schema")
         return self
-
-    def spec(self) -> GrammarSpec | None:
-        if self.type == "json_object":
-            return GrammarSpec("json_object")
-        return None if self.json_schema is None else schema_grammar(self.json_schema)
 
 
 class _TextConfig(WireModel):
@@ -228,7 +220,7 @@ class _StreamOptions(WireModel):
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
-class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
+class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     """POST /v1/responses."""
 
     input: Annotated[OneOrMore[_Item], BeforeValidator(_as_items)]
@@ -250,14 +242,13 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
-    def options(self) -> RequestOptions:
+    def options(self) -> AnswerOptions:
         wanted = 0 if _LOGPROBS in self.include else None
         top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
-        return RequestOptions(
+        return AnswerOptions(
             self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",
             user=self.user or self.safety_identifier,
-            cache_salt=self.cache_salt,
         )
 
     def listed_input(self, answer_id: str) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,8 @@ from mlx_mtp.server.api.openai.tokens import logprob_entries
 from mlx_mtp.server.api.responses.protocol import ENCRYPTED, ResponsesRequest, items_of
 from mlx_mtp.server.api.stored import Inputs, continued, keeper, size_of
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.job import Job, admit
+from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.server.http.sse import respond
@@ -29,13 +30,13 @@ _TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
 class _ResponseWriter(Writer):
     prefixes: ClassVar[dict[BlockKind, str]] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
-    def __init__(self, admitted: Admitted[ResponsesRequest], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation, streams=admitted.body.stream)
-        self._echo = _echo(admitted.body, admitted.params)
-        self._tokenizer = admitted.context.tokenizer
-        self._with_logprobs = admitted.params.top_logprobs is not None
-        self._as_summary = admitted.body.reasoning.summary is not None
-        self._with_encrypted = ENCRYPTED in admitted.body.include
+    def __init__(self, job: Job[ResponsesRequest], generation: Generation) -> None:
+        super().__init__(job.answer_id, generation, streams=job.body.stream)
+        self._echo = _echo(job.body, job.params)
+        self._tokenizer = job.context.tokenizer
+        self._with_logprobs = job.params.top_logprobs is not None
+        self._as_summary = job.body.reasoning.summary is not None
+        self._with_encrypted = ENCRYPTED in job.body.include
         self._created = int(time.time())
         self._number = -1
 
@@ -48,8 +49,8 @@ class _ResponseWriter(Writer):
         fields = self._response(_CUT if is_cut else _DONE, blocks)
         if is_cut:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
-        timings = self.generation.timings()
-        return fields | {"usage": _usage(self.generation), "timings": timings}
+        usage = _usage(self.generation)
+        return fields | {"usage": usage, "timings": timings(self.generation)}
 
     def _response(self, status: str, blocks: Iterable[Block]) -> dict[str, Any]:
         return {
@@ -194,17 +195,17 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
 
 async def responses(request: Request) -> Response:
     """POST /v1/responses."""
-    admitted = await admit(request, ResponsesRequest, "resp_")
-    body, name = admitted.body, admitted.answer_id
+    job = await admit(request, ResponsesRequest, "resp_")
+    body, name = job.body, job.answer_id
     earlier: Inputs = ()
     items: Sequence[Any] = ()
     if body.previous_response_id is not None:
         earlier = await continued(request, body.previous_response_id)
         read = partial(items_of, [packed for _, packed in earlier])
-        parsing = admitted.context.limiter.parsing
-        items = await parsing.run_by_size(size_of(earlier), admitted.client, read)
+        parsing = job.context.limiter.parsing
+        items = await parsing.run_by_size(size_of(earlier), job.options.engine.client, read)
     listed = partial(body.listed_input, name)
     keep = await keeper(request, body.store, body.metadata, listed, earlier)
-    admitted = replace(admitted, body=body.model_copy(update={"store": keep is not None}))
-    generation = await admitted.chat(body.chat(items))
-    return await respond(request, _ResponseWriter(admitted, generation), keep)
+    job = replace(job, body=body.model_copy(update={"store": keep is not None}))
+    generation = await job.chat(body.chat(items))
+    return await respond(request, _ResponseWriter(job, generation), keep)
