@@ -29,7 +29,7 @@ def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
         name = wanted.request_id
         ties.check(name, driver.tokens(name), reference[name])
         for output in driver.outputs[name]:
-            if not wanted.trace:
+            if not wanted.options.trace:
                 assert output.drafts is None
                 continue
             drafts, accepted = output.drafts, output.num_accepted_tokens

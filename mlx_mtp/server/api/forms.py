@@ -216,7 +216,7 @@ class _ThinkingWish(WireModel):
 
 
 _FORMS = {bool: "enabled", str: "effort", int: "max_tokens"}
-_Thinking = Annotated[
+_ThinkingField = Annotated[
     _ThinkingWish,
     BeforeValidator(lambda given: {_FORMS[type(given)]: given} if type(given) in _FORMS else given),
 ]
@@ -226,11 +226,11 @@ class ThinkingFields(WireModel):
     """A chat's fields for how much to think. Several may be given if they agree."""
 
     reasoning_effort: Effort | None = None
-    reasoning: _Thinking | None = None  # OpenRouter
-    enable_thinking: _Thinking | None = None  # Qwen
-    thinking: _Thinking | None = None  # Anthropic, DeepSeek
-    think: _Thinking | None = None  # Ollama
-    thinking_budget: _Thinking | None = None  # Qwen
+    reasoning: _ThinkingField | None = None  # OpenRouter
+    enable_thinking: _ThinkingField | None = None  # Qwen
+    thinking: _ThinkingField | None = None  # Anthropic, DeepSeek
+    think: _ThinkingField | None = None  # Ollama
+    thinking_budget: _ThinkingField | None = None  # Qwen
     include_reasoning: bool = True  # OpenRouter, vLLM
 
     @model_validator(mode="after")

@@ -233,7 +233,7 @@ def _is_scalar(value: object) -> object:
     raise refusal("must be a string, a number or a boolean")
 
 
-Model = TypeVar("Model", bound=WireModel)
+BodyT = TypeVar("BodyT", bound=WireModel)
 Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
 OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
@@ -268,10 +268,10 @@ SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in 
 del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `n` and `mtp`.
 
 
-def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
+def sampled(*names: str) -> Callable[[type[BodyT]], type[BodyT]]:
     """Give a request body these fields of `SamplingParams`, or all that clients may set."""
 
-    def with_fields(kind: type[Model]) -> type[Model]:
+    def with_fields(kind: type[BodyT]) -> type[BodyT]:
         # Not `| None`: an explicit null is absent before a field's type is looked at.
         fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
         return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
@@ -337,20 +337,20 @@ def one_of(message: str, *, word: str | None = None, role: str | None = None) ->
     return Discriminator(form, custom_error_type=UNSUPPORTED, custom_error_message=message)
 
 
-Named = TypeVar("Named", bound=WireModel)
-Allowed = TypeVar("Allowed", bound=WireModel)
+NamedToolT = TypeVar("NamedToolT", bound=WireModel)
+AllowedToolsT = TypeVar("AllowedToolsT", bound=WireModel)
 _CHOICES = 'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"'
 # Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
-ToolChoice = Annotated[
+OpenAIToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
-    | Annotated[Named, Tag(FORM + "function")]
-    | Annotated[Allowed, Tag(FORM + "allowed_tools")],
+    | Annotated[NamedToolT, Tag(FORM + "function")]
+    | Annotated[AllowedToolsT, Tag(FORM + "allowed_tools")],
     one_of(_CHOICES, word="word"),
 ]
 
 
 def tool_choice(choice: Any) -> conversation.ToolChoice:
-    """A `ToolChoice` as the server knows it."""
+    """The choice as the server knows it, whichever API it came through."""
     if isinstance(choice, str):
         return conversation.ToolChoice(choice)  # type: ignore[arg-type]
     if choice.type == "function":

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.server.api.openai.protocol import Message, TemplateFields, Tool
+from mlx_mtp.server.api.openai.protocol import OpenAIMessage, OpenAITool, TemplateFields
 from mlx_mtp.server.api.schema import (
     MAX_PROMPT_IDS,
     Many,
@@ -37,8 +37,8 @@ class TokenizeRequest(TemplateFields):
     model: ModelName = ""
     prompt: str | None = None
     content: str | None = None
-    messages: Many[Message] = Field([])
-    tools: ManyTools[Tool] = Field([])
+    messages: Many[OpenAIMessage] = Field([])
+    tools: ManyTools[OpenAITool] = Field([])
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from starlette.types import Scope
 
@@ -12,14 +12,12 @@ from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, Usage
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.conversation import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
-from mlx_mtp.server.http.fair_executor import FairExecutor
+from mlx_mtp.server.http.fair_executor import FairExecutor, Result
 from mlx_mtp.server.http.request_log import record_of
 from mlx_mtp.text.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.text.plain_text import marked
 from mlx_mtp.text.sandbox.text_worker import NUM_WORKERS, TextWorkers
 from mlx_mtp.text.tokenizer import Tokenizer
-
-Result = TypeVar("Result")
 
 LARGE_AT_ONCE = 1
 """Long prompts that are encoded at once: each may take hundreds of megabytes, and a core for

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -16,11 +16,11 @@ from mlx_mtp.logs import Later
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.writer import Writer, packed_slowly
 from mlx_mtp.server.http.admission import client_of
+from mlx_mtp.server.http.fair_executor import Result
 from mlx_mtp.server.http.request_log import record_of
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 Keep = Callable[[dict[str, Any]], Awaitable[None]]
 """Gets a whole answer at its end, streamed or not."""
 

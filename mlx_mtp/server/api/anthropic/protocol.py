@@ -62,8 +62,10 @@ def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-_Text = Annotated[_TextBlock, Tag(FORM + "text")]
-_Texts = Annotated[Many[Annotated[_Text, _of_these("text")]], BeforeValidator(_as_blocks)]
+_TaggedTextBlock = Annotated[_TextBlock, Tag(FORM + "text")]
+_Texts = Annotated[
+    Many[Annotated[_TaggedTextBlock, _of_these("text")]], BeforeValidator(_as_blocks)
+]
 
 
 class _ToolResultBlock(WireModel):
@@ -80,8 +82,8 @@ class _ToolResultBlock(WireModel):
         return conversation.Message("tool", content, tool_call_id=self.tool_use_id)
 
 
-_Block = Annotated[
-    _Text
+_ContentBlock = Annotated[
+    _TaggedTextBlock
     | Annotated[_ThinkingBlock, Tag(FORM + "thinking")]
     | Annotated[_RedactedThinkingBlock, Tag(FORM + "redacted_thinking")]
     | Annotated[_ToolUseBlock, Tag(FORM + "tool_use")]
@@ -98,9 +100,9 @@ def _text_of(blocks: Iterable[WireModel]) -> str:
     return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
 
-class _Message(WireModel):
+class _AnthropicMessage(WireModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Many[_Block], BeforeValidator(_as_blocks)]
+    content: Annotated[Many[_ContentBlock], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> Self:
@@ -124,7 +126,7 @@ class _Message(WireModel):
             yield conversation.Message(self.role, text)
 
 
-class _Tool(fields.Function):
+class _AnthropicTool(fields.Function):
     parameters: fields.Schema = Field(alias="input_schema")
     type: Literal["custom"] = "custom"
     cache_control: _CacheControl | None = None
@@ -140,7 +142,7 @@ def _client_tool(value: object) -> object:
     return value
 
 
-class _ToolChoice(WireModel):
+class _AnthropicToolChoice(WireModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -158,7 +160,7 @@ class _ToolChoice(WireModel):
         return conversation.ToolChoice("none" if self.type == "none" else "auto")
 
 
-class _Thinking(WireModel):
+class _ThinkingOptions(WireModel):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
@@ -170,14 +172,14 @@ class _Thinking(WireModel):
         return self
 
 
-class _OutputFormat(AnswerFormat):
+class _AnthropicFormat(AnswerFormat):
     type: Literal["json_schema"]
     schema_: AnswerSchema = Field(alias="schema")
 
 
 class _OutputConfig(WireModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: _OutputFormat | None = None
+    format: _AnthropicFormat | None = None
 
 
 class _Metadata(WireModel):
@@ -209,13 +211,13 @@ class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
     model: fields.ModelName = ""
-    messages: OneOrMore[_Message]
+    messages: OneOrMore[_AnthropicMessage]
     system: _Texts = Field([])
-    tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])
-    tool_choice: _ToolChoice = Field(_ToolChoice(type="auto"))
-    thinking: _Thinking = Field(_Thinking(type="disabled"))
+    tools: ManyTools[Annotated[_AnthropicTool, BeforeValidator(_client_tool)]] = Field([])
+    tool_choice: _AnthropicToolChoice = Field(_AnthropicToolChoice(type="auto"))
+    thinking: _ThinkingOptions = Field(_ThinkingOptions(type="disabled"))
     output_config: _OutputConfig = Field(default_factory=_OutputConfig)
-    output_format: _OutputFormat | None = None
+    output_format: _AnthropicFormat | None = None
     context_management: _ContextManagement | None = None
     cache_control: _CacheControl | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.api.ollama.protocol import ChatRequest, ShowRequest, TextRequest
+from mlx_mtp.server.api.ollama.protocol import OllamaChat, OllamaShow, OllamaText
 from mlx_mtp.server.api.openai.tokens import logprob_entries
 from mlx_mtp.server.context import Context, context_of, read
 from mlx_mtp.server.generation.generation import Generation
@@ -94,12 +94,12 @@ class _OllamaWriter(Writer):
         }
 
 
-class _ChatWriter(_OllamaWriter):
+class _OllamaChatWriter(_OllamaWriter):
     def said(self, text: str, **more: Any) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, **more}}
 
 
-class _TextWriter(_OllamaWriter):
+class _OllamaTextWriter(_OllamaWriter):
     def said(self, text: str, **more: Any) -> dict[str, Any]:
         return {"response": text, **more}
 
@@ -119,17 +119,17 @@ def _now() -> str:
 
 async def chat(request: Request) -> Response:
     """POST /api/chat."""
-    job = await admit(request, ChatRequest, "ollama-")
+    job = await admit(request, OllamaChat, "ollama-")
     body = job.body
     if not body.messages:
         return _loaded(body.model, message={"role": "assistant", "content": ""})
     generation = await job.chat(body.conversation())
-    return await respond(request, _ChatWriter(job, generation))
+    return await respond(request, _OllamaChatWriter(job, generation))
 
 
 async def generate(request: Request) -> Response:
     """POST /api/generate."""
-    job = await admit(request, TextRequest, "ollama-")
+    job = await admit(request, OllamaText, "ollama-")
     body = job.body
     if not body.prompt:
         return _loaded(body.model, response="")
@@ -139,7 +139,7 @@ async def generate(request: Request) -> Response:
         generation = await job.complete([body.prompt], guided)
     else:
         generation = await job.chat(body.conversation())
-    return await respond(request, _TextWriter(job, generation))
+    return await respond(request, _OllamaTextWriter(job, generation))
 
 
 def _loaded(model: str, **said: Any) -> Response:
@@ -168,7 +168,7 @@ async def processes(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """POST /api/show: what the model can do."""
-    context, _ = await read(request, ShowRequest)
+    context, _ = await read(request, OllamaShow)
     info, form = context.engine.info, context.output_format
     able = {"tools": form.tools, "thinking": form.reasoning}
     kind = info.model_type

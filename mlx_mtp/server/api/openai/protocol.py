@@ -24,7 +24,7 @@ def _joined_text(value: object, info: ValidationInfo) -> object:
     return schema.joined_text(value, kinds, info)
 
 
-_Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(schema.MAX_MESSAGES)]
+_MessageText = Annotated[str | None, BeforeValidator(_joined_text), at_most(schema.MAX_MESSAGES)]
 
 
 class _FunctionCall(WireModel):
@@ -33,7 +33,7 @@ class _FunctionCall(WireModel):
     parsed_arguments: schema.Parsed | None = None
 
 
-class _ToolCall(WireModel):
+class _OpenAIToolCall(WireModel):
     function: _FunctionCall
     type: Literal["function"] = "function"
     id: str | None = None
@@ -48,18 +48,18 @@ _OF_ASSISTANTS = (
 _ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), "tool_call_id": "tool"}
 
 
-class Message(WireModel):
+class OpenAIMessage(WireModel):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content = None
+    content: _MessageText = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # OpenRouter's and vLLM's name for it
     refusal: str | None = None
     annotations: Annotated[list[Any], at_most(schema.MAX_MESSAGES)] | None = None
     parsed: schema.Parsed | None = None
-    tool_calls: Annotated[list[_ToolCall], at_most(schema.MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[_OpenAIToolCall], at_most(schema.MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     provider_specific_fields: schema.Schema | None = None
 
@@ -90,7 +90,7 @@ class Message(WireModel):
         )
 
 
-class Tool(WireModel):
+class OpenAITool(WireModel):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -101,7 +101,7 @@ class _Name(WireModel):
     name: str
 
 
-class _NamedTool(WireModel):
+class _OpenAINamedTool(WireModel):
     type: Literal["function"]
     function: _Name
 
@@ -110,14 +110,14 @@ class _NamedTool(WireModel):
         return self.function.name
 
 
-class _AllowedTools(WireModel):
+class _OpenAIAllowedTools(WireModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
+    tools: Annotated[ManyTools[_OpenAINamedTool], Field(min_length=1)]
 
 
 class _AllowedToolsChoice(WireModel):
     type: Literal["allowed_tools"]
-    allowed_tools: _AllowedTools
+    allowed_tools: _OpenAIAllowedTools
 
 
 class _UsageOptions(WireModel):
@@ -206,12 +206,12 @@ class TemplateFields(WireModel):
 class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
-    messages: OneOrMore[Message]
+    messages: OneOrMore[OpenAIMessage]
     max_completion_tokens: schema.Int | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
-    tools: ManyTools[Tool] = Field([])
-    tool_choice: schema.ToolChoice[_NamedTool, _AllowedToolsChoice] = "auto"
+    tools: ManyTools[OpenAITool] = Field([])
+    tool_choice: schema.OpenAIToolChoice[_OpenAINamedTool, _AllowedToolsChoice] = "auto"
     parallel_tool_calls: bool = True
     store: bool = False
 

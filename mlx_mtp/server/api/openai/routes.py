@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mlx_mtp import __version__
 from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from mlx_mtp.server.api.openai.tokens import (
-    Tokens,
+    OutputTokens,
     Trace,
     completion_logprobs,
     logprob_entries,
@@ -92,7 +92,7 @@ class _OpenAIWriter(Writer):
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None: ...
+    def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None: ...
 
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
         """Those of a choice's prompt, which its first choice has, if they were asked for."""
@@ -105,7 +105,7 @@ class _OpenAIWriter(Writer):
         return {"prompt_logprobs": found}
 
     def _choice(
-        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+        self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
         logprobs = self.logprobs(tokens) if self._top is not None else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -114,7 +114,7 @@ class _OpenAIWriter(Writer):
         self,
         index: int,
         content: Any,
-        tokens: Tokens | None = None,
+        tokens: OutputTokens | None = None,
         reason: str | None = None,
         **more: Any,
     ) -> bytes:
@@ -194,19 +194,19 @@ class ChatWriter(_OpenAIWriter):
     def whole(self) -> dict[str, Any]:
         return super().whole() | self.prompt_logprobs(0)
 
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
+    def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None:
         if tokens is None:
             return None
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class _TextWriter(_OpenAIWriter):
+class _CompletionWriter(_OpenAIWriter):
     answer_kind = chunk_kind = "text_completion"
     chunk_key = "text"
     empty = ""
 
     def _choice(
-        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+        self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
         if self._with_ids and not self._num_sent[index]:
             content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
@@ -218,7 +218,7 @@ class _TextWriter(_OpenAIWriter):
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         return {"text": "".join(block.text for block in blocks)}
 
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
+    def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any]:
         return completion_logprobs(self._tokenizer, tokens or (), self._top or 0)
 
     def whole(self) -> dict[str, Any]:
@@ -258,4 +258,4 @@ async def completions(request: Request) -> Response:
     job = await admit(request, CompletionRequest, "cmpl-")
     body = job.body
     generation = await job.complete(body.prompt, body.guided(), body.suffix)
-    return await respond(request, _TextWriter(job, generation))
+    return await respond(request, _CompletionWriter(job, generation))
