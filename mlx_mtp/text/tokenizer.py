@@ -49,6 +49,10 @@ class Tokenizer:
         # Ids of the tokens beside the vocabulary proper, by their text.
         self.added_tokens = {token.content: index for index, token in added.items()}
         self._byte_of = _byte_level_alphabet()
+        template = tokenizer.chat_template
+        if isinstance(template, dict):  # Some models have several.
+            template = "\n".join(template.values())
+        self.template: str = template or ""
         if self._backend is None or not _is_byte_level(self._backend):
             raise ModelError(
                 f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
@@ -210,12 +214,6 @@ class Tokenizer:
                 param="messages",
             ) from error
         return str(text)
-
-    @property
-    def template(self) -> str:
-        """The chat template; several of them, as some models have, in one text; "" if none."""
-        template = self._tokenizer.chat_template
-        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
     def template_knows(self, name: str, template: str | None = None) -> bool:
         """Whether the chat template, or that of a client, has such a variable."""

@@ -1,6 +1,7 @@
 """The form of an answer and how much to think before it, in the words of all APIs."""
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -9,6 +10,7 @@ from pydantic import (
     BeforeValidator,
     FailFast,
     Field,
+    PrivateAttr,
     model_validator,
 )
 
@@ -233,25 +235,22 @@ class ThinkingFields(WireModel):
     thinking_budget: _ThinkingField | None = None  # Qwen
     include_reasoning: bool = True  # OpenRouter, vLLM
 
+    _wish: dict[str, Any] = PrivateAttr()  # what they say of `thinking`, `effort` and `budget`
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        self.wish()
-        return self
-
-    @property
-    def hides_reasoning(self) -> bool:
-        fields = [getattr(self, name) for name in ThinkingFields.model_fields]
-        return not self.include_reasoning or any(getattr(f, "exclude", False) for f in fields)
-
-    def wish(self) -> dict[str, Any]:
-        """What all of them say together of `thinking`, `effort` and `budget`."""
-        together: dict[str, Any] = {}
+        self._wish = {}
         for field in ThinkingFields.model_fields:
             given = getattr(self, field)
             if field == "reasoning_effort" and given is not None:
                 given = _ThinkingWish(effort=given)
             if isinstance(given, _ThinkingWish):
                 for name, value in given.fields().items():
-                    if together.setdefault(name, value) != value:
+                    if self._wish.setdefault(name, value) != value:
                         raise refusal(f"contradicts another field about {name}", field=field)
-        return together
+        return self
+
+    @cached_property
+    def hides_reasoning(self) -> bool:
+        fields = [getattr(self, name) for name in ThinkingFields.model_fields]
+        return not self.include_reasoning or any(getattr(f, "exclude", False) for f in fields)

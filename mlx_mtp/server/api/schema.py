@@ -172,31 +172,39 @@ def is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def joined_text(value: object, kinds: Container[str], info: ValidationInfo) -> object:
-    """The text of a list of text parts, refusals among them; other media are refused by name."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in kinds:
-            message = f"part {number} has type {json.dumps(kind)[:80]}"
-            raise refusal(f"{message}, but this server takes text only", unsupported=True)
-        key = "refusal" if kind == "refusal" else "text"
-        given = {
-            name
-            for name, inner in part.items()
-            if inner is not None
-            and (
-                name in ("type", key)
-                or not is_foreign(f"content[].{name}", inner, info.context, name)
-            )
-        }
-        if given != {"type", key} or not isinstance(part[key], str):
-            form = f'{{"type": "{kind}", "{key}": "..."}}'
-            raise refusal(f"part {number} must have the form {form}")
-        texts.append(part[key])
-    return "".join(texts)
+def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValidator:
+    """Join a list of parts of these types, which are text; other media are refused by name.
+
+    Messages of role assistant may also have the parts `of_assistants`.
+    """
+
+    def joined(value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, list):
+            return value
+        known = (*kinds, *of_assistants) if info.data.get("role") == "assistant" else kinds
+        texts = []
+        for number, part in enumerate(value):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in known:
+                message = f"part {number} has type {json.dumps(kind)[:80]}"
+                raise refusal(f"{message}, but this server takes text only", unsupported=True)
+            key = "refusal" if kind == "refusal" else "text"
+            given = {
+                name
+                for name, inner in part.items()
+                if inner is not None
+                and (
+                    name in ("type", key)
+                    or not is_foreign(f"content[].{name}", inner, info.context, name)
+                )
+            }
+            if given != {"type", key} or not isinstance(part[key], str):
+                form = f'{{"type": "{kind}", "{key}": "..."}}'
+                raise refusal(f"part {number} must have the form {form}")
+            texts.append(part[key])
+        return "".join(texts)
+
+    return BeforeValidator(joined)
 
 
 def known_only(*kinds: str) -> BeforeValidator:

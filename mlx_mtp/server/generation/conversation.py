@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import GrammarSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -15,9 +14,6 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
 """Most tokens to think at an effort; at the higher ones the model thinks as long as it likes."""
-_BUDGET = "thinking_budget"
-_BUDGET_FIELD = f"chat_template_kwargs.{_BUDGET}"
-_MAX_BUDGET = 1 << 31
 _BETWEEN = "\n\n"
 
 
@@ -51,13 +47,14 @@ class Message:
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
         calls = [call.for_template(as_object=as_object) for call in self.tool_calls]
-        more = _given(
-            name=self.name,
-            reasoning_content=self.reasoning,
-            tool_call_id=self.tool_call_id,
-            tool_calls=calls or None,
-        )
-        return {"role": self.role, "content": self.content, **more}
+        more = {
+            "name": self.name,
+            "reasoning_content": self.reasoning,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+        }
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"role": self.role, "content": self.content, **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,12 @@ class Tool:
 
     def for_template(self) -> dict[str, Any]:
         """The tool as the client described it, in the usual order of fields."""
-        more = _given(description=self.description, parameters=self.parameters)
-        return {"type": "function", "function": {"name": self.name, **more}}
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +119,6 @@ class Conversation:
         return replace(self, thinking=effort != "none", thinking_budget=budget, effort=effort)
 
 
-def split_template_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """The kwargs that are the template's, and the thinking budget, which is the server's."""
-    rest = dict(kwargs)
-    budget = rest.pop(_BUDGET, None)
-    if budget is None:
-        return rest, None
-    if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < _MAX_BUDGET:
-        raise InvalidRequestError(
-            f"{_BUDGET_FIELD} must be a number of tokens, 0 or more.", param=_BUDGET_FIELD
-        )
-    return rest, budget
-
-
 def folded(messages: Iterable[Message]) -> list[Message]:
     """The same chat with at most one message of role system, the first: Qwen's templates take no
     other, but agents send them.
@@ -148,10 +136,6 @@ def folded(messages: Iterable[Message]) -> list[Message]:
         else:
             chat.append(replace(message, role="user"))
     return chat
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def object_or_text(text: str) -> Any:

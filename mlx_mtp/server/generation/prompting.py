@@ -67,7 +67,8 @@ class Prompter:
                 text, param="messages", limit=limit, add_special_tokens=False, mark=mark
             )
             thinking, spec = self.output_format.opens_thinking(text), None
-            if with_grammar:
+            is_free = conversation.response is None and conversation.thinking_budget is None
+            if with_grammar and (conversation.tools or not is_free):
                 spec = answer_grammar(
                     conversation,
                     self.output_format,

@@ -4,27 +4,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.engine.request import RequestOptions
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.conversation import Conversation, split_template_kwargs
+from mlx_mtp.server.generation.conversation import Conversation
 from mlx_mtp.server.generation.params import MAX_SEQUENCES, AnswerOptions
 
 MAX_TEMPLATE = 1 << 16  # characters
+_BUDGET = "thinking_budget"
 
 
-def _joined_text(value: object, info: ValidationInfo) -> object:
-    kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    return schema.joined_text(value, kinds, info)
-
-
-_MessageText = Annotated[str | None, BeforeValidator(_joined_text), at_most(schema.MAX_MESSAGES)]
+_join = schema.joined_text("text", of_assistants=("refusal",))
+_MessageText = Annotated[str | None, _join, at_most(schema.MAX_MESSAGES)]
 
 
 class _FunctionCall(WireModel):
@@ -192,8 +190,13 @@ class TemplateFields(WireModel):
         return self
 
     def template_fields(self) -> dict[str, Any]:
-        """The same for a `Conversation`."""
-        kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
+        """The same for a `Conversation`, which has the server's `thinking_budget` apart."""
+        kwargs = dict(self.chat_template_kwargs)
+        budget, limit = kwargs.pop(_BUDGET, None), 1 << 31
+        if budget is not None and not (schema.is_id(budget) and 0 <= budget < limit):
+            field = f"chat_template_kwargs.{_BUDGET}"
+            message = f"{field} must be a number of tokens, 0 or more."
+            raise InvalidRequestError(message, param=field)
         return {
             "template": self.chat_template,
             "template_kwargs": kwargs,
@@ -237,7 +240,7 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
 
     def conversation(self) -> Conversation:
         field, response = self.guided() or ("response_format", None)
-        wish, given = self.wish(), self.template_fields()
+        wish, given = self._wish, self.template_fields()
         if given["thinking_budget"] is None:
             given["thinking_budget"] = wish.get("budget")
         return Conversation(

@@ -31,9 +31,8 @@ _Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs
 
 _INCLUDED = get_args(_Included)
 
-_KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
-_join = BeforeValidator(lambda value, info: fields.joined_text(value, _KINDS, info))
-_JoinedText = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
+_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_JoinedText = Annotated[str, fields.joined_text(*_PARTS), at_most(fields.MAX_MESSAGES)]
 
 
 class _AnyItem(WireModel):
