@@ -215,9 +215,9 @@ class Tokenizer:
             ) from error
         return str(text)
 
-    def template_knows(self, name: str, template: str | None = None) -> bool:
-        """Whether the chat template, or that of a client, has such a variable."""
-        return name in variables(template or self.template)
+    def variables(self, template: str | None = None) -> frozenset[str]:
+        """The variables of the chat template, or of a client's."""
+        return variables(template or self.template)
 
     @cached_property
     def closed_kwargs(self) -> frozenset[str]:

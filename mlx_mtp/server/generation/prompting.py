@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.types import Scope
@@ -102,25 +101,26 @@ class Prompter:
                 "This server takes no chat templates of requests (--request-chat-template).",
                 param="chat_template",
             )
-        knows = partial(self.tokenizer.template_knows, template=template)
-        if tools and not knows("tools"):
+        kwargs = dict(conversation.template_kwargs)
+        levels = {_THINKING: conversation.thinking, _EFFORT: conversation.effort}
+        given = {key: value for key, value in levels.items() if value is not None}
+        known: frozenset[str] = frozenset()
+        if tools or kwargs or given:
+            known = self.text.variables(template)
+        if tools and "tools" not in known:
             raise UnsupportedParameterError(
                 "This model's chat template does not support tools.", param="tools"
             )
-        kwargs = dict(conversation.template_kwargs)
-        if kwargs.get(_THINKING) is False and not knows(_THINKING):
+        if kwargs.get(_THINKING) is False and _THINKING not in known:
             del kwargs[_THINKING]  # A model that never thinks needs no flag.
         for key in kwargs:
-            # `render_chat` refuses the closed ones, whether the template knows them or not.
-            if not knows(key) and key not in self.tokenizer.closed_kwargs:
+            # `render_chat` refuses the closed ones, whether the template has them or not.
+            if key not in known and key not in self.tokenizer.closed_kwargs:
                 raise UnsupportedParameterError(
                     f"This model's chat template has no {key}.",
                     param=f"chat_template_kwargs.{key}",
                 )
-        wanted = {_THINKING: conversation.thinking, _EFFORT: conversation.effort}
-        for key, value in wanted.items():
-            if value is not None and knows(key):
-                kwargs.setdefault(key, value)
+        kwargs = {key: value for key, value in given.items() if key in known} | kwargs
         if conversation.continue_final and not (chat and chat[-1].role == "assistant"):
             raise InvalidRequestError(
                 "continue_final_message needs a last message of role assistant.",

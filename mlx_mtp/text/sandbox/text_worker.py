@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -40,6 +41,8 @@ class TextWorkers:
     def __init__(self, path: Path, template_seconds: float) -> None:
         header = [str(path.absolute()), MAX_WORKER_BYTES]
         self._template_seconds = template_seconds
+        # As `Tokenizer.variables`, which is asked only for a template that is new.
+        self.variables = lru_cache(maxsize=16)(self._variables_of)
         self._helpers = [Helper(__name__, header) for _ in range(NUM_WORKERS)]
         self._idle: SimpleQueue[Helper] = SimpleQueue()
         for helper in self._helpers:
@@ -60,6 +63,10 @@ class TextWorkers:
         """As `Tokenizer.render_chat`."""
         what, seconds = "chat template", self._template_seconds
         return str(self._ask(what, "render_chat", seconds, "messages", messages, **options))
+
+    def _variables_of(self, template: str | None = None) -> frozenset[str]:
+        what, seconds = "chat template", self._template_seconds
+        return frozenset(self._ask(what, "variables", seconds, "messages", template))
 
     def _ask(
         self, what: str, method: str, seconds: float, param: str | None, *args: Any, **options: Any
@@ -122,7 +129,8 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
         # The timer's signal ends the process, whatever it does.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            return {"result": getattr(tokenizer, method)(*args, **options)}
+            result = getattr(tokenizer, method)(*args, **options)
+            return {"result": list(result) if isinstance(result, frozenset) else result}
         except errors.MlxMtpError as error:
             return {"error": [type(error).__name__, str(error), error.param]}
         finally:
