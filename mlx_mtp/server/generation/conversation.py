@@ -1,4 +1,4 @@
-"""A chat as the server knows it, whichever API it came through."""
+"""A chat in the server's own form, whichever API it came through."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Role = Literal["system", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
-"""Most tokens to think at an effort; at the higher ones the model thinks as long as it likes."""
+"""Most tokens to think at an effort; at higher ones the model thinks as long as it likes."""
 _BETWEEN = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of an earlier answer; its arguments are JSON text, if the model wrote any."""
+    """A tool call of an earlier answer; its arguments are JSON text, or what the model wrote."""
 
     name: str
     arguments: str
     id: str | None = None
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
-        """The call; an object's text becomes the object, other text its field if `as_object`."""
+        """The call, with an object for its text; other text is a field of one if `as_object`."""
         arguments = object_or_text(self.arguments)
         if as_object and isinstance(arguments, str):
             arguments = {"arguments": arguments}
@@ -36,7 +36,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; a message of role tool answers the call `tool_call_id`."""
+    """A message; one of role tool answers the call `tool_call_id`."""
 
     role: Role
     content: str = ""
@@ -67,7 +67,7 @@ class Tool:
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as the client described it, in the usual order of fields."""
+        """The tool as the client described it, with its fields in the usual order."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -81,23 +81,23 @@ class ToolChoice:
     """Whether the model may, must or can't call tools."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    names: frozenset[str] | None = None  # the only ones; None: all
-    field: str = "tool_choice"  # of the request that says so
+    names: frozenset[str] | None = None  # of the tools that it may call; None: all
+    field: str = "tool_choice"  # the name in the request, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the model is asked."""
+    """What the model is asked, and how it may answer."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
-    parallel_tool_calls: bool = True  # one answer may have several
+    parallel_tool_calls: bool = True  # one answer may have several calls
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the client's own
-    thinking: bool | None = None  # None: as the template does by itself
+    thinking: bool | None = None  # None: as the template has it
     thinking_budget: int | None = None  # most tokens to think; then the think block is closed
     response: GrammarSpec | None = None  # the form of an answer that is no tool call
-    response_field: str = "response_format"  # of the request that says so
+    response_field: str = "response_format"  # the name in the request, for errors
     effort: str | None = None  # how much to think, for templates that know OpenAI's word
     continue_final: bool = False  # the last message is the beginning of the answer
     generation_prompt: bool = True  # the prompt ends with the beginning of an answer
@@ -105,14 +105,14 @@ class Conversation:
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the prompt describes; only their calls are read."""
+        """The tools that the prompt describes; calls of others are text."""
         if self.tool_choice.mode == "none":
             return []
         names = self.tool_choice.names
         return [tool for tool in self.tools if names is None or tool.name in names]
 
     def with_effort(self, effort: Effort | None) -> Conversation:
-        """The same, with as much thinking as OpenAI's `reasoning_effort` asks for."""
+        """The same chat with as much thinking as OpenAI's `reasoning_effort` asks for."""
         if effort is None:
             return self
         budget = BUDGETS.get(effort) if self.thinking_budget is None else self.thinking_budget
@@ -120,11 +120,11 @@ class Conversation:
 
 
 def folded(messages: Iterable[Message]) -> list[Message]:
-    """The same chat with at most one message of role system, the first: Qwen's templates take no
-    other, but agents send them.
+    """The same chat with at most one message of role system, the first.
 
-    Others become part of the user's message before them, or one of their own: a first message that
-    changed with each turn would spoil the prefix cache.
+    Agents send more of them, and Qwen's templates take no other. A later one becomes a part of the
+    user's message before it, or a user's message: if the first message changed with each turn, no
+    prefix could be reused.
     """
     chat: list[Message] = []
     for message in messages:
@@ -139,7 +139,7 @@ def folded(messages: Iterable[Message]) -> list[Message]:
 
 
 def object_or_text(text: str) -> Any:
-    """A JSON object's value; no text at all is an object without fields; other text stays."""
+    """The value of an object's JSON text, {} for blank text; other text as it is."""
     if not text.strip():
         return {}
     try:

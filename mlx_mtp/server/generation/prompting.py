@@ -19,8 +19,8 @@ from mlx_mtp.text.sandbox.text_worker import NUM_WORKERS, TextWorkers
 from mlx_mtp.text.tokenizer import Tokenizer
 
 LARGE_AT_ONCE = 1
-"""Long prompts that are encoded at once: each may take hundreds of megabytes, and a core for
-seconds."""
+"""Long prompts that are encoded at the same time: each may take hundreds of megabytes, and a core
+for seconds."""
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
@@ -86,11 +86,11 @@ class Prompter:
         return await self.executor.run_by_size(record_of(scope).body_bytes, client, work)
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
-        """The chat as the template writes it, and the mark of `plain_text.marked` in it, if any.
+        """Return the chat as the template writes it, and the mark of `plain_text.marked`, if any.
 
-        Raises RequestError if the template lacks what is asked of it.
+        RequestError: the template lacks something that the request needs.
         """
-        # Templates of that format write each argument as a tag of its own.
+        # Templates of this format write each argument as a tag.
         as_object = self.output_format.tools == QWEN3_CODER
         chat = folded(conversation.messages)
         messages = [message.for_template(as_object=as_object) for message in chat]
@@ -140,7 +140,7 @@ class Prompter:
 
 
 def make_prompter(tokenizer: Tokenizer, config: ServerConfig) -> Prompter:
-    """The prompter of a server with these settings."""
+    """The prompter for these settings; UsageError: the tokenizer doesn't allow them."""
     special_as_text = config.special_tokens_in_messages == "text"
     if special_as_text and (names := tokenizer.hidden_names):
         raise UsageError(

@@ -28,7 +28,7 @@ from mlx_mtp.text.sandbox.helper import (
 from mlx_mtp.text.tokenizer import Tokenizer
 
 NUM_WORKERS = 2
-MAX_WORKER_BYTES = 4 << 30  # beside what a worker takes when its tokenizer is loaded
+MAX_WORKER_BYTES = 4 << 30  # beyond what a process takes once its tokenizer is loaded
 MAX_ENCODE_SECONDS = 60.0
 _SPARE_SECONDS = 2.0  # after which a worker has ended itself, unless it is stopped
 _WATCH_SECONDS = 0.05
@@ -94,7 +94,7 @@ class TextWorkers:
         return answer["result"]
 
     async def keep_running(self) -> None:
-        """Start again what could not be started, until the server ends."""
+        """Start processes again that could not be started, until the server ends."""
         while True:
             await asyncio.sleep(_RETRY_SECONDS)
             if any(helper.fault for helper in self._helpers):
@@ -122,7 +122,7 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
     path, most_bytes = header
     tokenizer = Tokenizer.load(Path(path))
     _bound_memory(most_bytes)
-    tokenizer.encode("a")  # A normalizer that multiplies text may take all memory even here.
+    tokenizer.encode("a")  # Even this may take all memory, if a normalizer multiplies text.
 
     def answer(question: Sequence[Any]) -> dict[str, Any]:
         method, seconds, args, options = question
@@ -141,7 +141,7 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
 
 def _bound_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # Elsewhere the system takes no notice of this limit.
+    if sys.platform == "linux":  # Other systems ignore this limit.
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + most_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

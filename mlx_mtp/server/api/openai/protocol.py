@@ -1,4 +1,4 @@
-"""OpenAI's two request bodies."""
+"""The bodies of /v1/chat/completions and /v1/completions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -68,8 +68,8 @@ class OpenAIMessage(WireModel):
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
             raise refusal("differs from reasoning_content; give one of them", field="reasoning")
-        said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
-        if all(text is None for text in said) and not self.tool_calls:
+        texts = (self.content, self.refusal, self.reasoning_content, self.reasoning)
+        if all(text is None for text in texts) and not self.tool_calls:
             more = " or tool_calls" if self.role == "assistant" else ""
             raise refusal(f"a message of role {self.role} needs content{more}", field="content")
         return self
@@ -133,13 +133,13 @@ class _MtpOptions(WireModel):
 
 @schema.sampled()
 class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
-    """What both endpoints take."""
+    """What both bodies have."""
 
     stream_options: _UsageOptions = _UsageOptions()
     stop: schema.Stops = Field([])
     n: schema.Int = 1
     prompt_logprobs: schema.Int | None = None
-    return_progress: bool = False  # llama.cpp's: of streams, and without an effect elsewhere
+    return_progress: bool = False  # llama.cpp's; has an effect on streams only
     mtp: _MtpOptions = _MtpOptions()
 
     @model_validator(mode="after")
@@ -174,7 +174,7 @@ class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields
 
 
 class TemplateFields(WireModel):
-    """What a chat template gets beside the messages, in vLLM's words."""
+    """vLLM's fields for what a chat template gets beside the messages."""
 
     chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = None
     chat_template_kwargs: schema.TemplateKwargs = Field({})
@@ -190,7 +190,7 @@ class TemplateFields(WireModel):
         return self
 
     def template_fields(self) -> dict[str, Any]:
-        """The same for a `Conversation`, which has the server's `thinking_budget` apart."""
+        """The same as fields of a `Conversation`; the server heeds the budget, no template."""
         kwargs = dict(self.chat_template_kwargs)
         budget, limit = kwargs.pop(_BUDGET, None), 1 << 31
         if budget is not None and not (schema.is_id(budget) and 0 <= budget < limit):
@@ -281,7 +281,7 @@ class CompletionRequest(OpenAIRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: schema.Int | None = None
     echo: bool = False
-    suffix: str = ""  # what follows the answer
+    suffix: str = ""  # the text after the answer
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
@@ -292,9 +292,9 @@ class CompletionRequest(OpenAIRequest):
         return self
 
     def options(self, **_: Any) -> AnswerOptions:
-        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        most = max((top for top in asked if top is not None), default=None)
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        most = max((top for top in counts if top is not None), default=None)
         made = super().options(top_logprobs=self.logprobs, prompt_logprobs=most)
-        # By itself `best_of` is `n`: all that is made is given.
+        # `best_of` alone means `n`: all answers that are made are returned.
         count = self.n if self.best_of is None else self.best_of
         return replace(made, num_prompts=len(self.prompt), n=count, echo=self.echo)

@@ -1,4 +1,4 @@
-"""OpenAI's routes for chats and plain completions: whole answers and the chunks of streams."""
+"""OpenAI's routes for chats and completions, and how their answers are worded."""
 
 import time
 from abc import abstractmethod
@@ -33,8 +33,8 @@ class _OpenAIWriter(Writer):
     done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
-    chunk_key: str  # of the content in the choice of a chunk
-    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason alone
+    chunk_key: str  # of the content in a chunk's choice
+    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason
     _body: OpenAIRequest
 
     def __init__(self, job: Job[Any], generation: Generation) -> None:
@@ -94,7 +94,7 @@ class _OpenAIWriter(Writer):
     def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None: ...
 
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """Those of a choice's prompt, which its first choice has, if they were asked for."""
+        """The logprobs of a choice's prompt, which its first choice has, if they were asked for."""
         most = self._body.prompt_logprobs
         if most is None:
             return {}
@@ -117,7 +117,7 @@ class _OpenAIWriter(Writer):
         reason: str | None = None,
         **more: Any,
     ) -> bytes:
-        # All chunks have a null in the place of the usage, which comes last, or the usage so far.
+        # The usage comes last. Until then each chunk has null, or the usage so far.
         options = self._body.stream_options
         if options.include_usage:
             more["usage"] = _usage(self.generation) if options.continuous_usage_stats else None
