@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mlx_mtp.bounded_json import JSONBoundError, check_value
 from mlx_mtp.sampling.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from mlx_mtp.sampling.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -36,7 +37,6 @@ from mlx_mtp.text.characters import has_half_character
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far above what fits a context
 MAX_TOOLS = 1024  # of a chat, and tool calls of a message
 MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
-MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
 MAX_FIELDS = 100  # of an object of the API
 MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -148,16 +148,10 @@ def _synonym(name: str, known: Container[str]) -> str:
 
 def few_values(value: Any) -> Any:
     """Bound what a template has to write as JSON, which holds up every thread while it lasts."""
-    left, level, depth = MAX_VALUES, [value], 0
-    while level:
-        if depth > MAX_LEVELS:
-            raise refusal(f"is nested more than {MAX_LEVELS} levels deep")
-        inner = [each for each in level if isinstance(each, dict | list)]
-        left -= sum(map(len, inner))
-        if left < 0:
-            raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
-        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
+    try:
+        check_value(value, max_values=MAX_VALUES)
+    except JSONBoundError as error:
+        raise refusal(str(error)) from None
     return value
 
 

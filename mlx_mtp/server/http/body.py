@@ -9,16 +9,20 @@ import gc
 import json
 import math
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from email.message import Message
-from itertools import accumulate
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from mlx_mtp.bounded_json import (
+    DuplicateNameError,
+    JSONBoundError,
+    check_text,
+    unique_names,
+)
 from mlx_mtp.errors import (
     BodyTimeoutError,
     InvalidRequestError,
@@ -39,8 +43,6 @@ MAX_ITEMS = 9 << 17  # Most values; numbers are cheap, and a prompt may be a mil
 _TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 _SMALL = 64 << 10
-_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # 1 more than what they change.
-_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 _one_at_a_time = threading.Lock()
 
 
@@ -112,14 +114,18 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """One object within the bounds above, or InvalidRequestError."""
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
-    _check_size(body)
     try:
+        check_text(body, MAX_DEPTH, MAX_PARTS, MAX_ITEMS)
         text = body.decode("utf-8")
         value = _loads(text)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
     except RecursionError:
         raise InvalidRequestError("The body's JSON is nested too deeply.") from None
+    except JSONBoundError as error:
+        raise InvalidRequestError(f"The body's JSON {error}.") from None
+    except DuplicateNameError as error:
+        raise InvalidRequestError(str(error)) from None
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except ValueError:
@@ -146,40 +152,6 @@ def _loads(text: str) -> Any:
             gc.enable()
 
 
-def _check_size(body: bytes) -> None:
-    # Only the start of the text up to its first error counts right: the parser comes no further.
-    # What is escaped ends no string; in valid JSON there are backslashes in strings alone.
-    plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    parts = plain.count(b'"') // 2
-    _check_count(parts, MAX_PARTS, "objects, lists and strings")
-    outside = b"".join(plain.split(b'"')[::2])
-    opened = outside.count(b"[") + outside.count(b"{")
-    _check_count(parts + opened, MAX_PARTS, "objects, lists and strings")
-    _check_count(outside.count(b","), MAX_ITEMS, "values")
-    if opened > MAX_DEPTH:
-        # As many are closed as are opened; what is closed beyond that is an error.
-        brackets = outside.translate(_STEPS, _OTHERS)[: 2 * MAX_PARTS]
-        if max(accumulate(step - 1 for step in brackets)) > MAX_DEPTH:
-            message = "The body's JSON is nested too deeply"
-            raise InvalidRequestError(f"{message}; at most {MAX_DEPTH} levels are allowed.")
-
-
-def _check_count(count: int, limit: int, what: str) -> None:
-    if count > limit:
-        message = f"The body's JSON has too many {what}; at most {limit} are allowed."
-        raise InvalidRequestError(message)
-
-
-def each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's value; InvalidRequestError: a name is twice in it."""
-    value = dict(pairs)
-    if len(value) < len(pairs):  # Other programs would read the first of two values, or the last.
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        message = f"The JSON has the name {cut(twice)!r} twice in one object."
-        raise InvalidRequestError(message)
-    return value
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise InvalidRequestError(f"The body is not valid JSON: {name} is not JSON.")
 
@@ -192,5 +164,5 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=each_name_once
+    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=unique_names
 )
