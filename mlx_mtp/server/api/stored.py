@@ -19,12 +19,11 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.api.schema import Labels, WireModel
-from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.context import context_of, read_request
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly
-from mlx_mtp.server.http.access import key_of
-from mlx_mtp.server.http.admission import client_of
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.server.http.sse import Keep
+from mlx_mtp.server.http.record import client_of, record_of
+from mlx_mtp.server.http.sse import StoreAnswer
 from mlx_mtp.text.characters import cut
 
 # Of JSON that are kept for all keys together, in equal parts.
@@ -102,13 +101,13 @@ def _store(request: Request) -> Store:
     most = min(MAX_STORED_BYTES, config.max_held_bytes // 8)
     share = most // max(1, len(config.api_keys))
     empty = Store(config.max_stored_completions, share)
-    found: Store = context.stored.setdefault(key_of(request.scope), empty)
+    found: Store = context.stored.setdefault(record_of(request.scope).key, empty)
     return found
 
 
 async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
     # A page may be as large as all that is stored.
-    return await context_of(request).limiter.packing.run(client_of(request.scope, None), page)
+    return await context_of(request).limiter.packing.run(client_of(request.scope), page)
 
 
 async def keeper(
@@ -117,7 +116,7 @@ async def keeper(
     metadata: Mapping[str, str] | None,
     inputs: Callable[[], Iterable[dict[str, Any]]],
     earlier: Inputs = (),
-) -> Keep | None:
+) -> StoreAnswer | None:
     """Return what stores the answer and its inputs, or None if it will not be stored.
 
     `store` None stores it if that is possible. Raises RequestError if it must be, and can't.
@@ -251,7 +250,7 @@ async def list_chats(request: Request) -> Response:
 
 async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}: only the metadata changes."""
-    _, body = await read(request, _Labels)
+    _, body = await read_request(request, _Labels)
     # Nothing is awaited between the two: the chat may be deleted meanwhile.
     chat = CHATS.named(request).relabelled(body.metadata)
     if not _store(request).keep(chat):

@@ -11,13 +11,13 @@ from starlette.types import Scope
 
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.server.api.schema import GenerateRequest
-from mlx_mtp.server.context import Context, read
+from mlx_mtp.server.context import Context, read_request
 from mlx_mtp.server.generation.conversation import Conversation
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.params import RequestOptions, engine_requests, sampling_params
 from mlx_mtp.server.generation.writer import new_id
 from mlx_mtp.server.grammar.answer_grammar import check_tools, max_calls
-from mlx_mtp.server.http.admission import Client, client_of, salt_of
+from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.text.detokenizer import Detokenizer, Echo, echo_of
 from mlx_mtp.text.parsing.answer import AnswerParser, PlainParser
 from mlx_mtp.text.stream import OutputStream
@@ -32,7 +32,7 @@ class Admitted(Generic[Body]):
     context: Context
     body: Body
     answer_id: str
-    client: Client
+    client: tuple[str, ...]
     options: RequestOptions
     params: SamplingParams
     scope: Scope
@@ -133,13 +133,13 @@ class Admitted(Generic[Body]):
             streams,
             options.n,
             context.config.request_timeout,
-            context.arrived(self.scope),
+            record_of(self.scope).began,
         )
 
 
 async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Body]:
     """Read and check what is asked for, and reserve slots; `prefix` begins the answer's id."""
-    context, body = await read(request, model)
+    context, body = await read_request(request, model)
     options, info = body.options(), context.engine.info
     drafts = bool(info.draft_sources)
     options.check(context.config.max_choices, mtp_enabled=info.mtp_enabled, drafts=drafts)
@@ -147,6 +147,7 @@ async def admit(request: Request, model: type[Body], prefix: str) -> Admitted[Bo
     context.limiter.reserve(request.scope, options.n * options.num_prompts)
     config = context.config
     if len(config.api_keys) > 1 and not config.share_prefixes:
-        options = replace(options, cache_salt=salt_of(request.scope, options.cache_salt))
+        salt = f"{record_of(request.scope).key} {options.cache_salt or ''}"
+        options = replace(options, cache_salt=salt)
     client = client_of(request.scope, options.user)
     return Admitted(context, body, new_id(prefix), client, options, params, request.scope)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import (
+    UNKNOWN_RETRY_SECONDS,
     InvalidRequestError,
     UnavailableError,
     UnsupportedParameterError,
@@ -15,7 +16,6 @@ from mlx_mtp.errors import (
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.conversation import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
-from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS, Client
 from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.text.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.text.plain_text import marked
@@ -59,7 +59,12 @@ class Prompter:
     _working: FairExecutor = field(default_factory=lambda: FairExecutor(NUM_WORKERS))
 
     async def prompt(
-        self, conversation: Conversation, limit: int, client: Client, *, with_grammar: bool = False
+        self,
+        conversation: Conversation,
+        limit: int,
+        client: tuple[str, ...],
+        *,
+        with_grammar: bool = False,
     ) -> Prompt:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
 
@@ -95,7 +100,9 @@ class Prompter:
         if self.workers is not None:
             self.workers.close()
 
-    async def in_turn(self, size: int, client: Client, work: Callable[[], Result]) -> Result:
+    async def in_turn(
+        self, size: int, client: tuple[str, ...], work: Callable[[], Result]
+    ) -> Result:
         """Do some work on a text of so many characters off the event loop, in its client's turn."""
         if self.workers is None:
             return await self._large.run_by_size(size, client, work)

@@ -12,7 +12,6 @@ from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar.json_schemas import styled
-from mlx_mtp.server.http.admission import Client
 from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, check, checker, compile_grammar
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -52,7 +51,7 @@ class Grammars:
         threading.stack_size(before)
         self._turns = FairExecutor(1, self._pool)
 
-    async def compile(self, spec: GrammarSpec, field: str, client: Client) -> Grammar:
+    async def compile(self, spec: GrammarSpec, field: str, client: tuple[str, ...]) -> Grammar:
         """Compile a grammar, or find it; GrammarError: that of `field` is wrong or expensive."""
         if self._compiler is None:
             raise UnsupportedParameterError(

@@ -20,10 +20,9 @@ from typing import IO, Any
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_mtp.errors import GrammarError, UnavailableError, is_fault
+from mlx_mtp.errors import UNKNOWN_RETRY_SECONDS, GrammarError, UnavailableError, is_fault
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.text.sandbox.helper import (
     Helper,
     HelperError,

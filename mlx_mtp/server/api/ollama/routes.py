@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.ollama.protocol import ChatRequest, ShowRequest, TextRequest
 from mlx_mtp.server.api.openai.tokens import logprob_entries
-from mlx_mtp.server.context import Context, context_of, read
+from mlx_mtp.server.context import Context, context_of, read_request
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Admitted, admit
 from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json
@@ -168,7 +168,7 @@ async def processes(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """POST /api/show: what the model can do."""
-    context, _ = await read(request, ShowRequest)
+    context, _ = await read_request(request, ShowRequest)
     info, form = context.engine.info, context.output_format
     able = {"tools": form.tools, "thinking": form.reasoning}
     kind = info.model_type
