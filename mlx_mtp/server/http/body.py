@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from email.message import Message
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -28,12 +28,10 @@ from mlx_mtp.errors import (
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
-from mlx_mtp.server.api.schema import WireModel
+from mlx_mtp.server.api.schema import Model as Model
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.text.characters import cut, has_half_character
-
-Model = TypeVar("Model", bound=WireModel)
 
 LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included
