@@ -100,7 +100,7 @@ def create_app(
         partial(access.check_host, names),
         partial(access.check_origin, origins),
     ]
-    inner: list[Check] = [context.limiter.check]
+    inner: list[Check] = [context.limiter.check_admission]
     if config.api_keys:
         digests = [access.digest_of(key.encode()) for key in config.api_keys]
         inner.insert(0, partial(access.check_key, digests))

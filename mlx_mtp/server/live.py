@@ -20,7 +20,7 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.writer import event
-from mlx_mtp.server.progress import report
+from mlx_mtp.server.progress_log import report
 from mlx_mtp.text.characters import cut
 
 SECONDS = 0.5  # between two messages
@@ -128,7 +128,7 @@ class Live:
             "held": limiter.held,
             "capacity": limiter.capacity,
             "rejected": {name: count for name, count in limiter.rejected.items() if count},
-            "failures": self._metrics.failures(),
+            "failures": self._metrics.error_counts(),
             "drafts": {
                 "sources": {
                     source: {"tried": tried, "accepted": stats.num_accepted_tokens_per_pos[source]}

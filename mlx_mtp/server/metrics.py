@@ -151,7 +151,7 @@ class Metrics(Collector):
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc()
 
-    def failures(self) -> list[tuple[str, str, int]]:
+    def error_counts(self) -> list[tuple[str, str, int]]:
         """Return (route, status, number of responses) for each error status so far."""
         (family,) = self._counters["http_requests"].collect()
         return [
@@ -197,7 +197,7 @@ class Metrics(Collector):
             for name, (text, where) in table.items():
                 yield kind(PREFIX + name, text, attrgetter(where)(source))
 
-        def labelled(
+        def with_labels(
             kind: type[CounterMetricFamily | GaugeMetricFamily],
             name: str,
             text: str,
@@ -214,10 +214,10 @@ class Metrics(Collector):
             yield GaugeMetricFamily(PREFIX + "spec_decode_parked", text, stats.parked)
             text = "Drafts per row and step chosen last for this batch size."
             labels = ["batch_size"]
-            yield labelled(GaugeMetricFamily, "spec_decode_depth", text, labels, stats.depths)
+            yield with_labels(GaugeMetricFamily, "spec_decode_depth", text, labels, stats.depths)
         text = "Requests rejected before any work was done for them."
         rejected = [(reason, self._limiter.rejected[reason]) for reason in REASONS]
-        yield labelled(CounterMetricFamily, "requests_rejected", text, ["reason"], rejected)
+        yield with_labels(CounterMetricFamily, "requests_rejected", text, ["reason"], rejected)
         for what, totals in (
             ("accepted", stats.num_accepted_tokens_per_pos),
             ("draft", stats.num_draft_tokens_per_pos),
@@ -225,12 +225,12 @@ class Metrics(Collector):
             name = f"spec_decode_num_{what}_tokens_per_pos"
             text = f"Drafts {'verified' if what == 'draft' else what}, by position and source."
             places = [(n, source, v) for source, vs in totals.items() for n, v in enumerate(vs)]
-            yield labelled(CounterMetricFamily, name, text, ["position", "source"], places)
+            yield with_labels(CounterMetricFamily, name, text, ["position", "source"], places)
         name, text = "prefix_cache_evicted", "Prefixes evicted from memory, by reason."
         evicted = stats.prefix_cache.evicted.items()
-        yield labelled(CounterMetricFamily, name, text, ["reason"], evicted)
+        yield with_labels(CounterMetricFamily, name, text, ["reason"], evicted)
         text = "1; what the server is made of."
-        yield labelled(GaugeMetricFamily, "build_info", text, [*_BUILD], [(*_BUILD.values(), 1)])
+        yield with_labels(GaugeMetricFamily, "build_info", text, [*_BUILD], [(*_BUILD.values(), 1)])
 
 
 def _version(package: str) -> str:

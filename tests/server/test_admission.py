@@ -64,11 +64,11 @@ def test_places_are_never_lost_nor_exceeded(
     for turn, size in enumerate(sizes):
         full = rf"{limits.held} answers.*{queue} may wait"
         if limits.held < most:
-            limits.check(scope())
+            limits.check_admission(scope())
         else:
             refused += 1
             with pytest.raises(QueueFullError, match=full):
-                limits.check(scope())
+                limits.check_admission(scope())
         if limits.held + size <= most:
             held.append((reserved(limits, size), size))
         elif size > most:
@@ -93,7 +93,7 @@ def test_the_wait_follows_the_rate_of_ends() -> None:
 
     def wait() -> int | None:
         with pytest.raises(QueueFullError) as caught:
-            limits.check(scope())
+            limits.check_admission(scope())
         return caught.value.retry_after
 
     def replace(times: int, seconds: float) -> None:
@@ -131,10 +131,10 @@ def test_what_is_open_while_it_drains_or_hangs() -> None:
         passing = MONITORING if kind is DrainingError else MONITORING + OTHERS
         for method, path in GENERATING + MONITORING + OTHERS:
             if (method, path) in passing:
-                limits.check(scope(path, method))
+                limits.check_admission(scope(path, method))
                 continue
             with pytest.raises(kind, match=word) as refused:
-                limits.check(scope(path, method))
+                limits.check_admission(scope(path, method))
             assert refused.value.retry_after == retry_after
 
     engine.hang_reason = "the engine hangs"

@@ -14,7 +14,7 @@ from mlx_mtp import logs
 from mlx_mtp.engine.request import Progress as Prefill
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.errors import StepError
-from mlx_mtp.server.progress import ProgressLog
+from mlx_mtp.server.progress_log import ProgressLog
 from mlx_mtp.server.routes import ROUTES
 from tests.server.conftest import Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer, out

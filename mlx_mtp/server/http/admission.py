@@ -71,7 +71,7 @@ class RequestLimiter:
                 retry_after=UNKNOWN_RETRY_SECONDS,
             )
 
-    def check(self, scope: Scope) -> None:
+    def check_admission(self, scope: Scope) -> None:
         """Raise the error of a request that can't be served now; nothing is reserved."""
         route = record_of(scope).route
         if self.draining and not route.while_draining:

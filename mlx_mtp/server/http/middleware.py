@@ -55,9 +55,9 @@ class CheckMiddleware:
 
 
 class WriteInPieces:
-    """Writes responses as clients read them, counts the bytes that wait, and frees all at the end.
+    """Writes responses piece by piece as clients read them, and counts the bytes that wait.
 
-    "All" are the slots and bytes that the request has reserved.
+    At the end of a response it frees the slots and bytes that the request has reserved.
     """
 
     def __init__(self, app: ASGIApp, limiter: RequestLimiter, held: HeldBytes) -> None:
@@ -69,7 +69,7 @@ class WriteInPieces:
         start: Message | None = None
         refusal: Response | None = None
 
-        async def write(message: Message) -> None:
+        async def send_in_pieces(message: Message) -> None:
             nonlocal start, refusal
             if message["type"] != "http.response.body":
                 start = message  # It waits for the body's size.
@@ -88,14 +88,14 @@ class WriteInPieces:
                     await send(begin)
             if refusal is None:
                 for at in range(0, max(len(body), 1), PIECE):
-                    rest = more or at + PIECE < len(body)
+                    is_last = at + PIECE >= len(body)
                     piece = bytes(body[at : at + PIECE])
-                    await send({"type": message["type"], "body": piece, "more_body": rest})
-                    if at + PIECE < len(body):
-                        await asyncio.sleep(0)  # That a client has left is known after a while.
+                    await send({**message, "body": piece, "more_body": more or not is_last})
+                    if not is_last:
+                        await asyncio.sleep(0)  # Meanwhile the loop may learn that the client left.
 
         try:
-            await self._app(scope, receive, write)
+            await self._app(scope, receive, send_in_pieces)
         finally:
             self._limiter.release(scope)
             self._held.release(scope)
