@@ -14,13 +14,12 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.bounded_json import unique_names
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api.schema import WireModel, at_most, few_values, refusal
 from mlx_mtp.server.generation.conversation import Effort
 from mlx_mtp.server.grammar.json_schemas import styled
-from mlx_mtp.server.http.body import each_name_once
 from mlx_mtp.text.parsing.json_reader import loads
 
 
@@ -30,8 +29,8 @@ def _as_schema(value: object) -> object:
     _check_size(value)
     try:
         loads(value)
-        return json.loads(value, object_pairs_hook=each_name_once)
-    except (ValueError, InvalidRequestError) as error:
+        return json.loads(value, object_pairs_hook=unique_names)
+    except ValueError as error:
         raise refusal(f"is not the JSON text of a schema: {error}") from None
 
 

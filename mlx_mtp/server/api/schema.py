@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mlx_mtp.bounded_json import JSONBoundError, check_value
 from mlx_mtp.sampling.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from mlx_mtp.sampling.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -36,7 +37,6 @@ from mlx_mtp.text.characters import has_half_character
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far more than fit a context
 MAX_TOOLS = 1024  # of a chat, and tool calls of a message
 MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
-MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
 MAX_FIELDS = 100  # of an object of the API
 MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
@@ -148,16 +148,10 @@ def _synonym(name: str, known: Container[str]) -> str:
 
 def few_values(value: Any) -> Any:
     """Bound a value that a template may write as JSON, which holds up every thread meanwhile."""
-    left, level, depth = MAX_VALUES, [value], 0
-    while level:
-        if depth > MAX_LEVELS:
-            raise refusal(f"is nested more than {MAX_LEVELS} levels deep")
-        inner = [each for each in level if isinstance(each, dict | list)]
-        left -= sum(map(len, inner))
-        if left < 0:
-            raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
-        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
+    try:
+        check_value(value, max_values=MAX_VALUES)
+    except JSONBoundError as error:
+        raise refusal(str(error)) from None
     return value
 
 
@@ -242,7 +236,7 @@ def _is_scalar(value: object) -> object:
     raise refusal("must be a string, a number or a boolean")
 
 
-BodyT = TypeVar("BodyT", bound=WireModel)
+Model = TypeVar("Model", bound=WireModel)
 Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
 OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
@@ -277,10 +271,10 @@ SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in 
 del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `n` and `mtp`.
 
 
-def sampled(*names: str) -> Callable[[type[BodyT]], type[BodyT]]:
+def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     """Give a request body these fields of `SamplingParams`, or all that clients may set."""
 
-    def with_fields(kind: type[BodyT]) -> type[BodyT]:
+    def with_fields(kind: type[Model]) -> type[Model]:
         # Not `| None`: an explicit null is absent before a field's type is looked at.
         fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
         return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)

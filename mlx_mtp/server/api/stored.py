@@ -19,13 +19,11 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.api.schema import Labels, WireModel
-from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.context import context_of, read_request
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly
-from mlx_mtp.server.http.access import key_of
-from mlx_mtp.server.http.admission import client_of
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.server.http.request_log import record_of
-from mlx_mtp.server.http.sse import Keep
+from mlx_mtp.server.http.record import client_of, record_of
+from mlx_mtp.server.http.sse import StoreAnswer
 from mlx_mtp.text.characters import cut
 
 MAX_STORED_BYTES = 64 << 20  # of JSON, for all API keys together, in equal parts
@@ -102,13 +100,13 @@ def _store(request: Request) -> Store:
     most = min(MAX_STORED_BYTES, config.max_held_bytes // 8)
     share = most // max(1, len(config.api_keys))
     empty = Store(config.max_stored_completions, share)
-    store: Store = context.stored.setdefault(key_of(request.scope), empty)
+    store: Store = context.stored.setdefault(record_of(request.scope).key, empty)
     return store
 
 
 async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
     # A page may be as large as the whole store.
-    return await context_of(request).limiter.packing.run(client_of(request.scope, None), page)
+    return await context_of(request).limiter.packing.run(client_of(request.scope), page)
 
 
 async def keeper(
@@ -117,7 +115,7 @@ async def keeper(
     metadata: Mapping[str, str] | None,
     inputs: Callable[[], Iterable[dict[str, Any]]],
     earlier: Inputs = (),
-) -> Keep | None:
+) -> StoreAnswer | None:
     """Return a function that stores the answer with its inputs, or None if it isn't to be stored.
 
     If `store` is None, the answer is stored if possible; if True and it can't be, RequestError.
@@ -255,7 +253,7 @@ async def list_chats(request: Request) -> Response:
 
 async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}, which changes the metadata."""
-    _, body = await read(request, _LabelsBody)
+    _, body = await read_request(request, _LabelsBody)
     # Nothing is awaited between finding and storing the chat: it could be deleted meanwhile.
     chat = CHATS.named(request).relabelled(body.metadata)
     if not _store(request).keep(chat):

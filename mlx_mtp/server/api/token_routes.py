@@ -22,10 +22,10 @@ from mlx_mtp.server.api.schema import (
     is_id,
     refusal,
 )
-from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.context import context_of, read_request
 from mlx_mtp.server.generation.conversation import Conversation
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly
-from mlx_mtp.server.http.admission import client_of
+from mlx_mtp.server.http.record import client_of
 from mlx_mtp.server.http.sse import until_disconnect
 
 _TOKEN_CHARACTERS = 8  # that an answer has per token, about
@@ -80,10 +80,10 @@ class DetokenizeRequest(WireModel):
 
 async def tokenize(request: Request) -> Response:
     """POST /tokenize, answered in vLLM's form, of which llama.cpp's is a part."""
-    context, body = await read(request, TokenizeRequest)
+    context, body = await read_request(request, TokenizeRequest)
     tokenizer = context.tokenizer
     text = body.content if body.prompt is None else body.prompt
-    client = client_of(request.scope, None)
+    client = client_of(request.scope)
     async with context.in_time(request.scope):
         if text is None:
             prompt = await context.prompter.prompt(
@@ -114,7 +114,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize, answered with the text by vLLM's name and by llama.cpp's."""
-    context, body = await read(request, DetokenizeRequest)
+    context, body = await read_request(request, DetokenizeRequest)
     most = context.config.max_body_bytes
 
     def content() -> str:
@@ -132,6 +132,6 @@ async def detokenize(request: Request) -> Response:
 
 async def _written(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
     """Answer with the JSON that `content` makes, in the client's turn and while it stays."""
-    size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope, None)
+    size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope)
     work = context_of(request).limiter.packing.run_by_size(size, client, content)
     return Response(await until_disconnect(request.receive, work), media_type="application/json")

@@ -11,13 +11,13 @@ from starlette.types import Scope
 
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.server.api.schema import AnswerRequest
-from mlx_mtp.server.context import Context, read
+from mlx_mtp.server.context import Context, read_request
 from mlx_mtp.server.generation.conversation import Conversation
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.params import AnswerOptions, engine_requests, sampling_params
 from mlx_mtp.server.generation.writer import new_id
 from mlx_mtp.server.grammar.answer_grammar import check_tools, max_calls
-from mlx_mtp.server.http.admission import client_of, salt_of
+from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.text.detokenizer import Detokenizer, Echo, echo_of
 from mlx_mtp.text.parsing.answer import AnswerParser, PlainParser
 from mlx_mtp.text.stream import OutputStream
@@ -129,13 +129,13 @@ class Job(Generic[Body]):
             streams,
             options.n,
             context.config.request_timeout,
-            context.arrived(self.scope),
+            record_of(self.scope).began,
         )
 
 
 async def admit(request: Request, model: type[Body], prefix: str) -> Job[Body]:
     """Read and check what is asked for, and reserve slots; `prefix` begins the answer's id."""
-    context, body = await read(request, model)
+    context, body = await read_request(request, model)
     config, scope, options = context.config, request.scope, body.options()
     params = sampling_params(
         options, context.defaults, context.seeds, context.engine.info, config.max_choices
@@ -143,6 +143,6 @@ async def admit(request: Request, model: type[Body], prefix: str) -> Job[Body]:
     context.limiter.reserve(scope, options.n * options.num_prompts)
     salt = body.cache_salt or ""
     if len(config.api_keys) > 1 and not config.share_prefixes:
-        salt = salt_of(scope, salt)
+        salt = f"{record_of(scope).key} {salt}"
     engine = replace(options.engine, client=client_of(scope, options.user), cache_salt=salt)
     return Job(context, scope, body, new_id(prefix), replace(options, engine=engine), params)

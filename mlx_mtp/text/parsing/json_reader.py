@@ -7,9 +7,9 @@ from typing import Any
 import regex
 from pydantic_core import from_json
 
+from mlx_mtp.bounded_json import MAX_LEVELS, check_value
 from mlx_mtp.text.parsing.answer import AnswerOver, AnswerParser, BrokenCall, PlainParser, Reader
 
-MAX_DEPTH = 128  # objects and lists within each other: arguments may come back in a chat
 Emit = Callable[[str], object]
 
 _SPACE = r"[ \t\r\n]*"
@@ -36,12 +36,7 @@ def loads(text: str) -> Any:
     """
     value = from_json(text, allow_inf_nan=False)
     json.dumps(value, allow_nan=False)  # A number as large as 1e999 has been read as infinite.
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        outer = [each for each in level if isinstance(each, dict | list)]
-        level = [v for each in outer for v in (each.values() if isinstance(each, dict) else each)]
-    if level:
-        raise ValueError("nested too deeply")
+    check_value(value)
     return value
 
 
@@ -61,7 +56,7 @@ def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]
     opening = match[0][-1]
     if opening == '"':
         return (yield from _read_string(parser, emit))
-    if depth == MAX_DEPTH:
+    if depth == MAX_LEVELS:  # Arguments may come back in a chat.
         raise BrokenCall
     closing = _CLOSING["}" if opening == "{" else "]"]
     comma = None

@@ -8,12 +8,12 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
 from mlx_mtp.server.api.schema import MAX_PROMPT_IDS
-from mlx_mtp.server.context import read
+from mlx_mtp.server.context import read_request
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Job, admit
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
-from mlx_mtp.server.http.admission import client_of
 from mlx_mtp.server.http.errors import anthropic_error_body
+from mlx_mtp.server.http.record import client_of
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.characters import wrap
 
@@ -127,8 +127,8 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
-    context, body = await read(request, CountRequest)
-    client = client_of(request.scope, None)
+    context, body = await read_request(request, CountRequest)
+    client = client_of(request.scope)
     async with context.in_time(request.scope):
         prompt = await context.prompter.prompt(
             body.conversation(), MAX_PROMPT_IDS, request.scope, client

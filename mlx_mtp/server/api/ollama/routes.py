@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.ollama.protocol import OllamaChat, OllamaShow, OllamaText
 from mlx_mtp.server.api.openai.tokens import logprob_entries
-from mlx_mtp.server.context import Context, context_of, read
+from mlx_mtp.server.context import Context, context_of, read_request
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Job, admit
 from mlx_mtp.server.generation.timings import timings
@@ -169,7 +169,7 @@ async def processes(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """POST /api/show: what the model can do."""
-    context, _ = await read(request, OllamaShow)
+    context, _ = await read_request(request, OllamaShow)
     info, form = context.engine.info, context.output_format
     able = {"tools": form.tools, "thinking": form.reasoning}
     kind = info.model_type
