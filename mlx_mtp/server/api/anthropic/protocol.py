@@ -55,7 +55,7 @@ class _ToolUseBlock(WireModel):
 
 
 def _of_these(*names: str) -> Discriminator:
-    return fields.one_of(f"this server takes blocks of these types only: {', '.join(names)}")
+    return fields.form_by_type(f"this server takes blocks of these types only: {', '.join(names)}")
 
 
 def _as_blocks(value: object) -> object:

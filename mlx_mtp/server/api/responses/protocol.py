@@ -117,7 +117,7 @@ InputItem = Annotated[
     | Annotated[_CallItem, Tag(FORM + "function_call")]
     | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
     | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
-    fields.one_of(f"this server takes items of these types only: {_TYPES}", role="message"),
+    fields.form_by_type(f"this server takes items of these types only: {_TYPES}", role="message"),
 ]
 
 
