@@ -37,7 +37,7 @@ from mlx_mtp.models.skinny_gemm import FewRowsMixture
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 from mlx_mtp.speculative.drafter import MTPDrafter
-from mlx_mtp.speculative.verify import AcceptResult, accept
+from mlx_mtp.speculative.verify import AcceptResult, verify_window
 
 MakeRunner = Callable[[LoadedModel, MTPDrafter | None, int], ModelRunner]
 
@@ -62,7 +62,7 @@ class Steps(NamedTuple):
 
 
 class SyntheticAcceptance:
-    """Stands in for `accept`: each draft in turn agrees with a given probability."""
+    """Stands in for `verify`: each draft in turn agrees with a given probability."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -76,7 +76,7 @@ class SyntheticAcceptance:
             key = mx.random.split(key, 2)[1]
 
     def __call__(self, targets: mx.array, window: mx.array, **limits: mx.array) -> AcceptResult:
-        """As `accept`, over targets of which a share is set to what was drafted."""
+        """As `verify`, over targets of which a share is set to what was drafted."""
         drafts = window[:, 1:]
         if drafts.size:
             drawn = mx.random.uniform(shape=drafts.shape, key=next(self.keys))
@@ -84,7 +84,7 @@ class SyntheticAcceptance:
             other = mx.where(targets[:, :-1] == drafts, targets[:, :-1] ^ 1, targets[:, :-1])
             forged = mx.where(agreed, drafts, other)
             targets = mx.concatenate([forged, targets[:, -1:]], axis=1)
-        return accept(targets, window, **limits)
+        return verify_window(targets, window, **limits)
 
 
 def decoding_core(
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, with --profile")
     parser.add_argument("--seconds", type=float, default=540, help="begin no case after them")
     options = parser.parse_args()
-    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
+    runner_module.verify_window = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
     for shape, end in shares(options.seconds, options.shape):
         run(shape, end, options)
 

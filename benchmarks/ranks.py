@@ -60,7 +60,7 @@ def main() -> None:
     mx.random.seed(0)  # Each rank cuts its part out of the same model.
     config, ranks = shape_of(options.shape, options), world()
     inner = text_config(config)
-    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
+    runner_module.verify_window = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
     print(f"rank {ranks.rank} of {ranks.size} makes its weights", flush=True)
     model = build_part(config, 4, ranks.rank, ranks.size)
     make_runner, links = ModelRunner, None

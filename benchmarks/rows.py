@@ -75,7 +75,7 @@ def main() -> None:
         model, _ = build(shape_of(options.shape, options), options.bits)
     else:
         model = load_model(BUNDLED_MODEL, enable_mtp=True)
-    runner_module.accept = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
+    runner_module.verify_window = SyntheticAcceptance(options.acceptance)  # type: ignore[assignment, attr-defined]
     lines = []
     for depth in options.depths:
         for long in options.long:

@@ -205,7 +205,7 @@ def hidden_states(batches: Batches) -> mx.array:
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
-    width = max(1, *map(len, ids))  # `accept` takes no empty array.
+    width = max(1, *map(len, ids))  # `verify_window` takes no empty array.
     rows = [(*values, *[-1] * (width - len(values))) for values in ids]
     return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 

@@ -34,7 +34,7 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
-from mlx_mtp.speculative.verify import accept
+from mlx_mtp.speculative.verify import verify_window
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +334,7 @@ def _sample(
         mx.async_eval(logits)  # Meanwhile the host makes the masks.
         mask = batch.masks.window_mask(window)
     tokens, replaced = batch.sampler.verify(logits, positions, window, mask, num_drafts)
-    accepted = accept(
+    accepted = verify_window(
         tokens,
         window,
         stop_ids=batch.stop_ids,
