@@ -187,7 +187,7 @@ class Engine:
         if request.sampling.grammar is not None and request.grammar is None:
             raise InvalidRequestError("The request's grammar has not been compiled.")
         check_token_ids("prompt", prompt, vocab_size)
-        check_num_draft_tokens(request.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
+        check_num_draft_tokens(request.options.num_draft_tokens, mtp_enabled=self.info.mtp_enabled)
 
     def _main(self) -> None:
         # Not a new thread for each restart: the C library would keep memory for all of them.

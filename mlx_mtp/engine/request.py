@@ -12,6 +12,17 @@ from mlx_mtp.sampling.params import SamplingParams
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How the engine computes a sequence, beside its sampling."""
+
+    num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None leaves them to the engine
+    client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
+    cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
+    trace: bool = False  # outputs have the drafts of each step
+    progress: bool = False  # outputs before the first token say how much of the prompt is computed
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate."""
@@ -20,13 +31,9 @@ class Request:
     prompt_token_ids: tuple[int, ...]  # at least one, each below the tokenizer's vocabulary
     sampling: SamplingParams  # validated by `Engine.submit`
     _: KW_ONLY
-    num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None leaves them to the engine
+    options: RequestOptions = RequestOptions()
     grammar: Grammar | None = None  # `sampling.grammar`, compiled
     bad_words: BadWords | None = None  # which the answer's text must not contain
-    client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
-    cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
-    trace: bool = False  # its outputs have the drafts of each step
-    progress: bool = False  # outputs before its first token say how much of its prompt is computed
 
 
 def check_num_draft_tokens(wanted: int | None, *, mtp_enabled: bool) -> None:

@@ -171,8 +171,8 @@ class Scheduler:
             num_reused_tokens=sequence.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=row.drafts if sequence.request.trace else None,
-            progress=sequence.progress if is_first and sequence.request.progress else None,
+            drafts=row.drafts if sequence.request.options.trace else None,
+            progress=sequence.progress if is_first and sequence.request.options.progress else None,
         )
 
     def _choose_drafts(
@@ -273,6 +273,6 @@ class Scheduler:
 
 def _report(sequence: Sequence) -> RequestOutput | None:
     """How much of a prompt is computed, if that was asked for."""
-    if not sequence.request.progress:
+    if not sequence.request.options.progress:
         return None
     return RequestOutput(sequence.request_id, progress=sequence.progress)

@@ -38,7 +38,7 @@ class Sequence:
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
         self.request = request
         self.request_id = request.request_id
-        self.client = request.client
+        self.client = request.options.client
         self.prompt = request.prompt_token_ids
         self.num_prompt = len(request.prompt_token_ids)
         self.stop_ids = stop_ids
@@ -47,7 +47,7 @@ class Sequence:
         if request.grammar is not None or request.bad_words is not None:
             allowed = request.sampling.allowed_token_ids
             self.constraint = Constraint(request.grammar, request.bad_words, allowed)
-        self.drafting = DraftRow(request.num_draft_tokens)
+        self.drafting = DraftRow(request.options.num_draft_tokens)
         self.status = Status.WAITING
         self.num_computed = 0  # prompt tokens from a prefix or of a launched chunk
         self.begun = False  # its first chunk has been planned
@@ -68,7 +68,9 @@ class Sequence:
         self.cuts: list[int] | None = None  # where its chunks end if it is computed exactly
         self.num_copied = 0  # length of a prefix that is copied, but not in the cache yet
         # Optimistic requests share what they compute with each other alone.
-        self.salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
+        self.salt = root_key(
+            request.options.cache_salt or None, optimistic=request.sampling.optimistic > 0
+        )
         self.number: int | None = None  # its place in the queue, once it has been considered
         self.awaited: tuple[Sequence, int] | None = None  # who computes its prefix, and its length
         self.skips_disk = False  # the disk was too slow, or memory had no room

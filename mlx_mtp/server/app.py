@@ -70,10 +70,9 @@ def create_app(
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mlx-mtp-work")
         asyncio.get_running_loop().set_default_executor(threads)
         context.dispatcher.start()
-        background = [
-            asyncio.create_task(work)
-            for work in (live.background(), context.prompter.keep_running())
-        ]
+        background = [asyncio.create_task(live.background())]
+        if context.workers is not None:
+            background.append(asyncio.create_task(context.workers.keep_running()))
         try:
             yield
         finally:

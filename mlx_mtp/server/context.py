@@ -22,7 +22,7 @@ from mlx_mtp.server.generation.params import model_defaults
 from mlx_mtp.server.generation.prompting import make_prompter
 from mlx_mtp.server.grammar.grammars import Grammars
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
-from mlx_mtp.server.http.body import LARGE_BODY, Model, parse_body, read_body
+from mlx_mtp.server.http.body import LARGE_BODY, BodyT, parse_body, read_body
 from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -45,7 +45,10 @@ class Context:
         self.model_names = (config.model_name, *config.other_names)
         self.defaults = replace(model_defaults(defaults), optimistic=config.optimistic)
         self.prompter = make_prompter(tokenizer, config)
+        self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format
+        # The bytes of a token in an answer's text.
+        self.text_bytes = tokenizer.text_bytes_with(self.output_format.markers)
         self.grammars = Grammars(
             tokenizer, engine.info.eos_token_ids, as_standard=config.json_schemas == "standard"
         )
@@ -72,11 +75,13 @@ class Context:
     @property
     def fault(self) -> str | None:
         """The reason why the server can't answer now, or None."""
-        return self.engine.unhealthy_reason or self.engine.hang_reason or self.prompter.fault
+        reason = self.engine.unhealthy_reason or self.engine.hang_reason
+        return reason or (None if self.workers is None else self.workers.fault)
 
     def close(self) -> None:
         self.grammars.close()
-        self.prompter.close()
+        if self.workers is not None:
+            self.workers.close()
 
     def served_name(self, name: str) -> str:
         """Return the model's name in the answer: the requested one, or the first one for "".
@@ -125,7 +130,7 @@ def context_of(request: Request) -> Context:
     return context
 
 
-async def read_request(request: Request, model: type[Model]) -> tuple[Context, Model]:
+async def read_request(request: Request, model: type[BodyT]) -> tuple[Context, BodyT]:
     """Return the application's parts and the validated body; raises RequestError.
 
     Of bodies that name a model, the name is checked, and the first served one stands in for none.

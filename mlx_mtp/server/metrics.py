@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from operator import attrgetter
 from types import SimpleNamespace
@@ -115,6 +116,16 @@ _IN_VLLM |= {
 }
 
 
+@dataclass(slots=True)
+class SequenceTimes:
+    """When a sequence came to the engine, was admitted, and got its tokens, by `perf_counter`."""
+
+    arrived: float
+    admitted: float
+    first: float  # token
+    last: float  # token
+
+
 class Metrics(Collector):
     """One application's metrics, in a registry of its own; each sample has the model's name.
 
@@ -146,6 +157,15 @@ class Metrics(Collector):
         (family,) = self._histograms[name].collect()
         values = {sample.name: sample.value for sample in family.samples}
         return int(values[f"{PREFIX}{name}_count"]), values[f"{PREFIX}{name}_sum"]
+
+    def observe_sequence(self, times: SequenceTimes, num_prompt: int, num_tokens: int) -> None:
+        """Observe a sequence that has ended by itself."""
+        self.observe("e2e_request_latency_seconds", times.last - times.arrived)
+        self.observe("request_queue_time_seconds", times.admitted - times.arrived)
+        self.observe("request_prefill_time_seconds", times.first - times.admitted)
+        self.observe("request_decode_time_seconds", times.last - times.first)
+        self.observe("request_prompt_tokens", num_prompt)
+        self.observe("request_generation_tokens", num_tokens)
 
     def count(self, name: str, *labels: str) -> None:
         counter = self._counters[name]

@@ -21,7 +21,7 @@ from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 from mlx_mtp.text.characters import cut
 from mlx_mtp.text.template_variables import syntax_of, variables
 
-Message = dict[str, Any]
+TemplateMessage = dict[str, Any]
 
 MIN_PART, MAX_PART = 1 << 14, 1 << 20
 """Of a long text the first so many characters are encoded by themselves (16 for each token that it
@@ -109,10 +109,12 @@ class Tokenizer:
         limit: int | None = None,
         add_special_tokens: bool = True,
         mark: str | None = None,
+        param: str | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text; ContextLengthError: it is more than `limit`, found out early.
+        """Token ids of a text; ContextLengthError if they are more than `limit`, found out early.
 
-        Parts that a `mark` divides are encoded each by itself.
+        Parts that a `mark` divides are encoded each by itself. `param`, the request's field, is
+        for `TextWorkers.encode`, whose own errors name it.
         """
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:
@@ -153,14 +155,14 @@ class Tokenizer:
         return (begin, *before, end, *after, middle)
 
     def encode_chat(
-        self, messages: Sequence[Message], *, limit: int | None = None
+        self, messages: Sequence[TemplateMessage], *, limit: int | None = None
     ) -> tuple[int, ...]:
         """Token ids of a chat in the model's own template, up to where the answer begins."""
         return self.encode(self.render_chat(messages), limit=limit, add_special_tokens=False)
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[TemplateMessage],
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         *,

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from mlx_mtp.server.api import stored
 from mlx_mtp.server.api.schema import MAX_MESSAGES
-from mlx_mtp.server.api.stored import Store, Stored
+from mlx_mtp.server.api.stored import Store, StoredAnswer
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, endless
@@ -141,7 +141,7 @@ def test_the_oldest_make_room_counted_in_bytes_too() -> None:
     kept = Store(max_count=3, max_bytes=10)
 
     def after(name: str, size: int) -> list[str]:
-        kept.keep(Stored(name, "m", {}, b"x" * (size - 1), (("i", b"y"),)))
+        kept.keep(StoredAnswer(name, "m", {}, b"x" * (size - 1), (("i", b"y"),)))
         return [chat.id for chat in kept.all()]
 
     assert after("a", 4) == ["a"]

@@ -31,7 +31,7 @@ from mlx_mtp.sampling.params import (
 )
 from mlx_mtp.server.api.compat import REFUSED, SYNONYMS, is_neutral, note
 from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.text.characters import has_half_character
 
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far above what fits a context
@@ -227,7 +227,7 @@ def _is_scalar(value: object) -> object:
     raise refusal("must be a string, a number or a boolean")
 
 
-Model = TypeVar("Model", bound=WireModel)
+BodyT = TypeVar("BodyT", bound=WireModel)
 Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
 OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
@@ -262,10 +262,10 @@ SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in 
 del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `n` and `mtp`.
 
 
-def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
+def sampled(*names: str) -> Callable[[type[BodyT]], type[BodyT]]:
     """Give a request body these fields of `SamplingParams`, or all that clients may set."""
 
-    def with_fields(kind: type[Model]) -> type[Model]:
+    def with_fields(kind: type[BodyT]) -> type[BodyT]:
         # Not `| None`: an explicit null is absent before a field's type is looked at.
         fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
         return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
@@ -273,7 +273,7 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     return with_fields
 
 
-class GenerateRequest(WireModel):
+class AnswerRequest(WireModel):
     """What all bodies that ask for an answer have."""
 
     model: ModelName = ""
@@ -286,7 +286,7 @@ class GenerateRequest(WireModel):
         return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
     @abstractmethod
-    def options(self) -> RequestOptions: ...
+    def options(self) -> AnswerOptions: ...
 
 
 class TextFields(WireModel):
@@ -331,20 +331,20 @@ def one_of(message: str, *, word: str | None = None, role: str | None = None) ->
     return Discriminator(form, custom_error_type=UNSUPPORTED, custom_error_message=message)
 
 
-Named = TypeVar("Named", bound=WireModel)
-Allowed = TypeVar("Allowed", bound=WireModel)
+NamedToolT = TypeVar("NamedToolT", bound=WireModel)
+AllowedToolsT = TypeVar("AllowedToolsT", bound=WireModel)
 _CHOICES = 'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"'
 # Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
-ToolChoice = Annotated[
+OpenAIToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
-    | Annotated[Named, Tag(FORM + "function")]
-    | Annotated[Allowed, Tag(FORM + "allowed_tools")],
+    | Annotated[NamedToolT, Tag(FORM + "function")]
+    | Annotated[AllowedToolsT, Tag(FORM + "allowed_tools")],
     one_of(_CHOICES, word="word"),
 ]
 
 
 def tool_choice(choice: Any) -> conversation.ToolChoice:
-    """A `ToolChoice` as the server knows it."""
+    """The choice as the server knows it, whichever API it came through."""
     if isinstance(choice, str):
         return conversation.ToolChoice(choice)  # type: ignore[arg-type]
     if choice.type == "function":

@@ -33,7 +33,7 @@ Inputs = tuple[tuple[str, bytes], ...]  # messages or items, each with its id
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredAnswer:
     """An answer and what it was asked for with, as the JSON that clients get."""
 
     id: str
@@ -46,15 +46,15 @@ class Stored:
     def size(self) -> int:
         return len(self.answer) + size_of(self.inputs)
 
-    def relabelled(self, metadata: Mapping[str, str]) -> "Stored":
+    def relabelled(self, metadata: Mapping[str, str]) -> "StoredAnswer":
         body = self.answer.removesuffix(_ending(self.metadata))
         return replace(self, metadata=metadata, answer=body + _ending(metadata))
 
 
-def _stored(answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs) -> Stored:
+def _stored(answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs) -> StoredAnswer:
     fields = {name: value for name, value in answer.items() if name != "metadata"}
     packed = packed_slowly(fields)[:-1].encode() + _ending(metadata)
-    return Stored(answer["id"], answer["model"], metadata, packed, inputs)
+    return StoredAnswer(answer["id"], answer["model"], metadata, packed, inputs)
 
 
 def _ending(metadata: Mapping[str, str]) -> bytes:
@@ -76,11 +76,11 @@ class Store:
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self.max_bytes, self._max_count, self._size = max_bytes, max_count, 0
-        self._answers: dict[str, Stored] = {}
+        self._answers: dict[str, StoredAnswer] = {}
         self.all = self._answers.values
         self.find = self._answers.get
 
-    def keep(self, answer: Stored) -> bool:
+    def keep(self, answer: StoredAnswer) -> bool:
         """Keep an answer, or its new labels; False: it alone is too large, and nothing changes."""
         if answer.size > self.max_bytes:
             return False
@@ -146,16 +146,20 @@ async def keeper(
 
 
 async def continued(request: Request, name: str) -> Inputs:
-    """What led to a stored response, and its output; raises PreviousResponseError."""
-    found = RESPONSES.find(request, name)
-    if found is None:
+    """What led to a stored response, and its output; raises PreviousResponseError.
+
+    It counts as a part of the request's body.
+    """
+    stored = RESPONSES.find(request, name)
+    if stored is None:
         raise PreviousResponseError(RESPONSES.missing(name), param="previous_response_id")
-    answer = found.answer
+    answer = stored.answer
     output = await asyncio.to_thread(lambda: _packed(json.loads(answer)["output"]))
-    return found.inputs + output
+    record_of(request.scope).body_bytes += size_of(stored.inputs + output)
+    return stored.inputs + output
 
 
-class _Labels(WireModel):
+class _LabelsBody(WireModel):
     metadata: Labels = Field({})
 
 
@@ -171,7 +175,7 @@ class _ItemsQuery(_PageQuery):
     include: str | None = Field(None, validation_alias=AliasChoices("include", "include[]"))
 
 
-class _ChatsQuery(_PageQuery, _Labels):
+class _ChatsQuery(_PageQuery, _LabelsBody):
     model: str | None = None
 
 
@@ -179,7 +183,7 @@ Query = TypeVar("Query", bound=_PageQuery)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class StoredKind:
     """A kind of answers, and the routes that are the same for all kinds."""
 
     prefix: str  # of its ids
@@ -188,7 +192,7 @@ class Kind:
     deleted: str  # what the answer to DELETE calls itself
     query: type[_PageQuery]  # of the list of its inputs
 
-    def find(self, request: Request, name: str) -> Stored | None:
+    def find(self, request: Request, name: str) -> StoredAnswer | None:
         return _store(request).find(name) if name.startswith(self.prefix) else None
 
     def missing(self, name: str) -> str:
@@ -197,7 +201,7 @@ class Kind:
         )
         return f"There is no stored {self.noun} {cut(name)!r}: {made}."
 
-    def named(self, request: Request) -> Stored:
+    def named(self, request: Request) -> StoredAnswer:
         name = request.path_params["name"]
         found = self.find(request, name)
         if found is None:
@@ -223,11 +227,11 @@ class Kind:
         return await _in_turn(request, partial(_page, self.named(request).inputs, query))
 
 
-CHATS = Kind(
+CHATS = StoredKind(
     *("chatcmpl-", "chat completion", "without `store: true`", "chat.completion.deleted"),
     _PageQuery,
 )
-RESPONSES = Kind("resp_", "response", "with `store: false`", "response", _ItemsQuery)
+RESPONSES = StoredKind("resp_", "response", "with `store: false`", "response", _ItemsQuery)
 
 
 async def list_chats(request: Request) -> Response:
@@ -250,7 +254,7 @@ async def list_chats(request: Request) -> Response:
 
 async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}: only the metadata changes."""
-    _, body = await read_request(request, _Labels)
+    _, body = await read_request(request, _LabelsBody)
     # Nothing is awaited between the two: the chat may be deleted meanwhile.
     chat = CHATS.named(request).relabelled(body.metadata)
     if not _store(request).keep(chat):

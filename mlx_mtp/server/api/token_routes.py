@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.server.api.openai.protocol import Message, TemplateFields, Tool
+from mlx_mtp.server.api.openai.protocol import OpenAIMessage, OpenAITool, TemplateFields
 from mlx_mtp.server.api.schema import (
     MAX_PROMPT_IDS,
     Many,
@@ -37,8 +37,8 @@ class TokenizeRequest(TemplateFields):
     model: ModelName = ""
     prompt: str | None = None
     content: str | None = None
-    messages: Many[Message] = Field([])
-    tools: ManyTools[Tool] = Field([])
+    messages: Many[OpenAIMessage] = Field([])
+    tools: ManyTools[OpenAITool] = Field([])
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -86,13 +86,19 @@ async def tokenize(request: Request) -> Response:
     client = client_of(request.scope)
     async with context.in_time(request.scope):
         if text is None:
-            prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
+            prompt = await context.prompter.prompt(
+                body.conversation(), MAX_PROMPT_IDS, request.scope, client
+            )
             ids = prompt.token_ids
         else:
-            param = "content" if body.prompt is None else "prompt"
-            options: dict[str, Any] = {"add_special_tokens": body.add_special_tokens}
-            work = partial(context.prompter.encode, text, param, limit=MAX_PROMPT_IDS, **options)
-            ids = await context.prompter.in_turn(len(text), client, work)
+            work = partial(
+                context.prompter.text.encode,
+                text,
+                param="content" if body.prompt is None else "prompt",
+                limit=MAX_PROMPT_IDS,
+                add_special_tokens=body.add_special_tokens,
+            )
+            ids = await context.prompter.in_turn(request.scope, client, work)
 
     def content() -> str:
         found = {

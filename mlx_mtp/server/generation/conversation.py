@@ -103,17 +103,6 @@ class Conversation:
     template: str | None = None  # the client's own
 
     @property
-    def size(self) -> int:
-        """Characters of all texts that a template may write."""
-        texts: list[Any] = [self.template, self.template_kwargs]
-        for message in self.messages:
-            texts += message.content, message.reasoning
-            texts += (call.arguments for call in message.tool_calls)
-        for tool in self.tools:
-            texts += tool.name, tool.description, tool.parameters
-        return sum(map(_size, texts))
-
-    @property
     def offered_tools(self) -> list[Tool]:
         """The tools that the prompt describes; only their calls are read."""
         if self.tool_choice.mode == "none":
@@ -159,15 +148,6 @@ def folded(messages: Iterable[Message]) -> list[Message]:
         else:
             chat.append(replace(message, role="user"))
     return chat
-
-
-def _size(value: Any) -> int:
-    """Characters of a JSON value's strings, and one for each other value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(name) + _size(inner) for name, inner in value.items())
-    return sum(map(_size, value)) if isinstance(value, list | tuple) else 1
 
 
 def _given(**fields: Any) -> dict[str, Any]:

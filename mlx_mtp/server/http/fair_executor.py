@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 SMALL = 1 << 18
 """Characters, or bytes, of a text that takes milliseconds to read or write."""
@@ -24,19 +24,26 @@ class _Waiting:
 
 
 class FairExecutor:
-    """Runs at most `max_running` calls at once, on the executor or on the loop's default one."""
+    """Runs at most `max_running` calls at once, on the executor or on the loop's default one.
 
-    def __init__(self, max_running: int, executor: Executor | None = None) -> None:
-        self._free, self._executor = max_running, executor
+    Texts of at most `small` characters or bytes take no turn.
+    """
+
+    def __init__(
+        self, max_running: int, executor: Executor | None = None, small: int = SMALL
+    ) -> None:
+        self._free, self._executor, self._small = max_running, executor, small
         self._queue: Any = FairQueue()
 
-    async def run_by_size(self, size: int, client: tuple[str, ...], work: Callable[[], T]) -> T:
+    async def run_by_size(
+        self, size: int, client: tuple[str, ...], work: Callable[[], Result]
+    ) -> Result:
         """Call `work` on a thread: in the client's turn, or at once if `size` is small."""
-        if size <= SMALL:
+        if size <= self._small:
             return await asyncio.to_thread(work)
         return await self.run(client, work)
 
-    async def run(self, client: tuple[str, ...], work: Callable[[], T]) -> T:
+    async def run(self, client: tuple[str, ...], work: Callable[[], Result]) -> Result:
         """Call `work` on a thread, in the client's turn.
 
         If the caller is cancelled meanwhile, the turn still lasts until the call has returned.

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.http.record import record_of
 from mlx_mtp.server.http.routing import Route
 from mlx_mtp.server.metrics import Metrics
@@ -88,19 +89,19 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
         "id": record.id,
     }
     if generation is not None:
-        timings = generation.timings()
-        fields |= {"prompt_tokens": generation.prompt_tokens, "cached_tokens": timings["cache_n"]}
-        fields["completion_tokens"] = timings["predicted_n"]
-        if timings["predicted_n"]:
-            fields["first_token_seconds"] = timings["prompt_ms"] / 1e3
-            fields["tokens_per_second"] = timings["predicted_per_second"]
-        if timings["draft_n"]:
-            fields["draft_tokens"] = timings["draft_n"]
-            fields["accepted_tokens"] = timings["draft_n_accepted"]
-            fields["optimistic_tokens"] = timings.get("draft_n_optimistic") or None
+        times = timings(generation)
+        fields |= {"prompt_tokens": generation.prompt_tokens, "cached_tokens": times["cache_n"]}
+        fields["completion_tokens"] = times["predicted_n"]
+        if times["predicted_n"]:
+            fields["first_token_seconds"] = times["prompt_ms"] / 1e3
+            fields["tokens_per_second"] = times["predicted_per_second"]
+        if times["draft_n"]:
+            fields["draft_tokens"] = times["draft_n"]
+            fields["accepted_tokens"] = times["draft_n_accepted"]
+            fields["optimistic_tokens"] = times.get("draft_n_optimistic") or None
             fields["draft_sources"] = ", ".join(
                 f"{source} {sum(counts['draft_n_accepted'])} of {sum(counts['draft_n'])}"
-                for source, counts in timings["draft_sources"].items()
+                for source, counts in times["draft_sources"].items()
             )
         if reason is None and not generation.is_finished:
             reason = "the client left" if generation.error is None else str(generation.error)

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -15,19 +15,16 @@ from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.logs import Later
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.writer import Writer, packed_slowly
+from mlx_mtp.server.http.fair_executor import Result
 from mlx_mtp.server.http.record import client_of, record_of
-from mlx_mtp.text.stream import Delta
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 StoreAnswer = Callable[[dict[str, Any]], Awaitable[None]]
 """Called with the whole answer at its end, streamed or not."""
 
 
-async def respond(
-    request: Request, writer: Writer, stream: bool, keep: StoreAnswer | None = None
-) -> Response:
+async def respond(request: Request, writer: Writer, keep: StoreAnswer | None = None) -> Response:
     """Run a generation while the client stays, and return the answer that the writer makes."""
     context, record = context_of(request), record_of(request.scope)
     patience = context.config.keep_alive_seconds
@@ -35,7 +32,7 @@ async def respond(
     for prompt in writer.generation.prompts if context.config.log_prompts else ():
         text = Later(partial(context.tokenizer.text_of, prompt))
         logger.info("%(id)s: the prompt is %(prompt)s", {"id": record.id, "prompt": text})
-    if stream:
+    if writer.streams:
         return _EventStream(writer, patience, keep)
     with writer.generation:
         answer = await until_disconnect(request.receive, _collect_response(writer, patience))
@@ -48,7 +45,7 @@ async def respond(
     return Response(content, media_type="application/json")
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
 
     async def disconnected() -> None:
@@ -69,20 +66,11 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:
     async for deltas in writer.generation.deltas(patience):
-        for delta in deltas:
-            list(writer.read(delta))  # which adds it to the writer's blocks
+        writer.read(deltas)
     return await _written(writer, writer.whole)
 
 
-def _events(writer: Writer, opening: Iterator[bytes], deltas: Sequence[Delta]) -> list[bytes]:
-    events = [*opening]  # There are none later.
-    for delta in deltas:
-        for words in writer.read(delta):
-            events += words
-    return events
-
-
-async def _written(writer: Writer, write: Callable[[], T]) -> T:
+async def _written(writer: Writer, write: Callable[[], Result]) -> Result:
     return await asyncio.to_thread(write) if writer.slow else write()
 
 
@@ -94,14 +82,14 @@ async def stream_events(
     An error before the first event is raised, as it can still become an HTTP status; a later one
     becomes an event. After each `patience` seconds without events a keep-alive is sent.
     """
-    begun, opening = False, iter(writer.opening())
+    begun = False
     try:
         async for deltas in writer.generation.deltas(patience):
             if not deltas:
                 begun = True
                 yield writer.keep_alive
                 continue
-            events = await _written(writer, partial(_events, writer, opening, deltas))
+            events = await _written(writer, partial(writer.read, deltas))
             if events:
                 begun = True
                 yield b"".join(events)

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
+from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import GuidedFields
-from mlx_mtp.server.api.thinking_fields import ThinkingFields
 from mlx_mtp.server.generation import conversation
 from mlx_mtp.server.generation.conversation import Conversation, split_template_kwargs
-from mlx_mtp.server.generation.params import MAX_SEQUENCES, RequestOptions
+from mlx_mtp.server.generation.params import MAX_SEQUENCES, AnswerOptions
 
 MAX_TEMPLATE = 1 << 16  # characters
 
@@ -24,7 +24,7 @@ def _joined_text(value: object, info: ValidationInfo) -> object:
     return schema.joined_text(value, kinds, info)
 
 
-_Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(schema.MAX_MESSAGES)]
+_MessageText = Annotated[str | None, BeforeValidator(_joined_text), at_most(schema.MAX_MESSAGES)]
 
 
 class _FunctionCall(WireModel):
@@ -33,7 +33,7 @@ class _FunctionCall(WireModel):
     parsed_arguments: schema.Parsed | None = None
 
 
-class _ToolCall(WireModel):
+class _OpenAIToolCall(WireModel):
     function: _FunctionCall
     type: Literal["function"] = "function"
     id: str | None = None
@@ -48,18 +48,18 @@ _OF_ASSISTANTS = (
 _ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), "tool_call_id": "tool"}
 
 
-class Message(WireModel):
+class OpenAIMessage(WireModel):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content = None
+    content: _MessageText = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # OpenRouter's and vLLM's name for it
     refusal: str | None = None
     annotations: Annotated[list[Any], at_most(schema.MAX_MESSAGES)] | None = None
     parsed: schema.Parsed | None = None
-    tool_calls: Annotated[list[_ToolCall], at_most(schema.MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[_OpenAIToolCall], at_most(schema.MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     provider_specific_fields: schema.Schema | None = None
 
@@ -90,7 +90,7 @@ class Message(WireModel):
         )
 
 
-class Tool(WireModel):
+class OpenAITool(WireModel):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -101,7 +101,7 @@ class _Name(WireModel):
     name: str
 
 
-class _NamedTool(WireModel):
+class _OpenAINamedTool(WireModel):
     type: Literal["function"]
     function: _Name
 
@@ -110,14 +110,14 @@ class _NamedTool(WireModel):
         return self.function.name
 
 
-class _AllowedTools(WireModel):
+class _OpenAIAllowedTools(WireModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
+    tools: Annotated[ManyTools[_OpenAINamedTool], Field(min_length=1)]
 
 
 class _AllowedToolsChoice(WireModel):
     type: Literal["allowed_tools"]
-    allowed_tools: _AllowedTools
+    allowed_tools: _OpenAIAllowedTools
 
 
 class _UsageOptions(WireModel):
@@ -134,7 +134,7 @@ class _MtpOptions(WireModel):
 
 
 @schema.sampled()
-class GenerateRequest(schema.GenerateRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
+class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
     """What both endpoints take."""
 
     stream_options: _UsageOptions = _UsageOptions()
@@ -154,8 +154,8 @@ class GenerateRequest(schema.GenerateRequest, schema.OpenAILabels, schema.TextFi
             raise refusal("needs stream: true", field="mtp.trace")
         return self
 
-    def options(self, **more: Any) -> RequestOptions:
-        return RequestOptions(
+    def options(self, **more: Any) -> AnswerOptions:
+        return AnswerOptions(
             sampling=self.sampling(
                 **{"prompt_logprobs": self.prompt_logprobs, "optimistic": self.mtp.optimistic}
                 | more
@@ -165,11 +165,13 @@ class GenerateRequest(schema.GenerateRequest, schema.OpenAILabels, schema.TextFi
             bad_words=self.bad_words,
             skip_special_tokens=self.skip_special_tokens,
             include_stop=self.include_stop_str_in_output,
-            num_draft_tokens=self.mtp.num_draft_tokens,
-            trace=self.mtp.trace,
-            progress=self.stream and (self.return_progress or self.stream_options.include_progress),
             user=self.user or self.safety_identifier,
-            cache_salt=self.cache_salt,
+            engine=RequestOptions(
+                num_draft_tokens=self.mtp.num_draft_tokens,
+                trace=self.mtp.trace,
+                progress=self.stream
+                and (self.return_progress or self.stream_options.include_progress),
+            ),
         )
 
 
@@ -201,15 +203,15 @@ class TemplateFields(WireModel):
         }
 
 
-class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
+class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
-    messages: OneOrMore[Message]
+    messages: OneOrMore[OpenAIMessage]
     max_completion_tokens: schema.Int | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
-    tools: ManyTools[Tool] = Field([])
-    tool_choice: schema.ToolChoice[_NamedTool, _AllowedToolsChoice] = "auto"
+    tools: ManyTools[OpenAITool] = Field([])
+    tool_choice: schema.OpenAIToolChoice[_OpenAINamedTool, _AllowedToolsChoice] = "auto"
     parallel_tool_calls: bool = True
     store: bool = False
 
@@ -226,7 +228,7 @@ class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
         for number, message in enumerate(self.messages):
             yield {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
 
-    def options(self, **_: Any) -> RequestOptions:
+    def options(self, **_: Any) -> AnswerOptions:
         top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         options = super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
         if self.max_completion_tokens is None:
@@ -269,7 +271,7 @@ def _as_prompts(value: object) -> object:
     return value
 
 
-class CompletionRequest(GenerateRequest):
+class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]  # texts or lists of token ids
@@ -286,7 +288,7 @@ class CompletionRequest(GenerateRequest):
             raise refusal("can't be combined with suffix", field="echo", unsupported=True)
         return self
 
-    def options(self, **_: Any) -> RequestOptions:
+    def options(self, **_: Any) -> AnswerOptions:
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         most = max((top for top in asked if top is not None), default=None)
         made = super().options(top_logprobs=self.logprobs, prompt_logprobs=most)

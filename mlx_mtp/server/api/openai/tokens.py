@@ -10,10 +10,10 @@ from mlx_mtp.text.parsing.events import OutputToken
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
-Tokens = Sequence[OutputToken]
+OutputTokens = Sequence[OutputToken]
 
 
-def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]]:
+def logprob_entries(tokenizer: Tokenizer, tokens: OutputTokens) -> list[dict[str, Any]]:
     """Of a chat's tokens, each with its alternatives."""
 
     def candidate(token_id: int, logprob: float) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]
     return entries
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Tokens, most: int) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer, tokens: OutputTokens, most: int) -> dict[str, Any]:
     """Of a completion's tokens, those of an echoed prompt included, with `most` alternatives."""
     name = tokenizer.token_text
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}

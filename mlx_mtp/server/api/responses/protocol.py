@@ -15,13 +15,11 @@ from pydantic import (
 )
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api import schema as fields
+from mlx_mtp.server.api.forms import AnswerFormat
 from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
-from mlx_mtp.server.api.structured_fields import schema_grammar
 from mlx_mtp.server.generation.conversation import Conversation, Effort, Message, ToolCall
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.text.characters import unwrap
 
@@ -35,7 +33,7 @@ _INCLUDED = get_args(_Included)
 
 _KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
 _join = BeforeValidator(lambda value, info: fields.joined_text(value, _KINDS, info))
-_Text = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
+_JoinedText = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
 
 
 class _AnyItem(WireModel):
@@ -59,7 +57,7 @@ class _AnyItem(WireModel):
 class _MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text
+    content: _JoinedText
     phase: Literal["commentary", "final_answer"] | None = None
 
     def listed(self, name: str) -> dict[str, Any]:
@@ -95,7 +93,7 @@ class _CallItem(_AnyItem):
 class _CallOutputItem(_AnyItem):
     type: Literal["function_call_output"]
     call_id: str
-    output: _Text
+    output: _JoinedText
     caller: _DirectCaller | None = None
 
     def message(self) -> Message:
@@ -105,8 +103,8 @@ class _CallOutputItem(_AnyItem):
 class _ReasoningItem(_AnyItem):
     parts: ClassVar[Mapping[str, str]] = {"summary": "summary_text", "content": "reasoning_text"}
     type: Literal["reasoning"]
-    summary: _Text = ""
-    content: _Text = ""
+    summary: _JoinedText = ""
+    content: _JoinedText = ""
     encrypted_content: str | None = None
 
     def message(self) -> Message:
@@ -115,7 +113,7 @@ class _ReasoningItem(_AnyItem):
 
 
 _TYPES = "message, function_call, function_call_output, reasoning"
-_Item = Annotated[
+InputItem = Annotated[
     Annotated[_MessageItem, Tag(FORM + "message")]
     | Annotated[_CallItem, Tag(FORM + "function_call")]
     | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
@@ -124,10 +122,10 @@ _Item = Annotated[
 ]
 
 
-_ITEM: TypeAdapter[_Item] = TypeAdapter(_Item)
+_ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 
 
-def items_of(inputs: Iterable[bytes]) -> list[_Item]:
+def items_of(inputs: Iterable[bytes]) -> list[InputItem]:
     """Stored items; raises RequestError for what a client could not send either."""
     try:
         # One by one: pydantic lets no other thread run meanwhile.
@@ -140,7 +138,7 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _messages(items: Iterable[_Item]) -> list[Message]:
+def _messages(items: Iterable[InputItem]) -> list[Message]:
     # One message for all that one answer brought.
     turns: list[list[Message]] = []
     for message in (item.message() for item in items):
@@ -176,43 +174,37 @@ def _without_ignored(value: object) -> object:
     return [tool for tool, kind in zip(value, kinds) if kind not in _IGNORED_TOOLS]
 
 
-class _NamedTool(WireModel):
+class _ResponsesNamedTool(WireModel):
     type: Literal["function"]
     name: str
 
 
-class _FunctionTool(fields.Function, _NamedTool):
+class _FunctionTool(fields.Function, _ResponsesNamedTool):
     defer_loading: bool | None = None
 
 
-class _AllowedTools(WireModel):
+class _ResponsesAllowedTools(WireModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
+    tools: Annotated[ManyTools[_ResponsesNamedTool], Field(min_length=1)]
 
 
-class _Reasoning(WireModel):
+class _ReasoningOptions(WireModel):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class _TextFormat(WireModel):
+class _TextFormat(AnswerFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     description: str | None = None
-    json_schema: AnswerSchema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _a_schema_is_there(self) -> Self:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
+        if (self.schema_ is not None) != (self.type == "json_schema"):
             raise refusal("is only for type json_schema", field="schema")
         return self
-
-    def spec(self) -> GrammarSpec | None:
-        if self.type == "json_object":
-            return GrammarSpec("json_object")
-        return None if self.json_schema is None else schema_grammar(self.json_schema)
 
 
 class _TextConfig(WireModel):
@@ -228,18 +220,18 @@ class _StreamOptions(WireModel):
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
-class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
+class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     """POST /v1/responses."""
 
-    input: Annotated[OneOrMore[_Item], BeforeValidator(_as_items)]
+    input: Annotated[OneOrMore[InputItem], BeforeValidator(_as_items)]
     instructions: str | None = None
     stream_options: _StreamOptions | None = None
     max_output_tokens: fields.Int | None = None
     top_logprobs: fields.Int | None = None
     tools: Annotated[ManyTools[_FunctionTool], BeforeValidator(_without_ignored)] = Field([])
-    tool_choice: fields.ToolChoice[_NamedTool, _AllowedTools] = "auto"
+    tool_choice: fields.OpenAIToolChoice[_ResponsesNamedTool, _ResponsesAllowedTools] = "auto"
     parallel_tool_calls: bool = True
-    reasoning: _Reasoning = Field(default_factory=_Reasoning)
+    reasoning: _ReasoningOptions = Field(default_factory=_ReasoningOptions)
     text: _TextConfig = Field(default_factory=_TextConfig)
     include: Annotated[
         list[_Included], FailFast(), fields.known_only(*_INCLUDED), at_most(fields.MAX_LABELS)
@@ -250,21 +242,20 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
     max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
-    def options(self) -> RequestOptions:
+    def options(self) -> AnswerOptions:
         wanted = 0 if _LOGPROBS in self.include else None
         top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
-        return RequestOptions(
+        return AnswerOptions(
             self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",
             user=self.user or self.safety_identifier,
-            cache_salt=self.cache_salt,
         )
 
     def listed_input(self, answer_id: str) -> Iterator[dict[str, Any]]:
         for number, item in enumerate(self.input):
             yield item.listed(f"{answer_id}-{number}")
 
-    def chat(self, earlier: Sequence[_Item] = ()) -> Conversation:
+    def chat(self, earlier: Sequence[InputItem] = ()) -> Conversation:
         count, most = len(earlier) + len(self.input), fields.MAX_MESSAGES
         if count > most:
             message = f"The chat that is continued has {count} items; at most {most} are allowed."

@@ -1,16 +1,22 @@
-"""What an answer must look like, as clients say it: `response_format` and vLLM's words for it."""
-
-from __future__ import annotations
+"""The form of an answer and how much to think before it, in the words of all APIs."""
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    FailFast,
+    Field,
+    model_validator,
+)
 
 from mlx_mtp.bounded_json import unique_names
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api.schema import WireModel, at_most, few_values, refusal
+from mlx_mtp.server.generation.conversation import Effort
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.text.parsing.json_reader import loads
 
@@ -37,10 +43,10 @@ def _check_size(text: str) -> None:
         raise refusal(f"has {size} characters of JSON; at most {most} are allowed")
 
 
-Schema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_check_schema)]
-SchemaOrText = Annotated[Schema, BeforeValidator(_as_schema)]
+AnswerSchema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_check_schema)]
+SchemaOrText = Annotated[AnswerSchema, BeforeValidator(_as_schema)]
 Choices = Annotated[list[str], FailFast(), Field(min_length=1), at_most(MAX_CHOICES)]
-Text = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 
 
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
@@ -52,20 +58,30 @@ class JsonSchema(WireModel):
     """OpenAI's: a schema with a name, which llama.cpp's clients leave out."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)] = "answer"
-    schema_: Schema = Field(alias="schema")
+    schema_: AnswerSchema = Field(alias="schema")
     description: str | None = None
     strict: bool = False  # here a schema always holds
 
 
-class ResponseFormat(WireModel):
-    """The form of a chat's answer. llama.cpp's clients send a schema with type json_object."""
+class AnswerFormat(WireModel):
+    """The form of an answer, with the schema beside its type."""
 
     type: Literal["text", "json_object", "json_schema"]
+    schema_: AnswerSchema | None = Field(default=None, alias="schema")
+
+    def spec(self) -> GrammarSpec | None:
+        if self.schema_ is not None:
+            return schema_grammar(self.schema_)
+        return GrammarSpec("json_object") if self.type == "json_object" else None
+
+
+class ResponseFormat(AnswerFormat):
+    """A chat's. llama.cpp's clients send a schema with type json_object."""
+
     json_schema: JsonSchema | None = None
-    schema_: Schema | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
-    def _fields_fit_the_type(self) -> ResponseFormat:
+    def _fields_fit_the_type(self) -> Self:
         if self.type == "json_schema" and self.json_schema is None:
             raise refusal("is required for type json_schema", field="json_schema")
         for field, value, kind in (
@@ -77,26 +93,25 @@ class ResponseFormat(WireModel):
         return self
 
     def spec(self) -> GrammarSpec | None:
-        schema = self.json_schema.schema_ if self.json_schema is not None else self.schema_
-        if schema is not None:
-            return schema_grammar(schema)
-        return GrammarSpec("json_object") if self.type == "json_object" else None
+        if self.json_schema is not None:
+            return schema_grammar(self.json_schema.schema_)
+        return super().spec()
 
 
 class StructuredOutputs(WireModel):
     """The same in vLLM's words of today, as one field."""
 
     json_schema: SchemaOrText | None = Field(default=None, alias="json")
-    regex: Text | None = None
+    regex: GrammarText | None = None
     choice: Choices = Field(default_factory=list)
-    grammar: Text | None = None
+    grammar: GrammarText | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
-    whitespace_pattern: Text | None = None
+    whitespace_pattern: GrammarText | None = None
 
     @model_validator(mode="after")
-    def _exactly_one(self) -> StructuredOutputs:
+    def _exactly_one(self) -> Self:
         if self.json_object is False:
             raise refusal("must be true, or be left out", field="json_object")
         if len(self._given()) != 1:
@@ -138,33 +153,31 @@ class GuidedFields(WireModel):
 
     response_format: ResponseFormat | None = None
     guided_json: SchemaOrText | None = None
-    guided_regex: Text | None = None
+    guided_regex: GrammarText | None = None
     guided_choice: Choices = Field(default_factory=list)
-    guided_grammar: Text | None = None
+    guided_grammar: GrammarText | None = None
     structured_outputs: StructuredOutputs | None = None
     json_schema: SchemaOrText | None = None  # llama.cpp, SGLang
-    regex: Text | None = None  # SGLang, outlines
-    ebnf: Text | None = None  # SGLang
+    regex: GrammarText | None = None  # SGLang, outlines
+    ebnf: GrammarText | None = None  # SGLang
     grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
 
     @model_validator(mode="after")
-    def _at_most_one(self) -> GuidedFields:
-        given = self._given()
+    def _at_most_one(self) -> Self:
+        given = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
         if len(given) > 1:
             raise refusal(f"can't be combined with {given[0]}", field=given[1])
         return self
 
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
         """The field that was given, and what it asks for."""
-        for field in self._given():
-            value = getattr(self, field)
-            if isinstance(value, ResponseFormat | StructuredOutputs):
-                return field, value.spec()
-            return field, _spec(_KINDS.get(field, field.removeprefix("guided_")), value)
-        return None
-
-    def _given(self) -> list[str]:
-        return [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+        fields = filter(self.model_fields_set.__contains__, GuidedFields.model_fields)
+        if (field := next(fields, None)) is None:
+            return None
+        value = getattr(self, field)
+        if isinstance(value, ResponseFormat | StructuredOutputs):
+            return field, value.spec()
+        return field, _spec(_KINDS.get(field, field.removeprefix("guided_")), value)
 
 
 _KINDS = {"guided_json": "json_schema", "ebnf": "grammar"}
@@ -176,3 +189,68 @@ def _spec(kind: str, value: Any) -> GrammarSpec:
     if kind == "choice":
         return GrammarSpec("choice", json.dumps(value))
     return GrammarSpec("json_object") if kind == "json_object" else schema_grammar(value)
+
+
+_BudgetTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
+
+
+class _ThinkingWish(WireModel):
+    """What one field says of thinking; what it leaves out is up to the model."""
+
+    enabled: bool | None = None
+    type: Literal["enabled", "disabled", "adaptive"] | None = None
+    effort: Effort | None = None
+    max_tokens: _BudgetTokens | None = Field(
+        default=None, validation_alias=AliasChoices("max_tokens", "budget_tokens")
+    )
+    exclude: bool = False  # think, but leave it out of the answer
+
+    def fields(self) -> dict[str, Any]:
+        """What is given of `thinking`, `effort` and `budget`."""
+        thinking = {"enabled": True, "disabled": False}.get(self.type or "", self.enabled)
+        if thinking is None and (self.effort or self.max_tokens):
+            thinking = self.effort != "none"
+        fields = {"thinking": thinking, "effort": self.effort, "budget": self.max_tokens}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+_FORMS = {bool: "enabled", str: "effort", int: "max_tokens"}
+_ThinkingField = Annotated[
+    _ThinkingWish,
+    BeforeValidator(lambda given: {_FORMS[type(given)]: given} if type(given) in _FORMS else given),
+]
+
+
+class ThinkingFields(WireModel):
+    """A chat's fields for how much to think. Several may be given if they agree."""
+
+    reasoning_effort: Effort | None = None
+    reasoning: _ThinkingField | None = None  # OpenRouter
+    enable_thinking: _ThinkingField | None = None  # Qwen
+    thinking: _ThinkingField | None = None  # Anthropic, DeepSeek
+    think: _ThinkingField | None = None  # Ollama
+    thinking_budget: _ThinkingField | None = None  # Qwen
+    include_reasoning: bool = True  # OpenRouter, vLLM
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        self.wish()
+        return self
+
+    @property
+    def hides_reasoning(self) -> bool:
+        fields = [getattr(self, name) for name in ThinkingFields.model_fields]
+        return not self.include_reasoning or any(getattr(f, "exclude", False) for f in fields)
+
+    def wish(self) -> dict[str, Any]:
+        """What all of them say together of `thinking`, `effort` and `budget`."""
+        together: dict[str, Any] = {}
+        for field in ThinkingFields.model_fields:
+            given = getattr(self, field)
+            if field == "reasoning_effort" and given is not None:
+                given = _ThinkingWish(effort=given)
+            if isinstance(given, _ThinkingWish):
+                for name, value in given.fields().items():
+                    if together.setdefault(name, value) != value:
+                        raise refusal(f"contradicts another field about {name}", field=field)
+        return together
