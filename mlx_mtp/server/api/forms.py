@@ -1,6 +1,7 @@
 """The form of an answer and how much to think before it, in the words of all APIs."""
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -9,6 +10,7 @@ from pydantic import (
     BeforeValidator,
     FailFast,
     Field,
+    PrivateAttr,
     model_validator,
 )
 
@@ -50,17 +52,17 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTE
 
 
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
-    """A grammar of answers with the schema's properties in its order."""
+    """The grammar of answers that follow a schema, with its properties in its order."""
     return GrammarSpec("json_schema", json.dumps(schema))
 
 
 class JsonSchema(WireModel):
-    """OpenAI's: a schema with a name, which llama.cpp's clients leave out."""
+    """OpenAI's schema with a name, which llama.cpp's clients leave out."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)] = "answer"
     schema_: AnswerSchema = Field(alias="schema")
     description: str | None = None
-    strict: bool = False  # here a schema always holds
+    strict: bool = False  # without effect: a schema is always enforced
 
 
 class AnswerFormat(WireModel):
@@ -76,7 +78,7 @@ class AnswerFormat(WireModel):
 
 
 class ResponseFormat(AnswerFormat):
-    """A chat's. llama.cpp's clients send a schema with type json_object."""
+    """The form of a chat's answer; llama.cpp's clients send a schema with type json_object."""
 
     json_schema: JsonSchema | None = None
 
@@ -99,7 +101,7 @@ class ResponseFormat(AnswerFormat):
 
 
 class StructuredOutputs(WireModel):
-    """The same in vLLM's words of today, as one field."""
+    """vLLM's field for the form of an answer."""
 
     json_schema: SchemaOrText | None = Field(default=None, alias="json")
     regex: GrammarText | None = None
@@ -139,7 +141,7 @@ _STYLES = {"disable_any_whitespace", "disable_additional_properties", "whitespac
 
 
 def _from_tgi(value: object) -> object:
-    # TGI's object has the kind and the value apart; to llama.cpp it is a text.
+    # TGI's field is an object of a type and a value, llama.cpp's a text.
     if not isinstance(value, dict) or "type" not in value:
         return {"grammar": value}
     kind, inner = value["type"], value.get("value")
@@ -149,7 +151,7 @@ def _from_tgi(value: object) -> object:
 
 
 class GuidedFields(WireModel):
-    """The form of an answer in all the words for it that OpenAI's two endpoints know."""
+    """All fields for the form of an answer that OpenAI's two endpoints know."""
 
     response_format: ResponseFormat | None = None
     guided_json: SchemaOrText | None = None
@@ -170,7 +172,7 @@ class GuidedFields(WireModel):
         return self
 
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
-        """The field that was given, and what it asks for."""
+        """The name of the field that was given, and its grammar; None if none was given."""
         fields = filter(self.model_fields_set.__contains__, GuidedFields.model_fields)
         if (field := next(fields, None)) is None:
             return None
@@ -206,7 +208,7 @@ class _ThinkingWish(WireModel):
     exclude: bool = False  # think, but leave it out of the answer
 
     def fields(self) -> dict[str, Any]:
-        """What is given of `thinking`, `effort` and `budget`."""
+        """Those of `thinking`, `effort` and `budget` that are given or implied."""
         thinking = {"enabled": True, "disabled": False}.get(self.type or "", self.enabled)
         if thinking is None and (self.effort or self.max_tokens):
             thinking = self.effort != "none"
@@ -232,25 +234,22 @@ class ThinkingFields(WireModel):
     thinking_budget: _ThinkingField | None = None  # Qwen
     include_reasoning: bool = True  # OpenRouter, vLLM
 
+    _wish: dict[str, Any] = PrivateAttr()  # what they say of `thinking`, `effort` and `budget`
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        self.wish()
-        return self
-
-    @property
-    def hides_reasoning(self) -> bool:
-        fields = [getattr(self, name) for name in ThinkingFields.model_fields]
-        return not self.include_reasoning or any(getattr(f, "exclude", False) for f in fields)
-
-    def wish(self) -> dict[str, Any]:
-        """What all of them say together of `thinking`, `effort` and `budget`."""
-        together: dict[str, Any] = {}
+        self._wish = {}
         for field in ThinkingFields.model_fields:
             given = getattr(self, field)
             if field == "reasoning_effort" and given is not None:
                 given = _ThinkingWish(effort=given)
             if isinstance(given, _ThinkingWish):
                 for name, value in given.fields().items():
-                    if together.setdefault(name, value) != value:
+                    if self._wish.setdefault(name, value) != value:
                         raise refusal(f"contradicts another field about {name}", field=field)
-        return together
+        return self
+
+    @cached_property
+    def hides_reasoning(self) -> bool:
+        fields = [getattr(self, name) for name in ThinkingFields.model_fields]
+        return not self.include_reasoning or any(getattr(f, "exclude", False) for f in fields)

@@ -1,4 +1,4 @@
-"""Answers that are kept in memory (`store`), chat completions and responses, and their routes."""
+"""Chat completions and responses that are stored in memory (`store`), and their routes."""
 
 import asyncio
 import json
@@ -26,15 +26,14 @@ from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.server.http.sse import StoreAnswer
 from mlx_mtp.text.characters import cut
 
-# Of JSON that are kept for all keys together, in equal parts.
-MAX_STORED_BYTES = 64 << 20
+MAX_STORED_BYTES = 64 << 20  # of JSON, for all API keys together, in equal parts
 _LABEL = re.compile(r"metadata\[(.*)\]")
 Inputs = tuple[tuple[str, bytes], ...]  # messages or items, each with its id
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """An answer and what it was asked for with, as the JSON that clients get."""
+    """An answer and the inputs that led to it, as the JSON that clients get."""
 
     id: str
     model: str
@@ -81,7 +80,7 @@ class Store:
         self.find = self._answers.get
 
     def keep(self, answer: StoredAnswer) -> bool:
-        """Keep an answer, or its new labels; False: it alone is too large, and nothing changes."""
+        """Store an answer, or its new metadata; False if it alone is too large: nothing changes."""
         if answer.size > self.max_bytes:
             return False
         before = self.find(answer.id)
@@ -101,12 +100,12 @@ def _store(request: Request) -> Store:
     most = min(MAX_STORED_BYTES, config.max_held_bytes // 8)
     share = most // max(1, len(config.api_keys))
     empty = Store(config.max_stored_completions, share)
-    found: Store = context.stored.setdefault(record_of(request.scope).key, empty)
-    return found
+    store: Store = context.stored.setdefault(record_of(request.scope).key, empty)
+    return store
 
 
 async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
-    # A page may be as large as all that is stored.
+    # A page may be as large as the whole store.
     return await context_of(request).limiter.packing.run(client_of(request.scope), page)
 
 
@@ -117,9 +116,9 @@ async def keeper(
     inputs: Callable[[], Iterable[dict[str, Any]]],
     earlier: Inputs = (),
 ) -> StoreAnswer | None:
-    """Return what stores the answer and its inputs, or None if it will not be stored.
+    """Return a function that stores the answer with its inputs, or None if it isn't to be stored.
 
-    `store` None stores it if that is possible. Raises RequestError if it must be, and can't.
+    If `store` is None, the answer is stored if possible; if True and it can't be, RequestError.
     """
     if store is False:
         return None
@@ -164,14 +163,14 @@ class _LabelsBody(WireModel):
 
 
 class _PageQuery(WireModel):
-    after: str | None = None  # The id of the last item of the page before this one.
+    after: str | None = None  # the id of the last item of the page before this one
     limit: Annotated[int, Field(strict=False, ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "asc"
 
 
 class _ItemsQuery(_PageQuery):
     order: Literal["asc", "desc"] = "desc"
-    # The items have all that they were sent with.
+    # Without effect: items always have all their fields.
     include: str | None = Field(None, validation_alias=AliasChoices("include", "include[]"))
 
 
@@ -184,13 +183,13 @@ Query = TypeVar("Query", bound=_PageQuery)
 
 @dataclass(frozen=True, slots=True)
 class StoredKind:
-    """A kind of answers, and the routes that are the same for all kinds."""
+    """A kind of stored answers, with the routes that all kinds have."""
 
-    prefix: str  # of its ids
-    noun: str
-    unasked: str  # how one is made that isn't stored
-    deleted: str  # what the answer to DELETE calls itself
-    query: type[_PageQuery]  # of the list of its inputs
+    prefix: str  # of the ids
+    noun: str  # in errors
+    unasked: str  # how an answer is made that isn't stored, in errors
+    deleted: str  # the `object` of the answer to DELETE
+    query: type[_PageQuery]  # for the list of inputs
 
     def find(self, request: Request, name: str) -> StoredAnswer | None:
         return _store(request).find(name) if name.startswith(self.prefix) else None
@@ -203,10 +202,10 @@ class StoredKind:
 
     def named(self, request: Request) -> StoredAnswer:
         name = request.path_params["name"]
-        found = self.find(request, name)
-        if found is None:
+        answer = self.find(request, name)
+        if answer is None:
             raise NotFoundError(self.missing(name))
-        return found
+        return answer
 
     async def get(self, request: Request) -> Response:
         """GET {id}."""
@@ -222,7 +221,7 @@ class StoredKind:
         return JSONResponse({"object": self.deleted, "id": name, "deleted": True})
 
     async def inputs(self, request: Request) -> Response:
-        """GET {id}/messages or input_items: what was asked."""
+        """GET {id}/messages or {id}/input_items."""
         query = _query(request, self.query)
         return await _in_turn(request, partial(_page, self.named(request).inputs, query))
 
@@ -253,9 +252,9 @@ async def list_chats(request: Request) -> Response:
 
 
 async def label_chat(request: Request) -> Response:
-    """POST /v1/chat/completions/{id}: only the metadata changes."""
+    """POST /v1/chat/completions/{id}, which changes the metadata."""
     _, body = await read_request(request, _LabelsBody)
-    # Nothing is awaited between the two: the chat may be deleted meanwhile.
+    # Nothing is awaited between finding and storing the chat: it could be deleted meanwhile.
     chat = CHATS.named(request).relabelled(body.metadata)
     if not _store(request).keep(chat):
         message = f"metadata: with it the answer is {chat.size} bytes, too large to be kept."
@@ -288,7 +287,7 @@ def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
         raise InvalidRequestError(message, param="after")
     first = 0 if query.after is None else ids.index(query.after) + 1
     last = first + query.limit
-    # The ids are strings even where the page is empty.
+    # The ids of an empty page are strings too.
     shown = ids[first:last] or [""]
     ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
     items = [piece for _, packed in listed[first:last] for piece in (b",", packed)][1:]

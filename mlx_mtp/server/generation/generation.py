@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
-    """The error of a request that took too long."""
+    """The error of a request that took longer than `seconds`."""
     return RequestTimeoutError(
         f"The request has waited and run for more than the {seconds:g} seconds that this server "
         f"allows (--request-timeout); {num_tokens} tokens had been generated."
@@ -30,9 +30,9 @@ def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
 
 
 class Dispatcher:
-    """Starts and stops the engine, and passes its outputs to generations, one call a step.
+    """Starts and stops the engine, and passes each step's outputs to generations.
 
-    Only the event loop calls it, apart from `_deliver`.
+    Only the event loop calls it, but for `_deliver`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -45,7 +45,7 @@ class Dispatcher:
         self._engine.start(self._deliver)
 
     async def stop(self, timeout: float | None = None) -> None:
-        # Joining the engine's thread takes up to a step, and its last outputs need this loop.
+        # Joining the engine's thread takes up to a step, and this loop must take its last outputs.
         await asyncio.to_thread(self._engine.stop, timeout)
         self.end_all()
 
@@ -74,7 +74,7 @@ class Dispatcher:
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None
-        # On the engine's thread. The loop may have been closed by force.
+        # Runs on the engine's thread. The loop may have been closed by force.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
 
@@ -85,13 +85,13 @@ class Dispatcher:
                 continue
             try:
                 generation.put(at, output)
-            except Exception as error:  # The other requests' outputs must still arrive.
+            except Exception as error:  # Other requests must still get their outputs.
                 logger.exception("an output could not be passed on")
                 generation.fail(error)
 
 
 class Generation:
-    """The choices of one HTTP request; entering it submits them, leaving it cancels the rest."""
+    """The choices of one HTTP request. Entering submits them, leaving cancels those that run."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Generation:
         streams: Sequence[OutputStream],
         num_choices: int = 1,  # of each prompt
         timeout: float = 0.0,  # in seconds; 0: none
-        arrived: float | None = None,  # by `perf_counter`; by default it arrives now
+        arrived: float | None = None,  # when the request arrived, by `perf_counter`; None: now
     ) -> None:
         self.streams = streams
         self.prompts = [request.prompt_token_ids for request in requests[::num_choices]]
@@ -186,7 +186,7 @@ class Generation:
         while not self.is_finished:
             arrived = await self._receive(min(patience, self._seconds_left()))
             if not arrived:
-                self._seconds_left()  # Raise on timeout instead of reporting a silence.
+                self._seconds_left()  # raises on timeout
                 yield []
             deltas: list[Delta] = []
             for at, output in arrived:
@@ -197,7 +197,7 @@ class Generation:
                 try:
                     delta = await self._push(at, output)
                 except MlxMtpError as error:
-                    self.error = error  # Raised as soon as what came before it has been sent.
+                    self.error = error  # Raised once the deltas before it have been sent.
                     break
                 if delta.events or delta.finish_reason is not None:
                     deltas.append(delta)
@@ -217,7 +217,7 @@ class Generation:
     async def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
-            return Delta(stream.index)  # Arrived with the step that completed a stop.
+            return Delta(stream.index)  # a step that was running when a stop string ended
         self.last = at
         before = stream.num_tokens
         if output.prompt_logprobs:  # There may be many. All else stays on the event loop.
@@ -274,6 +274,6 @@ class Generation:
         total, n = 0, self._num_choices
         for first in range(0, len(self.streams), n):
             reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
-            # Never a prompt's last one: clients take a prompt of no tokens for a fault.
+            # At least one token was computed: clients take a prompt of none for a fault.
             total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total

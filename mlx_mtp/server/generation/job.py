@@ -50,7 +50,7 @@ class Job(Generic[Body]):
                 context.output_format.parser,
                 thinking=prompt.thinking,
                 schemas={tool.name: tool.parameters or {} for tool in tools} or None,
-                max_calls=max_calls(conversation),
+                max_calls=max_calls(conversation) if tools else None,
             )
             field = "tools" if conversation.response is None else conversation.response_field
             return await self._generation([prompt.token_ids], make_parser, field, prompt.grammar)

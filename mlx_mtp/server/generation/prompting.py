@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.types import Scope
@@ -20,8 +19,8 @@ from mlx_mtp.text.sandbox.text_worker import NUM_WORKERS, TextWorkers
 from mlx_mtp.text.tokenizer import Tokenizer
 
 LARGE_AT_ONCE = 1
-"""Long prompts that are encoded at once: each may take hundreds of megabytes, and a core for
-seconds."""
+"""Long prompts that are encoded at the same time: each may take hundreds of megabytes, and a core
+for seconds."""
 _THINKING = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
@@ -67,7 +66,8 @@ class Prompter:
                 text, param="messages", limit=limit, add_special_tokens=False, mark=mark
             )
             thinking, spec = self.output_format.opens_thinking(text), None
-            if with_grammar:
+            is_free = conversation.response is None and conversation.thinking_budget is None
+            if with_grammar and (conversation.tools or not is_free):
                 spec = answer_grammar(
                     conversation,
                     self.output_format,
@@ -86,11 +86,11 @@ class Prompter:
         return await self.executor.run_by_size(record_of(scope).body_bytes, client, work)
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
-        """The chat as the template writes it, and the mark of `plain_text.marked` in it, if any.
+        """Return the chat as the template writes it, and the mark of `plain_text.marked`, if any.
 
-        Raises RequestError if the template lacks what is asked of it.
+        RequestError: the template lacks something that the request needs.
         """
-        # Templates of that format write each argument as a tag of its own.
+        # Templates of this format write each argument as a tag.
         as_object = self.output_format.tools == QWEN3_CODER
         chat = folded(conversation.messages)
         messages = [message.for_template(as_object=as_object) for message in chat]
@@ -101,25 +101,26 @@ class Prompter:
                 "This server takes no chat templates of requests (--request-chat-template).",
                 param="chat_template",
             )
-        knows = partial(self.tokenizer.template_knows, template=template)
-        if tools and not knows("tools"):
+        kwargs = dict(conversation.template_kwargs)
+        levels = {_THINKING: conversation.thinking, _EFFORT: conversation.effort}
+        given = {key: value for key, value in levels.items() if value is not None}
+        known: frozenset[str] = frozenset()
+        if tools or kwargs or given:
+            known = self.text.variables(template)
+        if tools and "tools" not in known:
             raise UnsupportedParameterError(
                 "This model's chat template does not support tools.", param="tools"
             )
-        kwargs = dict(conversation.template_kwargs)
-        if kwargs.get(_THINKING) is False and not knows(_THINKING):
+        if kwargs.get(_THINKING) is False and _THINKING not in known:
             del kwargs[_THINKING]  # A model that never thinks needs no flag.
         for key in kwargs:
-            # `render_chat` refuses the closed ones, whether the template knows them or not.
-            if not knows(key) and key not in self.tokenizer.closed_kwargs:
+            # `render_chat` refuses the closed ones, whether the template has them or not.
+            if key not in known and key not in self.tokenizer.closed_kwargs:
                 raise UnsupportedParameterError(
                     f"This model's chat template has no {key}.",
                     param=f"chat_template_kwargs.{key}",
                 )
-        wanted = {_THINKING: conversation.thinking, _EFFORT: conversation.effort}
-        for key, value in wanted.items():
-            if value is not None and knows(key):
-                kwargs.setdefault(key, value)
+        kwargs = {key: value for key, value in given.items() if key in known} | kwargs
         if conversation.continue_final and not (chat and chat[-1].role == "assistant"):
             raise InvalidRequestError(
                 "continue_final_message needs a last message of role assistant.",
@@ -139,7 +140,7 @@ class Prompter:
 
 
 def make_prompter(tokenizer: Tokenizer, config: ServerConfig) -> Prompter:
-    """The prompter of a server with these settings."""
+    """The prompter for these settings; UsageError: the tokenizer doesn't allow them."""
     special_as_text = config.special_tokens_in_messages == "text"
     if special_as_text and (names := tokenizer.hidden_names):
         raise UsageError(

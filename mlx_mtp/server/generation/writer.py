@@ -50,6 +50,7 @@ class Writer(ABC):
     keep_alive = b": keep-alive\n\n"  # breaks a silence
     done = b""  # the end of every stream
     prefixes: ClassVar[Mapping[BlockKind, str]] = {}  # of the ids of blocks
+    cut_calls_are_text = False  # in `whole`: their arguments must be a whole object
     record = True  # whether blocks keep their content, which only `whole` may need
     slow = False  # whether events are written on a thread beside the event loop
 
@@ -91,10 +92,12 @@ class Writer(ABC):
 
     def whole_blocks(self, choice: int) -> list[Block]:
         """A choice's blocks, where a broken call is text, and joined with the texts around it."""
+        states = ("broken", "cut") if self.cut_calls_are_text else ("broken",)
         blocks: list[Block] = []
         for block in self.blocks[choice]:
-            if block.state == "broken":
-                block = replace(block, kind="text", pieces=[block.raw], state="complete")
+            if block.kind == "call" and block.state in states:
+                pieces = [block.raw or block.text]
+                block = replace(block, kind="text", pieces=pieces, state="complete")
             if blocks and blocks[-1].kind == block.kind == "text":
                 blocks[-1].pieces += block.pieces
                 blocks[-1].tokens += block.tokens

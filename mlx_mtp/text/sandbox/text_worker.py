@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +28,7 @@ from mlx_mtp.text.sandbox.helper import (
 from mlx_mtp.text.tokenizer import Tokenizer
 
 NUM_WORKERS = 2
-MAX_WORKER_BYTES = 4 << 30  # beside what a worker takes when its tokenizer is loaded
+MAX_WORKER_BYTES = 4 << 30  # beyond what a process takes once its tokenizer is loaded
 MAX_ENCODE_SECONDS = 60.0
 _SPARE_SECONDS = 2.0  # after which a worker has ended itself, unless it is stopped
 _WATCH_SECONDS = 0.05
@@ -40,6 +41,8 @@ class TextWorkers:
     def __init__(self, path: Path, template_seconds: float) -> None:
         header = [str(path.absolute()), MAX_WORKER_BYTES]
         self._template_seconds = template_seconds
+        # As `Tokenizer.variables`, which is asked only for a template that is new.
+        self.variables = lru_cache(maxsize=16)(self._variables_of)
         self._helpers = [Helper(__name__, header) for _ in range(NUM_WORKERS)]
         self._idle: SimpleQueue[Helper] = SimpleQueue()
         for helper in self._helpers:
@@ -60,6 +63,10 @@ class TextWorkers:
         """As `Tokenizer.render_chat`."""
         what, seconds = "chat template", self._template_seconds
         return str(self._ask(what, "render_chat", seconds, "messages", messages, **options))
+
+    def _variables_of(self, template: str | None = None) -> frozenset[str]:
+        what, seconds = "chat template", self._template_seconds
+        return frozenset(self._ask(what, "variables", seconds, "messages", template))
 
     def _ask(
         self, what: str, method: str, seconds: float, param: str | None, *args: Any, **options: Any
@@ -87,7 +94,7 @@ class TextWorkers:
         return answer["result"]
 
     async def keep_running(self) -> None:
-        """Start again what could not be started, until the server ends."""
+        """Start processes again that could not be started, until the server ends."""
         while True:
             await asyncio.sleep(_RETRY_SECONDS)
             if any(helper.fault for helper in self._helpers):
@@ -115,14 +122,15 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
     path, most_bytes = header
     tokenizer = Tokenizer.load(Path(path))
     _bound_memory(most_bytes)
-    tokenizer.encode("a")  # A normalizer that multiplies text may take all memory even here.
+    tokenizer.encode("a")  # Even this may take all memory, if a normalizer multiplies text.
 
     def answer(question: Sequence[Any]) -> dict[str, Any]:
         method, seconds, args, options = question
         # The timer's signal ends the process, whatever it does.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            return {"result": getattr(tokenizer, method)(*args, **options)}
+            result = getattr(tokenizer, method)(*args, **options)
+            return {"result": list(result) if isinstance(result, frozenset) else result}
         except errors.MlxMtpError as error:
             return {"error": [type(error).__name__, str(error), error.param]}
         finally:
@@ -133,7 +141,7 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
 
 def _bound_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # Elsewhere the system takes no notice of this limit.
+    if sys.platform == "linux":  # Other systems ignore this limit.
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + most_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

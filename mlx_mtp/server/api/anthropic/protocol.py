@@ -14,7 +14,7 @@ from mlx_mtp.server.generation.conversation import BUDGETS, Conversation, ToolCa
 from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.text.characters import unwrap
 
-# Claude Code's first system block begins so; its nonce changes with each turn.
+# Claude Code's first system block begins with it, and has a nonce that changes with each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
@@ -95,7 +95,7 @@ _ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), _ToolResultBlock: "user"
 
 
 def _text_of(blocks: Iterable[WireModel]) -> str:
-    # A paragraph each, without Claude Code's billing header.
+    # Each text is a paragraph. Claude Code's billing header is left out.
     texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
     return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
@@ -187,7 +187,7 @@ class _Metadata(WireModel):
 
 
 class KeptThinking(WireModel):
-    """How many of the latest turns keep their thinking; errors name this class."""
+    """How many of the latest turns keep their thinking. Errors have this class's name."""
 
     type: Literal["thinking_turns", "all"]
     value: Annotated[int, Field(ge=1)] | None = None
@@ -223,7 +223,7 @@ class CountRequest(WireModel):
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:
-        # The last message would be the beginning of the answer, and a call can't be gone on with.
+        # The last message is the beginning of the answer, and a model can't go on after a call.
         if any(isinstance(block, _ToolUseBlock) for block in self.messages[-1].content):
             message = "the last message has a tool_use block, and its result is missing: add a "
             message += "message of role user with a tool_result block, or leave the tool_use out"
@@ -261,7 +261,7 @@ class MessagesRequest(CountRequest, fields.AnswerRequest):
     def options(self) -> AnswerOptions:
         return AnswerOptions(
             sampling=self.sampling(),
-            # "The absolute maximum": agents ask for more than small contexts have.
+            # An "absolute maximum": agents ask for more than fits small contexts.
             cut_to_context=True,
             stop=self.stop_sequences,
             user=self.metadata.user_id,

@@ -17,7 +17,7 @@ from mlx_mtp.server.http.record import client_of
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.characters import wrap
 
-# Clients send thinking blocks back only if they have a signature, which they don't look into.
+# Clients send thinking blocks back only if they have a signature, whatever it is.
 _SIGNATURE = "mlx-mtp"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -25,6 +25,9 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class _MessageWriter(Writer):
     keep_alive = event({"type": "ping"}, "ping")
     prefixes: ClassVar[dict[BlockKind, str]] = {"call": "toolu_"}
+    # Half a call, completed to an object, would look whole, and a client might write half a file.
+    # In a stream the input of such a call is left open.
+    cut_calls_are_text = True
 
     def __init__(self, job: Job[MessagesRequest], generation: Generation) -> None:
         body = job.body
@@ -61,14 +64,7 @@ class _MessageWriter(Writer):
         return [self._delta("signature_delta", signature=self._content(block)["signature"]), *end]
 
     def whole(self) -> dict[str, Any]:
-        content: list[dict[str, Any]] = []
-        for block in self.whole_blocks(0):
-            found = self._content(block)
-            if content and content[-1]["type"] == found["type"] == "text":
-                content[-1]["text"] += found["text"]
-            else:
-                content.append(found)
-        return self._message(content, self._reason())
+        return self._message(list(map(self._content, self.whole_blocks(0))), self._reason())
 
     def _content(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -76,12 +72,10 @@ class _MessageWriter(Writer):
             shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, _SIGNATURE)
             signature = "" if block.state == "open" else signature
             return {"type": "thinking", "thinking": shown, "signature": signature}
-        if block.kind == "call" and block.state != "cut":
+        if block.kind == "call":
             given = json.loads(block.text) if block.state == "complete" else {}
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
-        # An object made of half a call would look like a whole one, and a client write half a file.
-        # So a call that is cut is text; in a stream its input is left open.
-        return {"type": "text", "text": block.raw or block.text}
+        return {"type": "text", "text": block.text}
 
     def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""The bodies of Ollama's routes: what the other APIs take, by Ollama's names."""
+"""The bodies of Ollama's routes: the other APIs' parameters by Ollama's names."""
 
 import json
 from abc import abstractmethod
@@ -91,7 +91,7 @@ class _OllamaRequest(schema.AnswerRequest):
     think: _OllamaThink | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
-    # Of `options`, beside those that have the names of all APIs; `max_tokens` is a synonym.
+    # Those of `options` that other APIs don't have; `max_tokens` is a synonym of num_predict.
     num_predict: schema.Int = -1
     stop: schema.Stops = Field([])
 
@@ -138,7 +138,7 @@ class OllamaChat(_OllamaRequest):
 
 
 class OllamaText(_OllamaRequest):
-    """POST /api/generate: a prompt by itself, or with `raw` a text to go on with."""
+    """POST /api/generate: a prompt as a chat's message, or with `raw` as plain text."""
 
     prompt: str = ""
     system: str = ""

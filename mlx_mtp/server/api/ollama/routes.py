@@ -1,4 +1,4 @@
-"""Ollama's routes, for clients that know no other API, and how their answers are worded."""
+"""Ollama's routes, and how their answers are worded."""
 
 import hashlib
 import json
@@ -21,13 +21,14 @@ from mlx_mtp.server.http.errors import ollama_error_body
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.parsing.events import OutputToken
 
-_VERSION = "0.12.11"  # of Ollama, whose API this is; clients look for the least that they need
+_VERSION = "0.12.11"  # of Ollama; clients check that it is new enough
 _FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
 
 
 class _OllamaWriter(Writer):
     media_type = "application/x-ndjson"
-    keep_alive = b" "  # of the line that comes next: clients take an empty one for an error
+    cut_calls_are_text = True
+    keep_alive = b" "  # a part of the next line: clients take an empty line for an error
 
     def __init__(self, job: Job[Any], generation: Generation) -> None:
         super().__init__(job.answer_id, generation, streams=job.body.stream)
@@ -36,7 +37,7 @@ class _OllamaWriter(Writer):
         self._with_logprobs = job.params.top_logprobs is not None
 
     @abstractmethod
-    def said(self, text: str, **more: Any) -> dict[str, Any]: ...
+    def text_fields(self, text: str, **more: Any) -> dict[str, Any]: ...
 
     def add(self, block: Block, content: Content) -> list[bytes]:
         if block.kind == "text":
@@ -61,10 +62,10 @@ class _OllamaWriter(Writer):
             tokens += block.tokens
             if block.kind == "reasoning":
                 thinking += block.text
-            elif block.kind == "call" and block.state == "complete":
+            elif block.kind == "call":
                 calls.append(_call(block))
-            else:  # A cut call is text, as in Anthropic's API: arguments must be a whole object.
-                text += block.raw or block.text
+            else:
+                text += block.text
         answer = self._answer(text, tokens, thinking=thinking, tool_calls=calls)
         return answer | self._costs()
 
@@ -73,7 +74,7 @@ class _OllamaWriter(Writer):
 
     def _answer(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> dict[str, Any]:
         given = {key: value for key, value in more.items() if value}
-        fields = {"model": self._model, "created_at": _now(), **self.said(text, **given)}
+        fields = {"model": self._model, "created_at": _now(), **self.text_fields(text, **given)}
         if self._with_logprobs and tokens:
             fields["logprobs"] = logprob_entries(self._tokenizer, tokens)
         return fields
@@ -95,12 +96,12 @@ class _OllamaWriter(Writer):
 
 
 class _OllamaChatWriter(_OllamaWriter):
-    def said(self, text: str, **more: Any) -> dict[str, Any]:
+    def text_fields(self, text: str, **more: Any) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, **more}}
 
 
 class _OllamaTextWriter(_OllamaWriter):
-    def said(self, text: str, **more: Any) -> dict[str, Any]:
+    def text_fields(self, text: str, **more: Any) -> dict[str, Any]:
         return {"response": text, **more}
 
 
@@ -142,9 +143,9 @@ async def generate(request: Request) -> Response:
     return await respond(request, _OllamaTextWriter(job, generation))
 
 
-def _loaded(model: str, **said: Any) -> Response:
-    # Without a prompt Ollama loads the model, which is loaded here.
-    fields = {"model": model, "created_at": _now(), **said}
+def _loaded(model: str, **answer: Any) -> Response:
+    # Without a prompt Ollama loads the model. Here it is always loaded.
+    fields = {"model": model, "created_at": _now(), **answer}
     return JSONResponse(fields | {"done": True, "done_reason": "load"})
 
 
@@ -192,7 +193,7 @@ def _cards(context: Context) -> Iterable[dict[str, Any]]:
             "name": name,
             "model": name,
             "modified_at": context.created.isoformat(),
-            "size": 0,  # It is not known here.
+            "size": 0,  # unknown
             "digest": hashlib.sha256(name.encode()).hexdigest(),
             "details": _details(context),
         }

@@ -1,30 +1,28 @@
-"""OpenAI's two request bodies."""
+"""The bodies of /v1/chat/completions and /v1/completions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.engine.request import RequestOptions
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.conversation import Conversation, split_template_kwargs
+from mlx_mtp.server.generation.conversation import Conversation
 from mlx_mtp.server.generation.params import MAX_SEQUENCES, AnswerOptions
 
 MAX_TEMPLATE = 1 << 16  # characters
+_BUDGET = "thinking_budget"
 
 
-def _joined_text(value: object, info: ValidationInfo) -> object:
-    kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    return schema.joined_text(value, kinds, info)
-
-
-_MessageText = Annotated[str | None, BeforeValidator(_joined_text), at_most(schema.MAX_MESSAGES)]
+_join = schema.joined_text("text", of_assistants=("refusal",))
+_MessageText = Annotated[str | None, _join, at_most(schema.MAX_MESSAGES)]
 
 
 class _FunctionCall(WireModel):
@@ -70,8 +68,8 @@ class OpenAIMessage(WireModel):
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
             raise refusal("differs from reasoning_content; give one of them", field="reasoning")
-        said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
-        if all(text is None for text in said) and not self.tool_calls:
+        texts = (self.content, self.refusal, self.reasoning_content, self.reasoning)
+        if all(text is None for text in texts) and not self.tool_calls:
             more = " or tool_calls" if self.role == "assistant" else ""
             raise refusal(f"a message of role {self.role} needs content{more}", field="content")
         return self
@@ -135,13 +133,13 @@ class _MtpOptions(WireModel):
 
 @schema.sampled()
 class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
-    """What both endpoints take."""
+    """What both bodies have."""
 
     stream_options: _UsageOptions = _UsageOptions()
     stop: schema.Stops = Field([])
     n: schema.Int = 1
     prompt_logprobs: schema.Int | None = None
-    return_progress: bool = False  # llama.cpp's: of streams, and without an effect elsewhere
+    return_progress: bool = False  # llama.cpp's; has an effect on streams only
     mtp: _MtpOptions = _MtpOptions()
 
     @model_validator(mode="after")
@@ -176,7 +174,7 @@ class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields
 
 
 class TemplateFields(WireModel):
-    """What a chat template gets beside the messages, in vLLM's words."""
+    """vLLM's fields for what a chat template gets beside the messages."""
 
     chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = None
     chat_template_kwargs: schema.TemplateKwargs = Field({})
@@ -192,8 +190,13 @@ class TemplateFields(WireModel):
         return self
 
     def template_fields(self) -> dict[str, Any]:
-        """The same for a `Conversation`."""
-        kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
+        """The same as fields of a `Conversation`; the server heeds the budget, no template."""
+        kwargs = dict(self.chat_template_kwargs)
+        budget, limit = kwargs.pop(_BUDGET, None), 1 << 31
+        if budget is not None and not (schema.is_id(budget) and 0 <= budget < limit):
+            field = f"chat_template_kwargs.{_BUDGET}"
+            message = f"{field} must be a number of tokens, 0 or more."
+            raise InvalidRequestError(message, param=field)
         return {
             "template": self.chat_template,
             "template_kwargs": kwargs,
@@ -237,7 +240,7 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
 
     def conversation(self) -> Conversation:
         field, response = self.guided() or ("response_format", None)
-        wish, given = self.wish(), self.template_fields()
+        wish, given = self._wish, self.template_fields()
         if given["thinking_budget"] is None:
             given["thinking_budget"] = wish.get("budget")
         return Conversation(
@@ -278,7 +281,7 @@ class CompletionRequest(OpenAIRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: schema.Int | None = None
     echo: bool = False
-    suffix: str = ""  # what follows the answer
+    suffix: str = ""  # the text after the answer
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
@@ -289,9 +292,9 @@ class CompletionRequest(OpenAIRequest):
         return self
 
     def options(self, **_: Any) -> AnswerOptions:
-        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        most = max((top for top in asked if top is not None), default=None)
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        most = max((top for top in counts if top is not None), default=None)
         made = super().options(top_logprobs=self.logprobs, prompt_logprobs=most)
-        # By itself `best_of` is `n`: all that is made is given.
+        # `best_of` alone means `n`: all answers that are made are returned.
         count = self.n if self.best_of is None else self.best_of
         return replace(made, num_prompts=len(self.prompt), n=count, echo=self.echo)

@@ -1,9 +1,10 @@
-"""OpenAI's routes for chats and plain completions: whole answers and the chunks of streams."""
+"""OpenAI's routes for chats and completions, and how their answers are worded."""
 
 import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -32,11 +33,12 @@ class _OpenAIWriter(Writer):
     done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
-    chunk_key: str  # of the content in the choice of a chunk
-    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason alone
+    chunk_key: str  # of the content in a chunk's choice
+    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason
+    _body: OpenAIRequest
 
     def __init__(self, job: Job[Any], generation: Generation) -> None:
-        body: OpenAIRequest = job.body
+        body = self._body = job.body
         super().__init__(job.answer_id, generation, streams=body.stream)
         self.record = not body.stream or getattr(body, "store", False)
         self._shared = {
@@ -46,11 +48,8 @@ class _OpenAIWriter(Writer):
             "seed": job.params.seed,
         }
         self._tokenizer = job.context.tokenizer
-        self._top, self._prompt_top = job.params.top_logprobs, body.prompt_logprobs
+        self._top, self._num_choices = job.params.top_logprobs, job.options.n
         self.slow = job.params.prompt_logprobs is not None
-        self._num_choices = body.n
-        self._options = body.stream_options
-        self._with_ids = body.return_token_ids
         self._num_sent: Counter[int] = Counter()  # token ids of each choice, in chunks
         self._traces = [
             Trace(self._tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
@@ -59,7 +58,7 @@ class _OpenAIWriter(Writer):
 
     def progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
         empty = {"index": choice, self.chunk_key: self.empty, "logprobs": None}
-        more = {"usage": None} if self._options.include_usage else {}
+        more = {"usage": None} if self._body.stream_options.include_usage else {}
         choices = [empty | {"finish_reason": None}]
         return [event(self._fields(self.chunk_kind, choices, **more, prompt_progress=fields))]
 
@@ -67,7 +66,7 @@ class _OpenAIWriter(Writer):
         return [self.chunk(delta.index, self.empty, None, delta.finish_reason)]
 
     def ending(self) -> list[bytes]:
-        if not self._options.include_usage:
+        if not self._body.stream_options.include_usage:
             return []
         return [event(self._fields(self.chunk_kind, [], **self._costs()))]
 
@@ -80,7 +79,7 @@ class _OpenAIWriter(Writer):
             blocks = self.whole_blocks(stream.index)
             tokens = [token for block in blocks for token in block.tokens]
             content = self.content(blocks)
-            if self._with_ids:
+            if self._body.return_token_ids:
                 content["token_ids"] = stream.token_ids
             choices.append(self._choice(stream.index, tokens, stream.finish_reason, **content))
         return self._fields(self.answer_kind, choices, **self.prompt_ids(), **self._costs())
@@ -95,14 +94,14 @@ class _OpenAIWriter(Writer):
     def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None: ...
 
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """Those of a choice's prompt, which its first choice has, if they were asked for."""
-        if self._prompt_top is None:
+        """The logprobs of a choice's prompt, which its first choice has, if they were asked for."""
+        most = self._body.prompt_logprobs
+        if most is None:
             return {}
         first = index - index % self._num_choices
         token_ids = self.generation.requests[first].prompt_token_ids
         entries = self.generation.streams[first].prompt_logprobs
-        found = prompt_logprobs(self._tokenizer, token_ids, entries, self._prompt_top)
-        return {"prompt_logprobs": found}
+        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, token_ids, entries, most)}
 
     def _choice(
         self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
@@ -118,14 +117,14 @@ class _OpenAIWriter(Writer):
         reason: str | None = None,
         **more: Any,
     ) -> bytes:
-        # All chunks have a null in the place of the usage, which comes last, or the usage so far.
-        if self._options.include_usage:
-            so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
-            more["usage"] = so_far
+        # The usage comes last. Until then each chunk has null, or the usage so far.
+        options = self._body.stream_options
+        if options.include_usage:
+            more["usage"] = _usage(self.generation) if options.continuous_usage_stats else None
         if reason is not None and self.generation.is_finished:
             more["timings"] = timings(self.generation)
         choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
-        if self._with_ids and not self.prompt_ids().keys() & more.keys():
+        if self._body.return_token_ids and not self.prompt_ids().keys() & more.keys():
             ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
             choice["token_ids"], self._num_sent[index] = ids[sent:], len(ids)
         trace = self._traces[index]
@@ -148,10 +147,7 @@ class ChatWriter(_OpenAIWriter):
     chunk_key = "delta"
     empty: ClassVar[Any] = {}
     prefixes: ClassVar[dict[BlockKind, str]] = {"call": "call_"}
-
-    def __init__(self, job: Job[ChatRequest], generation: Generation) -> None:
-        super().__init__(job, generation)
-        self._hides_reasoning = job.body.hides_reasoning
+    _body: ChatRequest
 
     def opening(self) -> list[bytes]:
         message = {"role": "assistant", "content": ""}
@@ -159,7 +155,7 @@ class ChatWriter(_OpenAIWriter):
         return [self.chunk(stream.index, message, **self.prompt_ids()) for stream in streams]
 
     def prompt_ids(self) -> dict[str, Any]:
-        if not self._with_ids:
+        if not self._body.return_token_ids:
             return {}
         return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
 
@@ -173,7 +169,7 @@ class ChatWriter(_OpenAIWriter):
         text = content.text
         delta: dict[str, Any] = {"content": text}
         if block.kind == "reasoning":
-            if self._hides_reasoning:
+            if self._body.hides_reasoning:
                 return []
             delta = {"reasoning_content": text}
         elif block.kind == "call":
@@ -183,7 +179,7 @@ class ChatWriter(_OpenAIWriter):
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         text = "".join(block.text for block in blocks if block.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if any(block.kind == "reasoning" for block in blocks) and not self._hides_reasoning:
+        if any(block.kind == "reasoning" for block in blocks) and not self._body.hides_reasoning:
             thoughts = (block.text for block in blocks if block.kind == "reasoning")
             message["reasoning_content"] = "".join(thoughts)
         if any(block.kind == "call" for block in blocks):
@@ -208,7 +204,7 @@ class _CompletionWriter(_OpenAIWriter):
     def _choice(
         self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
-        if self._with_ids and not self._num_sent[index]:
+        if self._body.return_token_ids and not self._num_sent[index]:
             content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
         return super()._choice(index, tokens, reason, **content)
 
@@ -248,7 +244,10 @@ async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     job = await admit(request, ChatRequest, "chatcmpl-")
     body, name = job.body, job.answer_id
-    keep = await keeper(request, body.store, body.metadata, lambda: body.listed_messages(name))
+    keep = None
+    if body.store:
+        messages = partial(body.listed_messages, name)
+        keep = await keeper(request, True, body.metadata, messages)
     generation = await job.chat(body.conversation())
     return await respond(request, ChatWriter(job, generation), keep)
 

@@ -23,7 +23,7 @@ from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.text.characters import unwrap
 
-# Codex offers these to every server; the prompt describes only tools that the client runs.
+# Codex sends these to every server; the prompt describes only tools that the client runs.
 _IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")
 ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
@@ -31,18 +31,17 @@ _Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs
 
 _INCLUDED = get_args(_Included)
 
-_KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
-_join = BeforeValidator(lambda value, info: fields.joined_text(value, _KINDS, info))
-_JoinedText = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
+_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_JoinedText = Annotated[str, fields.joined_text(*_PARTS), at_most(fields.MAX_MESSAGES)]
 
 
 class _AnyItem(WireModel):
-    parts: ClassVar[Mapping[str, str]] = {}  # texts that the API lists in parts of these types
+    parts: ClassVar[Mapping[str, str]] = {}  # fields that the API lists as parts of these types
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def listed(self, name: str) -> dict[str, Any]:
-        """The item as the API lists it, with an id if it has none."""
+        """The item as the API lists it, with the id `name` if it has none."""
         fields = {
             "id": name,
             "status": "completed",
@@ -72,7 +71,7 @@ class _MessageItem(_AnyItem):
 
 
 class _DirectCaller(WireModel):
-    type: Literal["direct"]  # by the model; of OpenAI's servers, a program may have called it
+    type: Literal["direct"]  # the model; with OpenAI's servers also a program
 
 
 class _CallItem(_AnyItem):
@@ -83,7 +82,7 @@ class _CallItem(_AnyItem):
     parsed_arguments: fields.Parsed | None = None
     namespace: str | None = None
     caller: _DirectCaller | None = None
-    # The openai package sends its own name of the field, which Python has a word for.
+    # `async` is a keyword of Python, for which the openai package sends `async_`.
     runs_async: fields.OnlyFalse = Field(False, validation_alias=AliasChoices("async", "async_"))
 
     def message(self) -> Message:
@@ -126,9 +125,9 @@ _ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 
 
 def items_of(inputs: Iterable[bytes]) -> list[InputItem]:
-    """Stored items; raises RequestError for what a client could not send either."""
+    """Stored items as a request has them; RequestError if a client could not send them."""
     try:
-        # One by one: pydantic lets no other thread run meanwhile.
+        # One by one: other threads run only between pydantic's calls.
         return [_ITEM.validate_json(item) for item in inputs]
     except ValidationError as error:
         raise from_validation(error) from None
@@ -139,7 +138,7 @@ def _as_items(value: object) -> object:
 
 
 def _messages(items: Iterable[InputItem]) -> list[Message]:
-    # One message for all that one answer brought.
+    # The items of one answer become one message.
     turns: list[list[Message]] = []
     for message in (item.message() for item in items):
         if turns and _continues(turns[-1], message):
@@ -159,7 +158,7 @@ def _messages(items: Iterable[InputItem]) -> list[Message]:
 
 
 def _continues(turn: Sequence[Message], part: Message) -> bool:
-    # Of an answer: reasoning comes before text, and both before calls.
+    # Within an answer reasoning comes before text, and both before calls.
     if part.role != "assistant" or turn[0].role != "assistant":
         return False
     if part.tool_calls or turn[-1].tool_calls:
@@ -216,7 +215,7 @@ def _no_conversations(_: object) -> object:
 
 
 class _StreamOptions(WireModel):
-    """Nothing that a stream carries beside the answer."""
+    """Without fields: a stream has nothing beside the answer."""
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
@@ -236,15 +235,15 @@ class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     include: Annotated[
         list[_Included], FailFast(), fields.known_only(*_INCLUDED), at_most(fields.MAX_LABELS)
     ] = Field([])
-    store: bool | None = None  # None: if the server can store it
+    store: bool | None = None  # None: stored if possible
     previous_response_id: str | None = None
     conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
-    max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
+    max_tool_calls: fields.Int | None = None  # without effect: of tools that a server runs
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
     def options(self) -> AnswerOptions:
-        wanted = 0 if _LOGPROBS in self.include else None
-        top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
+        default = 0 if _LOGPROBS in self.include else None
+        top_logprobs = default if self.top_logprobs is None else self.top_logprobs
         return AnswerOptions(
             self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",

@@ -1,4 +1,4 @@
-"""The route of responses, and how they are worded, whole and as the events of a stream."""
+"""The route of responses, and how they are worded."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ class _ResponseWriter(Writer):
         self._number = -1
 
     def whole(self) -> dict[str, Any]:
-        # Half a character of text has tokens, but is no message of a whole answer.
+        # An unfinished character has tokens but no text, and is no message of a whole answer.
         return self._ended(b for b in self.whole_blocks(0) if b.kind != "text" or b.text)
 
     def _ended(self, blocks: Iterable[Block]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ _ECHOED = {
 
 def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     dump = partial(body.model_dump, mode="json", by_alias=True)
-    # Without nulls: forms and tools of other kinds have such fields.
+    # Without nulls, which are fields of other kinds of forms and tools.
     forms = dump(include={"text", "tools"}, exclude_none=True)
     return {
         **dump(include=_ECHOED),
@@ -188,7 +188,7 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "truncation": "disabled",
         "background": False,
         "service_tier": "default",
-        # The one field that has no null in OpenAI's description.
+        # The only field that OpenAI's schema doesn't let be null.
         **({} if body.user is None else {"user": body.user}),
     }
 
