@@ -22,7 +22,7 @@ from mlx_mtp.server.generation.params import model_defaults
 from mlx_mtp.server.generation.prompting import make_prompter
 from mlx_mtp.server.grammar.grammars import Grammars
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
-from mlx_mtp.server.http.body import LARGE_BODY, BodyT, parse_body, read_body
+from mlx_mtp.server.http.body import LARGE_BODY, Model, parse_body, read_body
 from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -130,7 +130,7 @@ def context_of(request: Request) -> Context:
     return context
 
 
-async def read_request(request: Request, model: type[BodyT]) -> tuple[Context, BodyT]:
+async def read_request(request: Request, model: type[Model]) -> tuple[Context, Model]:
     """Return the application's parts and the validated body; raises RequestError.
 
     Of bodies that name a model, the name is checked, and the first served one stands in for none.
@@ -139,11 +139,11 @@ async def read_request(request: Request, model: type[BodyT]) -> tuple[Context, B
     config = context.config
     context.engine.expect()
     content = await read_body(request, config.max_body_bytes, config.body_timeout, context.held)
+    record = record_of(request.scope)
+    record.body_bytes = len(content)
     has_model = "model" in model.model_fields
     lenient = has_model and config.unknown_parameters == "warn"
-    parse = partial(
-        parse_body, content, model, record_of(request.scope).ignored if lenient else None
-    )
+    parse = partial(parse_body, content, model, record.ignored if lenient else None)
     if len(content) > LARGE_BODY:
         body = await context.limiter.parsing.run(client_of(request.scope), parse)
     else:

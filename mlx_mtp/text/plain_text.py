@@ -46,7 +46,7 @@ def marked(chat: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any
     `chat` has `messages`, `tools` and `template_kwargs` as a template gets them. The mark is drawn
     anew for each chat, so no client's text can contain it, and templates' filters keep its digits.
     """
-    patterns = _compiled(frozenset(name for name in names if len(name) > 1))
+    patterns = _patterns_of(frozenset(name for name in names if len(name) > 1))
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}"
 
     def within(part: Any, *place: str) -> Any:
@@ -86,7 +86,7 @@ def _marked_text(text: str, names: _Names, mark: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _compiled(names: frozenset[str]) -> _Names:
+def _patterns_of(names: frozenset[str]) -> _Names:
     begun, ended, inner = set[str](), set[str](), set[str]()
     compared = {name[:_MOST_COMPARED].lower() for name in names}
     for name in compared:

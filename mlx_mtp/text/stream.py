@@ -9,7 +9,7 @@ from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
 from mlx_mtp.errors import EngineError
 from mlx_mtp.text.detokenizer import Detokenizer, Echo
 from mlx_mtp.text.parsing.answer import AnswerParser
-from mlx_mtp.text.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merged
+from mlx_mtp.text.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merge_texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class OutputStream:
         return Delta(self.index, events, reason)
 
     def _with_tokens(self, events: Iterable[Event]) -> list[Event]:
-        joined = merged(events)
+        joined = merge_texts(events)
         for number, event in enumerate(joined):
             self._in_content = False
             if isinstance(event, Text | ToolBroken):

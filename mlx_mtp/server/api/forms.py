@@ -46,6 +46,7 @@ def _check_size(text: str) -> None:
 
 
 AnswerSchema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_check_schema)]
+AnswerType = Literal["text", "json_object", "json_schema"]
 SchemaOrText = Annotated[AnswerSchema, BeforeValidator(_as_schema)]
 Choices = Annotated[list[str], FailFast(), Field(min_length=1), at_most(MAX_CHOICES)]
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
@@ -54,6 +55,13 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTE
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
     """The grammar of answers that follow a schema, with its properties in its order."""
     return GrammarSpec("json_schema", json.dumps(schema))
+
+
+def type_grammar(answer_type: AnswerType, schema: dict[str, Any] | None) -> GrammarSpec | None:
+    """The grammar of answers of a type; None leaves them free."""
+    if schema is not None:
+        return schema_grammar(schema)
+    return GrammarSpec("json_object") if answer_type == "json_object" else None
 
 
 class JsonSchema(WireModel):
@@ -65,22 +73,12 @@ class JsonSchema(WireModel):
     strict: bool = False  # without effect: a schema is always enforced
 
 
-class AnswerFormat(WireModel):
-    """The form of an answer, with the schema beside its type."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    schema_: AnswerSchema | None = Field(default=None, alias="schema")
-
-    def spec(self) -> GrammarSpec | None:
-        if self.schema_ is not None:
-            return schema_grammar(self.schema_)
-        return GrammarSpec("json_object") if self.type == "json_object" else None
-
-
-class ResponseFormat(AnswerFormat):
+class ResponseFormat(WireModel):
     """The form of a chat's answer; llama.cpp's clients send a schema with type json_object."""
 
+    type: AnswerType
     json_schema: JsonSchema | None = None
+    schema_: AnswerSchema | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _fields_fit_the_type(self) -> Self:
@@ -95,9 +93,8 @@ class ResponseFormat(AnswerFormat):
         return self
 
     def spec(self) -> GrammarSpec | None:
-        if self.json_schema is not None:
-            return schema_grammar(self.json_schema.schema_)
-        return super().spec()
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        return type_grammar(self.type, schema)
 
 
 class StructuredOutputs(WireModel):

@@ -90,7 +90,7 @@ class WireModel(BaseModel):
             raise refusal("Input should be a valid dictionary")
         if len(data) > MAX_FIELDS:
             raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
-        known, place = _names(cls), _place(cls)
+        known, place = _field_names(cls), _place(cls)
         given: dict[str, Any] = {}
         for key, value in data.items():
             if value is None or (not place and is_neutral(key, value)):
@@ -119,7 +119,7 @@ def is_foreign(place: str, value: object, ignored: list[str] | None, field: str)
 
 
 @cache
-def _names(kind: type[WireModel]) -> frozenset[str]:
+def _field_names(kind: type[WireModel]) -> frozenset[str]:
     """A model's fields as clients write them."""
     names: set[str] = set()
     for name, field in kind.model_fields.items():
@@ -236,7 +236,7 @@ def _is_scalar(value: object) -> object:
     raise refusal("must be a string, a number or a boolean")
 
 
-BodyT = TypeVar("BodyT", bound=WireModel)
+Model = TypeVar("Model", bound=WireModel)
 Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
 OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
@@ -271,10 +271,10 @@ SAMPLING = {name: _JSON_TYPES[hint] for name, hint in _HINTS.items() if hint in 
 del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `n` and `mtp`.
 
 
-def sampled(*names: str) -> Callable[[type[BodyT]], type[BodyT]]:
+def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     """Give a request body these fields of `SamplingParams`, or all that clients may set."""
 
-    def with_fields(kind: type[BodyT]) -> type[BodyT]:
+    def with_fields(kind: type[Model]) -> type[Model]:
         # Not `| None`: an explicit null is absent before a field's type is looked at.
         fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
         return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
@@ -327,7 +327,9 @@ class Function(WireModel):
         return conversation.Tool(self.name, self.description, self.parameters, self.strict)
 
 
-def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
+def form_by_type(
+    message: str, *, word: str | None = None, role: str | None = None
+) -> Discriminator:
     """Tell a union's form by `type`; `role` is the form of objects with a role, `word` of words."""
 
     def form(value: object) -> str | None:
@@ -348,7 +350,7 @@ OpenAIToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
     | Annotated[NamedToolT, Tag(FORM + "function")]
     | Annotated[AllowedToolsT, Tag(FORM + "allowed_tools")],
-    one_of(_CHOICES, word="word"),
+    form_by_type(_CHOICES, word="word"),
 ]
 
 

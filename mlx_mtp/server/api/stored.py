@@ -50,7 +50,9 @@ class StoredAnswer:
         return replace(self, metadata=metadata, answer=body + _ending(metadata))
 
 
-def _stored(answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs) -> StoredAnswer:
+def _make_stored(
+    answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs
+) -> StoredAnswer:
     fields = {name: value for name, value in answer.items() if name != "metadata"}
     packed = packed_slowly(fields)[:-1].encode() + _ending(metadata)
     return StoredAnswer(answer["id"], answer["model"], metadata, packed, inputs)
@@ -61,7 +63,7 @@ def _ending(metadata: Mapping[str, str]) -> bytes:
     return b"," + packed_json({"metadata": dict(metadata)})[1:].encode()
 
 
-def _packed(items: Iterable[dict[str, Any]]) -> Inputs:
+def _pack_items(items: Iterable[dict[str, Any]]) -> Inputs:
     return tuple((item["id"], packed_json(item).encode()) for item in items)
 
 
@@ -104,7 +106,7 @@ def _store(request: Request) -> Store:
     return store
 
 
-async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
+async def _respond_in_turn(request: Request, page: Callable[[], Response]) -> Response:
     # A page may be as large as the whole store.
     return await context_of(request).limiter.packing.run(client_of(request.scope), page)
 
@@ -127,7 +129,7 @@ async def keeper(
             return None
         message = "store: this server keeps no answers (--max-stored-completions 0)."
         raise UnsupportedParameterError(message, param="store")
-    packed = earlier + await asyncio.to_thread(lambda: _packed(inputs()))
+    packed = earlier + await asyncio.to_thread(lambda: _pack_items(inputs()))
     size, most = size_of(packed), _store(request).max_bytes
     if size > most:
         if store is None:
@@ -139,7 +141,7 @@ async def keeper(
         )
 
     async def keep(answer: dict[str, Any]) -> None:
-        _store(request).keep(await asyncio.to_thread(_stored, answer, metadata or {}, packed))
+        _store(request).keep(await asyncio.to_thread(_make_stored, answer, metadata or {}, packed))
 
     return keep
 
@@ -153,7 +155,7 @@ async def continued(request: Request, name: str) -> Inputs:
     if stored is None:
         raise PreviousResponseError(RESPONSES.missing(name), param="previous_response_id")
     answer = stored.answer
-    output = await asyncio.to_thread(lambda: _packed(json.loads(answer)["output"]))
+    output = await asyncio.to_thread(lambda: _pack_items(json.loads(answer)["output"]))
     record_of(request.scope).body_bytes += size_of(stored.inputs + output)
     return stored.inputs + output
 
@@ -223,7 +225,7 @@ class StoredKind:
     async def inputs(self, request: Request) -> Response:
         """GET {id}/messages or {id}/input_items."""
         query = _query(request, self.query)
-        return await _in_turn(request, partial(_page, self.named(request).inputs, query))
+        return await _respond_in_turn(request, partial(_page, self.named(request).inputs, query))
 
 
 CHATS = StoredKind(
@@ -248,7 +250,7 @@ async def list_chats(request: Request) -> Response:
         ]
         return _page(chats, query)
 
-    return await _in_turn(request, page)
+    return await _respond_in_turn(request, page)
 
 
 async def label_chat(request: Request) -> Response:

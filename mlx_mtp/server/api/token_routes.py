@@ -109,7 +109,7 @@ async def tokenize(request: Request) -> Response:
         }
         return packed_slowly(fields)
 
-    return await _written(request, len(ids), content)
+    return await _respond(request, len(ids), content)
 
 
 async def detokenize(request: Request) -> Response:
@@ -127,10 +127,10 @@ async def detokenize(request: Request) -> Response:
         text = packed_json(raw.decode(errors="replace"))
         return f'{{"prompt":{text},"content":{text}}}'
 
-    return await _written(request, len(body.tokens), content)
+    return await _respond(request, len(body.tokens), content)
 
 
-async def _written(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
+async def _respond(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
     """Answer with the JSON that `content` makes, in the client's turn and while it stays."""
     size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope)
     work = context_of(request).limiter.packing.run_by_size(size, client, content)

@@ -37,8 +37,8 @@ class Job(Generic[Body]):
     params: SamplingParams
 
     async def chat(self, conversation: Conversation) -> Generation:
-        context = self.context
-        if conversation.tools or conversation.tool_choice.mode != "auto":
+        context, choice = self.context, conversation.tool_choice
+        if conversation.tools or choice.names or choice.mode == "required":
             check_tools(conversation, context.output_format)
         limit, client = context.engine.info.max_model_len, self.options.engine.client
         tools = conversation.offered_tools

@@ -11,7 +11,7 @@ from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, Usage
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.conversation import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
-from mlx_mtp.server.http.fair_executor import FairExecutor, Result
+from mlx_mtp.server.http.fair_executor import FairExecutor, T
 from mlx_mtp.server.http.record import record_of
 from mlx_mtp.text.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.text.plain_text import marked
@@ -79,9 +79,7 @@ class Prompter:
 
         return await self.in_turn(scope, client, work)
 
-    async def in_turn(
-        self, scope: Scope, client: tuple[str, ...], work: Callable[[], Result]
-    ) -> Result:
+    async def in_turn(self, scope: Scope, client: tuple[str, ...], work: Callable[[], T]) -> T:
         """Do some work on a request's text off the event loop, in its client's turn."""
         return await self.executor.run_by_size(record_of(scope).body_bytes, client, work)
 

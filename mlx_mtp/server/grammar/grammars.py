@@ -13,7 +13,7 @@ from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.server.http.fair_executor import FairExecutor
-from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, check, checker, compile_grammar
+from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, checker, compile_grammar, try_grammar
 from mlx_mtp.text.tokenizer import Tokenizer
 
 MAX_CACHED = 16
@@ -80,7 +80,7 @@ class Grammars:
             text = json.dumps(styled(schema, as_standard=self._as_standard))
             spec = replace(spec, kind="json_schema", value=text)
         try:
-            check(self._checker, spec)
+            try_grammar(self._checker, spec)
             return compile_grammar(compiler, spec)
         except GrammarError as error:
             return str(error)

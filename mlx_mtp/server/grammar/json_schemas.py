@@ -64,7 +64,7 @@ def close(schema: Mapping[str, Any]) -> dict[str, Any]:
 
     An object to which other schemas apply too is left as it is.
     """
-    shared = _shared(schema)
+    shared = _sharing_schemas(schema)
     if shared is None:
         return dict(schema)
 
@@ -93,7 +93,7 @@ def close(schema: Mapping[str, Any]) -> dict[str, Any]:
     return dict(closed(schema))
 
 
-def _shared(root: Mapping[str, Any]) -> set[int] | None:
+def _sharing_schemas(root: Mapping[str, Any]) -> set[int] | None:
     """The `id()`s of schemas that share their value with other schemas; None if not known."""
     seen: set[tuple[int, bool, bool]] = set()
     left: list[tuple[Any, bool, bool]] = [(root, True, False)]
@@ -102,7 +102,7 @@ def _shared(root: Mapping[str, Any]) -> set[int] | None:
         if not isinstance(node, dict) or (id(node), alone, counted) in seen:
             continue
         seen.add((id(node), alone, counted))
-        left += ((inner, not counted, counted) for inner in _parts(node))
+        left += ((inner, not counted, counted) for inner in _inner_schemas(node))
         beside = _OF_OBJECTS.intersection(node)
         for key in beside.intersection(_SAME_VALUE):
             given = node[key]
@@ -121,7 +121,7 @@ def _shared(root: Mapping[str, Any]) -> set[int] | None:
     return {node for node, alone, _ in seen if not alone}
 
 
-def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
+def _inner_schemas(node: Mapping[str, Any]) -> Iterator[Any]:
     """The schemas of other values within a value."""
     for key, inner in node.items():
         if key in _MAPS and isinstance(inner, dict):

@@ -28,10 +28,9 @@ from mlx_mtp.errors import (
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
-from mlx_mtp.server.api.schema import BodyT as BodyT
+from mlx_mtp.server.api.schema import Model as Model
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.server.http.record import record_of
 from mlx_mtp.text.characters import cut, has_half_character
 
 LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
@@ -59,7 +58,6 @@ async def read_body(request: Request, max_bytes: int, max_seconds: float, held: 
     except TimeoutError:
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None
-    record_of(request.scope).body_bytes = len(body)
     return bytes(body)
 
 
@@ -88,7 +86,7 @@ def _too_long(max_bytes: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(message)
 
 
-def parse_body(body: bytes, model: type[BodyT], ignored: list[str] | None) -> BodyT:
+def parse_body(body: bytes, model: type[Model], ignored: list[str] | None) -> Model:
     """Parse and validate a body; raises RequestError.
 
     Unknown parameters are an error, or, if `ignored` is a list, added to it.

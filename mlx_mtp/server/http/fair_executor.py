@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 SMALL = 1 << 18
 """Characters, or bytes, of a text that takes milliseconds to read or write."""
@@ -17,7 +17,7 @@ SMALL = 1 << 18
 class FairExecutor:
     """Runs at most `max_running` calls at once, on the executor or on the loop's default one.
 
-    Texts of at most `small` characters or bytes take no turn.
+    Texts of up to `small` characters take no turn.
     """
 
     def __init__(
@@ -26,15 +26,13 @@ class FairExecutor:
         self._free, self._executor, self._small = max_running, executor, small
         self._queue: Any = FairQueue()
 
-    async def run_by_size(
-        self, size: int, client: tuple[str, ...], work: Callable[[], Result]
-    ) -> Result:
+    async def run_by_size(self, size: int, client: tuple[str, ...], work: Callable[[], T]) -> T:
         """Call `work` on a thread: in the client's turn, or at once if `size` is small."""
         if size <= self._small:
             return await asyncio.to_thread(work)
         return await self.run(client, work)
 
-    async def run(self, client: tuple[str, ...], work: Callable[[], Result]) -> Result:
+    async def run(self, client: tuple[str, ...], work: Callable[[], T]) -> T:
         """Call `work` on a thread, in the client's turn.
 
         If the caller is cancelled meanwhile, the turn still lasts until the call has returned.

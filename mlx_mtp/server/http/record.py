@@ -28,8 +28,8 @@ class RequestRecord:
     id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex[:24]}")  # or the answer's
     key: str = ""  # SHA-256 of the API key that let it in; empty on a server without keys
     num_slots: int = 0  # reserved in the engine and its queue
+    body_bytes: int = 0  # of the text that it has to read
     num_bytes: int = 0  # of its body and unread answer, as `HeldBytes` counts them
-    body_bytes: int = 0  # once the body is read
     ignored: list[str] = field(default_factory=list)  # the body's parameters without effect
     generation: Generation | None = None
     status: int = 0  # of the response, once there is one

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -15,11 +15,11 @@ from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.logs import Later
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.writer import Writer, packed_slowly
-from mlx_mtp.server.http.fair_executor import Result
 from mlx_mtp.server.http.record import client_of, record_of
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 StoreAnswer = Callable[[dict[str, Any]], Awaitable[None]]
 """Called with the whole answer at its end, streamed or not."""
 
@@ -45,7 +45,7 @@ async def respond(request: Request, writer: Writer, keep: StoreAnswer | None = N
     return Response(content, media_type="application/json")
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
 
     async def disconnected() -> None:
@@ -70,7 +70,7 @@ async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:
     return await _written(writer, writer.whole)
 
 
-async def _written(writer: Writer, write: Callable[[], Result]) -> Result:
+async def _written(writer: Writer, write: Callable[[], T]) -> T:
     return await asyncio.to_thread(write) if writer.slow else write()
 
 

@@ -76,7 +76,7 @@ class ToolBroken:
 Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut | ToolBroken
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def merge_texts(events: Iterable[Event]) -> list[Event]:
     """The same events, with neighbouring pieces of one text joined."""
     joined: list[Event] = []
     for event in events:

@@ -50,7 +50,7 @@ def loaded(text: str) -> Any:
 
 def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
     """Read a value and `emit` it in pieces; a text that is no JSON breaks the call."""
-    match = yield from _read(parser, emit, _VALUE)
+    match = yield from _read_token(parser, emit, _VALUE)
     if match["scalar"]:
         return
     opening = match[0][-1]
@@ -60,24 +60,26 @@ def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]
         raise BrokenCall
     closing = _CLOSING["}" if opening == "{" else "]"]
     comma = None
-    while not (yield from _read(parser, emit, closing, optional=True)):
+    while not (yield from _read_token(parser, emit, closing, optional=True)):
         if comma:
-            yield from _read(parser, emit, comma)
+            yield from _read_token(parser, emit, comma)
         comma = _COMMA
         if opening == "{":
-            yield from _read(parser, emit, _KEY)
+            yield from _read_token(parser, emit, _KEY)
             yield from _read_string(parser, emit)
-            yield from _read(parser, emit, _COLON)
+            yield from _read_token(parser, emit, _COLON)
         yield from read_value(parser, emit, depth + 1)
 
 
 def _read_string(parser: AnswerParser, emit: Emit) -> Reader[None]:
     """Read the rest of a string, in which control characters are escaped."""
-    while (yield from _read(parser, emit, _IN_STRING))[0] != '"':
+    while (yield from _read_token(parser, emit, _IN_STRING))[0] != '"':
         pass
 
 
-def _read(parser: AnswerParser, emit: Emit, pattern: Any, *, optional: bool = False) -> Reader[Any]:
+def _read_token(
+    parser: AnswerParser, emit: Emit, pattern: Any, *, optional: bool = False
+) -> Reader[Any]:
     """Read and emit a JSON token, in part only if the answer ends within it."""
     try:
         match = yield from parser.match(pattern)

@@ -61,7 +61,7 @@ def checker(tokenizer_json: str, eos_token_ids: Sequence[int]) -> Helper:
     return Helper(__name__, [tokenizer_json, list(eos_token_ids)])
 
 
-def check(helper: Helper, spec: GrammarSpec) -> None:
+def try_grammar(helper: Helper, spec: GrammarSpec) -> None:
     """Try a grammar, and once more if the first trial has no verdict.
 
     GrammarError: the grammar is wrong or takes too much. UnavailableError: there is no verdict.

@@ -64,7 +64,7 @@ class Helper:
                 start_new_session=True,
             )
             # A long header fills the pipe before the process reads it.
-            threading.Thread(target=_write, args=(self._process, self._header)).start()
+            threading.Thread(target=_send_lines, args=(self._process, self._header)).start()
         except (OSError, RuntimeError) as error:  # No files, no memory, no more threads.
             self.close()
             self._fail(str(error))
@@ -112,7 +112,7 @@ class Helper:
         late = threading.Timer(seconds, self.kill)
         late.start()
         try:
-            _write(process, *questions)
+            _send_lines(process, *questions)
             with contextlib.suppress(OSError):
                 answer = process.stdout.readline()
         finally:
@@ -140,7 +140,7 @@ class Helper:
         self._ready = False
 
 
-def _write(process: "subprocess.Popen[str]", *lines: Any) -> None:
+def _send_lines(process: "subprocess.Popen[str]", *lines: Any) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError, ValueError):  # It has ended, or was closed.
         for line in lines:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
 from mlx_mtp.server.api import schema as fields
-from mlx_mtp.server.api.forms import AnswerFormat, AnswerSchema
+from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.generation import conversation
 from mlx_mtp.server.generation.conversation import BUDGETS, Conversation, ToolCall
@@ -55,7 +55,7 @@ class _ToolUseBlock(WireModel):
 
 
 def _of_these(*names: str) -> Discriminator:
-    return fields.one_of(f"this server takes blocks of these types only: {', '.join(names)}")
+    return fields.form_by_type(f"this server takes blocks of these types only: {', '.join(names)}")
 
 
 def _as_blocks(value: object) -> object:
@@ -172,7 +172,7 @@ class _ThinkingOptions(WireModel):
         return self
 
 
-class _AnthropicFormat(AnswerFormat):
+class _AnthropicFormat(WireModel):
     type: Literal["json_schema"]
     schema_: AnswerSchema = Field(alias="schema")
 
@@ -243,7 +243,7 @@ class CountRequest(WireModel):
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             thinking={"enabled": True, "disabled": False}.get(thinking.type),
             thinking_budget=budget if thinking.budget_tokens is None else thinking.budget_tokens,
-            response=None if form is None else form.spec(),
+            response=None if form is None else schema_grammar(form.schema_),
             response_field="output_format" if self.output_format else "output_config.format",
             continue_final=bool(messages) and messages[-1].role == "assistant",
         )

@@ -51,10 +51,10 @@ class _OllamaWriter(Writer):
         return [self._line(block.raw or block.text)] if is_cut else []
 
     def ending(self) -> list[bytes]:
-        return [_packed(self._answer("") | self._costs())]
+        return [_line_bytes(self._answer("") | self._costs())]
 
     def failure(self, error: Exception) -> list[bytes]:
-        return [_packed(ollama_error_body(error))]
+        return [_line_bytes(ollama_error_body(error))]
 
     def whole(self) -> dict[str, Any]:
         text, thinking, calls, tokens = "", "", [], []
@@ -70,7 +70,7 @@ class _OllamaWriter(Writer):
         return answer | self._costs()
 
     def _line(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> bytes:
-        return _packed(self._answer(text, tokens, **more) | {"done": False})
+        return _line_bytes(self._answer(text, tokens, **more) | {"done": False})
 
     def _answer(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> dict[str, Any]:
         given = {key: value for key, value in more.items() if value}
@@ -110,7 +110,7 @@ def _call(block: Block) -> dict[str, Any]:
     return {"id": block.id, "function": function}
 
 
-def _packed(line: dict[str, Any]) -> bytes:
+def _line_bytes(line: dict[str, Any]) -> bytes:
     return packed_json(line).encode() + b"\n"
 
 
@@ -123,7 +123,7 @@ async def chat(request: Request) -> Response:
     job = await admit(request, OllamaChat, "ollama-")
     body = job.body
     if not body.messages:
-        return _loaded(body.model, message={"role": "assistant", "content": ""})
+        return _model_is_loaded(body.model, message={"role": "assistant", "content": ""})
     generation = await job.chat(body.conversation())
     return await respond(request, _OllamaChatWriter(job, generation))
 
@@ -133,7 +133,7 @@ async def generate(request: Request) -> Response:
     job = await admit(request, OllamaText, "ollama-")
     body = job.body
     if not body.prompt:
-        return _loaded(body.model, response="")
+        return _model_is_loaded(body.model, response="")
     if body.raw:
         grammar = body.grammar()
         guided = None if grammar is None else ("format", grammar)
@@ -143,7 +143,7 @@ async def generate(request: Request) -> Response:
     return await respond(request, _OllamaTextWriter(job, generation))
 
 
-def _loaded(model: str, **answer: Any) -> Response:
+def _model_is_loaded(model: str, **answer: Any) -> Response:
     # Without a prompt Ollama loads the model. Here it is always loaded.
     fields = {"model": model, "created_at": _now(), **answer}
     return JSONResponse(fields | {"done": True, "done_reason": "load"})

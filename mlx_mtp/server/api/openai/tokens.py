@@ -17,7 +17,7 @@ def logprob_entries(tokenizer: Tokenizer, tokens: OutputTokens) -> list[dict[str
 
     def candidate(token_id: int, logprob: float) -> dict[str, Any]:
         text, content = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(content)}
+        return {"token": text, "logprob": _clamped(logprob), "bytes": list(content)}
 
     entries = []
     for token in tokens:
@@ -35,10 +35,10 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: OutputTokens, most: int) -
     for token in tokens:
         logprob, top = None, None
         if token.logprobs is not None:
-            logprob = _finite(token.logprobs.logprob)
+            logprob = _clamped(token.logprobs.logprob)
             # The token itself is always among them, as OpenAI has it.
             pairs = (*token.logprobs.top[:most], (token.token_id, logprob))
-            top = {name(other): _finite(value) for other, value in pairs}
+            top = {name(other): _clamped(value) for other, value in pairs}
         logprobs.append(logprob)
         alternatives.append(top)
     return {
@@ -56,7 +56,7 @@ def prompt_logprobs(
 
     def candidate(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+        return {"logprob": _clamped(logprob), "rank": rank, "decoded_token": text}
 
     listed: list[dict[str, dict[str, Any]] | None] = [None]
     for token_id, entry in zip(token_ids[1:], entries, strict=True):
@@ -67,7 +67,7 @@ def prompt_logprobs(
     return listed
 
 
-def _finite(logprob: float) -> float:
+def _clamped(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 

@@ -16,7 +16,7 @@ from pydantic import (
 
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.api import schema as fields
-from mlx_mtp.server.api.forms import AnswerFormat
+from mlx_mtp.server.api.forms import AnswerSchema, AnswerType, type_grammar
 from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.generation.conversation import Conversation, Effort, Message, ToolCall
 from mlx_mtp.server.generation.params import AnswerOptions
@@ -117,7 +117,7 @@ InputItem = Annotated[
     | Annotated[_CallItem, Tag(FORM + "function_call")]
     | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
     | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
-    fields.one_of(f"this server takes items of these types only: {_TYPES}", role="message"),
+    fields.form_by_type(f"this server takes items of these types only: {_TYPES}", role="message"),
 ]
 
 
@@ -193,10 +193,11 @@ class _ReasoningOptions(WireModel):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class _TextFormat(AnswerFormat):
-    type: Literal["text", "json_object", "json_schema"] = "text"
+class _TextFormat(WireModel):
+    type: AnswerType = "text"
     name: str | None = None
     description: str | None = None
+    schema_: AnswerSchema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -267,6 +268,6 @@ class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
             tools=[tool.tool() for tool in self.tools],
             tool_choice=fields.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            response=self.text.format.spec(),
+            response=type_grammar(self.text.format.type, self.text.format.schema_),
             response_field="text.format",
         ).with_effort(self.reasoning.effort)
