@@ -1,11 +1,11 @@
 """The kernels' real sources and launches on an emulated GPU, against the portable code; on a real
-one over a small grid of `python -m benchmarks.kernels`."""
+one over a small grid of `python -m benchmarks kernels`."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
+from benchmarks.kernels import Variant, check_inputs, check_recurrence
 from mlx_mtp.kernels import gated_delta, gpu, inputs, portable, self_check
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.kernels.window import Pending, Projected, Shape

@@ -1,13 +1,16 @@
-"""Which model and context fit which Mac: computed, not measured.
+#!/usr/bin/env python
+"""Print the tables of which model and context fit which Mac: python scripts/memory_guide.py
 
-    python -m benchmarks.memory_guide
-
-Published shapes with their heads, planned as `serve` plans at its start; see `mlx-mtp models`. The
+They are computed, not measured: published shapes with their heads, planned as `serve` plans at its
+start; see `mlx-mtp models`. The
 first table is README's, the others are those of docs/memory.md.
 """
 
-import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.console import size_text
@@ -87,11 +90,5 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main() -> None:
-    """Print all tables."""
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    print("\n\n".join(tables()))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n\n".join(tables()))
