@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -117,9 +117,7 @@ def _words(characters: int, seed: str) -> str:
     return " ".join(drawn)[: max(characters, 0)]
 
 
-def prefix(
-    tokens: int = 2000, rounds: int = 5, kv_cache_quantization: Literal["none", "8", "4"] = "none"
-) -> Rows:
+def prefix(tokens: int = 2000, rounds: int = 5) -> Rows:
     """Time to the first token of a conversation's second turn, with and without the prefix cache.
 
     Each round has a conversation of its own: its first turn, then the second one, which finds the
@@ -129,7 +127,6 @@ def prefix(
         tokens: about so many in the first turn
     """
     flags = ["--enable-mtp", "--mtp-num-draft-tokens", "1", "--prefix-cache-size", "1GB"]
-    flags += ["--kv-cache-quantization", kv_cache_quantization]
     rows = []
     with (
         running(ours("prefix", BUNDLED_MODEL, *flags)) as url,

@@ -1,17 +1,14 @@
 """Servers that are asked by `mlx-mtp bench`'s own client for streams at the same time."""
 
 import contextlib
-import re
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import httpx
 import mlx.core as mx
 
 from benchmarks import Rows, row
@@ -23,10 +20,8 @@ from mlx_mtp.bench.measure import Asking, measure, summarize
 from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.bench.report import drafts_by_source, footnotes
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.live import SECONDS
 
 _OFF = "MTP off"
-_STORY = "Write a short story about a fox named Anna who finds a lamp in the forest."
 
 
 def concurrency(
@@ -54,7 +49,7 @@ def concurrency(
         figures = of["rate"], of["rate_min"], of["rate_max"], of["rate_ratio"], of["accepted"]
         names = "server | at once | tokens/s | least | most | over MTP off | accepted | _all"
         yield row(names, of["subject"], of["concurrency"], *figures, of)
-    yield "".join([*drafts_by_source(waves), *footnotes(summaries)])
+    yield "\n".join([*drafts_by_source(waves), *footnotes(summaries)])
 
 
 def contenders(folder: Path) -> list[Contender]:
@@ -175,62 +170,3 @@ def _rates(answers: Sequence[Answer]) -> list[float]:
         sum(count for at, count in zip(a.times, a.tokens) if began < at <= ended) / (ended - began)
         for a in answers
     ]
-
-
-def watching(rounds: int = 12, tokens: int = 200, streams: int = 16) -> Rows:
-    """What 1 and 10 readers of /live cost 16 streams, in turns with none.
-
-    Each ratio is to the runs without readers before and after it: of the time of all streams
-    together, and of the processor time of the server's process.
-    """
-    prompts, rows = [Prompt(_STORY, seed) for seed in range(streams)], []
-    asking = Asking(tokens, temperature=1.0, ignore_eos=True)
-    with (
-        running(ours("ours", BUNDLED_MODEL, "--mtp-num-draft-tokens", "2")) as url,
-        HttpServer(url, asking, model="m") as server,
-    ):
-
-        def costs(readers: int) -> tuple[float, float]:
-            with _reading(f"{url}/live", readers):
-                used = _processor_seconds(url)
-                answers = server.ask(prompts)
-                used = _processor_seconds(url) - used
-            return max(a.ended for a in answers) - min(a.sent for a in answers), used
-
-        costs(0)
-        before = costs(0)
-        for _ in range(rounds):
-            for readers in (1, 10):
-                watched, after = costs(readers), costs(0)
-                ratios = (2 * now / (a + b) for now, a, b in zip(watched, before, after))
-                rows.append(row("readers | time | processor time", readers, *ratios))
-                before = after
-                yield rows[-1]
-    yield "Medians:"
-    yield from (medians([each for each in rows if each["readers"] == n]) for n in (1, 10))
-
-
-def _processor_seconds(url: str) -> float:
-    used = re.search(r"^process_cpu_seconds_total (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
-    assert used is not None
-    return float(used[1])
-
-
-@contextlib.contextmanager
-def _reading(url: str, readers: int) -> Iterator[None]:
-    over = threading.Event()
-
-    def read() -> None:
-        with httpx.stream("GET", url, timeout=None) as response:
-            for _ in response.iter_raw():
-                if over.is_set():
-                    return
-
-    threads = [threading.Thread(target=read) for _ in range(readers)]
-    for thread in threads:
-        thread.start()
-    time.sleep(SECONDS if readers else 0)
-    yield
-    over.set()
-    for thread in threads:
-        thread.join()
