@@ -86,8 +86,10 @@ class _SyntheticAcceptance:
 @contextlib.contextmanager
 def _accepting(rate: float) -> Iterator[None]:
     runner_module.accept = _SyntheticAcceptance(rate)  # type: ignore[assignment, attr-defined]
-    yield
-    runner_module.accept = accept  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        runner_module.accept = accept  # type: ignore[attr-defined]
 
 
 def decoding_core(
@@ -162,6 +164,7 @@ def _measure_mlx_lm(plain: nn.Module, vocab: int, rows: int, steps: int) -> Step
         pass
     median = statistics.median(_timed(generator.next, steps)[0])
     generator.close()
+    mx.clear_cache()
     return Steps(1e3 * median, rows / median, 1.0)
 
 

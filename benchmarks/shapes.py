@@ -49,7 +49,7 @@ def shape_of(name: str, layers: int = 0, tiny: bool = False) -> dict[str, Any]:
 def build(
     config: dict[str, Any], bits: int, rank: int = 0, size: int = 1
 ) -> tuple[LoadedModel, nn.Module]:
-    """A random model with its head, ready to serve, and mlx-lm's own on the same arrays.
+    """A random model with its head, ready to serve, and without ranks mlx-lm's on the same arrays.
 
     Args:
         config: as in config.json.
@@ -64,7 +64,8 @@ def build(
     quantize(head, bits)
     for module in (model, head):
         _randomize(module)
-    plain.update(model.parameters())
+    if size == 1:  # Of several ranks none has room for the arrays before they are cut.
+        plain.update(model.parameters())
     family.patch(model)
     if size > 1:
         shard(family.causal_lm(model), head, rank, size)
