@@ -1,4 +1,4 @@
-"""Engines without HTTP: stepped by hand, listened to, or with drafts that are told."""
+"""Engines without HTTP: stepped by hand, listened to, or with known drafts."""
 
 import threading
 import time
@@ -144,6 +144,9 @@ class TellingProposer(MTPProposer):
     ) -> mx.array:
         drafts = super().propose(state, window, num_drafts, sampler)
         positions = window.next_position[:, None] + mx.arange(drafts.shape[1])
-        told, right = (positions * 7919) % 1000 < int(self.rate * 1000), self.at(positions, sampler)
+        is_right, right = (
+            (positions * 7919) % 1000 < int(self.rate * 1000),
+            self.at(positions, sampler),
+        )
         # Computed from the head's own, so that it runs all the same.
-        return mx.where((drafts >= 0) & told, right, right ^ 1).astype(mx.int32)
+        return mx.where((drafts >= 0) & is_right, right, right ^ 1).astype(mx.int32)

@@ -210,24 +210,26 @@ def full_shape(
             for rows, context, name in within(end, [(*c, n) for c in cases for n in names]):
                 if name != "mlx-lm":
                     contexts = [context] * rows
-                    found = _measure(model, names[name], contexts, steps, profile=profile)
+                    result = _measure(model, names[name], contexts, steps, profile=profile)
                 elif mlx_lm and context <= _MLX_LM_CONTEXT:
-                    found = _measure_mlx_lm(plain, model.vocab_size, rows, steps)
+                    result = _measure_mlx_lm(plain, model.vocab_size, rows, steps)
                 else:
                     continue
-                measured[rows, context, name] = found
+                measured[rows, context, name] = result
                 line = row("shape | rows | context | engine", each, rows, context, name)
-                line |= found.columns(rows, names[name], acceptance)
+                line |= result.columns(rows, names[name], acceptance)
                 theirs, off = (measured.get((rows, context, n)) for n in ("mlx-lm", "off"))
                 first = next(of for (r, _, n), of in measured.items() if (r, n) == (rows, name))
                 line["over mlx-lm"] = line["expected"] / theirs.rate if theirs else None
-                line["step over off"] = found.ms / off.ms if off else None
-                line["added, ms"] = found.ms - first.ms
-                if found.parts is not None:
-                    line |= {"launches": found.launches, "GPU, ms": sum(found.parts.values())}
-                    line |= {part: found.parts[part] for part in _PARTS}
+                line["step over off"] = result.ms / off.ms if off else None
+                line["added, ms"] = result.ms - first.ms
+                if result.parts is not None:
+                    line |= {"launches": result.launches, "GPU, ms": sum(result.parts.values())}
+                    line |= {part: result.parts[part] for part in _PARTS}
                     once = _product_bytes(model) / bandwidth / 1e9
-                    line["over reading"] = found.parts["products"] / once if name == "off" else None
+                    line["over reading"] = (
+                        result.parts["products"] / once if name == "off" else None
+                    )
                 yield line
 
 
@@ -279,8 +281,8 @@ def rows(
             contexts["both"] = [*contexts["short"], length]
             of = {n: _measure(model, depth, c, steps, overlap=overlap) for n, c in contexts.items()}
             line = row("short rows | long row | depth", count, length, depth)
-            for name, found in of.items():
-                line |= row(f"{name}, ms | {name}, tokens/s", found.ms, found.rate)
+            for name, result in of.items():
+                line |= row(f"{name}, ms | {name}, tokens/s", result.ms, result.rate)
             ideal, nbytes = of["short"].ms + of["long"].ms, of["both"].nbytes
             caches = footprint(model, depth).caches
             tokens = sum(-(-(n + steps) // 256) * 256 for n in contexts["both"])  # at the end
@@ -330,9 +332,9 @@ def ranks(
     yield f"{shape}, {inner['num_hidden_layers']} layers, {mine.size} ranks: {memory}"
     with _accepting(acceptance):
         for depth, count in within(end, [(d, r) for d in (None, *depths) for r in rows]):
-            found = _measure(model, depth, [_PROMPT] * count, steps, make_runner=make_runner)
+            result = _measure(model, depth, [_PROMPT] * count, steps, make_runner=make_runner)
             line = row("rows | engine", count, "off" if depth is None else f"k = {depth}")
-            yield line | found.columns(count, depth, acceptance)
+            yield line | result.columns(count, depth, acceptance)
     if mine.size > 1:
         links.close()
         time.sleep(1.0)  # Until they have read that.

@@ -131,12 +131,12 @@ def _use_idle_gpu() -> None:
 
         return launch
 
-    found: Any = mx
-    found.default_device = lambda: mx.Device(mx.gpu)
-    found.cuda.is_available = lambda: True
-    found.fast.cuda_kernel = kernel
-    found.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
-    found.dequantize = dequantize
+    patched: Any = mx
+    patched.default_device = lambda: mx.Device(mx.gpu)
+    patched.cuda.is_available = lambda: True
+    patched.fast.cuda_kernel = kernel
+    patched.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
+    patched.dequantize = dequantize
     replaced: Any = few_rows
     replaced._problem = lambda *_: None
     replaced._is_worth_it = lambda *_: True
@@ -208,6 +208,6 @@ def _operations(arrays: Any) -> Counter[str]:
     return Counter(re.findall(r'label ="(\w+)[^"]*", shape=rectangle', text.getvalue()))
 
 
-def _launches(found: Counter[str]) -> int:
+def _launches(counts: Counter[str]) -> int:
     """How many of these operations are launches."""
-    return sum(n for name, n in found.items() if not re.fullmatch(_VIEWS, name))
+    return sum(n for name, n in counts.items() if not re.fullmatch(_VIEWS, name))

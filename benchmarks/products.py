@@ -40,11 +40,13 @@ def products(
     counts, dense = (sorted(rows), sorted(tokens)), list[Product]()
     for each in shape:
         model, _ = build(shape_of(each, layers, tiny), bits)
-        found = measure_products(model, end, *counts, timer=gpu_microseconds)
-        dense += [product for product in found if not product.routed]
+        measured = measure_products(model, end, *counts, timer=gpu_microseconds)
+        dense += [product for product in measured if not product.routed]
         if time.perf_counter() > end:
             yield "The time is over: kinds with fewer bytes may be missing."
-        for routed, group in groupby(sorted(found, key=attrgetter("routed")), attrgetter("routed")):
+        for routed, group in groupby(
+            sorted(measured, key=attrgetter("routed")), attrgetter("routed")
+        ):
             kinds = [*group]
             yield f"{each}, {bits} bit, {'experts, by tokens' if routed else 'products, by rows'}"
             for product in kinds:

@@ -73,7 +73,8 @@ def tables() -> list[str]:
     most = EngineConfig().max_num_seqs
     plans = [(n, [of_name[name, 4].plan(mac_memory(n)) for name in _AGENTS]) for n in _LARGE]
     beside = [
-        (f"{n} GB", *(plan.rows_at_once(most) if plan else "-" for plan in own)) for n, own in plans
+        (f"{n} GB", *(plan.rows_at_once(most) if plan else "-" for plan in each))
+        for n, each in plans
     ]
     agents = (f"{name}, 4 bits" for name in _AGENTS)
     parts.append(_table(("your Mac", *agents), beside))
