@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass, field, fields
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -9,9 +10,19 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text, whole, word_or
 
 MAX_DRAFT_TOKENS = 8  # of the head, for each row and step
-MAX_COPY_TOKENS = 16  # copied
-MAX_RUN = 2 * MAX_COPY_TOKENS + 1  # of a source: behind a window in flight another one begins
-DRAFTS = ("mtp,copy", "mtp", "copy", "none")
+# Sources of drafts on the host (`speculative/host_sources.py`): a word for their drafts, and what
+# the banner says of them.
+HOST_DRAFTS = {
+    "copy": ("copies", "text that occurred in the prompt or an earlier answer is drafted")
+}
+MAX_HOST_DRAFTS = 16  # of such a source, for each row and step
+MAX_RUN = 2 * MAX_HOST_DRAFTS + 1  # tokens: a window in flight, and the one behind it
+_SOURCES = ("mtp", *HOST_DRAFTS)
+DRAFTS = tuple(
+    ",".join(names) or "none"
+    for count in range(len(_SOURCES), -1, -1)
+    for names in combinations(_SOURCES, count)
+)
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 JSON_SCHEMAS = ("closed", "standard")
@@ -63,6 +74,11 @@ def check_settings(settings: Any) -> None:
                 flag.convert(str(value))
             except argparse.ArgumentTypeError as error:
                 raise UsageError(f"{each.name}: {error}.") from None
+
+
+def host_source_names(drafts: str) -> tuple[str, ...]:
+    """The sources on the host among those of --drafts."""
+    return tuple(name for name in drafts.split(",") if name in HOST_DRAFTS)
 
 
 def _bits(value: str) -> int | None:
@@ -154,7 +170,6 @@ class EngineConfig:
         _bits,
         default_text="none",
     )
-    draft_source: str = "mtp"  # A name in `speculative/draft_sources.py`.
 
     @property
     def decode_pause(self) -> float:
@@ -162,9 +177,9 @@ class EngineConfig:
         return 0.0 if self.exact else self.max_decode_pause / 1e3
 
     @property
-    def copies(self) -> bool:
-        """Whether drafts may be copied: their number is to be chosen."""
-        return "copy" in self.drafts and self.num_draft_tokens == "auto"
+    def host_sources(self) -> tuple[str, ...]:
+        """Names of the sources of drafts on the host; none if the number of drafts is fixed."""
+        return host_source_names(self.drafts) if self.num_draft_tokens == "auto" else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,12 @@ class MemoryLimit(NamedTuple):
     source: str  # Where that number is from, in words.
 
 
-def memory_limit(given: int | None) -> MemoryLimit:
-    """The bytes of --memory-limit, or what the machine has."""
-    return machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
+def memory_limit(given: int | None, least: int | None = None) -> MemoryLimit:
+    """The bytes of --memory-limit, or what the machine has; `least`: what each of several has."""
+    limit = machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
+    if least is not None and least < limit.nbytes:
+        return MemoryLimit(least, "on the rank that has the least")
+    return limit
 
 
 def machine_memory() -> MemoryLimit:

@@ -3,7 +3,15 @@
 import argparse
 from dataclasses import replace
 
-from mlx_mtp.config import DTYPE_NAMES, SEED, EngineConfig, ServerConfig, flags_of
+from mlx_mtp.config import (
+    DTYPE_NAMES,
+    HOST_DRAFTS,
+    SEED,
+    EngineConfig,
+    ServerConfig,
+    flags_of,
+    host_source_names,
+)
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
 
@@ -164,8 +172,9 @@ _OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")  # of the head
 def check_serve(options: argparse.Namespace) -> None:
     """Raise UsageError for flags of `serve` that would have no effect."""
     drafts, depth = options.drafts, options.mtp_num_draft_tokens
-    copies = "copy" in drafts and depth == "auto"
-    check_generate(options, *([] if copies else ["--calibration-seconds", "--mtp-optimistic"]))
+    names = host_source_names(drafts)
+    on_host = names and depth == "auto"
+    check_generate(options, *([] if on_host else ["--calibration-seconds", "--mtp-optimistic"]))
     if options.enable_mtp and "mtp" not in drafts:
         raise UsageError(
             f"--enable-mtp asks for the head's drafts, and --drafts {drafts} for none."
@@ -179,10 +188,10 @@ def check_serve(options: argparse.Namespace) -> None:
             raise UsageError(
                 f"{flag} is for the MTP head's drafts, and --drafts {drafts} has none."
             )
-    if "drafts" in options.given and "copy" in drafts and depth != "auto":
+    if "drafts" in options.given and names and depth != "auto":
         raise UsageError(
             f"--mtp-num-draft-tokens {depth} is a number of the head's drafts, and --drafts "
-            f"{drafts} asks for copies: leave one of them out."
+            f"{drafts} asks for {HOST_DRAFTS[names[0]][0]}: leave one of them out."
         )
     if _asks(options, "--calibration-seconds") and depth != "auto":
         raise UsageError(
@@ -192,7 +201,7 @@ def check_serve(options: argparse.Namespace) -> None:
     for flag in ("--mtp-optimistic", "--calibration-seconds") if drafts == "none" else ():
         if _asks(options, flag):
             raise UsageError(f"{flag} is for drafts, and --drafts none has none.")
-    if _asks(options, "--draft-answers-size") and not (copies and options.prefix_cache_size != 0):
+    if _asks(options, "--draft-answers-size") and not (on_host and options.prefix_cache_size != 0):
         raise UsageError(
             "--draft-answers-size is for drafts that are copied: it needs --drafts with copy, "
             "--mtp-num-draft-tokens auto and a prefix cache."

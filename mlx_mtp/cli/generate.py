@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_mtp import factories
+from mlx_mtp import build
 from mlx_mtp.console import clean, say, speed_text
-from mlx_mtp.engine.engine import Engine, run_requests
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.options import ANSWER_TOKENS, wants_head
 from mlx_mtp.server.api.openai.protocol import CompletionRequest
 from mlx_mtp.server.generation.params import engine_requests, model_defaults, sampling_params
@@ -31,8 +31,8 @@ _SAMPLING = (
 
 def generate(options: argparse.Namespace) -> int:
     """Load the model and print its answer; returns the exit status. The backend is prepared."""
-    loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options))
-    engine = factories.engine(loaded, tokenizer, options)
+    loaded, tokenizer = build.load(options, enable_mtp=wants_head(options))
+    engine = build.engine(loaded, tokenizer, options)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
 
 
@@ -66,7 +66,7 @@ def stream_answer(
     try:
         began = time.perf_counter()
         times = list[tuple[float, int]]()
-        for at, output in run_requests(engine, [request]):
+        for at, output in build.run_requests(engine, [request]):
             for event in stream.push(output).events:
                 assert isinstance(event, Text), "plain text has no other events"
                 sys.stdout.write(shown(event.text))

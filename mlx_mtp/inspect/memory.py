@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import GROWTH
 from mlx_mtp.cache.specs import CacheMemory
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS, EngineConfig
 from mlx_mtp.console import size_text
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
@@ -46,7 +46,7 @@ def demand(found: Found, dtype: str, ranks: int = 1) -> Demand:
         try:
             given: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
             model = load_model(found.directory, lazy=True, **given)
-            shape, row = footprint(model, MAX_COPY_TOKENS), model.row_nbytes()
+            shape, row = footprint(model, MAX_HOST_DRAFTS), model.row_nbytes()
             refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
@@ -60,7 +60,7 @@ def demand(found: Found, dtype: str, ranks: int = 1) -> Demand:
         weights=whole + (found.trunk[0] - whole) // ranks,
         head=found.head_bytes // ranks,
         caches=CacheMemory(layers, has_head, in_use.size),
-        depth=MAX_COPY_TOKENS,
+        depth=MAX_HOST_DRAFTS,
         vocab_size=int(target.args.vocab_size),
     )
     allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]
@@ -92,7 +92,7 @@ def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
         "prefix_cache": None,
         "longer_steps": True,
     }
-    return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, wanted=None, **given)
+    return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, max_model_len=None, **given)
 
 
 def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
