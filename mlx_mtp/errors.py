@@ -9,10 +9,6 @@ UNKNOWN_RETRY_SECONDS = 2
 """`retry_after` of an error that may be over at any time."""
 
 
-UNKNOWN_RETRY_SECONDS = 2
-"""After which a client may try again where nothing tells when the server will be able to answer."""
-
-
 def is_fault(error: BaseException) -> bool:
     """Whether a library failed, by an exception or a panic of Rust's, which is no `Exception`."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
