@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import dataclass, field, fields
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,11 +17,7 @@ HOST_DRAFTS = {
 MAX_HOST_DRAFTS = 16  # of such a source, for each row and step
 MAX_RUN = 2 * MAX_HOST_DRAFTS + 1  # tokens: a window in flight, and the one behind it
 _SOURCES = ("mtp", *HOST_DRAFTS)
-DRAFTS = tuple(
-    ",".join(names) or "none"
-    for count in range(len(_SOURCES), -1, -1)
-    for names in combinations(_SOURCES, count)
-)
+DRAFTS = (",".join(_SOURCES), *_SOURCES, "none")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 JSON_SCHEMAS = ("closed", "standard")
@@ -144,7 +139,7 @@ class EngineConfig:
         "same words in the prompt or an earlier answer, both, or nowhere; a fixed number of drafts "
         "is of the head's",
         DRAFTS,
-        default="mtp,copy",
+        default=DRAFTS[0],
     )
     # Bytes. What its flag and that of the step size are by default is resolved by the memory plan.
     prefix_cache_size: int = setting(

@@ -5,6 +5,12 @@
 
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading another program's JSON raises where a value is missing, of another type or huge."""
+UNKNOWN_RETRY_SECONDS = 2
+"""`retry_after` of an error that may be over at any time."""
+
+
+UNKNOWN_RETRY_SECONDS = 2
+"""After which a client may try again where nothing tells when the server will be able to answer."""
 
 
 def is_fault(error: BaseException) -> bool:

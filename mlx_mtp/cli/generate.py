@@ -53,7 +53,7 @@ def stream_answer(
     except ValidationError as error:
         raise from_validation(error) from None
     wanted, defaults = body.options(), model_defaults(generation_config)
-    params = sampling_params(wanted, defaults, random.Random(), engine.info.vocab_size)
+    params = sampling_params(wanted, defaults, random.Random(), engine.info)
     prompt = tokenizer.encode_chat(messages, limit=room)
     (request,) = engine_requests("generate", [prompt], params, wanted, room)
     if options.max_tokens is None:
