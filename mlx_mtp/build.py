@@ -185,13 +185,7 @@ def build_engine(
     if config.exact:
         use_fixed_rows(model.model)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
-    ids = None
-    if draft_ids is not None:
-        ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
-        is_all = len(ids) == vocab_size
-        number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
-        logger.info("Drafts come from %s tokens.", number)
-        ids = None if is_all else ids
+    ids = None if draft_ids is None else _vocabulary(draft_ids, vocab_size)
     uses_head = drafter is None and "mtp" in config.drafts
     if links is not None:
         links.send(Begin(vocab_size, uses_head, ids))
@@ -203,14 +197,13 @@ def build_engine(
     num_draft_tokens = config.num_draft_tokens if sources else 0
     drafts: DraftPolicy
     calibrator, chunks = None, PrefillCosts(config.prefill_step_size)
-    if num_draft_tokens != "auto":
-        drafts = FixedDrafts(num_draft_tokens)
-    else:
-        costs = StepCosts()
+    if num_draft_tokens == "auto":
+        costs, kinds = StepCosts(), {MTP if source == MTP else HOST for source in sources}
         mark = fingerprint(model, None if ids is None else len(ids), sources)
         drafts = AdaptiveDrafts(costs, 0 if drafter is None else MAX_DRAFT_TOKENS)
-        kinds = {MTP if source == MTP else HOST for source in sources}
         calibrator = Calibrator(costs, chunks, config, cache_dir, mark, kinds)
+    else:
+        drafts = FixedDrafts(num_draft_tokens)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
@@ -259,6 +252,15 @@ def build_engine(
     if store is not None:
         store.on_read = engine.wake
     return engine
+
+
+def _vocabulary(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
+    """Checked ids of the tokens that the head drafts; None if these are all."""
+    ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
+    is_all = len(ids) == vocab_size
+    number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
+    logger.info("Drafts come from %s tokens.", number)
+    return None if is_all else ids
 
 
 def plan_for(
