@@ -22,7 +22,7 @@ import mlx.core as mx
 from benchmarks.servers import Contender, mlx_lm, ours, running
 from mlx_mtp.bench.arguments import add_streams
 from mlx_mtp.bench.client import HttpServer
-from mlx_mtp.bench.commands import check, measure_and_report
+from mlx_mtp.bench.commands import check_files, measure_and_report
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.models.hub import BUNDLED_MODEL
 
@@ -35,7 +35,7 @@ def main() -> None:
     add_streams(parser, (1, 4, 16))
     parser.set_defaults(what="concurrency", prompts="story")
     options = parser.parse_args()
-    check(options)
+    check_files(options)
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers = []

@@ -1,4 +1,4 @@
-"""The arguments of `bench`. Nothing heavy is imported: --help answers at once."""
+"""The arguments of `bench`. Heavy imports wait, so that --help answers at once."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from mlx_mtp.flags import Flag, Parse, add_flags, at_least, one_of, secret, text
 from mlx_mtp.options import DRAFT_VOCAB, DTYPE, EXACT, MODEL_FLAG, RANDOMNESS
 
 _MODEL = Flag("--model NAME", "model to ask for", text, repeated=True)
-# It may come from the environment too: a command line can be seen by others.
+# The key may also come from the environment: others can see a command line.
 API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
 _SEED = Flag("--seed N", "repeat the prompts of another run", whole(0, (1 << 63) - 1))
 _ASKING = (
@@ -34,7 +34,7 @@ _CALIBRATION = Flag(
 
 
 def add_bench(subparsers: Any) -> None:
-    """Register `bench`; each parsed namespace says in `what` which measurement it is."""
+    """Register `bench`; `what` in the parsed namespace is the measurement."""
     bench = subparsers.add_parser(
         "bench",
         help="measure a server with the OpenAI API, or the engine alone",
@@ -66,7 +66,7 @@ def add_bench(subparsers: Any) -> None:
 
 
 def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
-    """Add what measures several streams; `levels` are the numbers of streams by default."""
+    """Add the flags for several streams; `levels` are the default numbers of streams."""
     kinds = f"length of the prompts: {', '.join(KINDS)}"
     add_flags(
         parser,
@@ -105,7 +105,7 @@ def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 
 def _list(usage: str, help_text: str, parse: Parse, default: Sequence[Any]) -> Flag:
-    """A flag of several values separated by commas."""
+    """A flag whose value is a list separated by commas, without duplicates."""
 
     def parse_all(value: str) -> list[Any]:
         return list(dict.fromkeys(parse(part.strip()) for part in value.split(",")))

@@ -1,4 +1,4 @@
-"""The arguments of `selftest`. Nothing heavy is imported: --help answers at once."""
+"""The arguments of `selftest`. Heavy imports wait, so that --help answers at once."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
 
     check_writable(options.json, options.report)
     if options.dtype == "float32":
-        # TF32 would round float32 products; mlx reads this at its first product.
+        # TF32 would round float32 products; mlx reads the variable at its first product.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
     info = factories.prepare(options)
     loaded, tokenizer = factories.load(options, enable_mtp=True)
