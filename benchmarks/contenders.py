@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mlx_mtp.bench.answer import Answer
+from mlx_mtp.bench.answer import TimedAnswer
 from mlx_mtp.bench.measure import Asking, Summary, measure, median, summarize
 from mlx_mtp.bench.offline import EngineSubject
 from mlx_mtp.bench.prompts import Prompt
@@ -56,7 +56,7 @@ class Contender(EngineSubject):
         self.cpu_rates: list[float] = []
         self._work = work
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
+    def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
         """As its base; the other engines are idle meanwhile."""
         if self._work is not None:
             prompts = [p._replace(text=self._work(n, p)) for n, p in enumerate(prompts)]

@@ -118,7 +118,7 @@ class Flag:
 
     @property
     def convert(self) -> Parse:
-        return one_of(*self.parse) if isinstance(self.parse, tuple) else self.parse or boolean
+        return word_of(*self.parse) if isinstance(self.parse, tuple) else self.parse or boolean
 
     def from_text(self, text: str) -> Any:
         """Parse the environment variable's text; UsageError if it is wrong."""
@@ -187,7 +187,7 @@ def resolve(
 
 def boolean(text: str) -> bool:
     """1, 0, true or false."""
-    return _BOOLEANS[one_of(*_BOOLEANS)(text.lower())]
+    return _BOOLEANS[word_of(*_BOOLEANS)(text.lower())]
 
 
 def whole(low: int, high: int) -> Parse:
@@ -329,7 +329,7 @@ def origin(value: str) -> str:
     return name
 
 
-def one_of(*choices: str) -> Parse:
+def word_of(*choices: str) -> Parse:
     """One of a few words."""
 
     def parse(value: str) -> str:

@@ -1,4 +1,4 @@
-"""The flags of `serve` and `generate`, most from `config`, and which exclude each other."""
+"""The flags of `serve` and `generate`, most of them from `config`, and which exclude each other."""
 
 import argparse
 from dataclasses import replace
@@ -217,7 +217,7 @@ def check_serve(options: argparse.Namespace) -> None:
 
 
 def check_generate(options: argparse.Namespace, *more: str) -> None:
-    """The same for the flags of `generate`; `more` are flags that are for drafts too."""
+    """Raise UsageError for flags of the MTP head, and for `more`, if MTP is off."""
     in_use = _in_use(options) if options.enable_mtp is False else ()
     for flag in (*_OF_HEAD, *more):
         if flag in in_use:
@@ -227,14 +227,14 @@ def check_generate(options: argparse.Namespace, *more: str) -> None:
 
 
 def wants_head(options: argparse.Namespace) -> bool | None:
-    """Whether the MTP head is needed (a flag asks for it), or unwanted; None: if there is one."""
+    """True if flags need the MTP head, False if they exclude it; None: use it if there is one."""
     if "mtp" not in getattr(options, "drafts", "mtp"):
         return False
     return not _in_use(options).isdisjoint(_OF_HEAD) or options.enable_mtp
 
 
 def wants_exact(options: argparse.Namespace) -> bool | None:
-    """Whether `EngineConfig.exact` is asked for or excluded; None: where kernels serve it."""
+    """The value of `EngineConfig.exact` that flags ask for; None: if the kernels allow it."""
     exact: bool | None = options.exact
     return False if exact is None and not _in_use(options).isdisjoint(_INEXACT) else exact
 

@@ -14,8 +14,10 @@ from typing import Any
 
 from mlx_mtp.errors import UNEXPECTED, BenchError
 
-Read = tuple[float, bytes]  # The time of a read by the client's clock in seconds, and its bytes.
-# Section and key of each count in a chunk, by the field of `Answer`; timings as in llama.cpp.
+TimedRead = tuple[
+    float, bytes
+]  # The time of a read by the client's clock in seconds, and its bytes.
+# Section and key of each count in a chunk, by the field of `TimedAnswer`; timings as in llama.cpp.
 _COUNTS = {
     "num_tokens": ("usage", "completion_tokens"),
     "prompt_tokens": ("usage", "prompt_tokens"),
@@ -35,7 +37,7 @@ class Split(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """The timing of one answer, in seconds of the client's clock."""
 
     sent: float  # just before the request was sent
@@ -68,7 +70,7 @@ class Answer:
         return sum(self.tokens[1:]) / (self.times[-1] - self.times[0])
 
 
-def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer:
+def parse_answer(sent: float, reads: Sequence[TimedRead], retries: int = 0) -> TimedAnswer:
     """Parse an answer's stream; BenchError if it holds an error or was cut off."""
     ended, data, last = sent, "", dict[str, Any]()
     events: list[tuple[float, dict[str, Any]]] = []
@@ -93,10 +95,10 @@ def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer
             chunks[at] += count
     counts = {k: v for k, v in last.items() if k not in ("text", "finish_reason")}
     fields = {"num_tokens": len(events), "num_events": len(events), "retries": retries} | counts
-    return Answer(sent, ended, tuple(chunks), tuple(chunks.values()), split=split, **fields)
+    return TimedAnswer(sent, ended, tuple(chunks), tuple(chunks.values()), split=split, **fields)
 
 
-def timed_events(reads: Iterable[Read]) -> Iterator[tuple[float, str]]:
+def timed_events(reads: Iterable[TimedRead]) -> Iterator[tuple[float, str]]:
     """The data of each server-sent event, with the time of the read that completed it.
 
     BenchError for data that is not UTF-8.
@@ -126,7 +128,7 @@ def delta_texts(delta: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _parse_chunk(data: str) -> dict[str, Any]:
-    """A chunk's text, and its finish reason and counts, by field of `Answer`, if it has them."""
+    """A chunk's text, its finish reason if any, and its counts by field of `TimedAnswer`."""
     fields: dict[str, Any] = {"text": ""}
     try:
         chunk = json.loads(data)

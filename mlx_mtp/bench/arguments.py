@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.flags import Flag, Parse, add_flags, at_least, one_of, secret, text, whole, word_or
+from mlx_mtp.flags import Flag, Parse, add_flags, at_least, secret, text, whole, word_of, word_or
 from mlx_mtp.options import DRAFT_VOCAB, DTYPE, EXACT, MODEL_FLAG, RANDOMNESS
 
 _MODEL = Flag("--model NAME", "model to ask for", text, repeated=True)
@@ -47,7 +47,7 @@ def add_bench(subparsers: Any) -> None:
     latency = what.add_parser("latency", help="time to the first token and between tokens")
     latency.add_argument("url", metavar="URL", help=address)
     _add_http(latency)
-    add_flags(latency, _list("--prompts KIND,...", kinds, one_of(*KINDS), KINDS[1:]))
+    add_flags(latency, _list("--prompts KIND,...", kinds, word_of(*KINDS), KINDS[1:]))
     _add_asking(latency, rounds=10)
     streams = what.add_parser("concurrency", help="rates with 1, 2, 4, 8, 16 and 32 streams")
     streams.add_argument("url", metavar="URL", help=address)
@@ -71,7 +71,7 @@ def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
     add_flags(
         parser,
         _list("--concurrency N,N,...", "streams at once", whole(1, 4096), levels),
-        Flag("--prompts KIND", kinds, one_of(*KINDS), default="short"),
+        Flag("--prompts KIND", kinds, word_of(*KINDS), default="short"),
         Flag("--plot FILE.png", "rate over concurrency (needs matplotlib)", Path),
     )
     _add_asking(parser, rounds=3)

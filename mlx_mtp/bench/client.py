@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import httpx
 
-from mlx_mtp.bench.answer import Answer, Read, parse_answer
+from mlx_mtp.bench.answer import TimedAnswer, TimedRead, parse_answer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
@@ -68,8 +68,8 @@ class HttpServer:
         self._runner.run(self._client.aclose())
         self._runner.close()
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        async def ask_all() -> list[Answer]:
+    def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
+        async def ask_all() -> list[TimedAnswer]:
             # The first failure raises here; requests still running are cancelled on exit.
             return await asyncio.gather(*(self._ask(p, self._asking.max_tokens) for p in prompts))
 
@@ -99,7 +99,7 @@ class HttpServer:
         except UNEXPECTED:
             raise BenchError(f"{where} lists no model; name one with --model.") from None
 
-    async def _ask(self, prompt: Prompt, max_tokens: int) -> Answer:
+    async def _ask(self, prompt: Prompt, max_tokens: int) -> TimedAnswer:
         asking = self._asking
         body: dict[str, Any] = {
             "model": self.model,
@@ -114,7 +114,7 @@ class HttpServer:
         body = {name: value for name, value in body.items() if value is not None}
         sent = perf_counter()
         for retries in range(_RETRIES + 1):
-            reads: list[Read] = []
+            reads: list[TimedRead] = []
             try:
                 await self._stream(body, reads)
                 break
@@ -133,7 +133,7 @@ class HttpServer:
         except BenchError as error:
             raise BenchError(f"{self.name}: {error}") from None
 
-    async def _stream(self, body: dict[str, Any], reads: list[Read]) -> None:
+    async def _stream(self, body: dict[str, Any], reads: list[TimedRead]) -> None:
         where = f"{self.url}/chat/completions"
         async with self._client.stream("POST", where, json=body) as response:
             if response.status_code != httpx.codes.OK:

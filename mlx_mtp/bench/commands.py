@@ -86,7 +86,7 @@ def measure_and_report(
     caption: str = "",
     labels: Mapping[str, str] | None = None,
 ) -> None:
-    """Measure, print `report.table` with notes, and write the files asked for.
+    """Measure, print `report.summary_table` with notes, and write the files asked for.
 
     `reference` is the subject that ratios are of; `labels` are longer names of the subjects.
     """
@@ -99,7 +99,7 @@ def measure_and_report(
     waves = measure(subjects, combinations, options.rounds, options.warmups, options.seed)
     summaries = summarize(waves, [subject.name for subject in subjects], reference)
     notes = report.footnotes(summaries)
-    table = report.table(summaries, options.what, contenders)
+    table = report.summary_table(summaries, options.what, contenders)
     heading = [*labels.values(), ""] if labels else []
     how = (
         f"\nRounds: {options.rounds}, after {options.warmups} of warm-up; answers of at most "

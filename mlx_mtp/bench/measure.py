@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.console import say
 from mlx_mtp.errors import BenchError
@@ -38,7 +38,7 @@ class Subject(Protocol):
 
     name: str
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
+    def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
         """Send all prompts at once; returns when the last answer has ended."""
 
 
@@ -50,7 +50,7 @@ class Wave:
     prompts: str
     concurrency: int
     round: int
-    answers: tuple[Answer, ...]
+    answers: tuple[TimedAnswer, ...]
 
     @property
     def combination(self) -> Combination:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from time import perf_counter, sleep
 from typing import Self
 
-from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.build import build_engine
@@ -42,7 +42,7 @@ class EngineSubject:
     def __exit__(self, *_: object) -> None:
         self.engine.stop()
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
+    def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
         asking = self.asking
         sampling = SamplingParams(
             asking.max_tokens, temperature=asking.temperature, ignore_eos=asking.ignore_eos
@@ -56,7 +56,7 @@ class EngineSubject:
 
     def run(
         self, prompts: Sequence[tuple[tuple[int, ...], SamplingParams]]
-    ) -> list[tuple[Answer, list[RequestOutput]]]:
+    ) -> list[tuple[TimedAnswer, list[RequestOutput]]]:
         """Like `ask`, for token ids and sampling; each answer comes with its engine outputs."""
         requests = [Request(f"bench-{next(self._numbers)}", *each) for each in prompts]
         timed = {request.request_id: list[tuple[float, RequestOutput]]() for request in requests}
@@ -98,13 +98,13 @@ def engine_subject(
 
 def _timed_answer(
     request: Request, sent: float, timed: Sequence[tuple[float, RequestOutput]]
-) -> Answer:
+) -> TimedAnswer:
     chunks = [(at, float(len(output.token_ids))) for at, output in timed if output.token_ids]
     times, tokens = tuple(at for at, _ in chunks), tuple(count for _, count in chunks)
     stats = EngineStats()
     for _, output in timed:
         stats.count_window(output.draft_source, output.num_draft_tokens, output.num_accepted_tokens)
-    return Answer(
+    return TimedAnswer(
         *(sent, timed[-1][0], times, tokens),
         *(int(sum(tokens)), Split.TOLD, len(chunks), len(request.prompt_token_ids)),
         num_drafts=stats.num_draft_tokens,

@@ -87,7 +87,7 @@ def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*aligned))
 
 
-def table(summaries: Sequence[Summary], what: str, contenders: str | None = None) -> str:
+def summary_table(summaries: Sequence[Summary], what: str, contenders: str | None = None) -> str:
     """The table of `bench latency`, `concurrency` or `compare`, whose first half is A's.
 
     `contenders`, a heading for the subjects, asks instead for a row per subject and a column per

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from mlx_mtp.bench.answer import Read, delta_texts, parse_answer, timed_events
+from mlx_mtp.bench.answer import TimedRead, delta_texts, parse_answer, timed_events
 from mlx_mtp.bench.client import error_text
 from mlx_mtp.chat.screen import Screen
 from mlx_mtp.config import SEED
@@ -61,7 +61,7 @@ class Session:
         body = {"model": self.model, "messages": system + self.messages, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **self.fields}
         answer, report = "", ""
-        reads, began = list[Read](), time.perf_counter()
+        reads, began = list[TimedRead](), time.perf_counter()
         try:
             with Screen(self.console) as screen:
                 for kind, piece in _pieces(self.client, body, reads):
@@ -120,7 +120,7 @@ def served_models(client: httpx.Client) -> list[str]:
 
 
 def _pieces(
-    client: httpx.Client, body: dict[str, Any], reads: list[Read]
+    client: httpx.Client, body: dict[str, Any], reads: list[TimedRead]
 ) -> Iterator[tuple[str, str]]:
     """The pieces of an answer, each "content" or "reasoning" and its text.
 
@@ -131,7 +131,7 @@ def _pieces(
             response.read()
             raise UsageError(f"The server answered {response.status_code}: {error_text(response)}")
 
-        def received() -> Iterator[Read]:
+        def received() -> Iterator[TimedRead]:
             for data in response.iter_bytes():
                 reads.append((time.perf_counter(), data))
                 yield reads[-1]

@@ -28,7 +28,7 @@ _OUTPUT = "new directory with links to the model's files and the head; the model
 _NORMS = "whether the source's norms are zero-centred (hf) or have the 1 added (mlx), if its files "
 
 
-def add_subcommands(subparsers: Any) -> None:
+def add_convert(subparsers: Any) -> None:
     """Register `add-mtp-weights` and `convert`."""
     adding = subparsers.add_parser(
         "add-mtp-weights", help="give an MLX model its MTP head back", description=_DESCRIPTION

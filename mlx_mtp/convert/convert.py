@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_mtp.console import say, size_text
 from mlx_mtp.convert.files import Existing, link_model, new_sidecar
-from mlx_mtp.convert.plan import Plan
+from mlx_mtp.convert.plan import ConversionPlan
 from mlx_mtp.convert.source import (
     HubRepo,
     LocalRepo,
@@ -58,7 +58,7 @@ def add_head(
         return None
     source = open_source(source_name or _original(model_name), revision)
     target.check_source(source.config, source.name)
-    plan = Plan(target, source, flags or {})
+    plan = ConversionPlan(target, source, flags or {})
     commit = source.repo.commit
     if not existing or not commit or existing.differences(plan.header, but=["created_by"]):
         missing = source.repo.missing(source.files)
@@ -151,7 +151,7 @@ def _original(name: str) -> str:
     return original
 
 
-def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
+def _check_same(existing: Existing, plan: ConversionPlan, directory: Path) -> None:
     # The source's contents count, not its place.
     differences = existing.differences(plan.header, ["created_by", "source", "source_revision"])
     if not differences:
@@ -165,7 +165,7 @@ def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
     )
 
 
-def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
+def _write(plan: ConversionPlan, model: Path, directory: Path, verify: bool) -> None:
     start, size = time.perf_counter(), size_text(plan.nbytes)
     try:
         if directory != model:

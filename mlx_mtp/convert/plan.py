@@ -27,7 +27,7 @@ _GROUPS_AHEAD = 4
 _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
-class Plan:
+class ConversionPlan:
     """How every tensor of a source's head is converted; complete after `open`."""
 
     def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
