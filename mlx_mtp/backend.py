@@ -46,7 +46,7 @@ def prepare() -> BackendInfo:
     _keep_file_limit()
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
-    return BackendInfo(device, blas, _version("mlx") or "unknown")
+    return BackendInfo(device, blas, _installed_version("mlx") or "unknown")
 
 
 def _keep_file_limit() -> None:
@@ -73,12 +73,12 @@ def _keep_file_limit() -> None:
 
 
 def _device() -> str:
-    if _version("mlx") is None:
+    if _installed_version("mlx") is None:
         raise BackendError(f"mlx is not installed. {_install_hint()}")
     if platform.system() == "Darwin":
         return "Metal"
-    cuda = next((name for name in _CUDA_DISTRIBUTIONS if _version(name)), None)
-    cpu = _version("mlx-cpu") is not None
+    cuda = next((name for name in _CUDA_DISTRIBUTIONS if _installed_version(name)), None)
+    cpu = _installed_version("mlx-cpu") is not None
     if cuda and cpu:
         raise BackendError(
             f"both mlx-cpu and {cuda} are installed, and each overwrites the other's library. "
@@ -100,7 +100,7 @@ def _install_hint() -> str:
     )
 
 
-def _version(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

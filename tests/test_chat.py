@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mlx_mtp.chat.screen import Screen, _blocks
+from mlx_mtp.chat.screen import Screen, _markdown_blocks
 from mlx_mtp.chat.session import Session, served_models
 from mlx_mtp.cli.main import main
 from mlx_mtp.errors import UsageError
@@ -124,7 +124,7 @@ def test_commands(talk):
 
 @given(st.text("ab \n`-", max_size=60))
 def test_blocks_are_all_of_the_text_and_leave_code_whole(text):
-    blocks = _blocks(text)
+    blocks = _markdown_blocks(text)
     assert "".join(blocks) == text
     for block in blocks[:-1]:
         assert block.endswith("\n\n") and block.strip()

@@ -40,7 +40,7 @@ def add_bench(subparsers: Any) -> None:
         help="measure a server with the OpenAI API, or the engine alone",
         description="Measure any server with the OpenAI API, or (offline) the engine alone.",
     )
-    bench.set_defaults(run=_run, environ=None)
+    bench.set_defaults(run=_run_bench, environ=None)
     what = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     address = "the server's address, such as http://127.0.0.1:8000"
     kinds = f"lengths of prompts: {', '.join(KINDS)}"
@@ -77,7 +77,7 @@ def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
     _add_asking(parser, rounds=3)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_bench(options: argparse.Namespace) -> int:
     from mlx_mtp.bench.commands import run_http, run_offline
 
     return run_offline(options) if options.what == "offline" else run_http(options)

@@ -53,10 +53,6 @@ class Wave:
     answers: tuple[TimedAnswer, ...]
 
     @property
-    def combination(self) -> Combination:
-        return self.prompts, self.concurrency
-
-    @property
     def began(self) -> float:
         return min(answer.sent for answer in self.answers)
 
@@ -118,11 +114,10 @@ def summarize(
     """A summary for each subject and combination, with ratios to the reference by round."""
     groups = defaultdict[tuple[str | None, Combination], list[Wave]](list)
     for wave in waves:
-        groups[wave.subject, wave.combination].append(wave)
-    combinations = dict.fromkeys(wave.combination for wave in waves)
+        groups[wave.subject, (wave.prompts, wave.concurrency)].append(wave)
     return [
         _figures(groups[name, each]) | _ratios(groups[name, each], groups[reference, each])
-        for name, each in itertools.product(subjects, combinations)
+        for name, each in itertools.product(subjects, dict.fromkeys(each for _, each in groups))
     ]
 
 

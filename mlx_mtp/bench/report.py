@@ -162,12 +162,12 @@ def write_csv(path: Path, summaries: Sequence[Summary]) -> None:
     writer = csv.DictWriter(text, list(summaries[0]))
     writer.writeheader()
     writer.writerows(summaries)
-    _write(path, text.getvalue().encode())
+    _write_bytes(path, text.getvalue().encode())
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON; values of other types, such as paths, become text."""
-    _write(path, json.dumps(content, indent=1, default=str).encode() + b"\n")
+    _write_bytes(path, json.dumps(content, indent=1, default=str).encode() + b"\n")
 
 
 def wave_fields(wave: Wave) -> dict[str, Any]:
@@ -212,10 +212,10 @@ def write_plot(
     together.legend()
     image = io.BytesIO()
     figure.savefig(image, format="png")
-    _write(path, image.getvalue())
+    _write_bytes(path, image.getvalue())
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_bytes(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:

@@ -55,7 +55,7 @@ class Screen:
             self._print()
             self._reasoning = reasoning
         self._block += text
-        *done, self._block = _blocks(self._block)
+        *done, self._block = _markdown_blocks(self._block)
         for block in done:
             self._console.print(self._drawn(block))
             self._console.print()
@@ -82,7 +82,7 @@ def _clean_tokens(tokens: Iterable[Any]) -> None:
         _clean_tokens(token.children or ())
 
 
-def _blocks(text: str) -> list[str]:
+def _markdown_blocks(text: str) -> list[str]:
     """Split at blank lines outside of fenced code; the last block may still grow."""
     blocks, fenced = [""], False
     for line in text.splitlines(keepends=True):

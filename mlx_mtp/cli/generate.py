@@ -45,15 +45,15 @@ def stream_answer(
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
         messages.insert(0, {"role": "system", "content": options.system})
-    fields = {name: getattr(options, name) for name in SAMPLING}
+    sampling = {name: getattr(options, name) for name in SAMPLING}
     try:
-        body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **fields})
+        body = CompletionRequest.model_validate({"model": "-", "prompt": "-", **sampling})
     except ValidationError as error:
         raise from_validation(error) from None
-    wanted, defaults = body.options(), model_defaults(generation_config)
-    params = sampling_params(wanted, defaults, random.Random(), engine.info.vocab_size)
+    fields, defaults = body.options(), model_defaults(generation_config)
+    params = sampling_params(fields, defaults, random.Random(), engine.info.vocab_size)
     prompt = tokenizer.encode_chat(messages, limit=room)
-    (request,) = engine_requests("generate", [prompt], params, wanted, room)
+    (request,) = engine_requests("generate", [prompt], params, fields, room)
     if options.max_tokens is None:
         limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))

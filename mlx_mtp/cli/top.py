@@ -136,11 +136,11 @@ def _screen(state: LiveState, last: LiveState | None) -> RenderableType:
     shown: list[RenderableType] = []
     for title, lines in sections.items():
         shown += [Text(one_line(title), style="bold"), *map(Text, map(one_line, lines)), ""]
-    shown.insert(3, _rows(state["rows"]))
+    shown.insert(3, _row_table(state["rows"]))
     return Group(*shown, Text("Ctrl-C ends this.", style="dim"))
 
 
-def _rows(rows: list[LiveState]) -> RenderableType:
+def _row_table(rows: list[LiveState]) -> RenderableType:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

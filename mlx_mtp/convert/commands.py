@@ -33,7 +33,7 @@ def add_convert(subparsers: Any) -> None:
     adding = subparsers.add_parser(
         "add-mtp-weights", help="give an MLX model its MTP head back", description=_DESCRIPTION
     )
-    adding.set_defaults(run=_run)
+    adding.set_defaults(run=_run_conversion)
     add = adding.add_argument
     add_flags(adding, replace(_MODEL, help="the MLX model, a directory or a hub id"))
     default: Any = argparse.SUPPRESS
@@ -47,7 +47,7 @@ def add_convert(subparsers: Any) -> None:
     converting = subparsers.add_parser(
         "convert", help="make an MLX model with its MTP head from a Hugging Face checkpoint"
     )
-    converting.set_defaults(run=_run)
+    converting.set_defaults(run=_run_conversion)
     add = converting.add_argument
     checkpoint = "the Hugging Face checkpoint, a directory or a hub id"
     add_flags(converting, replace(_MODEL, help=checkpoint))
@@ -70,7 +70,7 @@ def _add_shared(parser: argparse.ArgumentParser, bits: str, group_size: str, mod
     add("--verify", action="store_true", help=verify_help)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_conversion(options: argparse.Namespace) -> int:
     values = {
         name: value for name, value in vars(options).items() if name not in ("command", "run")
     }

@@ -76,7 +76,7 @@ def add_head(
             if dry_run:
                 say(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
             else:
-                _write(plan, model, directory, verify)
+                _write_head(plan, model, directory, verify)
             return output
         _check_same(existing, plan, directory)
     say(f"{directory} already has this head: nothing to do.")
@@ -165,7 +165,7 @@ def _check_same(existing: Existing, plan: ConversionPlan, directory: Path) -> No
     )
 
 
-def _write(plan: ConversionPlan, model: Path, directory: Path, verify: bool) -> None:
+def _write_head(plan: ConversionPlan, model: Path, directory: Path, verify: bool) -> None:
     start, size = time.perf_counter(), size_text(plan.nbytes)
     try:
         if directory != model:

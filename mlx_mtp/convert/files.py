@@ -128,13 +128,13 @@ class Existing(NamedTuple):
         except ModelError:
             return cls([], {})
 
-    def differences(self, wanted: Mapping[str, str], but: Container[str]) -> list[str]:
+    def differences(self, entries: Mapping[str, str], but: Container[str]) -> list[str]:
         """How its header differs from these entries, such as `bits 4, not 8`, except in `but`."""
         if FORMAT_VERSION_KEY not in self.metadata:
             return ["it was not made by this program"]
         return [
             f"{key} {self.metadata.get(key, 'unknown')}, not {value}"
-            for key, value in wanted.items()
+            for key, value in entries.items()
             if key not in but and self.metadata.get(key) != value
         ]
 

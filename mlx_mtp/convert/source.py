@@ -244,23 +244,24 @@ def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
 
 
 def norm_convention(
-    files: Sequence[SafetensorsFile], source: Source, asked: Convention | None
+    files: Sequence[SafetensorsFile], source: Source, flag: Convention | None
 ) -> Convention:
     """Whether the norms in a head's files are zero-centred ("hf") or not ("mlx").
 
-    The first of these decides, never the norms' values: the file's header; `asked`, the flag; the
-    layout of a convolution in the same file, which was converted together with the norms ([C, 1, K]
-    in HF files, [C, K, 1] in MLX ones); PyTorch's mark in the header; a convolution elsewhere in
-    the source, if it has HF's layout. ConvertError if none does, or if files or flag disagree.
+    The first of these decides, never the norms' values: the file's header; `flag`, the value of
+    --mtp-norms; the layout of a convolution in the same file, which was converted together with
+    the norms ([C, 1, K] in HF files, [C, K, 1] in MLX ones); PyTorch's mark in the header; a
+    convolution elsewhere in the source, if it has HF's layout. ConvertError if none does, or if
+    the files or the flag disagree.
     """
     names = ", ".join(str(file.path) for file in files)
     stated = {f.metadata.get(NORM_CONVENTION_KEY) for f in files} - {None}
-    if asked and stated - {asked}:
+    if flag and stated - {flag}:
         raise ConvertError(
-            f"--mtp-norms says {asked}, but the header of {names} says {NORM_CONVENTION_KEY} "
+            f"--mtp-norms says {flag}, but the header of {names} says {NORM_CONVENTION_KEY} "
             f"{', '.join(map(str, stated))}."
         )
-    conventions = {asked or _convention_of(file, source) for file in files}
+    conventions = {flag or _convention_of(file, source) for file in files}
     if len(conventions) == 1 and (convention := conventions.pop()) is not None:
         return convention
     raise ConvertError(

@@ -23,8 +23,8 @@ def compare_tied(name: str, copy: StoredTensor, target: Target, source: Source) 
             parts = _trunk_matrix(repo, ending) if isinstance(repo, LocalRepo) else []
             if parts and parts[0].dtype in TYPES and parts[0].dtype != FP8:
                 table = config.get("quantization") or {}
-                own = table.get(parts[0].name.removesuffix(".weight"))
-                setting = setting_of(own if isinstance(own, dict) else table)
+                entry = table.get(parts[0].name.removesuffix(".weight"))
+                setting = setting_of(entry if isinstance(entry, dict) else table)
                 return _compare(copy, parts, setting if len(parts) > 1 else None)
     return True, "not compared: the trunk's weights are not on this machine"
 

@@ -82,7 +82,7 @@ def _local(path: Path) -> FoundModel:
         size = sum(
             t.nbytes for file in files_of_head for key, t in file.tensors.items() if key in tensors
         )
-        head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
+        head = f"in {_file_names(tensors.values())}: {size_text(size)} of the weights"
     return FoundModel(str(path), target, trunk, head, head_bytes, path)
 
 
@@ -90,7 +90,7 @@ def _sidecar(existing: Existing, size: int) -> str:
     if not existing.files:
         return "can't be read: write it again with `mlx-mtp add-mtp-weights --force`"
     metadata = existing.metadata
-    place = f"in {_names(file.name for file in existing.files)}: {size_text(size)}"
+    place = f"in {_file_names(file.name for file in existing.files)}: {size_text(size)}"
     if FORMAT_VERSION_KEY not in metadata:
         return f"{place}, not made by this program"
     bits = f"{metadata['bits']} bits, {metadata['mode']}"
@@ -109,13 +109,13 @@ def _remote(repo: source.HubRepo) -> FoundModel:
         refusal = f"{repo.repo_id} has no {min(absent)}, which its index names."
     head, head_bytes = None, 0
     if inside := source.head_of(weights):
-        head = f"in {_names(inside.values())}"
+        head = f"in {_file_names(inside.values())}"
     elif added := source.cached_sidecar(repo):
-        head_bytes, names = _total(added), _names(file.name for file in added)
+        head_bytes, names = _total(added), _file_names(file.name for file in added)
         head = f"in {names} of the local cache: {size_text(head_bytes)}"
     elif beside := source.remote_sidecar(repo):
         head_bytes = sum(_sizes(repo, beside).values())
-        head = f"in {_names(beside)}: {size_text(head_bytes)}"
+        head = f"in {_file_names(beside)}: {size_text(head_bytes)}"
     total = sum(trunk.values()), len(trunk)
     return FoundModel(repo.repo_id, target, total, head, head_bytes, refusal=refusal)
 
@@ -129,5 +129,5 @@ def _total(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _names(files: Iterable[str]) -> str:
+def _file_names(files: Iterable[str]) -> str:
     return ", ".join(sorted(set(files)))

@@ -19,7 +19,7 @@ def add_selftest(subparsers: Any) -> None:
         "decoding, measure acceptance and speed, and print one table for a report.",
         epilog="Exit status: 0 all is well, 1 a check failed, 2 it could not be run.",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_selftest)
     seconds = "time to take after loading; what doesn't fit is skipped"
     add_flags(
         parser,
@@ -31,7 +31,7 @@ def add_selftest(subparsers: Any) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_selftest(options: argparse.Namespace) -> int:
     from mlx_mtp.bench.report import check_writable
 
     check_writable(options.json, options.report)
