@@ -72,7 +72,7 @@ def test_a_conversation(talk):
     thinking, hello = {"reasoning_content": "Hm.", "reasoning": "Hm."}, {"content": "Hello."}
     sent, out, err, session = talk(
         *("Hi\\", "there", "  ", "/system Be kind", "/seed 5", "/model two", "^C", "And?", "/quit"),
-        answers=(events(thinking, hello), events({"content": "[b]So."})),
+        answers=(events(thinking, hello), events({**thinking, "content": "[b]So."})),
     )
     first, second = sent
     stream = {"stream": True, "stream_options": {"include_usage": True}, "top_k": 3}
@@ -81,7 +81,7 @@ def test_a_conversation(talk):
     asked += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And?"}]
     asked.insert(0, {"role": "system", "content": "Be kind"})
     assert second == {"model": "two", "messages": asked, "seed": 5, **stream}
-    assert (err, session.messages[-1]["content"]) == ("Hm.", "[b]So.")
+    assert (err, session.messages[-1]["content"]) == ("Hm.Hm.", "[b]So.")
     assert "Hello.\n[4 tokens, " in out and "75% of 4 drafts accepted]" in out
     assert "Ctrl-D or /quit ends" in out and "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80

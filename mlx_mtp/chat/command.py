@@ -25,19 +25,17 @@ _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 _OF_ENGINE = ("model", "multi-token prediction")
 
 
-def _flags() -> tuple[Flag, ...]:
-    changes: dict[str, dict[str, Any]] = {
-        "model": {
-            "usage": "model: model MODEL|URL",
-            "help": "a directory, a hub id, or the address of a running server; also as --model",
-        },
-        "max_tokens": {"default_text": "what the context has room for"},
-    }
-    key = Flag("--api-key KEY", "the running server's API key, if it has one", secret)
-    return (*(replace(flag, **changes.get(flag.key, {})) for flag in GENERATE_FLAGS), key)
-
-
-CHAT_FLAGS = _flags()
+_CHANGES: dict[str, dict[str, Any]] = {
+    "model": {
+        "usage": "model: model MODEL|URL",
+        "help": "a directory, a hub id, or the address of a running server; also as --model",
+    },
+    "max_tokens": {"default_text": "what the context has room for"},
+}
+CHAT_FLAGS = (
+    *(replace(flag, **_CHANGES.get(flag.key, {})) for flag in GENERATE_FLAGS),
+    Flag("--api-key KEY", "the running server's API key, if it has one", secret),
+)
 
 
 def add_terminal(commands: Any) -> None:

@@ -1,7 +1,6 @@
 """The command `mlx-mtp models`: published models that fit a machine, and how to serve them."""
 
 import textwrap
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,12 +83,9 @@ def _published_sizes(name: str, bits: int) -> tuple[Demand, int]:
 
 def models_text(gigabytes: int | None) -> str:
     """The models that fit this machine, or a Mac of so many GB, with the commands for each."""
-    return "\n".join(_lines(machine_memory() if gigabytes is None else mac_memory(gigabytes)))
-
-
-def _lines(limit: MemoryLimit) -> Iterator[str]:
-    yield f"Published models that fit {size_text(limit.nbytes)} ({limit.source})\n"
-    yield _ROW.format(*_HEADINGS)
+    limit = machine_memory() if gigabytes is None else mac_memory(gigabytes)
+    lines = [f"Published models that fit {size_text(limit.nbytes)} ({limit.source})\n"]
+    lines.append(_ROW.format(*_HEADINGS))
     too_large = dict[str, list[str]]()
     for each in published():
         release, weights = each.release, each.demand.footprint.weights
@@ -101,10 +97,13 @@ def _lines(limit: MemoryLimit) -> Iterator[str]:
         length = min(SHORT_ROW, planned.max_model_len)
         at_once = planned.num_rows(length, EngineConfig().max_num_seqs)
         cells: list[Any] = [release.name, release.bits, f"{planned.max_model_len:,}", at_once]
-        yield _ROW.format(*cells, size_text(weights), size_text(each.head_download))
-        yield f"  mlx-mtp add-mtp-weights {release.repo_id}"
-        yield f"  mlx-mtp serve {release.repo_id}"
-    yield _NOTES
+        lines += [
+            _ROW.format(*cells, size_text(weights), size_text(each.head_download)),
+            f"  mlx-mtp add-mtp-weights {release.repo_id}",
+            f"  mlx-mtp serve {release.repo_id}",
+        ]
+    lines.append(_NOTES)
     if too_large:
         models = "; ".join(f"{', '.join(names)} ({what})" for what, names in too_large.items())
-        yield "\n" + textwrap.fill(f"Too large: {models}.", 79, break_on_hyphens=False)
+        lines.append("\n" + textwrap.fill(f"Too large: {models}.", 79, break_on_hyphens=False))
+    return "\n".join(lines)
