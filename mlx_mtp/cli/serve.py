@@ -169,31 +169,25 @@ def banner(
     """
     from mlx_mtp.distributed import own_address
 
-    unused = ", ".join(loaded.unused_kernels)
+    unused, depth = ", ".join(loaded.unused_kernels), engine.num_draft_tokens
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    depth = engine.num_draft_tokens
-    drafts = (
-        "drafts follow measured cost and acceptance"
-        if depth == "auto"
-        else f"{depth} drafts per step"
-    )
-    others = (
-        {} if local == config.host else {"network": _url(own_address(config.host), config.port)}
-    )
+    drafts = f"{depth} drafts per step"
+    if depth == "auto":
+        drafts = "drafts follow measured cost and acceptance"
     rows = {
         "address": _url(local, config.port),
-        **others,
+        "network": local != config.host and _url(own_address(config.host), config.port),
         "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
-        **({"ranks": f"{loaded.num_ranks}, each with a part"} if loaded.num_ranks > 1 else {}),
+        "ranks": loaded.num_ranks > 1 and f"{loaded.num_ranks}, each with a part",
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
         else "off: --no-enable-mtp, --drafts, or the model has no head",
         "copies": "text that occurred in the prompt or an earlier answer is drafted"
         if "copy" in engine.draft_sources
         else "off: --drafts, or a fixed number of drafts",
-        **({"optimistic": _OPTIMISTIC.format(config.optimistic)} if config.optimistic else {}),
+        "optimistic": config.optimistic and _OPTIMISTIC.format(config.optimistic),
         "backend": backend,
-        **({"kernels": f"slower code in place of {unused}; see the warnings"} if unused else {}),
+        "kernels": unused and f"slower code in place of {unused}; see the warnings",
         "prefixes": prefixes,
         "answers": answers,
         "memory": "\n".join(memory),
@@ -208,7 +202,8 @@ def banner(
     command = " \\\n  ".join(curl)
     page = " A browser finds a chat at the address." if config.page else ""
     ready = f"Ready.{page} Ctrl-C stops the server."
-    return f"\n{labelled(rows, width, '  ')}\n\n{command}\n\n{ready}\n"
+    shown = {name: str(text) for name, text in rows.items() if text}
+    return f"\n{labelled(shown, width, '  ')}\n\n{command}\n\n{ready}\n"
 
 
 def _url(host: str, port: int) -> str:
