@@ -49,9 +49,9 @@ class Forced:
             return mx.where(drawn >= 0, self._at(positions), drawn)  # Computed all the same.
 
         def forced_propose(
-            proposer: MTPDrafter, state: Any, window: Computed, *others: Any
+            drafter: MTPDrafter, state: Any, window: Computed, *others: Any
         ) -> mx.array:
-            drafts = propose(proposer, state, window, *others)
+            drafts = propose(drafter, state, window, *others)
             first = window.next_position[:, None]
             positions = first + mx.arange(drafts.shape[1])
             right = (positions * 7919) % 1000 < int(rate * 1000)

@@ -132,10 +132,10 @@ Step = Callable[[int], list[mx.array]]
 
 
 def _draft(model: LoadedModel, head: DraftHead | None, rows: int, params: SamplingParams) -> Step:
-    """Drafts by the proposer itself, at position 512."""
-    proposer = MTPDrafter(model, head)
+    """Drafts by the drafter itself, at position 512."""
+    drafter = MTPDrafter(model, head)
     cache = model.make_cache(rows)
-    state = proposer.make_state([str(row) for row in range(rows)], [()] * rows, cache)
+    state = drafter.make_state(cache)
     sampler = Sampler([params] * rows, [[0]] * rows, model.vocab_size)
     hidden_size = model.causal_lm.args.hidden_size
     dtype = model.causal_lm.model.norm.weight.dtype
@@ -146,7 +146,7 @@ def _draft(model: LoadedModel, head: DraftHead | None, rows: int, params: Sampli
         cache.reserve([513 + count] * rows)
         packing = Packing(cache.layout, 512 * ones, [1] * rows)
         window = Computed(hidden, targets, slice(None), packing, cache)
-        drafts = proposer.propose(state, window, [count] * rows, sampler)
+        drafts = drafter.propose(state, window, [count] * rows, sampler)
         return [drafts, *state.arrays(), *cache.arrays()]
 
     return step

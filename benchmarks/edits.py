@@ -27,12 +27,12 @@ from mlx_mtp import backend
 backend.prepare()
 
 from mlx_mtp.bench.report import check_writable, render, write_json
-from mlx_mtp.calibration.calibrator import cells_to_measure
+from mlx_mtp.calibration.calibrator import steps_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.speculative.costs import COPY, HEAD, Shape, StepCosts, Table
-from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DecodeStep, DraftRow, Outcome
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.costs import HOST, MTP, CostKey, StepCosts, StepShape
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftRow
+from mlx_mtp.speculative.ngram import NgramSource
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _SHORTEST, _LONGEST = 300, 6000  # tokens of a file
@@ -44,7 +44,7 @@ class PriceList(NamedTuple):
     verify: dict[int, float]  # by the tokens of all rows
     passes: tuple[float, float]  # of the head, at one row and for each row more
 
-    def seconds(self, shape: Shape) -> float:
+    def seconds(self, shape: StepShape) -> float:
         tokens, known = shape.rows + shape.drafts, sorted(self.verify)
         first, more = self.passes
         head = shape.passes * (first + more * (shape.rows - 1))
@@ -105,13 +105,22 @@ class Row(DraftRow):
 
     __slots__ = ("at", "text", "unread")
 
-    def __init__(self, text: Text, copies: NgramPool | None) -> None:
+    def __init__(self, text: Text, source: NgramSource | None) -> None:
         super().__init__()
         self.text, self.at = text, 1
         self.unread: Sequence[int] = ()
-        if copies is not None:
-            self.copier = copies.of(text.prompt, None)
-            self.copier.extend(text.answer[:1])
+        if source is not None:
+            self.host["copy"] = source.drafter(text.prompt, None)
+            self.host["copy"].extend(text.answer[:1])
+
+
+class Window(NamedTuple):
+    """What the policy reads of a row of a step."""
+
+    drafting: Row
+    source: str
+    num_verified: int
+    num_cached: int
 
 
 class Result(NamedTuple):
@@ -120,6 +129,12 @@ class Result(NamedTuple):
     tokens: int
     steps: int  # of a row
     seconds: float
+
+
+def shape_of(cell: CostKey) -> StepShape:
+    """The shape of a cell's steps."""
+    drafts = int(cell.rows * cell.size)
+    return StepShape(cell.rows, drafts, int(cell.size) if cell.kind == MTP else 0)
 
 
 def replay(
@@ -132,59 +147,55 @@ def replay(
 ) -> Result:
     """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
     chance, costs = random.Random(seed), StepCosts()
-    table: Table = {}
-    for size, drafts, source in cells_to_measure({}, num_rows, (HEAD, COPY)):
-        passes = drafts if source == HEAD else 0
-        cell = table.setdefault(size, {}).setdefault(source, {})
-        cell[drafts] = prices.seconds(Shape(size, size * drafts, passes))
-    costs.load(table)
-    policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if HEAD in sources else 0)
-    copies = NgramPool(0) if COPY in sources else None
+    costs.load({cell: prices.seconds(shape_of(cell)) for cell in
+                steps_to_measure({}, num_rows, (MTP, HOST))})  # fmt: skip
+    policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if MTP in sources else 0)
+    source = NgramSource(0) if HOST in sources else None
     waiting = iter(texts)
-    rows = [Row(text, copies) for text in itertools.islice(waiting, num_rows)]
+    rows = [Row(text, source) for text in itertools.islice(waiting, num_rows)]
     pending, total = dict.fromkeys(rows, 0), Result(0, 0, 0.0)
-    unread: DecodeStep | None = None
+    unread: tuple[list[Window], StepShape, float] | None = None
     steady = False
     while rows:
         choice = policy.choose(rows, steady=steady)
-        outcomes: list[Outcome] = []
+        outcomes: list[Window] = []
         came: list[tuple[Row, Sequence[int]]] = []
-        for row, wanted, drafts in zip(rows, choice.copied, choice.head):
+        for row, wanted, drafts in zip(rows, choice.host, choice.head):
             left = len(row.text.answer) - row.at
             run: Sequence[int] = ()
-            if wanted and row.copier is not None:
+            if wanted:
                 # Behind what the last step has brought, though the policy has not seen that yet.
-                run = row.copier.run[len(row.unread) :][: min(wanted, left)]
+                run = row.host[row.source].run[len(row.unread) :][: min(wanted, left)]
             count = len(run) or pending[row]
             following = row.text.answer[row.at : row.at + count]
             right = zip(run, following) if run else ()
             hits = [a == b for a, b in right] or [chance.random() < rate for _ in range(count)]
             brought = min([*hits, False].index(False) + 1, left)
-            outcomes.append(Outcome(row, COPY if run else HEAD, count, brought))
+            outcomes.append(Window(row, "copy" if run else MTP, count, brought))
             came.append((row, row.text.answer[row.at : row.at + brought]))
             row.at += brought
             row.ahead, pending[row] = count + 1, drafts
-        verified = sum(outcome.num_drafts for outcome in outcomes)
-        shape = Shape(len(rows), verified, max(choice.head))
+        verified = sum(outcome.num_verified for outcome in outcomes)
+        shape = StepShape(len(rows), verified, max(choice.head))
         took = prices.seconds(shape)
-        tokens = sum(outcome.num_tokens for outcome in outcomes)
+        tokens = sum(outcome.num_cached for outcome in outcomes)
         total = Result(total.tokens + tokens, total.steps + len(rows), total.seconds + took)
         if unread is not None:
-            policy.observe(unread)
-        unread, steady = DecodeStep(shape, outcomes, took), True
+            policy.observe(*unread)
+        unread, steady = (outcomes, shape, took), True
         for row, new in came:
-            if row.copier is not None and row.unread:
-                row.copier.extend(row.unread)
+            for drafter in row.host.values() if row.unread else ():
+                drafter.extend(row.unread)
             row.unread = new
         for place, row in enumerate(rows):
             if row.at == len(row.text.answer) and (text := next(waiting, None)) is not None:
-                rows[place], steady = Row(text, copies), False
+                rows[place], steady = Row(text, source), False
                 pending[rows[place]] = 0
         rows = [row for row in rows if row.at < len(row.text.answer)]
     return total
 
 
-CONTENDERS = {"mtp": (HEAD,), "copy": (COPY,), "both": (HEAD, COPY)}
+CONTENDERS = {"mtp": (MTP,), "copy": (HOST,), "both": (MTP, HOST)}
 
 
 def table(

@@ -31,9 +31,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.shapes import add_sizes, build, quantize, shape_of
 from benchmarks.timed import shares, table, within
 from mlx_mtp.bench.prompts import PromptSource
-from mlx_mtp.build import build_engine
+from mlx_mtp.build import build_engine, run_requests
 from mlx_mtp.config import DraftTokens, EngineConfig
-from mlx_mtp.engine.engine import Engine, run_requests
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
@@ -191,7 +191,7 @@ def check(name: str, end: float, options: argparse.Namespace) -> list[int]:
         config = EngineConfig(drafts or 0, rows, exact=True, prefix_cache_size=room)
         model = of.model if drafts else of.model.without_head()
         told = None if rate is None or not drafts else TellingProposer(of.model, texts, rate)
-        return build_engine(model, config, of.vocab_size, of.ends, proposer=told)
+        return build_engine(model, config, of.vocab_size, of.ends, drafter=told)
 
     firsts = [request(*each) for each in enumerate(of.prompts)]
     alone = engine(None, 1)

@@ -97,8 +97,8 @@ def decoding_core(
 ) -> EngineCore:
     """An engine whose rows have all been prefilled and stretched to these lengths."""
     config = EngineConfig(max_num_seqs=len(contexts), prefill_step_size=512)
-    proposer = None if depth is None else MTPDrafter(model)
-    runner = make_runner(model, proposer, model.vocab_size)
+    drafter = None if depth is None else MTPDrafter(model)
+    runner = make_runner(model, drafter, model.vocab_size)
     core = EngineCore(Scheduler(config, FixedDrafts(depth or 0)), runner, overlap=overlap)
     sampling = SamplingParams(max_tokens=_ENDLESS, temperature=0.0)
     sequences = []
@@ -106,7 +106,7 @@ def decoding_core(
         tokens = mx.random.randint(10, model.vocab_size, (PROMPT,), key=mx.random.key(row))
         request = Request(str(row), tuple(map(int, tokens)), sampling)
         sequences.append(Sequence(request, (), _ENDLESS))
-        core.add(sequences[-1])
+        core.scheduler.add(sequences[-1])
     while any(s.status is not Status.DECODING for s in sequences):
         core.step()
     for _ in range(2):

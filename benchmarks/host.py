@@ -166,7 +166,7 @@ def decoding(model: LoadedModel, rows: int, drafts: int, **sampling: Any) -> Eng
         params = SamplingParams(max_tokens=_ENDLESS, seed=row, **sampling)
         request = Request(str(row), (row,) * (_PROMPTS // rows), params)
         sequences.append(Sequence(request, (), _ENDLESS))
-        core.add(sequences[-1])
+        core.scheduler.add(sequences[-1])
     while any(s.status is not Status.DECODING for s in sequences):
         core.step()
     return core

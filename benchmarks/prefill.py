@@ -65,7 +65,7 @@ def prompt_seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     began = time.perf_counter()
     for number in range(count):
-        core.add(Sequence(Request(f"prompt {number}", tuple(ids), sampling), (), 1))
+        core.scheduler.add(Sequence(Request(f"prompt {number}", tuple(ids), sampling), (), 1))
     while count:
         count -= sum(bool(output.token_ids) for output in core.step())
     found = time.perf_counter() - began

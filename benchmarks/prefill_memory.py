@@ -91,10 +91,10 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
     core = EngineCore(Scheduler(config, FixedDrafts(DEPTH)), runner, overlap=True)
     others = [_sequence(model, SHORT_PROMPT, SHORT_ANSWER, f"short-{i}") for i in range(rows)]
     for sequence in others:
-        core.add(sequence)
+        core.scheduler.add(sequence)
     before = max([step_peak() for _ in range(6)], default=0) if rows else 0
     prompt = _sequence(model, tokens, ANSWER, "long")
-    core.add(prompt)
+    core.scheduler.add(prompt)
     prefill, joined = 0, 0
     while not prompt.finished:
         # The step that reads the first token has launched nothing of the joined batch yet.
@@ -102,7 +102,7 @@ def measure(model: LoadedModel, tokens: int, rows: int, step: int) -> Peaks:
         peak = step_peak()
         prefill, joined = max(prefill, prefilling * peak), max(joined, (not prefilling) * peak)
     for sequence in others:
-        core.cancel(sequence.request_id)
+        core.scheduler.cancel(sequence.request_id)
     while not core.idle:
         core.step()
     demand = footprint(model, DEPTH)

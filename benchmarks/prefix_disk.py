@@ -116,7 +116,7 @@ def write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
     reuse = PrefixReuse(prefixes.tree, (), _CONFIG.prefill_step_size)
     core = EngineCore(Scheduler(_CONFIG, FixedDrafts(1), reuse), runner, overlap=True)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    core.add(Row(Request("first", prompt[:_SHORT], sampling), (), 1))
+    core.scheduler.add(Row(Request("first", prompt[:_SHORT], sampling), (), 1))
     while not core.idle:
         core.step()
     node = prefixes.tree.match(root_key(None), prompt)

@@ -29,10 +29,10 @@ from mlx_mtp.speculative.drafter import MTPDrafter
 
 
 def _led(
-    links: Links, model: LoadedModel, proposer: MTPDrafter | None, vocab_size: int
+    links: Links, model: LoadedModel, drafter: MTPDrafter | None, vocab_size: int
 ) -> ModelRunner:
-    links.send(Begin(vocab_size, proposer is not None, None))
-    return LeaderRunner(model, proposer, vocab_size, LeaderPrefixes(links))
+    links.send(Begin(vocab_size, drafter is not None, None))
+    return LeaderRunner(model, drafter, vocab_size, LeaderPrefixes(links))
 
 
 def _time_sums(hidden: int, count: int = 200) -> float:
@@ -68,7 +68,7 @@ def main() -> None:
         links = connect(ranks, {"shape": options.shape}, 0, sys.exit)
         sums = _time_sums(inner["hidden_size"])
     if isinstance(links, Link):
-        follow(model, "mtp", links)
+        follow(model, links)
         return
     print(
         f"{options.shape}, {inner['num_hidden_layers']} layers, {ranks.size} ranks: "

@@ -2,16 +2,27 @@
 
 import argparse
 from dataclasses import dataclass, field, fields
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, at_least, host_name, origin, size, text, whole, word_of, word_or
 
-MAX_DRAFT_TOKENS = 8  # drafts of the head per row and step
-MAX_COPY_TOKENS = 16  # n-gram drafts per row and step
-MAX_RUN = 2 * MAX_COPY_TOKENS + 1  # tokens of a source, as a window may follow one in flight
-DRAFTS = ("mtp,copy", "mtp", "copy", "none")
+MAX_DRAFT_TOKENS = 8  # of the head, per row and step
+# Sources of drafts on the host (`speculative/host_sources.py`): the banner's word for their drafts,
+# and what it says about them.
+HOST_DRAFTS = {
+    "copy": ("copies", "text that occurred in the prompt or an earlier answer is drafted")
+}
+MAX_HOST_DRAFTS = 16  # of a source on the host, per row and step
+MAX_RUN = 2 * MAX_HOST_DRAFTS + 1  # tokens of a source: a window in flight, and the one behind it
+_SOURCES = ("mtp", *HOST_DRAFTS)
+DRAFTS = tuple(
+    ",".join(names) or "none"
+    for count in range(len(_SOURCES), -1, -1)
+    for names in combinations(_SOURCES, count)
+)
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 JSON_SCHEMAS = ("closed", "standard")
@@ -66,6 +77,11 @@ def check_settings(settings: Any) -> None:
                 flag.convert(str(value))
             except argparse.ArgumentTypeError as error:
                 raise UsageError(f"{each.name}: {error}.") from None
+
+
+def host_source_names(drafts: str) -> tuple[str, ...]:
+    """The sources on the host among those of --drafts."""
+    return tuple(name for name in drafts.split(",") if name in HOST_DRAFTS)
 
 
 def _bits(value: str) -> int | None:
@@ -157,7 +173,6 @@ class EngineConfig:
         _bits,
         default_text="none",
     )
-    draft_source: str = "mtp"  # A name in `speculative/draft_sources.py`.
 
     @property
     def decode_pause(self) -> float:
@@ -165,9 +180,9 @@ class EngineConfig:
         return 0.0 if self.exact else self.max_decode_pause / 1e3
 
     @property
-    def copies(self) -> bool:
-        """True if n-gram drafts are on, which needs an adaptive number of drafts."""
-        return "copy" in self.drafts and self.num_draft_tokens == "auto"
+    def host_sources(self) -> tuple[str, ...]:
+        """Names of the sources of drafts on the host; none if the number of drafts is fixed."""
+        return host_source_names(self.drafts) if self.num_draft_tokens == "auto" else ()
 
 
 @dataclass(frozen=True, slots=True)

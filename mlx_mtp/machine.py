@@ -36,9 +36,12 @@ class MemoryLimit(NamedTuple):
     source: str  # a description of where the number is from
 
 
-def memory_limit(given: int | None) -> MemoryLimit:
-    """The limit of --memory-limit, or by default the machine's memory."""
-    return machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
+def memory_limit(given: int | None, least: int | None = None) -> MemoryLimit:
+    """The bytes of --memory-limit, or the machine's; at most `least`, which every rank has."""
+    limit = machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
+    if least is not None and least < limit.nbytes:
+        return MemoryLimit(least, "on the rank that has the least")
+    return limit
 
 
 def machine_memory() -> MemoryLimit:

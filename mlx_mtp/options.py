@@ -3,7 +3,15 @@
 import argparse
 from dataclasses import replace
 
-from mlx_mtp.config import DTYPE_NAMES, SEED, EngineConfig, ServerConfig, flags_of
+from mlx_mtp.config import (
+    DTYPE_NAMES,
+    HOST_DRAFTS,
+    SEED,
+    EngineConfig,
+    ServerConfig,
+    flags_of,
+    host_source_names,
+)
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
 
@@ -167,8 +175,9 @@ def check_serve(options: argparse.Namespace) -> None:
     """Raise UsageError for flags of `serve` that would have no effect."""
     drafts, depth, in_use = options.drafts, options.mtp_num_draft_tokens, _in_use(options)
     is_fixed, uses_head, cache_size = depth != "auto", "mtp" in drafts, options.prefix_cache_size
-    copies = "copy" in drafts and not is_fixed
-    check_generate(options, *([] if copies else ["--calibration-seconds", "--mtp-optimistic"]))
+    names = host_source_names(drafts)
+    on_host = names and not is_fixed
+    check_generate(options, *([] if on_host else ["--calibration-seconds", "--mtp-optimistic"]))
 
     def at_fault(wrong: object, *flags: str) -> list[str]:
         return [flag for flag in flags if wrong and flag in in_use]
@@ -185,14 +194,16 @@ def check_serve(options: argparse.Namespace) -> None:
             not uses_head, *_OF_HEAD[not is_fixed :]
         ),
         "--mtp-num-draft-tokens {depth} is a number of the head's drafts, and {flag} {drafts} asks "
-        "for copies: leave one of them out.": at_fault(is_fixed and "copy" in drafts, "--drafts"),
+        "for {host}: leave one of them out.": at_fault(is_fixed and names, "--drafts"),
         "{flag} is for --mtp-num-draft-tokens auto, and that is {depth}: leave one of them "
         "out.": at_fault(is_fixed, "--calibration-seconds"),
         "{flag} is for drafts, and --drafts none has none.": at_fault(
             drafts == "none", "--mtp-optimistic", "--calibration-seconds"
         ),
         "{flag} is for drafts that are copied: it needs --drafts with copy, --mtp-num-draft-tokens "
-        "auto and a prefix cache.": at_fault(not copies or cache_size == 0, "--draft-answers-size"),
+        "auto and a prefix cache.": at_fault(
+            not on_host or cache_size == 0, "--draft-answers-size"
+        ),
         "{flag} is for several API keys: it needs --api-key-file.": at_fault(
             options.api_key_file is None, "--share-prefixes"
         ),
@@ -206,6 +217,7 @@ def check_serve(options: argparse.Namespace) -> None:
     for fault, flags in faults.items():
         if flags:
             values = {"drafts": drafts, "depth": depth, "bits": options.kv_cache_quantization}
+            values["host"] = HOST_DRAFTS[names[0]][0] if names else ""
             raise UsageError(fault.format(flag=flags[0], **values))
     if options.prefix_cache_dir is None and "prefix_cache_dir_size" in options.given:
         raise UsageError("--prefix-cache-dir-size needs --prefix-cache-dir, which is not given.")

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from mlx_mtp import __version__, factories
+from mlx_mtp import __version__, build
 from mlx_mtp.cli import main as cli
 from mlx_mtp.cli.serve import answers_text, banner, model_name, prefixes_text
 from mlx_mtp.config import EngineConfig, ServerConfig
@@ -79,7 +79,7 @@ def test_an_error_is_one_line_whatever_was_typed(words, environ, error, capsys):
 
 def test_a_port_is_in_use_as_soon_as_it_is_bound(capsys, monkeypatch):
     """And that is an error before anything is loaded."""
-    monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("loaded"))
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)], {}) == 2
@@ -295,7 +295,7 @@ def test_flags_that_agree_are_not_refused(argv, variables, capsys, monkeypatch):
     def load(*_, **__):
         raise UsageError("it is loaded")
 
-    monkeypatch.setattr(factories, "load", load)
+    monkeypatch.setattr(build, "load", load)
     environ = dict(f"MLX_MTP_{each}".split("=") for each in variables.split())
     words = argv.split() + (["--port", "0"] if argv.startswith("serve") else [])
     assert cli.main(words, environ) == 2
@@ -312,7 +312,7 @@ def test_a_model_goes_without_a_head_unless_one_was_asked_for(command, monkeypat
             raise MissingHeadError("there is no head")
         raise UsageError("loaded without it")
 
-    monkeypatch.setattr(loader, "load_model", load)
+    monkeypatch.setattr(build, "load_model", load)
     assert cli.main(command.split(), {}) == 2
     assert asked == [True, False]
     assert "loaded without it" in capsys.readouterr().err

@@ -9,13 +9,14 @@ import random
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from mlx_mtp import __version__, factories
+from mlx_mtp import __version__
 from mlx_mtp.bench import report
 from mlx_mtp.bench.arguments import API_KEY, CALIBRATION_SECONDS
 from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking, Subject, measure, summarize
 from mlx_mtp.console import hanging, say, width_of
 from mlx_mtp.errors import UsageError
+from mlx_mtp.prepare import prepare_command
 
 _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
@@ -59,11 +60,13 @@ def run_offline(options: argparse.Namespace) -> int:
         raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
     options.calibration_seconds = CALIBRATION_SECONDS if seconds is None else seconds
     check_files(options)
-    info = factories.prepare(options)
-    model, tokenizer = factories.load(options, enable_mtp=True)
-    draft_ids = factories.draft_ids(model, tokenizer, options)
+    info = prepare_command(options)
+
+    from mlx_mtp import build
     from mlx_mtp.bench.offline import OFF, engine_subject
 
+    model, tokenizer = build.load(options, enable_mtp=True)
+    draft_ids = build.draft_ids(model, tokenizer, options)
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos)
     more = (max(options.concurrency), options.calibration_seconds, draft_ids, options.exact)
     with contextlib.ExitStack() as stack:

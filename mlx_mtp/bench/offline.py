@@ -9,9 +9,9 @@ from typing import Self
 from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
-from mlx_mtp.build import build_engine
+from mlx_mtp.build import build_engine, run_requests
 from mlx_mtp.config import DraftTokens, EngineConfig
-from mlx_mtp.engine.engine import Engine, run_requests
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.models.model import LoadedModel

@@ -13,10 +13,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp import backend, factories
+from mlx_mtp import backend
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, characters, resolve, secret
 from mlx_mtp.options import GENERATE_FLAGS, SAMPLING, SERVE_FLAGS, check_generate
+from mlx_mtp.prepare import prepare_command
 
 if TYPE_CHECKING:
     from mlx_mtp.server.app import Server
@@ -63,7 +64,7 @@ def _generate(given: argparse.Namespace) -> int:
             options.prompt = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError:
             raise UsageError("Standard input is not valid UTF-8.") from None
-    factories.prepare(options, options.log_level)
+    prepare_command(options, options.log_level)
     from mlx_mtp.cli.generate import generate
 
     return generate(options)

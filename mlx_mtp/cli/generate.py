@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_mtp import factories
+from mlx_mtp import build
 from mlx_mtp.console import clean, say, speed_text
-from mlx_mtp.engine.engine import Engine, run_requests
+from mlx_mtp.engine.engine import Engine
 from mlx_mtp.options import ANSWER_TOKENS, SAMPLING, wants_head
 from mlx_mtp.server.api.openai.protocol import CompletionRequest
 from mlx_mtp.server.generation.params import engine_requests, model_defaults, sampling_params
@@ -29,8 +29,8 @@ from mlx_mtp.text.tokenizer import Tokenizer
 
 def generate(options: argparse.Namespace) -> int:
     """Load the model and print its answer; returns the exit status. The backend is prepared."""
-    loaded, tokenizer = factories.load(options, enable_mtp=wants_head(options))
-    engine = factories.engine(loaded, tokenizer, options)
+    loaded, tokenizer = build.load(options, enable_mtp=wants_head(options))
+    engine = build.engine(loaded, tokenizer, options)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
 
 
@@ -63,7 +63,7 @@ def stream_answer(
     engine.start(lambda _: None)  # Its start is not of the prompt's time.
     began, times = time.perf_counter(), list[tuple[float, int]]()
     try:
-        for at, output in run_requests(engine, [request]):
+        for at, output in build.run_requests(engine, [request]):
             for event in stream.push(output).events:
                 sys.stdout.write(shown(event.text))  # type: ignore[union-attr]
                 sys.stdout.flush()

@@ -10,18 +10,15 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mlx_mtp import factories
-from mlx_mtp.config import EngineConfig, ServerConfig, from_options
+from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, say, width_of
 from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
+from mlx_mtp.prepare import prepare_command
 
 if TYPE_CHECKING:
-    from mlx_mtp.engine.memory import MemoryPlan
     from mlx_mtp.engine.stats import EngineInfo
     from mlx_mtp.models.model import LoadedModel
     from mlx_mtp.server.app import Server
@@ -43,18 +40,19 @@ def serve(
     Once ready, print a banner, or call `on_ready` with the server and its port.
     """
     check_serve(options)
-    info = factories.prepare(options, options.log_level)
+    info = prepare_command(options, options.log_level)
 
+    from mlx_mtp import build
     from mlx_mtp.ranks.launch import follow_rank_zero, join, part, watch
     from mlx_mtp.server.app import bind, create_app, give_up, make_server, run
     from mlx_mtp.server.http.access import read_keys, warn_if_open
 
     own = part()
-    load = partial(factories.load, options, enable_mtp=wants_head(options), lazy=True, part=own)
+    load = partial(build.load, options, enable_mtp=wants_head(options), lazy=True, part=own)
     if own[0]:
         loaded, _ = load()
-        parts = _parts(options, loaded, join(options, loaded))
-        return follow_rank_zero(loaded, parts["links"], parts["store"])
+        links: Any = join(options, loaded)
+        return follow_rank_zero(loaded, links, build.plan_engine(loaded, options, links).store)
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
     if options.mtp_optimistic:
@@ -64,15 +62,16 @@ def serve(
     # The port comes first: nobody should wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = load()
-        parts = _parts(options, loaded, join(options, loaded))
-        limits, memory, store = parts["config"], parts["memory"], parts["store"]
+        links = join(options, loaded)
+        plan = build.plan_engine(loaded, options, links)
+        limits, memory, store = plan.config, plan.memory, plan.store
         kept = prefixes_text(limits)
         if store is not None:
             kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
         loaded.read()
-        engine = factories.engine(loaded, tokenizer, options, **parts)
-        if parts["links"] is not None:
-            watch(engine, parts["links"])
+        engine = build.engine(loaded, tokenizer, options, plan, links)
+        if links is not None:
+            watch(engine, links)
         name, *others = options.served_model_name or [model_name(options.model)]
         config = from_options(
             ServerConfig,
@@ -90,9 +89,9 @@ def serve(
         gc.collect()
         gc.freeze()
         engine.launch()  # raises if the model can't answer
-        plan, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
+        shares, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
         width = width_of(sys.stdout)
-        text = banner(config, loaded, engine.info, str(info), plan, kept, answers, width)
+        text = banner(config, loaded, engine.info, str(info), shares, kept, answers, width)
 
         def ready() -> None:
             on_ready(server, config.port) if on_ready else _announce(text)
@@ -101,44 +100,6 @@ def serve(
         if not run(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
-
-
-def _parts(options: argparse.Namespace, loaded: LoadedModel, links: Any) -> dict[str, Any]:
-    """What the engine of any rank is built with, but for the model.
-
-    What can't fit, or a directory that can't be used, is an error before weights are read.
-    """
-    from mlx_mtp.build import engine_config, prefix_store
-
-    limits, store = engine_config(loaded, options), None
-    memory = plan_memory(loaded, options, limits, None if links is None else links.memory)
-    limits = replace(
-        limits,
-        prefix_cache_size=memory.prefix_cache,
-        prefill_step_size=memory.prefill_step_size,
-    )
-    if options.prefix_cache_dir is not None:
-        path, size = Path(options.prefix_cache_dir).expanduser(), options.prefix_cache_dir_size
-        store = prefix_store(loaded, limits, options.dtype, path, size, links)
-    return {"config": limits, "memory": memory, "store": store, "links": links}
-
-
-def plan_memory(
-    model: LoadedModel,
-    options: argparse.Namespace,
-    config: EngineConfig,
-    least: int | None = None,  # bytes that any of several ranks has
-) -> MemoryPlan:
-    """Share the memory out before any weight is read."""
-    from mlx_mtp.build import plan_for
-    from mlx_mtp.ranks.launch import use_memory
-
-    vocab, limit = options.mtp_draft_vocab, use_memory(options.memory_limit, least)
-    num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
-    # Chunks that are not cut to a pause stay short.
-    longer_steps = options.prefill_step_size is None and not config.exact
-    cache = options.prefix_cache_size
-    return plan_for(model, config, limit, num_draft_ids, cache, longer_steps)
 
 
 def model_name(model: str | None) -> str:
@@ -182,9 +143,12 @@ def banner(
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
         else "off: --no-enable-mtp, --drafts, or the model has no head",
-        "copies": "text that occurred in the prompt or an earlier answer is drafted"
-        if "copy" in engine.draft_sources
-        else "off: --drafts, or a fixed number of drafts",
+        **{
+            word: text
+            if name in engine.draft_sources
+            else "off: --drafts, or a fixed number of drafts"
+            for name, (word, text) in HOST_DRAFTS.items()
+        },
         "optimistic": config.optimistic and _OPTIMISTIC.format(config.optimistic),
         "backend": backend,
         "kernels": unused and f"slower code in place of {unused}; see the warnings",

@@ -6,10 +6,9 @@ from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
 
-from mlx_mtp.build import build_engine
+from mlx_mtp.build import build_engine, run_requests
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.console import say
-from mlx_mtp.engine.engine import run_requests
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.loader import load_model

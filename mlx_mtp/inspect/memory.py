@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import GROWTH
 from mlx_mtp.cache.specs import CacheMemory
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS, EngineConfig
 from mlx_mtp.console import size_text
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
@@ -46,7 +46,7 @@ def memory_demand(found: FoundModel, dtype: str, ranks: int = 1) -> Demand:
         options: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
         try:
             model = load_model(found.directory, lazy=True, **options)
-            shape, row = footprint(model, MAX_COPY_TOKENS), model.row_nbytes()
+            shape, row = footprint(model, MAX_HOST_DRAFTS), model.row_nbytes()
             refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
@@ -60,7 +60,7 @@ def memory_demand(found: FoundModel, dtype: str, ranks: int = 1) -> Demand:
         weights=whole + (found.trunk[0] - whole) // ranks,
         head=found.head_bytes // ranks,
         caches=CacheMemory(layers, has_head, in_use.size),
-        depth=MAX_COPY_TOKENS,
+        depth=MAX_HOST_DRAFTS,
         vocab_size=int(target.args.vocab_size),
     )
     allowed = getattr(target.args, "max_position_embeddings", None) or _TOKENS[0]
@@ -91,7 +91,7 @@ def default_plan(demand: Demand, limit: MemoryLimit) -> MemoryPlan:
         demand.footprint,
         limit,
         allowed=demand.allowed,
-        wanted=None,
+        max_model_len=None,
         prefill_step_size=EngineConfig().prefill_step_size,
         prefix_cache=None,
         longer_steps=True,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_mtp.config import MAX_COPY_TOKENS, EngineConfig
+from mlx_mtp.config import MAX_HOST_DRAFTS, EngineConfig
 from mlx_mtp.console import size_text
 from mlx_mtp.engine.memory import MemoryPlan, footprint
 from mlx_mtp.errors import UsageError
@@ -77,7 +77,7 @@ def _published_sizes(name: str, bits: int) -> tuple[Demand, int]:
         nn.quantize(module, class_predicate=quantization)
     model.mtp = head
     loaded = LoadedModel(Path(), config, {}, model, family, "computed")
-    shape = footprint(loaded, MAX_COPY_TOKENS)
+    shape = footprint(loaded, MAX_HOST_DRAFTS)
     return Demand(shape, loaded.dtype, "as stored", loaded.max_model_len), in_bf16
 
 

@@ -91,7 +91,7 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
     return arrays, bits or None
 
 
-def fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
+def kv_fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
     """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
 
     Weights count by their whole content, which is then in the system's cache for the load: sizes,

@@ -2,17 +2,28 @@
 
 import logging
 import math
+import platform
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_mtp.prefix.directory import PrefixDirectory, StoredFile, pack, unpack
+import mlx.core as mx
+
+from mlx_mtp import __version__
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.distributed import own_folder
+from mlx_mtp.errors import UsageError
+from mlx_mtp.models.batch_invariant import choices
+from mlx_mtp.models.files import WEIGHTS
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.prefix.directory import PrefixDirectory, StoredFile, kv_fingerprint, pack, unpack
 from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
-from mlx_mtp.prefix.segments import Entry, Segment, join
+from mlx_mtp.prefix.segments import Entry, Segment, join_segments
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +100,7 @@ class PrefixStore:
         end, key = prefixes[-1]
         try:
             if start < end:
-                rows = join([s for s in segments if s.end > start], start)
+                rows = join_segments([s for s in segments if s.end > start], start)
                 if not self._put(StoredFile(key, parent, start, end), rows):
                     return
             self._put(StoredFile(key + "s", key, end, end), snapshot)
@@ -317,3 +328,38 @@ class PrefixStore:
             why = "%s. The cache goes on in memory; this is said once."
             message = f"The prefix cache's directory %s can't be %s: {why}"
             logger.warning(message, self.path, what, error.strerror or error)
+
+
+def open_store(
+    model: LoadedModel,
+    config: EngineConfig,
+    dtype: str,
+    path: Path,
+    max_bytes: int,
+    make: Callable[..., PrefixStore] = PrefixStore,
+) -> PrefixStore:
+    """Open a model's directory of prefixes; UsageError if it can't be used. No weight is read."""
+    if not config.prefix_cache_size:
+        raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
+    device = mx.device_info()
+    packages = [f"{each.name} {each.version}" for each in metadata.distributions()]
+    mark = kv_fingerprint(
+        model.config,
+        model.path.glob(WEIGHTS),
+        head=model.head_source,
+        kv_bits=config.kv_cache_quantization,
+        dtype=dtype,
+        exact=config.exact,
+        # With a bound of pauses the lengths follow time in any case; and memory, on a GPU.
+        prefill_step_size=config.prefill_step_size
+        if config.exact or not config.max_decode_pause
+        else None,
+        device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
+        platform=[platform.system(), platform.machine()],
+        # CUDA's libraries choose by themselves how they compute a product.
+        packages=sorted(each for each in packages if each.startswith(("mlx", "nvidia-"))),
+        version=__version__,
+    )
+    # Bits depend on what was measured when the model was loaded, which is still to come.
+    chosen = partial(choices, model.model) if config.exact else str
+    return make(own_folder(path), mark, max_bytes, choices=chosen)

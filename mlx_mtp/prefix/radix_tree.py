@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Tokens = tuple[int, ...]
+TokenIds = tuple[int, ...]
 
 NUM_RECENT = 3  # snapshots at the end of a chain that are not thinned
 _KEY_DIGITS = 40
@@ -47,7 +47,7 @@ class Node:
 
     salt: str  # its `root_key`
     parent: Node | None
-    tokens: Tokens
+    tokens: TokenIds
     kv: Segment | None
     snapshot: Segment | None = None  # the states after the last token
     lasting: bool = False  # its snapshot is not thinned
@@ -69,7 +69,7 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def prefix(self) -> Tokens:
+    def prefix(self) -> TokenIds:
         return tuple(chain.from_iterable(node.tokens for node in self.path()))
 
     def entry(self) -> Entry:
@@ -92,7 +92,7 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def match(self, salt: str, tokens: Tokens) -> Node | None:
+    def match(self, salt: str, tokens: TokenIds) -> Node | None:
         """The end of the longest entry in memory that is a prefix of the tokens, or all of them."""
         found, covered = self._walk(salt, tokens)
         node: Node | None = found
@@ -100,7 +100,7 @@ class PrefixTree:
             node = node.parent
         return node
 
-    def covered(self, salt: str, tokens: Tokens) -> int:
+    def covered(self, salt: str, tokens: TokenIds) -> int:
         """How many of the tokens have their KV in memory, with or without an entry there."""
         return self._walk(salt, tokens)[1]
 
@@ -119,7 +119,7 @@ class PrefixTree:
         self._pins -= Counter([node])
         self._prune(node)
 
-    def insert(self, salt: str, tokens: Tokens, entry: Entry, lasting: bool = False) -> bool:
+    def insert(self, salt: str, tokens: TokenIds, entry: Entry, lasting: bool = False) -> bool:
         """Add an entry; False: it has no room, or the KV before its own is not here any more.
 
         Its KV is what should not be here yet. A `lasting` one stays when its chain is thinned.
@@ -168,7 +168,7 @@ class PrefixTree:
         """Bytes of what is being read from the disk, or has been and is not in the tree."""
         return 0 if self.disk is None else sum(file.nbytes for file in self.disk.reading)
 
-    def fetch(self, salt: str, tokens: Tokens, lasting: bool = False) -> Fetch:
+    def fetch(self, salt: str, tokens: TokenIds, lasting: bool = False) -> Fetch:
         """Take in an entry from the disk, or have it read; call it again while it is COMING."""
         assert self.disk is not None
         node, covered = self._walk(salt, tokens)
@@ -186,7 +186,7 @@ class PrefixTree:
             self.disk.drop_snapshot(salt, tokens)
         return found
 
-    def _walk(self, salt: str, tokens: Tokens) -> tuple[Node, int]:
+    def _walk(self, salt: str, tokens: TokenIds) -> tuple[Node, int]:
         """The last node that any of the tokens is in, and how many of them are in nodes."""
         node, at = self._root, 0
         while at == node.end < len(tokens) and (salt, tokens[at]) in node.children:
@@ -265,7 +265,7 @@ def spare(ends: Sequence[int], last: int) -> list[int]:
     return dropped
 
 
-def common_length(one: Tokens, other: Tokens, at: int = 0) -> int:
+def common_length(one: TokenIds, other: TokenIds, at: int = 0) -> int:
     """How many tokens `one` has in common with `other` from its place `at` on."""
     end = min(len(one), len(other) - at)
     for start in range(0, end, _STRIDE):  # Slices are compared faster than single tokens.

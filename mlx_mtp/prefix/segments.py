@@ -59,7 +59,7 @@ Entry = list[Segment]
 """The KV of a prefix in its order, if any, and the snapshot at its end."""
 
 
-def join(segments: Sequence[Segment], start: int) -> Segment:
+def join_segments(segments: Sequence[Segment], start: int) -> Segment:
     """The rows of consecutive segments from the token `start` of the first on, as one segment."""
     first, last = segments[0], segments[-1]
     assert first.start <= start < last.end

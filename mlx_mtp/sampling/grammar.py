@@ -36,7 +36,7 @@ _MAX_ITEMS_OF_LARK = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class ThinkingBudget:
     """A bound of what a sequence may write before a certain text, and how far it is used up."""
 
     max_tokens: int = 0  # before the end is forced
@@ -53,7 +53,7 @@ class Budget:
         """The one token that may come next; None: any."""
         return None if self.over or self.used < self.max_tokens else self.end[self.matched]
 
-    def after(self, token: int) -> Budget:
+    def after(self, token: int) -> ThinkingBudget:
         if self.over:
             return self
         going_on = token == self.end[self.matched]
@@ -67,7 +67,7 @@ class Grammar:
 
     spec: GrammarSpec
     matcher: LLMatcher | None  # at its beginning, never moved; None: only the budget restricts
-    budget: Budget
+    budget: ThinkingBudget
     num_words: int  # 32-bit words of a mask
 
 
@@ -88,10 +88,10 @@ class GrammarCompiler:
         Neither the time nor the depth of the stack is bounded: see `server.grammar_check`.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
-        budget = Budget()
+        budget = ThinkingBudget()
         if spec.free_until is not None and spec.free_tokens is not None:
             end = self._tokenizer.tokenize_str(spec.free_until, parse_special=True)
-            budget = Budget(spec.free_tokens, tuple(end))
+            budget = ThinkingBudget(spec.free_tokens, tuple(end))
         return Grammar(spec, matcher, budget, self._num_words)
 
     def _matcher(self, spec: GrammarSpec) -> LLMatcher:

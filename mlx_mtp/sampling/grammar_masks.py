@@ -19,10 +19,12 @@ from llguidance.numpy import (
 
 from mlx_mtp.errors import GrammarError
 from mlx_mtp.sampling.bad_words import BadWords
-from mlx_mtp.sampling.grammar import Budget, Grammar, grammar_error
+from mlx_mtp.sampling.grammar import Grammar, ThinkingBudget, grammar_error
 from mlx_mtp.sampling.sampler import Sampler
 
-_Place = tuple[Budget, bytes]  # how far the budget is used up, and a `tail` (see `BadWords`)
+_Place = tuple[
+    ThinkingBudget, bytes
+]  # how far the budget is used up, and a `tail` (see `BadWords`)
 _NOTHING_LEFT = (
     "The answer can't be continued: no token fulfils all of bad_words, allowed_token_ids, the "
     "grammar and the thinking budget."
@@ -44,7 +46,7 @@ class Constraint:
         self._matcher = None if self._start is None else self._start.deep_copy()
         self._bad_words = bad_words
         self._allowed = None if allowed is None else frozenset(allowed)
-        self._place: _Place = (Budget() if grammar is None else grammar.budget), b""
+        self._place: _Place = (ThinkingBudget() if grammar is None else grammar.budget), b""
         self._tokens: list[int] = []
         self._stuck: tuple[int, GrammarError] | None = None
         # The matcher consumes drafts too, until one fails; `rewind` takes them back.

@@ -12,6 +12,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
+_MOST_ENTRIES = {
+    "logit_bias": MAX_LOGIT_BIAS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+}
 _INT31 = 1 << 31
 _INT64 = 1 << 63
 _LEAST_TEMPERATURE = 1e-5
@@ -98,16 +103,6 @@ class SamplingParams:
         return self.temperature < _LEAST_TEMPERATURE
 
     @property
-    def has_penalties(self) -> bool:
-        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return penalties != (1.0, 0.0, 0.0)
-
-    @property
-    def penalty_context(self) -> int:
-        """How many of the last tokens the repetition penalty looks at; 0: all."""
-        return 0 if self.repetition_penalty == 1.0 else self.repetition_context_size
-
-    @property
     def truncates(self) -> bool:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
@@ -122,15 +117,16 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 allowed.check(name, value)
-        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
-        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        for name, most in _MOST_ENTRIES.items():
+            if len(value := getattr(self, name) or ()) > most:
+                message = f"{name} has {len(value)} entries; at most {most} are allowed."
+                raise InvalidRequestError(message, param=name)
         for token, value in self.logit_bias:
             check_token_ids("logit_bias", (token,), vocab_size)
             Range(-100.0, 100.0).check("logit_bias", value)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         if self.allowed_token_ids is not None:
             name, ids = "allowed_token_ids", self.allowed_token_ids
-            _at_most(name, len(ids), MAX_ALLOWED_TOKEN_IDS)
             check_token_ids(name, ids, vocab_size)
             if not ids:
                 raise InvalidRequestError(f"{name} is empty; it must have an id.", param=name)
@@ -175,10 +171,3 @@ def check_draft_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[i
     if not found:
         raise UsageError(f"{source} names no token; it must name at least one.")
     return tuple(sorted(found))
-
-
-def _at_most(name: str, count: int, limit: int) -> None:
-    if count > limit:
-        raise InvalidRequestError(
-            f"{name} has {count} entries; at most {limit} are allowed.", param=name
-        )

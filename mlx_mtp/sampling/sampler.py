@@ -44,7 +44,7 @@ class Sampler:
         # With penalties, int32 [B, V]: how often each token is in the output, and 1 + its last
         # position in the prompt (0: none). With a penalty's context size in the output as well.
         self.counts: tuple[mx.array, mx.array] | None = None
-        if self._any_penalties():
+        if self.any_penalties:
             latest = np.zeros((len(params), vocab_size), dtype=np.int32)
             for row, prompt in enumerate(prompts):
                 latest[row, np.asarray(prompt, dtype=np.int64)] = np.arange(1, len(prompt) + 1)
@@ -65,7 +65,13 @@ class Sampler:
         self.repetition = column([p.repetition_penalty for p in params])
         self.presence = column([p.presence_penalty for p in params])
         self.frequency = column([p.frequency_penalty for p in params])
-        contexts = [p.penalty_context for p in params]
+        neutral = 1.0, 0.0, 0.0
+        self.any_penalties = any(
+            (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != neutral
+            for p in params
+        )
+        # How many of the last tokens the repetition penalty looks at; 0: all.
+        contexts = [p.repetition_context_size * (p.repetition_penalty != 1.0) for p in params]
         self.context = mx.array(contexts)[:, None, None] if any(contexts) else None
         # float32 [B, 1]: by how much a draft may score less than the token drawn, which it then
         # replaces; minus infinity: never.
@@ -224,7 +230,7 @@ class Sampler:
         selected = copy.copy(self)
         selected._set_params([self.params[i] for i in rows], [self._ends[i] for i in rows])
         selected.counts = None
-        if selected._any_penalties():
+        if selected.any_penalties:
             output, latest = self._counts()
             where = mx.array(list(rows), dtype=mx.int32)
             selected.counts = output[where], latest[where]
@@ -242,9 +248,6 @@ class Sampler:
         """Nothing is done to any row's logits."""
         changing = self.counts, self.bias, self.stops
         return not self.any_sampled and all(each is None for each in changing)
-
-    def _any_penalties(self) -> bool:
-        return any(p.has_penalties for p in self.params)
 
     def _counts(self) -> tuple[mx.array, mx.array]:
         """The counts; zeros for rows without penalties, which never need them."""

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp import factories
 from mlx_mtp.flags import Flag, add_flags, at_least
 from mlx_mtp.options import DTYPE, MODEL_FLAG
+from mlx_mtp.prepare import prepare_command
 
 
 def add_selftest(subparsers: Any) -> None:
@@ -38,8 +38,11 @@ def _run_selftest(options: argparse.Namespace) -> int:
     if options.dtype == "float32":
         # TF32 would round float32 products; mlx reads the variable at its first product.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    info = factories.prepare(options)
-    loaded, tokenizer = factories.load(options, enable_mtp=True)
+    info = prepare_command(options)
+
+    from mlx_mtp import build
+
+    loaded, tokenizer = build.load(options, enable_mtp=True)
     from mlx_mtp.selftest.commands import run_selftest
 
     return run_selftest(options, loaded, tokenizer, str(info))

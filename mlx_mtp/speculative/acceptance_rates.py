@@ -74,7 +74,7 @@ class HeadRates(Rates):
             rates.append(self.rate(position, prior, _NEIGHBOUR_TRIALS))
         self._rates = rates
 
-    def chances(self, misses: float) -> list[float]:
+    def cumulative_acceptance(self, misses: float) -> list[float]:
         """That the first, second, .. draft is accepted, of a row with so many times more misses."""
         return list(
             accumulate((max(1.0 - misses * (1.0 - rate), 0.0) for rate in self._rates), mul)
@@ -92,7 +92,7 @@ class NgramRates(Rates):
         for length in range(match, match + num_passed + failed):
             self.count(_CLASSES[length], length < match + num_passed)
 
-    def chances(self, match: int, count: int, pool: "NgramRates") -> list[float]:
+    def cumulative_acceptance(self, match: int, count: int, pool: "NgramRates") -> list[float]:
         """That the first, second, .. of so many tokens after a match comes next."""
         chances, reached, last, rate = [], 1.0, -1, 0.0
         for place in _CLASSES[match : match + count]:

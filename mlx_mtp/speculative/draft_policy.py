@@ -7,15 +7,15 @@ and then a few steps go one draft deeper or less deep, for a fixed share of the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import truediv
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.acceptance_rates import HeadRates
-from mlx_mtp.speculative.costs import COPY, HEAD, Prices, Shape, StepCosts
-from mlx_mtp.speculative.ngram import NgramDrafter
+from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
+from mlx_mtp.speculative.host_sources import HostDrafter
 
 # By so much another choice must be faster than the one in use, no drafts, and as many for each row.
 _STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03
@@ -35,8 +35,9 @@ _LEAST_LOSS = 0.03  # of a probe's step: acceptance may be wrong, too
 class DraftRow:
     """What a policy knows of one row."""
 
-    fixed: int | None = None  # the head's drafts per step that its request asked for
-    copier: NgramDrafter | None = None  # None: it copies nothing
+    fixed: int | None = None  # the head's drafts per step that its request asks for
+    host: dict[str, HostDrafter] = field(default_factory=dict)  # by source
+    source: str = ""  # the one of `host` whose run was offered last
     ahead: int = 0  # tokens that its window in flight brings at most
     missed: float = 0.0  # windows with a wrong draft, the last ones count most,
     expected: float = 0.0  # and how many were expected
@@ -45,40 +46,45 @@ class DraftRow:
         self.missed = _ROW_MEMORY * self.missed + missed
         self.expected = _ROW_MEMORY * self.expected + expected
 
+    def offer(self) -> list[float]:
+        """Cumulative acceptance of the host's best run, or []; notes its source."""
+        best: list[float] = []
+        for source, drafter in self.host.items() if self.fixed is None else ():
+            chances = drafter.cumulative_acceptance(self.ahead)
+            if sum(chances) > sum(best):
+                self.source, best = source, chances
+        return best
+
     @property
     def misses(self) -> float:
         """How many times as often its drafts are wrong as those of all rows."""
         return (self.missed + 1.0) / (self.expected + 1.0)
 
 
-class Outcome(NamedTuple):
-    """What one row's window brought."""
+class VerifiedRow(Protocol):
+    """What a policy reads of one row of a decode step (see `engine.step.StepRow`)."""
 
-    row: DraftRow
-    source: str
-    num_drafts: int  # that were verified
-    num_tokens: int  # 0: the row had ended before
-
-
-class DecodeStep(NamedTuple):
-    """A decode step that has been read."""
-
-    shape: Shape
-    outcomes: Sequence[Outcome]
-    seconds: float | None  # its cost, where that is known (see `StepTimer`)
+    @property
+    def drafting(self) -> DraftRow: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def num_verified(self) -> int: ...  # drafts of its window
+    @property
+    def num_cached(self) -> int: ...  # tokens that the window brought; 0: the row had ended before
 
 
 class Choice(NamedTuple):
     """What each row gets."""
 
     head: tuple[int, ...]  # drafts of the head for its next window
-    copied: tuple[int, ...]  # tokens to copy into the window before that, in place of the head's
+    host: tuple[int, ...]  # drafts of the host for the window before that, in place of the head's
     speed: float = 0.0  # expected tokens in the time of a step without drafts
 
     @property
     def verified(self) -> int:
         """Drafts that a step verifies while the choice stays."""
-        return sum(copied or head for head, copied in zip(self.head, self.copied))
+        return sum(host or head for head, host in zip(self.head, self.host))
 
 
 class DraftChoice(NamedTuple):
@@ -104,12 +110,12 @@ class FixedDrafts:
         self.choices[len(rows)] = self._num_draft_tokens
         return even_choice(rows, self._num_draft_tokens)
 
-    def observe(self, step: DecodeStep) -> None:
+    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
         pass
 
 
 def best_choice(
-    prices: Prices,
+    costs: BatchCosts,
     head: Sequence[Sequence[float]],
     copies: Sequence[Sequence[float]],
 ) -> Choice:
@@ -120,7 +126,7 @@ def best_choice(
     """
     rows = len(head)
     best = Choice((0,) * rows, (0,) * rows, float(rows))
-    token = (prices.cost(rows, 0) - prices.cost(0, 0)) / rows
+    token = (costs.cost(rows, 0) - costs.cost(0, 0)) / rows
     gains = [_gain(chances, token) for chances in copies]
     for passes in range(max(map(len, head)) + 1):
         offers = []
@@ -130,7 +136,7 @@ def best_choice(
             offers += [(chance, -n, row, copied) for n, chance in enumerate(chances, 1)]
         offers.sort(reverse=True)
         tokens = accumulate((chance for chance, *_ in offers), initial=float(rows))
-        speeds = list(map(truediv, tokens, prices.costs(len(offers), passes)))
+        speeds = list(map(truediv, tokens, costs.window_costs(len(offers), passes)))
         speed = max(speeds)
         if speed > best.speed:
             counts = [0] * rows, [0] * rows
@@ -158,11 +164,8 @@ class AdaptiveDrafts:
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
         """For these rows; steady: they are those of the step before, and it only decodes."""
         steady = steady and len(rows) == len(self._choice.head)
-        copying = any(self._choice.copied)
-        runs = [
-            row.copier.chances(row.ahead) if row.copier and row.fixed is None else []
-            for row in rows
-        ]
+        copying = any(self._choice.host)
+        runs = [row.offer() for row in rows]
         drafting = any(n for row, n in zip(rows, self._choice.head) if row.fixed is None)
         least = _LEAST_RUN if drafting and not copying else 0.0
         self._rested += 1
@@ -178,27 +181,31 @@ class AdaptiveDrafts:
         self._probing -= 1
         return self._probe
 
-    def observe(self, step: DecodeStep) -> None:
-        """Learn from a step, one or two steps after it was planned."""
-        for row, source, drafts, tokens in step.outcomes:
+    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+        """Learn from a decode step, one or two steps after it was planned.
+
+        `seconds` are its cost, or None if that is not known (see `StepClock`).
+        """
+        for row in rows:
+            drafts, tokens = row.num_verified, row.num_cached
             self._tokens += tokens
             if not tokens:
-                memory = 1.0 - 1.0 / (_ANSWERS * len(step.outcomes))
+                memory = 1.0 - 1.0 / (_ANSWERS * len(rows))
                 self._tokens *= memory
                 self._answers = self._answers * memory + 1.0
-            elif source != COPY:
-                row.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
-        self._pool.fade(step.shape.rows)
-        self._costs.observe(step.shape, step.seconds)
+            elif row.source == MTP:
+                row.drafting.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
+        self._pool.fade(shape.rows)
+        self._costs.observe(shape, seconds)
 
     def _review(
         self, rows: Sequence[DraftRow], runs: Sequence[Sequence[float]], *, steady: bool
     ) -> None:
-        prices = self._costs.prices(len(rows))
+        batch_costs = self._costs.of_batch(len(rows))
         misses = [row.misses for row in rows]
-        head = [self._useful(self._pool.chances(each)) for each in misses]
+        head = [self._useful(self._pool.cumulative_acceptance(each)) for each in misses]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
-        costs = [prices.cost(choice.verified, max(choice.head)) for choice in even]
+        costs = [batch_costs.cost(choice.verified, max(choice.head)) for choice in even]
         tokens = [len(rows) + sum(sum(own[:n]) for own, n in zip(head, e.head)) for e in even]
         scores = list(map(truediv, tokens, costs))
         before = self._depth
@@ -210,18 +217,19 @@ class AdaptiveDrafts:
         if max(misses) > _ALIKE * min(misses) or any(runs):
             # Rows with a number of their own are not asked here.
             offered = [own if row.fixed is None else [] for row, own in zip(rows, head)]
-            found = best_choice(prices, offered, list(map(self._useful, runs)))
+            found = best_choice(batch_costs, offered, list(map(self._useful, runs)))
             if found.speed * (_STAY if before is None else 1.0) > _EVEN * choice.speed:
                 choice = found._replace(head=_with_own(rows, found.head))
                 self._depth = None
         self._choice = choice
-        copied = sum(choice.copied)
+        drafts = dict.fromkeys((MTP, *HOST_DRAFTS), 0)
+        for row, count, num_proposed in zip(rows, choice.host, choice.head):
+            drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = choice.verified / len(rows)
-        cost = prices.cost(choice.verified, max(choice.head))
-        drafts = {HEAD: choice.verified - copied, COPY: copied}
+        cost = batch_costs.cost(choice.verified, max(choice.head))
         own = choice.speed * cost
         self.reason = DraftChoice(len(rows), drafts, cost, own, tuple(costs), tuple(tokens))
-        if steady and not copied and self._rested >= _LEAST_REST:
+        if steady and not any(choice.host) and self._rested >= _LEAST_REST:
             self._begin_probe(even, self.reason)
 
     def _useful(self, chances: Sequence[float]) -> list[float]:
@@ -241,13 +249,13 @@ class AdaptiveDrafts:
         """
         turn, self._num_probes = self._num_probes % 3, self._num_probes + 1
         depth = round(sum(self._choice.head) / now.num_rows)
-        known = self._costs.knows(now.num_rows, 0)
+        known = self._costs.is_measured(now.num_rows, 0)
         other = depth + (-1 if turn == 2 else 1) if known else 0
         if not 0 <= other <= self._most or even[other].head == self._choice.head:
             return
         gain = now.tokens[other] / now.num_tokens - 1.0
         price = now.costs[other] / now.cost - 1.0
-        price -= self._costs.doubt(now.num_rows, depth, other)
+        price -= self._costs.uncertainty(now.num_rows, depth, other)
         if known and turn and gain < price:
             return
         affordable = int(self._rested * _PROBE_SHARE / max(price - gain, _LEAST_LOSS))

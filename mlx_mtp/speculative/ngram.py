@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_RUN
+from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN
 from mlx_mtp.speculative.acceptance_rates import MOST_MATCH, NgramRates
 
 GRAM = 3  # tokens that must agree
@@ -119,7 +119,7 @@ class NgramIndex:
         self._before.frombytes(before.data.cast("B"))
 
 
-class NgramPool:
+class NgramSource:
     """What requests may copy; earlier answers by salt, in at most `limit` bytes.
 
     The salts that were used least recently go first.
@@ -133,8 +133,10 @@ class NgramPool:
         self._prompts: WeakValueDictionary[Hashable, NgramIndex] = WeakValueDictionary()
         self._rates = NgramRates(0.99)  # of all requests
 
-    def of(self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False) -> "NgramDrafter":
-        """A copier for a request; if `alone`, it copies from the request itself only."""
+    def drafter(
+        self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
+    ) -> "NgramDrafter":
+        """A drafter for a request; if `alone`, it reads the request itself only."""
         key = salt, prompt
         index = self._prompts.get(key)
         if index is None:
@@ -201,13 +203,13 @@ class NgramDrafter:
         if _SEPARATOR in self.run:
             self.run = self.run[: self.run.index(_SEPARATOR)]
 
-    def chances(self, ahead: int) -> list[float]:
+    def cumulative_acceptance(self, ahead: int) -> list[float]:
         """That the first, second, .. token of the run behind `ahead` others comes there.
 
         Empty where that is unlikely. The others are what a window in flight may bring.
         """
-        count = min(len(self.run), ahead + MAX_COPY_TOKENS)
-        chances = self._rates.chances(self.match, count, self._pool)[ahead:]
+        count = min(len(self.run), ahead + MAX_HOST_DRAFTS)
+        chances = self._rates.cumulative_acceptance(self.match, count, self._pool)[ahead:]
         return chances if chances and chances[0] >= _LEAST_CHANCE else []
 
     def _look(self) -> None:

@@ -149,7 +149,7 @@ def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, 
             assert driver.reason(name) == "length"
     # Those that waited have never been in a step with it.
     assert 1 <= len(hit) <= 4
-    assert driver.core.stats().num_requests_running == 0
+    assert driver.core.scheduler.stats().num_requests_running == 0
     driver.core.release()
     assert driver.runner.batches.decoding is None
 

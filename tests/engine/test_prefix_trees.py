@@ -81,7 +81,7 @@ def play(
         for _ in range(turn["steps"]):
             warm.step()
         if turn["then"] == "cancel":
-            warm.core.cancel(wanted.request_id)
+            warm.core.scheduler.cancel(wanted.request_id)
             left.add(wanted.request_id)
         elif turn["then"] == "clear":
             warm.prefixes.clear()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from tests.engine.cases import EOS, STEP, make_requests, proposer_for
+from tests.engine.cases import EOS, STEP, drafter_for, make_requests
 from tests.harness import Driver
 from tests.tiny_models import VOCAB
 
@@ -17,8 +17,8 @@ def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", kind)
     requests = [replace(r, trace=n % 2 == 0) for n, r in enumerate(make_requests(kind))]
     config = EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP)
-    proposer = proposer_for("mixed", model, reference, requests)
-    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, proposer=proposer)
+    drafter = drafter_for("mixed", model, reference, requests)
+    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, drafter=drafter)
     driver.run_arrivals({0: requests[:5], 4: requests[5:]})
     rejected = 0
     for wanted in requests:
@@ -36,7 +36,7 @@ def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
                 rejected += 1
                 assert drafts[accepted] != output.token_ids[accepted]
     assert (rejected > 0) == (depth != 0)
-    stats = driver.core.stats()
+    stats = driver.core.scheduler.stats()
     tried, passed = stats.num_draft_tokens_per_pos, stats.num_accepted_tokens_per_pos
     assert sum(map(sum, tried.values())) == stats.num_draft_tokens
     assert all(a <= t for source in tried for a, t in zip(passed[source], tried[source]))

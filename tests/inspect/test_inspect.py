@@ -12,9 +12,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_mtp.build import plan_engine
 from mlx_mtp.cli import main as cli
-from mlx_mtp.cli.serve import plan_memory
-from mlx_mtp.config import EngineConfig, from_options
 from mlx_mtp.console import size_text
 from mlx_mtp.flags import resolve
 from mlx_mtp.inspect.found import find_model
@@ -110,11 +109,9 @@ def test_a_models_files_do_not_steer_the_terminal(tmp_path, capfd):
 def test_the_plan_is_that_of_serve(nbytes):
     options = resolve(argparse.Namespace(memory_limit=nbytes), cli.SERVE_FLAGS, {})
     loaded = load_model(DEMO, enable_mtp=True, lazy=True)
-    config = from_options(EngineConfig, options, prefix_cache_size=0)
-    ours = default_plan(
-        memory_demand(find_model(None), "auto"), MemoryLimit(nbytes, "--memory-limit")
-    )
-    assert ours == plan_memory(loaded, options, config)
+    demand = memory_demand(find_model(None), "auto")
+    ours = default_plan(demand, MemoryLimit(nbytes, "--memory-limit"))
+    assert ours == plan_engine(loaded, options).memory
 
 
 def test_a_model_without_and_with_a_sidecar(run, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.engine.request import Progress, Request
+from mlx_mtp.engine.request import PrefillProgress, Request
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server import page
 from mlx_mtp.server.page import FOLDER
@@ -172,7 +172,7 @@ def test_a_tool_call_is_answered(serve: Serve, tokenizer: Tokenizer, opened: Ope
 @browsed
 def test_a_long_prompt_shows_how_much_of_it_is_computed(serve: Serve, opened: Open) -> None:
     def script(_: Request) -> Iterator[Output]:
-        yield out(progress=Progress(9000, 1000, 4000, time.perf_counter()))
+        yield out(progress=PrefillProgress(9000, 1000, 4000, time.perf_counter()))
         while True:
             yield None
 

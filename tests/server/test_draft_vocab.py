@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp import factories
+from mlx_mtp import build
 from mlx_mtp.cli import main as cli
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import count_or_path
@@ -103,7 +103,7 @@ def test_the_flag(
     assert cli.main(["serve", "--no-enable-mtp", "--mtp-draft-vocab", "1000"], {}) == 2
     assert "MTP is off: leave out --no-enable-mtp" in capsys.readouterr().err
     # A missing file ends every command before the load.
-    monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("it was loaded"))
     serve = ["serve", "--port", "0"]
     for command in (serve, ["generate", "x"], ["bench", "offline"]):
         assert cli.main([*command, "--mtp-draft-vocab", "none.txt"], {}) == 2

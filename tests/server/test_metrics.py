@@ -9,8 +9,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_mtp.engine.request import Progress
-from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
+from mlx_mtp.engine.request import PrefillProgress
+from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.prefix.policy import PrefixCacheStats
 from mlx_mtp.server.generation.generation import Dispatcher
 from mlx_mtp.server.http import body
 from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
@@ -44,7 +45,7 @@ STATS = json.loads("""{
     "num_accepted_tokens_per_pos": {"mtp": [8, 9], "copy": [4]},
     "depths": [[1, 3], [16, 0]], "parked": true
 }""")
-STATS["prefills"] = {"a": Progress(50, 0, 20, 0.0), "b": Progress(1, 0, 1, 0.0)}
+STATS["prefills"] = {"a": PrefillProgress(50, 0, 20, 0.0), "b": PrefillProgress(1, 0, 1, 0.0)}
 REASONS = ("queue_full", "draining", "engine", "connections", "bytes")
 PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASONS} | {
     "num_requests_running": 1,

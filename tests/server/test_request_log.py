@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mlx_mtp import logs
-from mlx_mtp.engine.request import Progress as Prefill
+from mlx_mtp.engine.request import PrefillProgress as Prefill
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.errors import StepError
 from mlx_mtp.server.progress import Progress

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.engine.request import Progress, Request
+from mlx_mtp.engine.request import PrefillProgress, Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
@@ -177,8 +177,10 @@ def test_the_progress_of_the_prompt(path: str) -> None:
         reused = 30 if request.sampling.choice == 0 else 50
         for done in (reused, 40):
             if request.progress:
-                yield out(progress=Progress(50, reused, done, began))
-        yield out(300, progress=Progress(50, reused, 50, began) if request.progress else None)
+                yield out(progress=PrefillProgress(50, reused, done, began))
+        yield out(
+            300, progress=PrefillProgress(50, reused, 50, began) if request.progress else None
+        )
         yield out(EOS, finish="stop")
 
     engine = FakeEngine(script)

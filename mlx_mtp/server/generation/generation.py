@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.engine.request import Progress, Request, RequestOutput
+from mlx_mtp.engine.request import PrefillProgress, Request, RequestOutput
 from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.text.stream import Delta, OutputStream
@@ -246,7 +246,7 @@ class Generation:
             self._dispatcher.cancel([output.request_id])
         return delta
 
-    def _progress(self, at: float, output: RequestOutput, made: Progress) -> Delta:
+    def _progress(self, at: float, output: RequestOutput, made: PrefillProgress) -> Delta:
         """In llama.cpp's form, where the last token of a prompt comes with the answer's first."""
         before = made.total - 1
         told = {
