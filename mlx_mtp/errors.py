@@ -5,6 +5,8 @@
 
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors of reading another program's JSON if a value is missing, of another type or huge."""
+UNKNOWN_RETRY_SECONDS = 2
+"""`retry_after` of an error that may be over at any time."""
 
 
 def is_fault(error: BaseException) -> bool:

@@ -51,7 +51,7 @@ def stream_answer(
     except ValidationError as error:
         raise from_validation(error) from None
     fields, defaults = body.options(), model_defaults(generation_config)
-    params = sampling_params(fields, defaults, random.Random(), engine.info.vocab_size)
+    params = sampling_params(fields, defaults, random.Random(), engine.info)
     prompt = tokenizer.encode_chat(messages, limit=room)
     (request,) = engine_requests("generate", [prompt], params, fields, room)
     if options.max_tokens is None:

@@ -44,7 +44,7 @@ def serve(
 
     from mlx_mtp import build
     from mlx_mtp.ranks.launch import follow_rank_zero, join, part, watch
-    from mlx_mtp.server.app import bind, create_app, give_up, make_server, run
+    from mlx_mtp.server.app import bind, create_app, give_up, make_server, run_server
     from mlx_mtp.server.http.access import read_keys, warn_if_open
 
     own = part()
@@ -97,7 +97,7 @@ def serve(
             on_ready(server, config.port) if on_ready else _announce(text)
 
         server = make_server(app, log_level=options.log_level, on_ready=ready)
-        if not run(server, sock, engine.stop):
+        if not run_server(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
 

@@ -12,6 +12,17 @@ from mlx_mtp.sampling.params import SamplingParams, check_token_ids
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How the engine computes a sequence, beside its sampling."""
+
+    num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None leaves them to the engine
+    client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
+    cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
+    trace: bool = False  # outputs have the drafts of each step
+    progress: bool = False  # outputs before the first token say how much of the prompt is computed
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate."""
@@ -20,13 +31,9 @@ class Request:
     prompt_token_ids: tuple[int, ...]  # at least one, each below the tokenizer's vocabulary
     sampling: SamplingParams
     _: KW_ONLY
-    num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None: the engine chooses
+    options: RequestOptions = RequestOptions()
     grammar: Grammar | None = None  # `sampling.grammar`, compiled
     bad_words: BadWords | None = None  # texts that the answer must not contain
-    client: tuple[str, ...] = ()  # path of names, the most trusted first (see `FairQueue`)
-    cache_salt: str = ""  # cached prefixes are shared only by requests of the same salt
-    trace: bool = False  # outputs have the drafts of each step
-    progress: bool = False  # outputs before the first token say how much of the prompt is computed
 
     def validate(self, vocab_size: int, max_model_len: int, *, mtp_enabled: bool) -> None:
         """Raise InvalidRequestError or ContextLengthError if no engine like this can run it."""
@@ -44,7 +51,7 @@ class Request:
         if self.sampling.grammar is not None and self.grammar is None:
             raise InvalidRequestError("The request's grammar has not been compiled.")
         check_token_ids("prompt", prompt, vocab_size)
-        check_num_draft_tokens(self.num_draft_tokens, mtp_enabled=mtp_enabled)
+        check_num_draft_tokens(self.options.num_draft_tokens, mtp_enabled=mtp_enabled)
 
 
 def check_num_draft_tokens(count: int | None, *, mtp_enabled: bool) -> None:

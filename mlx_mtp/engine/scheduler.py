@@ -163,8 +163,8 @@ class Scheduler:
             num_reused_tokens=sequence.prefix.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=row.drafts if sequence.request.trace else None,
-            progress=sequence.progress if is_first and sequence.request.progress else None,
+            drafts=row.drafts if sequence.request.options.trace else None,
+            progress=sequence.progress if is_first and sequence.request.options.progress else None,
         )
 
     def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> None:
@@ -274,6 +274,6 @@ class Scheduler:
 
 def _report(sequence: Sequence) -> RequestOutput | None:
     """An output with a prompt's progress, if the request asked for it."""
-    if not sequence.request.progress:
+    if not sequence.request.options.progress:
         return None
     return RequestOutput(sequence.request_id, progress=sequence.progress)

@@ -24,7 +24,7 @@ class Sequence:
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
         self.request = request
         self.request_id = request.request_id
-        self.client = request.client
+        self.client = request.options.client
         self.prompt = request.prompt_token_ids
         self.num_prompt = len(request.prompt_token_ids)
         self.stop_ids = stop_ids
@@ -33,7 +33,7 @@ class Sequence:
         if request.grammar is not None or request.bad_words is not None:
             allowed = request.sampling.allowed_token_ids
             self.constraint = Constraint(request.grammar, request.bad_words, allowed)
-        self.drafting = DraftRow(request.num_draft_tokens)
+        self.drafting = DraftRow(request.options.num_draft_tokens)
         self.status = Status.WAITING
         self.num_computed = 0  # prompt tokens that are cached or were planned
         self.begun = False  # its first chunk has been planned
@@ -47,7 +47,9 @@ class Sequence:
         self._steps_in_flight = 0
         self._positions_in_flight = 0
         # Optimistic requests share what they compute with each other alone.
-        salt = root_key(request.cache_salt or None, optimistic=request.sampling.optimistic > 0)
+        salt = root_key(
+            request.options.cache_salt or None, optimistic=request.sampling.optimistic > 0
+        )
         # No prompt's logprobs from a cached prefix: its hidden states are not kept.
         looks_up = request.sampling.prompt_logprobs is None
         self.prefix = PrefixState(self.prompt, salt, looks_up)

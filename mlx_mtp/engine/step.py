@@ -176,7 +176,7 @@ class InFlightStep:
         counts = (np.array(each).tolist() for each in accepted[:3])
         tables = None if logprobs is None else [np.array(each) for each in logprobs]
         replacing = None if replaced is None else np.array(replaced)
-        traced = any(s.request.trace for s in self.sequences)
+        traced = any(s.request.options.trace for s in self.sequences)
         drafts = np.array(window)[:, 1:].tolist() if traced else None
         results = zip(self.rows, np.array(tokens).tolist(), *counts)
         for index, (row, ids, num_kept, num_accepted, finished) in enumerate(results):

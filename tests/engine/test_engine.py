@@ -17,7 +17,7 @@ from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import acquire_restart
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.request import Request, RequestOptions, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, UsageError
@@ -139,7 +139,10 @@ def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
         (Request("b", (5,), greedy(-1)), "max_tokens"),
         (Request("b", (5,), greedy(1, logit_bias=((VOCAB, 1.0),))), "logit_bias"),
         (Request("b", (5,), greedy(1, stop_token_ids=(VOCAB,))), "stop_token_ids"),
-        (Request("b", (5,), greedy(1), num_draft_tokens=9), "mtp.num_draft_tokens"),
+        (
+            Request("b", (5,), greedy(1), options=RequestOptions(num_draft_tokens=9)),
+            "mtp.num_draft_tokens",
+        ),
         (Request("b", (5,), greedy(3, grammar=SPECS[0])), None),
         (request("b", [5], greedy(3, ignore_eos=True), compiled(SPECS[0])), "ignore_eos"),
     ):

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import PrefillScheduler
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.kernels import prefill_attention
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.host_sources import HostSources
@@ -60,7 +60,10 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
     )
     if erratic:
         wanted = itertools.cycle((None, 0, None, 1, None, 2, None, 4))
-        requests = [dataclasses.replace(r, num_draft_tokens=n) for r, n in zip(requests, wanted)]
+        requests = [
+            dataclasses.replace(r, options=RequestOptions(num_draft_tokens=n))
+            for r, n in zip(requests, wanted)
+        ]
     gone: list[str] = []
     if case["arrivals"] == "alone":
         for each in (requests[6], requests[1]):
@@ -101,7 +104,7 @@ def forced(model, requests) -> tuple[dict[str, list[int]], OracleDrafter]:
     """Plain answers, and drafts that are always right."""
     alone = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=0))
     for each in requests:
-        alone.add(dataclasses.replace(each, num_draft_tokens=None))
+        alone.add(dataclasses.replace(each, options=RequestOptions()))
     plain = alone.run()
     answers = {r.request_id: (*r.prompt_token_ids, *plain[r.request_id]) for r in requests}
     return plain, OracleDrafter(answers, VOCAB, 1.0, length=512)
@@ -112,7 +115,10 @@ def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
     model = tiny_models["qwen3_5"]
     requests = [request(f"r{n}", [5 + n, 9], greedy(25, ignore_eos=True)) for n in range(5)]
     wanted = (None, 0, 1, 3, None)
-    requests = [dataclasses.replace(r, num_draft_tokens=n) for r, n in zip(requests, wanted)]
+    requests = [
+        dataclasses.replace(r, options=RequestOptions(num_draft_tokens=n))
+        for r, n in zip(requests, wanted)
+    ]
     plain, drafter = forced(model, requests)
     driver = Driver(model, vocab_size=VOCAB, drafter=drafter)
     assert driver.run_arrivals({0: requests}) == plain

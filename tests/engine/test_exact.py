@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, chunk_ends, message_ends, save_points
 from mlx_mtp.prefix.radix_tree import PrefixTree
@@ -161,8 +162,15 @@ def kinds(name, prompt):
         request(name, prompt, replace(own, optimistic=0.3)),
         request(name, prompt, replace(own, allowed_token_ids=(5, 6, 7))),
         request(name, prompt, own, compiled(cases.SPECS[3])),
-        replace(request(name, prompt, own), num_draft_tokens=3, cache_salt="other"),
-        replace(request(name, prompt, own), bad_words=bad_words("ab"), progress=True),
+        replace(
+            request(name, prompt, own),
+            options=RequestOptions(num_draft_tokens=3, cache_salt="other"),
+        ),
+        replace(
+            request(name, prompt, own),
+            bad_words=bad_words("ab"),
+            options=RequestOptions(progress=True),
+        ),
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
+from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.engine.step import StepRow
 from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
@@ -40,7 +41,10 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
     driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, depth=cheap(head))
     driver.run_arrivals({0: requests[:4], 3: requests[4:]})
     copied = driver.core.scheduler.stats().num_accepted_tokens_per_pos.get("copy", (0,))
-    again = [dataclasses.replace(r, request_id=r.request_id + "+", trace=True) for r in requests]
+    again = [
+        dataclasses.replace(r, request_id=r.request_id + "+", options=RequestOptions(trace=True))
+        for r in requests
+    ]
     driver.run_arrivals({0: again[:5], 4: again[5:]}, {6: [again[0].request_id]})
     for name, expected in reference.items():
         ties.check(name, driver.tokens(name), expected)
@@ -62,7 +66,7 @@ def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, op
     driver = Driver(model, vocab_size=VOCAB, config=config, depth=cheap(head=False))
     bias = {"logit_bias": ((9, 45.0),), "optimistic": optimistic}
     asked = request("a", [*known, *secret, 5] if own else [5], greedy(20, ignore_eos=True, **bias))
-    sequence = driver.add(dataclasses.replace(asked, trace=True))
+    sequence = driver.add(dataclasses.replace(asked, options=RequestOptions(trace=True)))
     if not own:
         driver.host_sources.keep(sequence.prefix.salt, [*known, *secret])
     plans, run = [], driver.runner.run
@@ -82,7 +86,7 @@ def test_a_request_that_fixed_its_drafts_copies_nothing(tiny_models):
     model = tiny_models["qwen3_5"]
     driver = Driver(model, vocab_size=VOCAB, config=EngineConfig("auto"), depth=cheap(draft=2.0))
     asked = request("a", [5, 6], greedy(60, ignore_eos=True, logit_bias=((9, 100.0),)))
-    driver.add(dataclasses.replace(asked, num_draft_tokens=1))
+    driver.add(dataclasses.replace(asked, options=RequestOptions(num_draft_tokens=1)))
     driver.add(dataclasses.replace(asked, request_id="b"))
     got = driver.run()
     assert tuple(got["a"]) == tuple(got["b"]) == plain(model, asked, VOCAB).tokens

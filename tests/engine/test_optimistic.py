@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.speculative.host_sources import HostSources
 from tests.engine.cases import (
     EOS,
@@ -81,10 +81,12 @@ def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, dept
     model, reference = tiny_models[family], references(family, kind)
     plainly = make_requests(kind)
     shares = itertools.cycle((0.5, 0.0, 1e-3, 0.9))
-    requests = [optimistic(r, x, trace=True) for r, x in zip(plainly, shares)]
+    requests = [
+        optimistic(r, x, options=RequestOptions(trace=True)) for r, x in zip(plainly, shares)
+    ]
     requests[4] = replace(requests[4], sampling=replace(requests[4].sampling, min_tokens=9))
     requests = [replace(r, sampling=replace(r.sampling, top_logprobs=0)) for r in requests]
-    requests[8] = replace(requests[8], num_draft_tokens=1)
+    requests[8] = replace(requests[8], options=RequestOptions(num_draft_tokens=1, trace=True))
     erratic = Erratic(3) if depth == "erratic" else None
     config = EngineConfig(0 if erratic else depth, prefill_step_size=STEP, overlap=depth != 1)
     sources = HostSources(["copy"], 1 << 20) if erratic else None
@@ -117,7 +119,10 @@ def test_wrong_drafts_are_accepted_where_almost_anything_is(tiny_models, referen
     """Of drafts that are always wrong none is accepted without it."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", "greedy")
     for share in (0.0, 1e-30):
-        requests = [optimistic(r, share, trace=True) for r in make_requests("greedy")]
+        requests = [
+            optimistic(r, share, options=RequestOptions(trace=True))
+            for r in make_requests("greedy")
+        ]
         drafter = drafter_for("reject", model, reference, requests)
         settings = {"config": EngineConfig(3), "drafter": drafter, "stop_ids": (EOS,)}
         run = Driver(model, vocab_size=VOCAB, **settings)
@@ -144,7 +149,10 @@ def test_the_heads_cache_has_the_tokens_that_were_emitted(tiny_models):
 def test_what_is_computed_is_shared_among_optimistic_requests_alone(tiny_models):
     """Prefixes, under the same salt and others; none copies from earlier answers."""
     run, prompt = driver(tiny_models["qwen3_next"], "auto"), words(8, 40)
-    base = replace(request("first", prompt, greedy(12, ignore_eos=True)), cache_salt="s")
+    base = replace(
+        request("first", prompt, greedy(12, ignore_eos=True)),
+        options=RequestOptions(cache_salt="s"),
+    )
     ask(run, optimistic(base, 0.3))
     text = (*prompt, *run.tokens("first"), 5)
     for name, share, salt, reused in (
@@ -152,7 +160,9 @@ def test_what_is_computed_is_shared_among_optimistic_requests_alone(tiny_models)
         ("other", 0.3, "", 0),
         ("alike", 0.7, "s", len(text) - 2),
     ):
-        asked = replace(base, request_id=name, prompt_token_ids=text, cache_salt=salt)
+        asked = replace(
+            base, request_id=name, prompt_token_ids=text, options=RequestOptions(cache_salt=salt)
+        )
         run.add(optimistic(asked, share))
         run.run()
         assert run.reused(name) == reused

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.prefill import PrefillScheduler
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.engine.scheduler import MOST_TOGETHER, Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
@@ -353,7 +353,7 @@ def test_no_chunk_of_few_tokens_is_left_before_a_cut():
 def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):
     run = driver(tiny_models["qwen3_5"])
     prompt = words(1, 70)
-    asked = replace(request("asked", prompt, greedy(4)), progress=True)
+    asked = replace(request("asked", prompt, greedy(4)), options=RequestOptions(progress=True))
     ask(run, asked, request("other", words(2, 40), greedy(4)))
     ask(run, replace(asked, request_id="again", prompt_token_ids=(*prompt, 5, 6)))
     for name, reused, done in (("asked", 0, [0, 16, 32, 48, 64, 70]), ("again", 70, [70, 72])):

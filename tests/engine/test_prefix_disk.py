@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.errors import UsageError
 from mlx_mtp.prefix import directory as prefix_files
 from mlx_mtp.prefix.disk import PrefixStore, open_store
@@ -48,7 +48,11 @@ def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, st
     history = [*words(1, SYSTEM - 1), EOS, *words(2, 30), EOS, 5]
     first = start(model)
     asked = request("first", history, greedy(13, ignore_eos=True))
-    ask(first, asked, Request("salted", (*history, 9), greedy(2), cache_salt="mine"))
+    ask(
+        first,
+        asked,
+        Request("salted", (*history, 9), greedy(2), options=RequestOptions(cache_salt="mine")),
+    )
     told = first.tokens("first")
 
     second = start(model)
@@ -59,8 +63,8 @@ def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, st
         request("branch", [*history[:40], *words(4, 12)], SAMPLED[2]),
         request("goes on", more, greedy(9)),
         request("again", history, SAMPLED[1]),
-        Request("mine", (*history, 9), greedy(3), cache_salt="mine"),
-        Request("other", (*history, 9), greedy(3), cache_salt="other"),
+        Request("mine", (*history, 9), greedy(3), options=RequestOptions(cache_salt="mine")),
+        Request("other", (*history, 9), greedy(3), options=RequestOptions(cache_salt="other")),
     ]
     for each in wanted:
         ask(second, each)

@@ -24,6 +24,7 @@ from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.distributed import World
+from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.errors import EngineStoppedError, ModelError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.ranks import launch, links
@@ -84,7 +85,10 @@ def test_optimistic_acceptance(tmp_path, monkeypatch, tiny_models, family):
     write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     shares = itertools.cycle((0.5, 0.0, 1e-3))
-    requests = [optimistic(*each, trace=True) for each in zip(make_requests("sampled"), shares)]
+    requests = [
+        optimistic(*each, options=RequestOptions(trace=True))
+        for each in zip(make_requests("sampled"), shares)
+    ]
 
     def work(together):
         run = Driver(models[0], vocab_size=VOCAB, stop_ids=(EOS,), links=together)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.step import InFlightStep, StepPlan
@@ -37,7 +37,9 @@ class World:
 
     def add(self, name: str, prompt, salt: str = "", client: str = "") -> Sequence:
         sampling = SamplingParams(max_tokens=2)
-        wanted = Request(name, tuple(prompt), sampling, cache_salt=salt, client=(client,))
+        wanted = Request(
+            name, tuple(prompt), sampling, options=RequestOptions(cache_salt=salt, client=(client,))
+        )
         sequence = Sequence(wanted, (END,), 2)
         self.policy.add(sequence)
         return sequence

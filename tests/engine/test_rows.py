@@ -10,7 +10,7 @@ from benchmarks.full_shape import decoding_core
 from mlx_mtp.cache import layout
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.radix_tree import root_key
 from tests.engine.cases import EOS, ROOM, SAMPLED, SPECS, Erratic, words
@@ -38,7 +38,7 @@ def make_requests(random: np.random.Generator, count: int, longest: int, most: i
         depth = (None, 8, None, 0, None, 3, 1)[number % 7]
         prompt = tuple(texts[int(random.integers(3))][: min(length, longest)])
         wanted = request(f"r{number}", prompt, sampling, grammar)
-        yield dataclasses.replace(wanted, num_draft_tokens=depth)
+        yield dataclasses.replace(wanted, options=RequestOptions(num_draft_tokens=depth))
 
 
 def play(

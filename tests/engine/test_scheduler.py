@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import StepClock
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.request import Request, RequestOptions, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
@@ -22,7 +22,10 @@ def sequence(
     name: str, num_prompt: int, max_tokens: int = 5, drafts: int | None = None
 ) -> Sequence:
     request = Request(
-        name, (3,) * num_prompt, SamplingParams(max_tokens=max_tokens), num_draft_tokens=drafts
+        name,
+        (3,) * num_prompt,
+        SamplingParams(max_tokens=max_tokens),
+        options=RequestOptions(num_draft_tokens=drafts),
     )
     return Sequence(request, (1,), max_tokens)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.request import RequestOptions
 from tests.engine.cases import EOS, STEP, drafter_for, make_requests
 from tests.harness import Driver
 from tests.tiny_models import VOCAB
@@ -15,7 +16,10 @@ from tests.tiny_models import VOCAB
 def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
     """Every other row wants a trace; each draft that counted is told, and the first n came out."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", kind)
-    requests = [replace(r, trace=n % 2 == 0) for n, r in enumerate(make_requests(kind))]
+    requests = [
+        replace(r, options=RequestOptions(trace=n % 2 == 0))
+        for n, r in enumerate(make_requests(kind))
+    ]
     config = EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP)
     drafter = drafter_for("mixed", model, reference, requests)
     driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, drafter=drafter)
@@ -25,7 +29,7 @@ def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
         name = wanted.request_id
         ties.check(name, driver.tokens(name), reference[name])
         for output in driver.outputs[name]:
-            if not wanted.trace:
+            if not wanted.options.trace:
                 assert output.drafts is None
                 continue
             drafts, accepted = output.drafts, output.num_accepted_tokens

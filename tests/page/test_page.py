@@ -70,7 +70,7 @@ def check_with_axe(tab: Any, where: str) -> None:
 
 
 def test_the_page_is_small_and_needs_nothing_else() -> None:
-    files = [FOLDER / name for name in page.files() if not name.endswith(".txt")]
+    files = [FOLDER / name for name in page.page_files() if not name.endswith(".txt")]
     assert sum(len(gzip.compress(path.read_bytes())) for path in files) < MOST_BYTES
     named = "".join(path.read_text("utf-8") for path in files if path.parent == FOLDER)
     assert set(re.findall(r"https?://[\w.]+", named)) <= {"http://www.w3.org", "https://"}

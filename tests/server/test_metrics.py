@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlx_mtp.engine.request import PrefillProgress
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.prefix.policy import PrefixCacheStats
+from mlx_mtp.server import context
 from mlx_mtp.server.generation.generation import Dispatcher
-from mlx_mtp.server.http import body
 from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
@@ -134,7 +134,7 @@ def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPat
 
     for owner, name in names:
         watch(owner, name)
-    monkeypatch.setattr(body, "LARGE_BODY", 0)
+    monkeypatch.setattr(context, "LARGE_BODY", 0)
     with in_process(FakeEngine(answer([300] * 3))) as client:
         for path in GENERATING:
             for more in ({}, {"stream": True}, {"another": 1}):
