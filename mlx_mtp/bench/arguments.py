@@ -52,20 +52,20 @@ def add_bench(subparsers: Any) -> None:
     streams = what.add_parser("concurrency", help="rates with 1, 2, 4, 8, 16 and 32 streams")
     streams.add_argument("url", metavar="URL", help=address)
     _add_http(streams)
-    add_streams(streams, (1, 2, 4, 8, 16, 32))
+    _add_streams(streams, (1, 2, 4, 8, 16, 32))
     compare = what.add_parser("compare", help="two servers in turns, and their ratios")
     compare.add_argument("urls", metavar="URL", nargs=2, help="A and B; the ratios are of B to A")
     _add_http(compare, "; give it twice if the servers differ")
-    add_streams(compare, _COMPARED_LEVELS)
+    _add_streams(compare, _COMPARED_LEVELS)
     offline = what.add_parser("offline", help="the engine without HTTP, MTP on and off")
     depth, depths = word_or("auto", whole(1, MAX_DRAFT_TOKENS)), (1, 2, 3, "auto")
     add_flags(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE, EXACT)
     help_text = "drafts per step to measure beside MTP off"
     add_flags(offline, _list("--depths K,K,...", help_text, depth, depths))
-    add_streams(offline, _COMPARED_LEVELS)
+    _add_streams(offline, _COMPARED_LEVELS)
 
 
-def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
+def _add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
     """Add the flags for several streams; `levels` are the default numbers of streams."""
     kinds = f"length of the prompts: {', '.join(KINDS)}"
     add_flags(

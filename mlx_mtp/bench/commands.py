@@ -21,7 +21,7 @@ from mlx_mtp.prepare import prepare_command
 _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
 
-def check_files(options: argparse.Namespace) -> None:
+def _check_files(options: argparse.Namespace) -> None:
     """Raise UsageError if a file can't be written or plotted; called before the measurement."""
     plot = getattr(options, "plot", None)
     report.check_writable(options.csv, options.json, plot)
@@ -31,7 +31,7 @@ def check_files(options: argparse.Namespace) -> None:
 
 def run_http(options: argparse.Namespace) -> int:
     """Measure one server or two; returns the exit status, or raises UsageError or BenchError."""
-    check_files(options)
+    _check_files(options)
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos, options.timeout)
     comparing = options.what == "compare"
     urls = options.urls if comparing else [options.url]
@@ -49,7 +49,7 @@ def run_http(options: argparse.Namespace) -> int:
         ]
         prefixes = [f"{server.name}: " if comparing else "" for server in servers]
         labels = {s.name: f"{prefix}{s.model} at {s.url}" for s, prefix in zip(servers, prefixes)}
-        measure_and_report(options, servers, reference="A" if comparing else None, labels=labels)
+        _measure_and_report(options, servers, reference="A" if comparing else None, labels=labels)
     return 0
 
 
@@ -59,7 +59,7 @@ def run_offline(options: argparse.Namespace) -> int:
     if seconds and "auto" not in options.depths:
         raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
     options.calibration_seconds = CALIBRATION_SECONDS if seconds is None else seconds
-    check_files(options)
+    _check_files(options)
     info = prepare_command(options)
 
     from mlx_mtp import build
@@ -76,15 +76,14 @@ def run_offline(options: argparse.Namespace) -> int:
         ]
         caption = f"\n\nTokens per second of all streams together; in brackets the ratio to {OFF}."
         caption += f"\n{model.path}, {model.model_type}; {info}"
-        measure_and_report(options, subjects, contenders="engine", reference=OFF, caption=caption)
+        _measure_and_report(options, subjects, reference=OFF, caption=caption)
     return 0
 
 
-def measure_and_report(
+def _measure_and_report(
     options: argparse.Namespace,
     subjects: Sequence[Subject],
     *,
-    contenders: str | None = None,
     reference: str | None = None,
     caption: str = "",
     labels: Mapping[str, str] | None = None,
@@ -102,7 +101,7 @@ def measure_and_report(
     waves = measure(subjects, combinations, options.rounds, options.warmups, options.seed)
     summaries = summarize(waves, [subject.name for subject in subjects], reference)
     notes = report.footnotes(summaries)
-    table = report.summary_table(summaries, options.what, contenders)
+    table = report.summary_table(summaries, options.what)
     heading = [*labels.values(), ""] if labels else []
     how = (
         f"\nRounds: {options.rounds}, after {options.warmups} of warm-up; answers of at most "

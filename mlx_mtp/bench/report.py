@@ -87,13 +87,9 @@ def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) 
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*aligned))
 
 
-def summary_table(summaries: Sequence[Summary], what: str, contenders: str | None = None) -> str:
-    """The table of `bench latency`, `concurrency` or `compare`, whose first half is A's.
-
-    `contenders`, a heading for the subjects, asks instead for a row per subject and a column per
-    number of streams.
-    """
-    if contenders is not None:
+def summary_table(summaries: Sequence[Summary], what: str) -> str:
+    """The table of a `bench` command; the first half of the summaries of `compare` is A's."""
+    if what == "offline":
         levels = dict.fromkeys(f"{s['concurrency']} at once" for s in summaries)
         rows = []
         for subject in dict.fromkeys(s["subject"] for s in summaries):
@@ -103,7 +99,7 @@ def summary_table(summaries: Sequence[Summary], what: str, contenders: str | Non
             )
             share = f"{accepted / drafts:.1%}" if drafts else NOTHING
             rows.append([subject, *(rate_and_ratio(s, 0) for s in of_subject), share])
-        return render([contenders, *levels, "drafts accepted"], rows)
+        return render(["engine", *levels, "drafts accepted"], rows)
     header, row = (line.split(" | ") for line in _TABLES[what])
     if what == "compare":
         half = len(summaries) // 2

@@ -94,7 +94,7 @@ def _states(client: httpx.Client) -> Iterator[LiveState]:
         return  # The server ended in the middle of a message.
 
 
-def _rate(state: LiveState, last: LiveState | None, name: str) -> float:
+def _per_second(state: LiveState, last: LiveState | None, name: str) -> float:
     if last is None:
         return 0.0
     now, before = state["totals"], last["totals"]
@@ -110,8 +110,8 @@ def _line(state: LiveState, last: LiveState | None) -> str:
     server, totals = state["server"], state["totals"]
     return (
         f"{server['state']}: {state['running']} running, {state['waiting']} waiting; "
-        f"answers {_rate(state, last, 'generation_tokens'):.1f} tokens/s, "
-        f"prompts {_rate(state, last, 'prompt_tokens'):.1f} tokens/s, "
+        f"answers {_per_second(state, last, 'generation_tokens'):.1f} tokens/s, "
+        f"prompts {_per_second(state, last, 'prompt_tokens'):.1f} tokens/s, "
         f"{_percent(totals['accepted'], totals['drafts'])} of drafts accepted"
     )
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from benchmarks.concurrency import contenders
+from benchmarks.over_http import contenders
 from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Wave, summarize
 from mlx_mtp.bench.report import footnotes

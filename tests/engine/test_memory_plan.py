@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks import prefill_memory
+from benchmarks import prompt_memory
 from mlx_mtp.build import build_engine, plan_for
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, GatedDeltaSpec, MLPSpec
 from mlx_mtp.config import EngineConfig
@@ -165,13 +165,14 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers(demo_model):
 def test_no_more_is_used_than_was_planned(tmp_path):
     """Prefill, join and growth of real rows against the formulas, and these not absurdly high."""
     write_checkpoint(tmp_path, Layout("qwen3_5"))
-    found = footprint(load_model(tmp_path, enable_mtp=True), prefill_memory.DEPTH)
+    found = footprint(load_model(tmp_path, enable_mtp=True), prompt_memory.DEPTH)
     tokens, step = 1500, 256
     chunk = found.chunk(step, tokens)
-    longest = tokens + prefill_memory.ANSWER
-    short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
-    for used in prefill_memory.measure_apart(tmp_path, [(tokens, 0), (tokens, 4)], step):
-        rows = sum(map(found.row, [longest, *[short] * used.rows]))
+    longest = tokens + prompt_memory.ANSWER
+    short = prompt_memory.SHORT_PROMPT + prompt_memory.SHORT_ANSWER
+    for beside in (0, 4):
+        used = prompt_memory.measure_apart(tmp_path, tokens, beside, step)
+        rows = sum(map(found.row, [longest, *[short] * beside]))
         assert used.prefill <= rows + chunk
         assert used.joined <= rows
         assert used.prefill > (found.row(longest) + chunk) / 5

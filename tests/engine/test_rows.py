@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.full_shape import decoding_core
+from benchmarks.decoding import decoding_core
 from mlx_mtp.cache import layout
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner

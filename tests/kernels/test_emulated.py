@@ -1,11 +1,11 @@
 """The kernels' real sources and launches on an emulated GPU, against the portable code; on a real
-one over a small grid of `python -m benchmarks.kernels`."""
+one over a small grid of `python -m benchmarks kernels`."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.kernel_checks import Variant, check_inputs, check_recurrence
+from benchmarks.kernels import Variant, check_inputs, check_recurrence
 from mlx_mtp.kernels import gated_delta, gpu, portable, self_check, short_conv
 from mlx_mtp.kernels.gdn_types import Pending, Projected, Shape
 from mlx_mtp.kernels.self_check import Cases
