@@ -7,11 +7,16 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_mtp.bench.report import render
-from mlx_mtp.kernels import gated_delta, portable, short_conv
-from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Pending, Shape, Window
-from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels import gated_delta, portable, recurrence, short_conv
+from mlx_mtp.kernels.gdn_types import (
+    QWEN3_NEXT_80B,
+    GatedDeltaShape,
+    GatedDeltaWindow,
+    PendingWindow,
+)
+from mlx_mtp.kernels.self_check import RandomInputs
 
-BUNDLED = Shape(4, 32, 8, 32)
+BUNDLED = GatedDeltaShape(4, 32, 8, 32)
 TOLERANCE = 1e-4
 """Of float32; of a coarser type, times the size of its steps over float32's."""
 COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
@@ -31,9 +36,9 @@ class Variant:
     key_dim: int
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> GatedDeltaShape:
         """Few heads; a Dv that is not Dk."""
-        return Shape(2, self.key_dim, 2 * self.ratio, 32 if self.key_dim != 32 else 64)
+        return GatedDeltaShape(2, self.key_dim, 2 * self.ratio, 32 if self.key_dim != 32 else 64)
 
     def __str__(self) -> str:
         return f"{name_of(self.dtype)}, {self.ratio} heads a key, Dk {self.key_dim}"
@@ -97,16 +102,16 @@ class Worst:
 
 def check_recurrence(variant: Variant) -> Check:
     """Runs with and without lengths, and folds, ragged, of windows that follow one another."""
-    cases, worst = Cases(0, variant.shape, variant.dtype), Worst()
+    cases, worst = RandomInputs(0, variant.shape, variant.dtype), Worst()
     for previous, length in pairs():
         q, window = strided(*cases.window(ROWS, length))
         state, lengths = cases.state(ROWS), cases.counts(ROWS, length)
-        pending: Pending | None = None
+        pending: PendingWindow | None = None
         kept = true_state = None
         if previous:
             first_q, first = cases.window(ROWS, previous)
             kept = cases.counts(ROWS, previous)
-            _, _, pending = gated_delta.launch(first_q, first, state, None, None)
+            _, _, pending = gated_delta.run_kernel(first_q, first, state, None, None)
             mx.eval(pending)
             with mx.stream(mx.cpu):
                 _, _, true_pending = portable.run(first_q, first, state)
@@ -114,9 +119,9 @@ def check_recurrence(variant: Variant) -> Check:
         else:
             true_state = state
         given = (q, window, state, pending, kept)
-        y, folded, after = gated_delta.launch(*given)
+        y, folded, after = gated_delta.run_kernel(*given)
         assert after is not None
-        advanced_y, advanced, _ = gated_delta.launch(*given, lengths)
+        advanced_y, advanced, _ = gated_delta.run_kernel(*given, lengths)
         mx.eval(y, folded, after, advanced_y, advanced)
         with mx.stream(mx.cpu):
             true_y, _, true_after = portable.run(q, window, true_state)
@@ -126,7 +131,7 @@ def check_recurrence(variant: Variant) -> Check:
         ours = [y, folded, after.delta, advanced_y, advanced]
         true = [true_y, true_state, true_after.delta, true_cut, true_advanced]
         if pending is not None and kept is not None:
-            ours.append(gated_delta.fold(pending, kept, state))
+            ours.append(recurrence.fold(pending, kept, state))
             true.append(true_state)
         worst.add(ours, true, f"T {length} after {previous}")
     return Check(f"recurrence: {variant}", worst.cases, worst.share, worst.where)
@@ -134,16 +139,16 @@ def check_recurrence(variant: Variant) -> Check:
 
 def check_inputs(variant: Variant) -> Check:
     """The kernel before it."""
-    cases, worst = Cases(1, variant.shape, variant.dtype), Worst()
+    cases, worst = RandomInputs(1, variant.shape, variant.dtype), Worst()
     convolution = cases.convolution()
     for previous, length in pairs():
         projected, history = cases.projected(ROWS, length), cases.history(ROWS, previous)
         kept = cases.counts(ROWS, previous) if previous else None
         given = (projected, convolution, history, kept)
-        q, window, conv_input = short_conv.launch(*given)
+        q, window, conv_input = short_conv.run_kernel(*given)
         mx.eval(q, window, conv_input)
         with mx.stream(mx.cpu):
-            true_q, true_window, true_input = portable.prepare(*given)
+            true_q, true_window, true_input = portable.short_conv(*given)
         ours, true = [q, *window, conv_input], [true_q, *true_window, true_input]
         worst.add(ours, true, f"T {length} after {previous}")
     return Check(f"inputs: {variant}", worst.cases, worst.share, worst.where)
@@ -156,7 +161,7 @@ def pairs() -> Iterator[tuple[int, int]]:
             yield previous, length
 
 
-def strided(q: mx.array, window: Window) -> tuple[mx.array, Window]:
+def strided(q: mx.array, window: GatedDeltaWindow) -> tuple[mx.array, GatedDeltaWindow]:
     """The same values as slices of one wide array, as a split of a projection would be."""
     keys = mx.concatenate([q, window.k], axis=-1)
     q, k = mx.split(keys, 2, axis=-1)
@@ -167,7 +172,7 @@ def strided(q: mx.array, window: Window) -> tuple[mx.array, Window]:
 def check_portable() -> Iterator[Check]:
     """The chunkwise form against mlx-lm's loop, ragged, a part of a window folded before."""
     for name, shape in (("80B", QWEN3_NEXT_80B), ("bundled model", BUNDLED)):
-        cases, worst = Cases(0, shape, mx.float32), Worst()
+        cases, worst = RandomInputs(0, shape, mx.float32), Worst()
         for previous, length in ((0, 1), (1, 2), (4, 4), (8, 9), (3, 64), (0, 512)):
             q, window = cases.window(ROWS, length)
             state, lengths = cases.state(ROWS), cases.counts(ROWS, length)
@@ -175,11 +180,11 @@ def check_portable() -> Iterator[Check]:
             if previous:
                 first_q, first = cases.window(ROWS, previous)
                 kept = cases.counts(ROWS, previous)
-                _, _, pending = gated_delta.run(first_q, first, state, None, None)
-                folded = gated_delta.fold(pending, kept, state)
+                _, _, pending = recurrence.run(first_q, first, state, None, None)
+                folded = recurrence.fold(pending, kept, state)
                 _, true_state = portable.loop(first_q, first, state, kept)
-            y, _, _ = gated_delta.run(q, window, folded, None, None)
-            _, after, _ = gated_delta.run(q, window, folded, None, None, lengths)
+            y, _, _ = recurrence.run(q, window, folded, None, None)
+            _, after, _ = recurrence.run(q, window, folded, None, None, lengths)
             true_y, _ = portable.loop(q, window, true_state)
             _, true_after = portable.loop(q, window, true_state, lengths)
             worst.add(

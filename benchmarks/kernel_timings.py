@@ -11,9 +11,9 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
 from benchmarks.kernel_checks import BUNDLED
 from mlx_mtp.bench.report import render
-from mlx_mtp.kernels import gated_delta, gpu, portable
-from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Pending, Window
-from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels import gpu, portable, recurrence
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, GatedDeltaWindow, PendingWindow
+from mlx_mtp.kernels.self_check import RandomInputs
 
 REPEATS = 5
 Step = Callable[[], list[mx.array]]
@@ -31,7 +31,7 @@ class Timing:
 
 def time_gpu() -> Iterator[Timing]:
     """Ours beside the others, of the 80B's layer."""
-    cases = Cases(2, QWEN3_NEXT_80B, mx.bfloat16)
+    cases = RandomInputs(2, QWEN3_NEXT_80B, mx.bfloat16)
     for rows, length in itertools.product((1, 4, 16, 32), (1, 2, 4)):
         yield Timing(
             "verify", rows, length, timed(contenders(cases, rows, length, verify=True), 48)
@@ -44,13 +44,13 @@ def time_gpu() -> Iterator[Timing]:
 def time_cpu() -> Iterator[Timing]:
     """The portable code beside mlx-lm's loop, at a prefill chunk and at a verify window."""
     for name, shape in (("80B", QWEN3_NEXT_80B), ("bundled model", BUNDLED)):
-        cases = Cases(2, shape, mx.float32)
+        cases = RandomInputs(2, shape, mx.float32)
         for length, calls in ((512, 1), (4, 8)):
             steps = contenders(cases, 1, length, verify=False)
             yield Timing(f"advance, {name}", 1, length, timed(steps, calls))
 
 
-def contenders(cases: Cases, rows: int, length: int, *, verify: bool) -> dict[str, Step]:
+def contenders(cases: RandomInputs, rows: int, length: int, *, verify: bool) -> dict[str, Step]:
     """Each continues from its own last state, or the launches would run side by side."""
     q, window = cases.window(rows, length)
     start, kept = cases.state(rows), mx.full((rows,), length, dtype=mx.int32)
@@ -68,26 +68,28 @@ def contenders(cases: Cases, rows: int, length: int, *, verify: bool) -> dict[st
     return found
 
 
-def ours(q: mx.array, window: Window, start: mx.array, kept: mx.array, *, verify: bool) -> Step:
+def ours(
+    q: mx.array, window: GatedDeltaWindow, start: mx.array, kept: mx.array, *, verify: bool
+) -> Step:
     """The kernel: after the first call each folds the whole window of the one before."""
     state = start
-    pending: Pending | None = None
+    pending: PendingWindow | None = None
 
     def step() -> list[mx.array]:
         nonlocal state, pending
         lengths = None if verify else kept
-        y, state, pending = gated_delta.run(q, window, state, pending, kept, lengths)
+        y, state, pending = recurrence.run(q, window, state, pending, kept, lengths)
         return [y, state, *(pending or ())]
 
     return step
 
 
 def chunkwise(
-    q: mx.array, window: Window, start: mx.array, kept: mx.array, *, verify: bool
+    q: mx.array, window: GatedDeltaWindow, start: mx.array, kept: mx.array, *, verify: bool
 ) -> Step:
     """The portable code in the same part."""
     state = start
-    pending: Pending | None = None
+    pending: PendingWindow | None = None
 
     def step() -> list[mx.array]:
         nonlocal state, pending
@@ -103,7 +105,7 @@ def chunkwise(
 
 def theirs(
     q: mx.array,
-    window: Window,
+    window: GatedDeltaWindow,
     start: mx.array,
     run: Callable[..., tuple[mx.array, mx.array]],
 ) -> Step:

@@ -47,8 +47,8 @@ class Weight(NamedTuple):
         bits = 8 * self.codes.itemsize
         return self.codes.shape[-1] * bits // self.form.bits
 
-    def fits(self, dtype: mx.Dtype) -> bool:
-        """Whether it is made for activations of this type, and known."""
+    def is_of(self, dtype: mx.Dtype) -> bool:
+        """Whether its format is known, for activations of this type."""
         return self.form.known and self.scales.dtype in (dtype, mx.uint8)
 
 

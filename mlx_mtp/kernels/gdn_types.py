@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 
-class Shape(NamedTuple):
+class GatedDeltaShape(NamedTuple):
     """Hk, Dk, Hv, Dv of the recurrence, and K of the convolution over queries, keys and values."""
 
     key_heads: int
@@ -24,10 +24,10 @@ class Shape(NamedTuple):
         return dict(zip(("Hk", "Dk", "Hv", "Dv"), self[:4], strict=True))
 
 
-QWEN3_NEXT_80B = Shape(16, 128, 32, 128)
+QWEN3_NEXT_80B = GatedDeltaShape(16, 128, 32, 128)
 
 
-class Window(NamedTuple):
+class GatedDeltaWindow(NamedTuple):
     """The inputs of T recurrent steps, queries apart; Hv is a multiple of Hk."""
 
     k: mx.array  # keys, l2-normalised, [B, T, Hk, Dk]
@@ -39,13 +39,13 @@ class Window(NamedTuple):
     def length(self) -> int:
         return self.k.shape[1]
 
-    def cut(self, lengths: mx.array) -> Window:
+    def cut(self, lengths: mx.array) -> GatedDeltaWindow:
         """The window with positions from `lengths[b]` (int32 [B]) on that leave the state alone."""
         kept = (mx.arange(self.length) < lengths[:, None])[..., None]
         return self._replace(g=mx.where(kept, self.g, 1), beta=mx.where(kept, self.beta, 0))
 
 
-class Projected(NamedTuple):
+class GatedDeltaProjections(NamedTuple):
     """What a layer's input projections give for a window; R value heads share a key head."""
 
     q: mx.array  # [B, T, Hk, Dk]
@@ -55,7 +55,7 @@ class Projected(NamedTuple):
     b: mx.array  # of the write strength, [B, T, Hk, R]
 
 
-class Convolution(NamedTuple):
+class ShortConvolution(NamedTuple):
     """A layer's weights between its projections and the recurrence."""
 
     weight: mx.array  # of the depthwise causal convolution over q, k and v, [C, K, 1]
@@ -67,7 +67,7 @@ class Convolution(NamedTuple):
         return self.weight.shape[1]
 
 
-class Pending(NamedTuple):
+class PendingWindow(NamedTuple):
     """A window that has run, as its fold needs it."""
 
     k: mx.array  # the window's keys, [B, T, Hk, Dk]

@@ -17,15 +17,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Backend = Literal["metal", "cuda"]
-Launch = Callable[..., Sequence[Any]]
 
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
+LONGEST_WINDOW = 17  # positions of a row in a decode step; more are a prompt's
 MOST_ROWS = 128  # tokens; more are a prompt's, unless they are said to be a step's
 MOST_PROMPT_ROWS = 64  # what is said to be a prompt's: of more it is faster to expand the weights
 LANES = 32
 _WARPS = 4  # of a threadgroup, where a kernel does not say
-# Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
+# Of the largest float32 result (see `self_check.difference`): a wrong kernel is off by far more,
+# another order of sums by far less.
 TOLERANCE = 1e-4
 
 refused: set[str] = set()
@@ -129,7 +130,7 @@ def zeros(rows: int) -> mx.array:
     return nothing
 
 
-def kernel_name(name: str, *source: str) -> str:
+def _kernel_name(name: str, *source: str) -> str:
     """A name for mlx, which keeps compiled CUDA kernels on disk by their names alone."""
     return f"mlx_mtp_{name}_{hashlib.sha256(''.join(source).encode()).hexdigest()[:12]}"
 
@@ -138,20 +139,6 @@ def lean(source: str) -> str:
     """The source without comments and indentation: mlx hashes it at each launch on CUDA."""
     lines = (line.partition("//")[0].strip() for line in source.split("\n"))
     return "".join(f"{line}\n" for line in lines if line)
-
-
-def agrees(name: str, check: Callable[[], float], tolerance: float = TOLERANCE) -> bool:
-    """Whether a kernel runs here and differs from what is right by less; a warning says why not."""
-    try:
-        error = check()
-        fault = "" if error < tolerance else f"it is off by {error:.1e}"
-    except Exception as problem:
-        fault = f"{type(problem).__name__}: {problem}"
-    if fault:
-        refused.add(name)
-        told = "The %s kernel is not used on %s, slower code is used: %s"
-        logger.warning(told, name.replace("_", " "), backend(), fault)
-    return not fault
 
 
 # Launches of attention differ by the sizes of all buffers, so that old ones must go.
@@ -193,7 +180,7 @@ def launch(
     return launcher(kernel, tuple(template.items()), grid, warps, tuple(outputs))(*inputs)
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
 
@@ -205,20 +192,16 @@ class Kernel:
     inputs: list[str]
     outputs: list[str]
     body: str
-    # The largest difference from the portable code, at a shape and in a type.
-    check: Callable[[Any, mx.Dtype], float] = lambda _shape, _dtype: 0.0
-    applies: Callable[[Any], bool] = lambda _shape: True  # whether it is made for a shape
-    headers: dict[Backend, str] = field(default_factory=dict)  # what else it needs
-    contiguous: bool = False  # Its inputs are made so; else it uses their strides.
+    headers: dict[Backend, str] = field(default_factory=dict)  # declarations beside the macros
+    contiguous: bool = False  # mlx copies inputs that are not; else the body uses their strides
     _built: dict[Backend, Any] = field(default_factory=dict)
-    _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
 
     def __call__(
         self,
-        inputs: list[mx.array],
+        inputs: Sequence[mx.array],
         template: dict[str, Any],  # constants and types
         grid: tuple[int, int, int],  # warps in x, y and z
-        outputs: list[Output],
+        outputs: Sequence[Output],
         warps: int = _WARPS,  # of a threadgroup, along y
     ) -> list[mx.array]:
         where = backend()
@@ -228,7 +211,7 @@ class Kernel:
             header = _HEADERS[where] + self.headers.get(where, "")
             source = lean(_PROLOGUES[where] + self.body)
             self._built[where] = make(
-                name=kernel_name(self.name, header, source),
+                name=_kernel_name(self.name, header, source),
                 input_names=self.inputs,
                 output_names=self.outputs,
                 header=header,
@@ -237,12 +220,82 @@ class Kernel:
             )
         return launch(self._built[where], inputs, template, grid, min(warps, grid[1]), outputs)
 
+
+class CudaKernel:
+    """A kernel for CUDA alone, whose body is plain CUDA, with dynamic shared memory in bytes."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        header: str,
+        body: str,
+        shared: int,
+    ) -> None:
+        header, source = lean(header), lean(body)
+        self.built: Any = mx.fast.cuda_kernel(
+            name=_kernel_name(name, header, source, str(shared)),
+            input_names=list(inputs),
+            output_names=list(outputs),
+            header=header,
+            source=source,
+            shared_memory=shared,
+        )
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        template: dict[str, Any],
+        grid: tuple[int, int, int],
+        outputs: Sequence[Output],
+        warps: int,
+    ) -> list[mx.array]:
+        """As `Kernel.__call__`."""
+        return launch(self.built, inputs, template, grid, warps, outputs)
+
+
+@dataclass(eq=False)
+class Operation:
+    """What kernels compute in place of operations of mlx, compared with those before its use.
+
+    A shape is what the kernels are compiled for, whatever its type is.
+    """
+
+    name: str
+    # The largest difference from the reference at a shape and type (see `self_check.difference`).
+    error: Callable[[Any, mx.Dtype], float]
+    # Whether the kernels are made for a shape and type.
+    applies: Callable[[Any, mx.Dtype], bool]
+    # To time it: by the kernels, in operations of mlx, and random arguments for both, of one row
+    # with some tokens.
+    run_kernel: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+    arguments: Callable[[Any, mx.Dtype, int], Sequence[Any]] | None = None
+    _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
+
     def works(self, shape: Any, dtype: mx.Dtype) -> bool:
-        """Whether it can be used here, checked before its first use; a warning says why not."""
+        """Whether the kernels can be used here: made for it, and right when first tried.
+
+        A warning says why a kernel that is made for a shape can't be used.
+        """
         where = backend()
-        if where is None or not self.applies(shape):
+        if where is None:
             return False
-        known = (where, shape, dtype)
-        if known not in self._works:
-            self._works[known] = agrees(self.name, lambda: self.check(shape, dtype))
-        return self._works[known]
+        known = self._works.get((where, shape, dtype))
+        if known is None:
+            known = self.applies(shape, dtype) and self._is_right(where, shape, dtype)
+            self._works[where, shape, dtype] = known
+        return known
+
+    def _is_right(self, where: Backend, shape: Any, dtype: mx.Dtype) -> bool:
+        try:
+            error = self.error(shape, dtype)
+            fault = "" if error < TOLERANCE else f"it is off by {error:.1e}"
+        except Exception as problem:
+            fault = f"{type(problem).__name__}: {problem}"
+        if fault:
+            refused.add(self.name)
+            message = "The %s kernel is not used on %s, slower code is used: %s"
+            logger.warning(message, self.name.replace("_", " "), where, fault)
+        return not fault

@@ -81,7 +81,7 @@ def _expands(module: nn.Module) -> bool:
     if isinstance(module, ExpandedLinear):
         return module.mode == "affine" and module.weight.shape[0] <= _MOST_OUTPUTS
     return isinstance(module, GroupedExperts) and all(
-        grouped_gemm.fits(weight_of(each)) for each in parts_of(module)
+        grouped_gemm.applies(weight_of(each)) for each in parts_of(module)
     )
 
 

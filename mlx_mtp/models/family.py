@@ -11,7 +11,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
-from mlx_mtp.kernels.gdn_types import Shape
+from mlx_mtp.kernels.gdn_types import GatedDeltaShape
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.layers import PartedLayer, RaggedAttention, WindowedGatedDeltaNet
 
@@ -45,7 +45,7 @@ class Family:
         attention = AttentionSpec(mlp, *heads, args.head_dim)
         keys = args.linear_num_key_heads, args.linear_key_head_dim
         values = args.linear_num_value_heads, args.linear_value_head_dim
-        linear = GatedDeltaSpec(mlp, Shape(*keys, *values, args.linear_conv_kernel_dim))
+        linear = GatedDeltaSpec(mlp, GatedDeltaShape(*keys, *values, args.linear_conv_kernel_dim))
         numbers = range(1, args.num_hidden_layers + 1)
         return [linear if n % args.full_attention_interval else attention for n in numbers]
 

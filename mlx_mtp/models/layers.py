@@ -18,7 +18,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
-from mlx_mtp.kernels.gdn_types import Convolution, Projected
+from mlx_mtp.kernels.gdn_types import GatedDeltaProjections, ShortConvolution
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.moe import add_mlp
@@ -80,9 +80,9 @@ class RaggedAttention(Qwen3NextAttention):
         rope = self.rope
         if type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
-            shape = norms.Shape(self.head_dim, self.q_norm.eps, *heads, *angles)
+            shape = norms.NormShape(self.head_dim, self.q_norm.eps, *heads, *angles)
             weights = self.q_norm.weight, self.k_norm.weight
-            if norms.ROTATE.fits(shape, weights[0].dtype):
+            if norms.ROTATE.works(shape, weights[0].dtype):
                 return norms.rotate(shape, queries, entries, *weights, positions)
         if queries is not None:
             queries = self._turned(self.q_norm(queries), positions)
@@ -106,7 +106,9 @@ class WindowedGatedDeltaNet(nn.Module):
 
     projections: tuple[str, ...]  # the layers with the input's projections
 
-    def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
+    def arrange(
+        self, parts: Sequence[mx.array], order: Rectangle
+    ) -> tuple[GatedDeltaProjections, mx.array]:
         """Projections of [N, H], all [B, T, ..], and the gate of the output, z [N, Hk, R, Dv]."""
         raise NotImplementedError
 
@@ -114,7 +116,7 @@ class WindowedGatedDeltaNet(nn.Module):
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
     ) -> Sequence[mx.array]:
         """The recurrences' outputs [N, Hv, Dv], and the gate."""
-        convolution = Convolution(self.conv1d.weight, self.A_log, self.dt_bias)
+        convolution = ShortConvolution(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
         parts = _split(projected, [order.num_tokens for order in orders])
         outputs = []
@@ -126,7 +128,7 @@ class WindowedGatedDeltaNet(nn.Module):
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
         """[N, H]."""
         _, heads, dim = outputs.shape
-        shape = norms.Shape(dim, self.norm.eps, heads, ratio=z.shape[2])
+        shape = norms.NormShape(dim, self.norm.eps, heads, ratio=z.shape[2])
         normed = norms.GATED_NORM(shape, outputs, z, self.norm.weight)[0]
         return all_reduce(self.out_proj(normed))
 
@@ -180,7 +182,7 @@ class PartedLayer(nn.Module):
     def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
         """What follows the layer's cache."""
         norm = self.post_attention_layernorm
-        width = norms.Shape(x.shape[-1], norm.eps)
+        width = norms.NormShape(x.shape[-1], norm.eps)
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)
         x, normed = norms.ADD_NORM(width, x, attended, norm.weight)
         return add_mlp(x, normed, self.mlp, next_norm, norm.eps)

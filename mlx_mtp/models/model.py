@@ -17,8 +17,8 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
-from mlx_mtp.kernels.cuda.decode_attention import DIMS, LONGEST
-from mlx_mtp.kernels.gpu import backend, refused, step
+from mlx_mtp.kernels.attention import is_batch_invariant
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, refused, step
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.skinny_gemm import serves, use_few_rows
@@ -126,7 +126,7 @@ class LoadedModel:
         """Whether a token's bits can be those of its own text, whatever else is computed."""
         attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
         alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
-        return alone and all(spec.head_dim in DIMS for spec in attention)
+        return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
     def is_exact(self, wanted: bool | None = None) -> bool:
         """What `EngineConfig.exact` is: as wanted, or else whether it makes no product slower."""
@@ -154,7 +154,7 @@ class LoadedModel:
         positions = [packing.positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
-        with step(all(packing.longest <= LONGEST for packing in packings)):
+        with step(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
             for layer, own, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
                 x, normed = layer.step(x, normed, norm.weight, where, own)
         return normed

@@ -15,14 +15,14 @@ def add_mlp(
     x: mx.array, normed: mx.array, mlp: nn.Module, weight: mx.array, eps: float
 ) -> list[mx.array]:
     """x [N, H] plus an MLP of its norm; and that normed again, by the weight given."""
-    width, rows = norms.Shape(x.shape[-1], eps), len(x)
+    width, rows = norms.NormShape(x.shape[-1], eps), len(x)
     if type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
         kind = topk.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
         if few(x) and rows * (mlp.top_k + 1) > topk.MOST_PAIRS:
             halves = slice(rows // 2), slice(rows // 2, None)
             parts = [add_mlp(x[own], normed[own], mlp, weight, eps) for own in halves]
             return [mx.concatenate(list(pair)) for pair in zip(*parts)]
-        if few(x) and topk.fits(kind, x.dtype):
+        if few(x) and topk.ROUTER.works(kind, x.dtype):
             found, weights = _mixture(normed, mlp, kind)
             if world().size == 1:
                 mixed = width._replace(chosen=mlp.top_k + 1)
@@ -30,7 +30,7 @@ def add_mlp(
             # Between what several ranks compute and a norm is a sum over them.
             part = norms.add_up(found, weights)
             return norms.ADD_NORM(width, x, all_reduce(part), weight)
-        if rows and world().size == 1 and topk.fits(kind, x.dtype):
+        if rows and world().size == 1 and topk.ROUTER.works(kind, x.dtype):
             return _add_to_prompt(x, normed, mlp, kind, weight, eps)
     return norms.ADD_NORM(width, x, all_reduce(mlp(normed)), weight)
 
@@ -48,7 +48,7 @@ def _add_to_prompt(
     experts, weights = topk.choose(*gates, kind)
     routed = mlp.switch_mlp(normed, experts[:, :-1]).flatten(0, 1)
     added = _add_share(x, weights[:, -1:], mlp.shared_expert(normed))
-    shape = norms.Shape(x.shape[-1], eps, chosen=mlp.top_k)
+    shape = norms.NormShape(x.shape[-1], eps, chosen=mlp.top_k)
     return norms.MIX_NORM(shape, added, routed, weights[:, :-1], weight)
 
 
@@ -60,7 +60,7 @@ def _add_share(x: mx.array, share: mx.array, y: mx.array) -> mx.array:
 def _mixture(x: mx.array, mlp: nn.Module, kind: topk.Router) -> tuple[mx.array, mx.array]:
     """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
-    routes = topk.launch(logits, gate, kind)
+    routes = topk.run_kernel(logits, gate, kind)
     if type(mlp) is FewRowsMixture and served(x, mlp.switch_mlp):
         found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
     else:

@@ -17,10 +17,8 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.cuda import skinny_gemm
+from mlx_mtp.kernels import gpu, skinny_gemm
 from mlx_mtp.kernels.formats import Format, weight_of
-from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from mlx_mtp.models.dequant_gemm import (
     SMALL,
     ExpandedLinear,
@@ -68,7 +66,7 @@ class FewRowsMLP(Qwen3NextMLP):
     def __call__(self, x: mx.array) -> mx.array:
         if not served(x, self):
             return super().__call__(x)
-        inner = _kernel().gate_and_up(_rows(x), *map(weight_of, (self.gate_proj, self.up_proj)))
+        inner = skinny_gemm.gate_and_up(_rows(x), *map(weight_of, (self.gate_proj, self.up_proj)))
         return self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
 
 
@@ -76,7 +74,7 @@ class FewRowsExperts(GroupedExperts):
     """Experts, each of which is read once for several of its tokens."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        most = _kernel().MOST_PAIRS if "scales" in self.gate_proj else _MOST_PLAIN_PAIRS
+        most = skinny_gemm.kernel().MOST_PAIRS if "scales" in self.gate_proj else _MOST_PLAIN_PAIRS
         expands = x.size // x.shape[-1] >= self.least_rows
         if not (served(x, self) or (0 < indices.size <= most and not expands)):
             return super().__call__(x, indices)
@@ -92,7 +90,7 @@ class FewRowsExperts(GroupedExperts):
         def product(x: mx.array, *names: str) -> mx.array:
             ours = [weight_of(self[name]) for name in names]
             theirs = [] if shared is None else [weight_of(shared[name]) for name in names]
-            found: mx.array = _kernel().experts(x, ours, theirs, chosen, order)
+            found: mx.array = skinny_gemm.experts(x, ours, theirs, chosen, order)
             return found
 
         return product(product(_rows(x), "gate_proj", "up_proj"), "down_proj")
@@ -122,7 +120,7 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
     if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
         return [layer(x) for layer in layers]
-    found = _kernel().products(_rows(x), [weight_of(layer) for layer in layers])
+    found = skinny_gemm.products(_rows(x), [weight_of(layer) for layer in layers])
     return found if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in found]
 
 
@@ -174,7 +172,7 @@ def serves(model: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether the kernel is made for all quantized weights of a model. None is read."""
     quantized = (nn.QuantizedLinear, QuantizedSwitchLinear)
     parts = (module for module in model.modules() if isinstance(module, quantized))
-    return all(skinny_gemm.fits(weight_of(part), dtype) for part in parts)
+    return all(skinny_gemm.applies(weight_of(part), dtype) for part in parts)
 
 
 def with_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module | None:
@@ -201,26 +199,20 @@ def _by_mlx(module: nn.Module) -> nn.Module:
 
 
 def _bands(module: nn.Module) -> dict[int, range]:
-    found: dict[int, range] = _kernel().bands(weight_of(parts_of(module)[0]))
-    return found
+    return skinny_gemm.bands(weight_of(parts_of(module)[0]))
 
 
 def _class_for(module: nn.Module, dtype: mx.Dtype) -> type[nn.Module] | None:
     """What takes its place, if the kernel is made for all of its weights."""
-    ours, kernel = _OURS.get(type(module)), _kernel()
+    ours = _OURS.get(type(module))
     if ours is None or (ours is FewRowsExperts and type(module.activation) is not SwiGLU):
         return None
     parts = parts_of(module)
     if any(type(part) not in _STORING or "bias" in part for part in parts):
         return None
     weights = [weight_of(part) for part in parts]
-    fits = all(kernel.fits(weight, dtype) for weight in weights)
+    fits = all(skinny_gemm.applies(weight, dtype) for weight in weights)
     return ours if fits and len({weight.form for weight in weights[:2]}) == 1 else None
-
-
-def _kernel() -> Any:
-    """The module of the kernel for this backend."""
-    return metal_gemm if gpu.backend() == "metal" else skinny_gemm
 
 
 def apply(module: nn.Module, *inputs: mx.array) -> mx.array:
@@ -336,7 +328,7 @@ def _is_worth_it(
     finally:
         for module in modules:
             module.__class__ = theirs
-    return bool(times[0] < times[1] * _kernel().WORTH)
+    return bool(times[0] < times[1] * skinny_gemm.kernel().WORTH)
 
 
 def _in_float32(module: nn.Module) -> nn.Module:

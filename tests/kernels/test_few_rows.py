@@ -10,10 +10,11 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.cuda import skinny_gemm
+from mlx_mtp.kernels import gpu, skinny_gemm, skinny_source
+from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.models import skinny_gemm as layers
+from tests.kernels.conftest import forget_kernels
 
 BF16, F16 = mx.bfloat16, mx.float16
 REAL = layers._is_worth_it
@@ -69,7 +70,7 @@ def near(ours, true, lost=2e-4):
 def test_a_row_has_the_same_bits_whatever_is_beside_it(form, dtype):
     inputs = 1280 if form == AFFINE4 else 512
     weight = weight_of(linear(inputs, 32, form, seed=inputs + form.bits, dtype=dtype))
-    if not skinny_gemm.fits(weight, dtype):
+    if not skinny_gemm.applies(weight, dtype):
         assert dtype == F16 and form in (MX4, MX8, NV4)
         return
     x = mx.random.normal((19, inputs), key=mx.random.key(1)).astype(dtype)
@@ -106,7 +107,7 @@ def test_scales_far_from_one(form):
 )
 def test_experts(form, many, monkeypatch):
     """Experts of no pair, of one, and of more pairs than a block takes; and each pair alone."""
-    monkeypatch.setattr(skinny_gemm, "_MANY_PAIRS", many)  # which have blocks of several experts
+    monkeypatch.setattr(cuda_gemm, "_MANY_PAIRS", many)  # which have blocks of several experts
     block = SwitchGLU(256, 512, 5)
     for name, inner in (("gate_proj", 256), ("up_proj", 256), ("down_proj", 512)):
         each = [linear(inner, 768 - inner, form, seed) for seed in range(5)]
@@ -146,9 +147,9 @@ def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplo
     assert "WARNING" not in caplog.text
 
     monkeypatch.setattr(
-        skinny_gemm, "_SHARED", skinny_gemm._SHARED.replace("b_at = bI", "b_at = sI")
+        skinny_source, "_SHARED", skinny_source._SHARED.replace("b_at = bI", "b_at = sI")
     )
-    skinny_gemm._kernel.cache_clear()
+    forget_kernels()
     block.__class__ = Qwen3NextSparseMoeBlock
     if joins:
         assert not layers._joins(block, BF16)
@@ -193,17 +194,15 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
     mixed = layers.project(ones, *model.ours[:2], *model.ours[3:])
     assert all(mx.array_equal(a, layer(ones)) for a, layer in zip(mixed, model.ours[:2]))
 
-    monkeypatch.setattr(
-        skinny_gemm, "_BODY", skinny_gemm._BODY.replace("-17 * BASE : -BASE", "0 : 0")
-    )
-    skinny_gemm._kernel.cache_clear()
+    monkeypatch.setattr(cuda_gemm, "_BODY", cuda_gemm._BODY.replace("-17 * BASE : -BASE", "0 : 0"))
+    forget_kernels()
     model = Model()
     assert layers.use_few_rows(model, BF16), "those that are not affine"
     assert [type(layer) for layer in model.ours[:3]] == [nn.QuantizedLinear] * 3
     assert "not used" in caplog.text
 
 
-@pytest.mark.parametrize(("where", "most"), [("cuda", skinny_gemm.WORTH), ("metal", 1)])
+@pytest.mark.parametrize(("where", "most"), [("cuda", cuda_gemm.WORTH), ("metal", 1)])
 def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
     """Rows that don't depend on each other may take somewhat longer, shared reads not.
 
@@ -238,8 +237,8 @@ def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
 @pytest.mark.parametrize("is_large", [False, True])
 def test_an_embedding_that_is_lm_head(form, is_large, monkeypatch):
     if is_large:
-        monkeypatch.setattr(skinny_gemm, "_MANY_FEATURES", 40)
-    inputs = 256 * (skinny_gemm._THEIR_WARPS + 1)  # a warp has two chunks, if there are so many
+        monkeypatch.setattr(cuda_gemm, "_MANY_FEATURES", 40)
+    inputs = 256 * (cuda_gemm._THEIR_WARPS + 1)  # a warp has two chunks, if there are so many
     model = nn.Module()
     model.embed_tokens = nn.Embedding(40, inputs)
     model.embed_tokens.set_dtype(BF16)

@@ -9,14 +9,24 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from mlx_mtp.kernels import skinny_gemm as kernels
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
-from mlx_mtp.kernels.metal import skinny_gemm as kernels
+from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from mlx_mtp.models import skinny_gemm
 from mlx_mtp.selftest import products
+from tests.kernels.conftest import forget_kernels
 from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
 
 ODD = [Format("affine", *each) for each in [(2, 64), (3, 32), (5, 64), (6, 64), (4, 128)]] + [MX4]
 BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
+
+
+@pytest.fixture(autouse=True)
+def metal_body(monkeypatch):
+    """On CUDA too."""
+    monkeypatch.setattr(kernels, "kernel", lambda: metal_gemm)
+
+
 on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
 on_both = pytest.mark.parametrize(
     "emulated", ["metal", pytest.param("cuda", marks=pytest.mark.full)], indirect=True
@@ -52,7 +62,7 @@ def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
 
 @on_both
 def test_many_features_have_wider_warps(emulated, monkeypatch):
-    monkeypatch.setattr(kernels, "_WIDE", 64)
+    monkeypatch.setattr(metal_gemm, "_WIDE", 64)
     weight = weight_of(linear(128, 70, AFFINE4, seed=0))
     x = mx.random.normal((9, 128), key=mx.random.key(1)).astype(BF16)
     near(kernels.products(x, [weight])[0], exact(x, weight))
@@ -120,11 +130,11 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         ("_MATRICES", "values[n][8 + i]", "values[n][i]", range(2, 5)),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, name, getattr(kernels, name).replace(right, wrong))
-            kernels._kernel.cache_clear()
+            patch.setattr(metal_gemm, name, getattr(metal_gemm, name).replace(right, wrong))
+            forget_kernels()
             assert (found := layer(4, 16)).served == left
             assert "it is off by" in measured(found).problem
-        kernels._kernel.cache_clear()
+        forget_kernels()
         assert "it is off by" in caplog.text
         caplog.clear()
 
@@ -132,7 +142,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
 @on_metal
 @pytest.mark.parametrize(("worth", "rows"), [((4, 16, 32), 6), ((4,), 4)])
 def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "_MOST_TOKENS", 6)  # as more take too long here
+    monkeypatch.setattr(metal_gemm, "_MOST_TOKENS", 6)  # as more take too long here
     monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *given: given[-1] in worth)
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -167,7 +177,7 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
 def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, caplog):
     """Neither of few tokens nor of many, nor with a block that goes on into another expert."""
     monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *_: True)
-    spoil(kernels, "_PAIRS", right, wrong)
+    spoil(metal_gemm, "_PAIRS", right, wrong)
     block = SwitchGLU(128, 64, 9)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
@@ -212,6 +222,9 @@ def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
 
 @on_both
 def test_what_does_not_fit(emulated):
-    fits = {form: kernels.fits(weight_of(linear(128, 8, form, 0)), BF16) for form in (AFFINE8, MX8)}
+    fits = {
+        form: metal_gemm.applies(weight_of(linear(128, 8, form, 0)), BF16)
+        for form in (AFFINE8, MX8)
+    }
     assert all(fits.values()) == (emulated == "metal")
-    assert not kernels.fits(weight_of(linear(96, 8, Format("affine", 4, 32), 0)), BF16)
+    assert not metal_gemm.applies(weight_of(linear(96, 8, Format("affine", 4, 32), 0)), BF16)

@@ -7,8 +7,10 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
+from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.cuda import flash_attention, mma
-from mlx_mtp.selftest.kernels import check_chunk_attention
+from mlx_mtp.selftest.kernels import check_cases
 
 DIM, BF16, F16 = flash_attention.DIM, mx.bfloat16, mx.float16
 
@@ -37,13 +39,13 @@ def test_it_is_exact_and_a_query_does_not_depend_on_the_cut(heads, kv_heads, dty
 @pytest.mark.parametrize("block", [16, 32])
 def test_blocks_of_other_sizes(monkeypatch, block):
     monkeypatch.setattr(flash_attention, "BLOCK", block)
-    assert 0 < flash_attention.error(2, 1, BF16) < flash_attention.TOLERANCE
+    assert 0 < flash_attention.FLASH_ATTENTION.error((2, 1, DIM), BF16) < gpu.TOLERANCE
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 129), (190, 130), (511, 128)])
 def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, length):
     """Queries are a view, and what lies behind the last position changes no bit."""
-    monkeypatch.setattr(flash_attention, "_works", lambda *_: True)
+    monkeypatch.setattr(flash_attention.FLASH_ATTENTION, "_is_right", lambda *_: True)
     layout, cache = Layout(1), RaggedKVCache()
     layout.arrange([start + length], [start + length])
     packing = Packing(layout, mx.array([start], dtype=mx.int32), [length])
@@ -78,9 +80,11 @@ def test_the_largest_score_comes_last_and_first():
 
 
 def test_the_self_test_shows_it():
-    found = check_chunk_attention("small", 2, 1, DIM)
-    assert found.ok and 0 < found.difference < flash_attention.TOLERANCE
-    assert not check_chunk_attention("tiny", 2, 1, 128).applies
+    name = "chunk attention kernel / float32"
+    small, tiny = (KernelCase(name, (2, 1, dim), BF16) for dim in (DIM, 128))
+    found, other = check_cases("small", [small, tiny])
+    assert found.ok and 0 < found.difference < gpu.TOLERANCE
+    assert not other.applies
 
 
 @pytest.mark.parametrize(

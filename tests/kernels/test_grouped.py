@@ -30,7 +30,7 @@ def test_experts_of_a_prompt(monkeypatch, spread):
             block[name][part] = mx.stack([layer[part] for layer in each])
         for expert, layer in zip(single, each, strict=True):
             expert.append(weight_of(layer))
-    assert all(grouped_gemm.fits(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
+    assert all(grouped_gemm.applies(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
     x = mx.random.normal((rows, 256), key=mx.random.key(2)).astype(BF16)
     drawn = mx.random.gumbel((rows, 7), key=mx.random.key(3)) - spread * mx.arange(7)
     indices = mx.argsort(-drawn, axis=-1)[:, :2].astype(mx.int32)
