@@ -33,7 +33,6 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.models.model import LoadedModel, module_nbytes
-from mlx_mtp.models.skinny_gemm import FewRowsMixture
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 from mlx_mtp.speculative.drafter import MTPDrafter
@@ -192,7 +191,7 @@ def product_bytes(model: LoadedModel) -> int:
     for module in model.causal_lm.modules():
         if isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
             nbytes += module_nbytes(module)
-        if type(module) is FewRowsMixture:  # Its shared expert is one of the others.
+        if getattr(module, "joins_shared", False):  # Its shared expert is one of the others.
             nbytes -= module_nbytes(module.shared_expert)
     return nbytes
 

@@ -35,7 +35,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.kernels import gpu
-from mlx_mtp.models import skinny_gemm
+from mlx_mtp.models.gemm import measure as gemm
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
@@ -82,10 +82,10 @@ def use_idle_gpu() -> None:
     found.fast.cuda_kernel = kernel
     found.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
     found.dequantize = dequantize
-    replaced: Any = skinny_gemm
+    replaced: Any = gemm
     replaced._problem = lambda *_: None
     replaced._is_worth_it = lambda *_: True
-    replaced.use_many_rows = lambda *_: None
+    replaced._choose_expansion = lambda *_: None
     gpu.Operation._is_right = lambda *_: True  # type: ignore[method-assign]
 
 

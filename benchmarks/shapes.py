@@ -18,10 +18,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_mtp.machine import machine_memory, wire_memory
+from mlx_mtp.models.gemm.measure import choose_routes
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.models.published import GROUP_SIZE, SHAPES
-from mlx_mtp.models.skinny_gemm import use_few_rows
 from mlx_mtp.models.tensor_parallel import shard
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
@@ -86,7 +86,7 @@ def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
     plain.eval()
     stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
     loaded = LoadedModel(Path(), stored, {}, model, family, "random")
-    use_few_rows(model, loaded.dtype)
+    choose_routes(model, loaded.dtype)
     return loaded, plain
 
 
@@ -108,7 +108,7 @@ def build_part(config: dict[str, Any], bits: int, rank: int, size: int) -> Loade
         mx.eval(array)
         mx.clear_cache()
     loaded = LoadedModel(Path(), config, {}, model, family, "random", size)
-    use_few_rows(model, loaded.dtype)
+    choose_routes(model, loaded.dtype)
     return loaded
 
 

@@ -34,8 +34,8 @@ from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import MemoryLimit
-from mlx_mtp.models.batch_invariant import choices, use_fixed_rows
 from mlx_mtp.models.files import WEIGHTS
+from mlx_mtp.models.gemm.routes import digest, make_batch_invariant
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.options import wants_exact
 from mlx_mtp.prefix.cache import PrefixCache
@@ -85,7 +85,7 @@ def build_engine(
     """
     check_settings(config)
     if config.exact:
-        use_fixed_rows(model.model)
+        make_batch_invariant(model.model)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None
     if draft_ids is not None:
@@ -184,7 +184,7 @@ def prefix_store(
     )
     make = partial(LeadStore, links) if isinstance(links, Links) else PrefixStore
     # Bits depend on what was measured when the model was loaded, which is still to come.
-    chosen = partial(choices, model.model) if config.exact else str
+    chosen = partial(digest, model.model) if config.exact else str
     return make(own_folder(path), mark, max_bytes, choices=chosen)
 
 

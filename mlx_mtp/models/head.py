@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.models.skinny_gemm import few
+from mlx_mtp.models.gemm.routes import few
 
 
 class MTPHead(nn.Module):

@@ -21,8 +21,8 @@ from mlx_mtp.kernels import norms
 from mlx_mtp.kernels.gdn_types import GatedDeltaProjections, ShortConvolution
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.models.compiled import Methods, compiled
+from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.moe import add_mlp
-from mlx_mtp.models.skinny_gemm import project
 
 
 class RaggedAttention(Qwen3NextAttention):

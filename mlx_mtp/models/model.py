@@ -20,8 +20,8 @@ from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels.attention import is_batch_invariant
 from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, refused, step
 from mlx_mtp.models.family import Family, text_config
+from mlx_mtp.models.gemm.measure import choose_routes, serves
 from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.skinny_gemm import serves, use_few_rows
 from mlx_mtp.progress import Bar
 
 
@@ -116,7 +116,7 @@ class LoadedModel:
                 mx.eval(array)
                 bar.update(array.nbytes)
         mx.eval(self.model.state)
-        use_few_rows(self.model, self.dtype)
+        choose_routes(self.model, self.dtype)
 
     def without_head(self) -> LoadedModel:
         return replace(self, head_source=None)

@@ -8,7 +8,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.distributed import all_reduce, world
 from mlx_mtp.kernels import norms, topk
-from mlx_mtp.models.skinny_gemm import FewRowsMixture, few, project, served
+from mlx_mtp.models.gemm.routes import experts_in_order, few, project, served
 
 
 def add_mlp(
@@ -16,7 +16,7 @@ def add_mlp(
 ) -> list[mx.array]:
     """x [N, H] plus an MLP of its norm; and that normed again, by the weight given."""
     width, rows = norms.NormShape(x.shape[-1], eps), len(x)
-    if type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
+    if type(mlp) is Qwen3NextSparseMoeBlock:
         kind = topk.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
         if few(x) and rows * (mlp.top_k + 1) > topk.MOST_PAIRS:
             halves = slice(rows // 2), slice(rows // 2, None)
@@ -61,8 +61,9 @@ def _mixture(x: mx.array, mlp: nn.Module, kind: topk.Router) -> tuple[mx.array, 
     """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
     routes = topk.run_kernel(logits, gate, kind)
-    if type(mlp) is FewRowsMixture and served(x, mlp.switch_mlp):
-        found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
+    if getattr(mlp, "joins_shared", False) and served(x, mlp.switch_mlp):
+        pairs = routes.sorted, routes.order
+        found = experts_in_order(mlp.switch_mlp, x, mlp.shared_expert, *pairs)
     else:
         routed = mlp.switch_mlp(x, routes.experts[:, :-1])
         found = mx.concatenate([routed, mlp.shared_expert(x)[:, None]], axis=1).flatten(0, 1)

@@ -13,11 +13,12 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_mtp.kernels import gpu, skinny_gemm, skinny_source
 from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
-from mlx_mtp.models import skinny_gemm as layers
+from mlx_mtp.models.gemm import measure
+from mlx_mtp.models.gemm.routes import BY_MLX, Routes, project, routes_of, set_routes, with_routes
 from tests.kernels.conftest import forget_kernels
 
 BF16, F16 = mx.bfloat16, mx.float16
-REAL = layers._is_worth_it
+REAL = measure._is_worth_it
 
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("matrix_units")
 
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch):
-    monkeypatch.setattr(layers, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(measure, "_choose_expansion", lambda *_: None)  # takes long here
 
 
 AFFINE4, AFFINE8 = Format("affine", 4, 64), Format("affine", 8, 64)
@@ -117,7 +119,7 @@ def test_experts(form, many, monkeypatch):
             block[name][part] = mx.stack([layer[part] for layer in each])
     x = mx.random.normal((11, 256), key=mx.random.key(2)).astype(BF16)
     indices = mx.array([[3, 1]] * 9 + [[1, 4], [0, 3]])
-    block.__class__, block.served = layers.FewRowsExperts, range(1, 20)
+    set_routes(block, Routes(kernel=range(1, 20)))
     found = block(x, indices)
     whole = [weight_of(block[name]) for name in ("gate_proj", "up_proj", "down_proj")]
     for row, chosen in enumerate(indices.tolist()):
@@ -134,25 +136,24 @@ def test_experts(form, many, monkeypatch):
 
 @pytest.mark.parametrize(("shared", "joins"), [(512, True), (256, False)])
 def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplog):
-    monkeypatch.setattr(layers, "_COMPARED", (13,))  # as more take too long here
+    monkeypatch.setattr(measure, "_COMPARED", (13,))  # as more take too long here
     sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
     args = SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=shared)
     block = Qwen3NextSparseMoeBlock(args)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    assert layers.use_few_rows(block, BF16)
-    assert type(block.gate) is layers.FewRowsLinear, "also of a feature count that is not 16's"
-    assert (type(block) is layers.FewRowsMixture) == joins
+    assert measure.choose_routes(block, BF16)
+    assert 1 in routes_of(block.gate).kernel, "also of a feature count that is not 16's"
+    assert block.joins_shared == joins
     assert "WARNING" not in caplog.text
 
     monkeypatch.setattr(
         skinny_source, "_SHARED", skinny_source._SHARED.replace("b_at = bI", "b_at = sI")
     )
     forget_kernels()
-    block.__class__ = Qwen3NextSparseMoeBlock
     if joins:
-        assert not layers._joins(block, BF16)
+        assert not measure._joins(block, BF16)
         assert "other results" in caplog.text
 
 
@@ -177,27 +178,24 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
             for name in ("gate_proj", "up_proj", "down_proj"):
                 self.mlp[name] = linear(256, 256, AFFINE4, 5)
 
-    kinds = [layers.FewRowsLinear] * 4 + [layers.FewRowsPlainLinear]
     model = Model()
-    before = [type(layer) for layer in model.others]
-    assert layers.use_few_rows(model, BF16)
-    assert [type(layer) for layer in model.ours] == kinds
-    assert type(model.mlp) is layers.FewRowsMLP
+    assert measure.choose_routes(model, BF16)
+    assert all(1 in routes_of(layer).kernel for layer in [*model.ours, model.mlp])
     assert "WARNING" not in caplog.text
-    assert before == [nn.QuantizedLinear] * 3 + [nn.Linear]
+    assert [type(layer) for layer in model.others] == [nn.QuantizedLinear] * 3 + [nn.Linear]
     for layer in model.ours:
         weight = weight_of(layer)
         ones = mx.ones((1, weight.inputs), dtype=BF16)
         near(layer(ones[None])[0], exact(ones, weight))
         many = mx.ones((gpu.MOST_ROWS + 1, weight.inputs), dtype=BF16)
-        assert mx.array_equal(layer(many), layers.REPLACED[type(layer)].__call__(layer, many))
-    mixed = layers.project(ones, *model.ours[:2], *model.ours[3:])
+        assert mx.array_equal(layer(many), with_routes(layer, BY_MLX)(many))
+    mixed = project(ones, *model.ours[:2], *model.ours[3:])
     assert all(mx.array_equal(a, layer(ones)) for a, layer in zip(mixed, model.ours[:2]))
 
     monkeypatch.setattr(cuda_gemm, "_BODY", cuda_gemm._BODY.replace("-17 * BASE : -BASE", "0 : 0"))
     forget_kernels()
     model = Model()
-    assert layers.use_few_rows(model, BF16), "those that are not affine"
+    assert measure.choose_routes(model, BF16), "those that are not affine"
     assert [type(layer) for layer in model.ours[:3]] == [nn.QuantizedLinear] * 3
     assert "not used" in caplog.text
 
@@ -208,28 +206,26 @@ def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
 
     Small weights on CUDA are always ours: they share a launch with others.
     """
-    monkeypatch.setattr(layers, "SMALL", 0)
-    clock, took, ours = [0.0], {nn.QuantizedLinear: 1.0}, layers.FewRowsLinear
+    monkeypatch.setattr(measure, "SMALL", 0)
+    clock, factor = [0.0], 1.0
     monkeypatch.setattr(gpu, "backend", lambda: where)
 
-    def apply(module, x):
-        clock[0] += took[type(module)]
+    def product(module, x):
+        clock[0] += most * factor if routes_of(module).kernel else 1.0
         return x
 
-    monkeypatch.setattr(layers, "apply", apply)
-    monkeypatch.setattr(layers, "_problem", lambda *_: None)
-    monkeypatch.setattr(layers, "_class_for", lambda *_: ours)
-    monkeypatch.setattr(layers, "_is_worth_it", REAL)
+    monkeypatch.setattr(measure, "product", product)
+    monkeypatch.setattr(measure, "_problem", lambda *_: None)
+    monkeypatch.setattr(measure, "_is_worth_it", REAL)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    for factor, kind in ((0.99, ours), (1.01, nn.QuantizedLinear)):
-        took[ours] = most * factor
+    for factor in (0.99, 1.01):
         layer = linear(256, 32, AFFINE4, 0)
-        assert layers.use_few_rows(layer, BF16) == (kind is ours)
-        assert type(layer) is kind
-        monkeypatch.setattr(layers, "SMALL", 1 << 20)
+        assert measure.choose_routes(layer, BF16) == (factor < 1)
+        assert (type(layer) is nn.QuantizedLinear) == (factor > 1)
+        monkeypatch.setattr(measure, "SMALL", 1 << 20)
         small = linear(256, 32, AFFINE4, 0)
-        assert layers.use_few_rows(small, BF16) == (kind is ours or where == "cuda")
-        monkeypatch.setattr(layers, "SMALL", 0)
+        assert measure.choose_routes(small, BF16) == (factor < 1 or where == "cuda")
+        monkeypatch.setattr(measure, "SMALL", 0)
     assert "WARNING" not in caplog.text
 
 
@@ -245,14 +241,14 @@ def test_an_embedding_that_is_lm_head(form, is_large, monkeypatch):
     if form.bits < 16:
         model.embed_tokens = model.embed_tokens.to_quantized(64, form.bits)
     theirs, x = type(model.embed_tokens), mx.random.normal((9, inputs)).astype(BF16)
-    assert layers.use_few_rows(model, BF16)
+    assert measure.choose_routes(model, BF16)
     own = model.embed_tokens
-    assert layers.REPLACED[type(own)] is theirs
+    assert 1 in routes_of(own).kernel
     near(own.as_linear(x), exact(x, weight_of(own)))
     assert mx.array_equal(own.as_linear(x[:1]), own.as_linear(x)[:1])
     assert mx.array_equal(own(mx.array([3])), theirs.__call__(own, mx.array([3])))
 
     model.embed_tokens.__class__ = theirs
     model.lm_head = linear(inputs, 40, form, 0)
-    assert layers.use_few_rows(model, BF16)
+    assert measure.choose_routes(model, BF16)
     assert type(model.embed_tokens) is theirs, "it is only looked up"

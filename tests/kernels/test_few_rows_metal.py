@@ -12,7 +12,8 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_mtp.kernels import skinny_gemm as kernels
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
-from mlx_mtp.models import skinny_gemm
+from mlx_mtp.models.gemm import measure
+from mlx_mtp.models.gemm.routes import BY_MLX, routes_of, with_routes
 from mlx_mtp.selftest import products
 from tests.kernels.conftest import forget_kernels
 from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
@@ -104,19 +105,19 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         return found
 
     def layer(*worth):
-        monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *given: given[-1] in worth)
+        monkeypatch.setattr(measure, "_is_worth_it", lambda *given: given[-1] in worth)
         layer = linear(256, 32, AFFINE4, seed=0)
-        skinny_gemm.use_few_rows(layer, BF16)
+        measure.choose_routes(layer, BF16)
         return layer
 
     for worth, ours in [((4, 16), range(2, 17)), ((4,), range(2, 5)), ((16,), range(5, 17))]:
         used = layer(*worth)
-        assert type(used) is skinny_gemm.FewRowsLinear
+        assert routes_of(used).kernel == ours
         for rows in (1, 2, 4, 5, 16, 17):
             x = mx.random.normal((1, rows, 256), key=mx.random.key(rows)).astype(BF16)
             if rows in ours:
                 near(used(x)[0], exact(x[0], weight_of(used)))
-            plain = nn.QuantizedLinear.__call__(used, x)
+            plain = with_routes(used, BY_MLX)(x)
             assert mx.array_equal(used(x), plain).item() != (rows in ours)
     assert "WARNING" not in caplog.text
     unused = layer()
@@ -132,7 +133,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(metal_gemm, name, getattr(metal_gemm, name).replace(right, wrong))
             forget_kernels()
-            assert (found := layer(4, 16)).served == left
+            assert routes_of(found := layer(4, 16)).kernel == left
             assert "it is off by" in measured(found).problem
         forget_kernels()
         assert "it is off by" in caplog.text
@@ -143,7 +144,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
 @pytest.mark.parametrize(("worth", "rows"), [((4, 16, 32), 6), ((4,), 4)])
 def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
     monkeypatch.setattr(metal_gemm, "_MOST_TOKENS", 6)  # as more take too long here
-    monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *given: given[-1] in worth)
+    monkeypatch.setattr(measure, "_is_worth_it", lambda *given: given[-1] in worth)
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(
@@ -151,15 +152,15 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
     )
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    assert skinny_gemm.use_few_rows(block, BF16)
-    assert type(block) is skinny_gemm.FewRowsMixture
-    assert block.switch_mlp.served == range(1, 7 if 32 in worth else 5)
-    assert block.shared_expert.served == range(2, 17 if 16 in worth else 5)
+    assert measure.choose_routes(block, BF16)
+    assert block.joins_shared
+    assert routes_of(block.switch_mlp).kernel == range(1, 7 if 32 in worth else 5)
+    assert routes_of(block.shared_expert).kernel == range(2, 17 if 16 in worth else 5)
     x = mx.random.normal((rows, 128), key=mx.random.key(0)).astype(BF16)
     chosen = mx.array([[0, 1], [1, 2]] * (rows // 2))
     for layer, *rest in ((block.switch_mlp, chosen), (block.shared_expert,)):
         found = layer(x, *rest).astype(mx.float32)
-        true = skinny_gemm._in_float32(layer)(x.astype(mx.float32), *rest)
+        true = measure._in_float32(layer)(x.astype(mx.float32), *rest)
         assert mx.abs(found - true).max() < 0.02 * mx.abs(true).max()
     assert "WARNING" not in caplog.text
 
@@ -176,13 +177,13 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
 )
 def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, caplog):
     """Neither of few tokens nor of many, nor with a block that goes on into another expert."""
-    monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
     spoil(metal_gemm, "_PAIRS", right, wrong)
     block = SwitchGLU(128, 64, 9)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    skinny_gemm.use_few_rows(block, BF16)
-    assert type(block) is SwitchGLU and not block.served
+    measure.choose_routes(block, BF16)
+    assert type(block) is SwitchGLU
     assert "not used" in caplog.text
 
 
@@ -208,14 +209,14 @@ def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
         return None, next(times)
 
     monkeypatch.setattr(kernels, "experts", experts)
-    monkeypatch.setattr(skinny_gemm, "timed", timed)
+    monkeypatch.setattr(measure, "timed", timed)
     block = SwitchGLU(64, 64, 3)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    skinny_gemm.use_few_rows(block, BF16)
+    measure.choose_routes(block, BF16)
     sound = range(0) if fails else range(1, 65)
     used = sound if rows is None else range(1, 5)
-    assert block.served == used and (type(block) is skinny_gemm.FewRowsExperts) == bool(used)
+    assert routes_of(block).kernel == used and (type(block) is SwitchGLU) == (not used)
     fault = "no memory" if fails else f"at {rows} rows"
     assert (fault in caplog.text) == (used != range(1, 65))
 

@@ -14,7 +14,7 @@ from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.gdn_types import GatedDeltaShape
-from mlx_mtp.models import skinny_gemm
+from mlx_mtp.models.gemm.routes import Routes, set_routes
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
@@ -205,9 +205,11 @@ class Coupled(Alone):
 
 
 @pytest.mark.parametrize("kind", [Alone, Coupled])
-def test_a_row_that_depends_on_others_is_told(kind, monkeypatch):
-    monkeypatch.setitem(skinny_gemm.REPLACED, Coupled, Alone)
-    model = SimpleNamespace(model=kind(32, 16, bias=False), output_layer=None, dtype=mx.float32)
+def test_a_row_that_depends_on_others_is_told(kind):
+    layer = kind(32, 16, bias=False)
+    if kind is Coupled:
+        set_routes(layer, Routes(kernel=range(1, 17)))
+    model = SimpleNamespace(model=layer, output_layer=None, dtype=mx.float32)
     (found,) = measure_products(model, float("inf"))
     assert (found.name, found.layers) == ("32 -> 16, float32", 1)
     assert found.independent == (kind is Alone)
