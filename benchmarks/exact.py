@@ -87,7 +87,7 @@ def subject(name: str, count: int, options: argparse.Namespace) -> Subject:
     model = load_model(Path(path), enable_mtp=True, lazy=True)
     if bits != "16":
         quantize(model.model, int(bits))
-    model.read()
+    model.load_weights()
     tokenizer, source = Tokenizer.load(Path(path)), PromptSource(0)
     (system,) = source.next("medium", 1)
     prompts = []

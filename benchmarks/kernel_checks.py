@@ -8,15 +8,10 @@ import mlx.core as mx
 
 from mlx_mtp.bench.report import render
 from mlx_mtp.kernels import gated_delta, portable, recurrence, short_conv
-from mlx_mtp.kernels.gdn_types import (
-    QWEN3_NEXT_80B,
-    GatedDeltaShape,
-    GatedDeltaWindow,
-    PendingWindow,
-)
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, GDNShape, GDNWindow, PendingWindow
 from mlx_mtp.kernels.self_check import RandomInputs
 
-BUNDLED = GatedDeltaShape(4, 32, 8, 32)
+BUNDLED = GDNShape(4, 32, 8, 32)
 TOLERANCE = 1e-4
 """Of float32; of a coarser type, times the size of its steps over float32's."""
 COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
@@ -36,9 +31,9 @@ class Variant:
     key_dim: int
 
     @property
-    def shape(self) -> GatedDeltaShape:
+    def shape(self) -> GDNShape:
         """Few heads; a Dv that is not Dk."""
-        return GatedDeltaShape(2, self.key_dim, 2 * self.ratio, 32 if self.key_dim != 32 else 64)
+        return GDNShape(2, self.key_dim, 2 * self.ratio, 32 if self.key_dim != 32 else 64)
 
     def __str__(self) -> str:
         return f"{name_of(self.dtype)}, {self.ratio} heads a key, Dk {self.key_dim}"
@@ -161,7 +156,7 @@ def pairs() -> Iterator[tuple[int, int]]:
             yield previous, length
 
 
-def strided(q: mx.array, window: GatedDeltaWindow) -> tuple[mx.array, GatedDeltaWindow]:
+def strided(q: mx.array, window: GDNWindow) -> tuple[mx.array, GDNWindow]:
     """The same values as slices of one wide array, as a split of a projection would be."""
     keys = mx.concatenate([q, window.k], axis=-1)
     q, k = mx.split(keys, 2, axis=-1)

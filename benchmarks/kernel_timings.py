@@ -12,7 +12,7 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from benchmarks.kernel_checks import BUNDLED
 from mlx_mtp.bench.report import render
 from mlx_mtp.kernels import gpu, portable, recurrence
-from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, GatedDeltaWindow, PendingWindow
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, GDNWindow, PendingWindow
 from mlx_mtp.kernels.self_check import RandomInputs
 
 REPEATS = 5
@@ -68,9 +68,7 @@ def contenders(cases: RandomInputs, rows: int, length: int, *, verify: bool) -> 
     return found
 
 
-def ours(
-    q: mx.array, window: GatedDeltaWindow, start: mx.array, kept: mx.array, *, verify: bool
-) -> Step:
+def ours(q: mx.array, window: GDNWindow, start: mx.array, kept: mx.array, *, verify: bool) -> Step:
     """The kernel: after the first call each folds the whole window of the one before."""
     state = start
     pending: PendingWindow | None = None
@@ -85,7 +83,7 @@ def ours(
 
 
 def chunkwise(
-    q: mx.array, window: GatedDeltaWindow, start: mx.array, kept: mx.array, *, verify: bool
+    q: mx.array, window: GDNWindow, start: mx.array, kept: mx.array, *, verify: bool
 ) -> Step:
     """The portable code in the same part."""
     state = start
@@ -105,7 +103,7 @@ def chunkwise(
 
 def theirs(
     q: mx.array,
-    window: GatedDeltaWindow,
+    window: GDNWindow,
     start: mx.array,
     run: Callable[..., tuple[mx.array, mx.array]],
 ) -> Step:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from mlx_mtp.selftest.timing import Launch, microseconds
+from mlx_mtp.selftest.timing import TimedCall, microseconds
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ def union(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def gpu_microseconds(launch: Launch) -> float:
+def gpu_microseconds(launch: TimedCall) -> float:
     """What the GPU works on a launch; without torch or CUDA what it takes by the clock."""
 
     def repeat() -> None:

@@ -7,12 +7,7 @@ import copy
 import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels.gdn_types import (
-    GatedDeltaProjections,
-    GatedDeltaShape,
-    PendingWindow,
-    ShortConvolution,
-)
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run
 from mlx_mtp.kernels.short_conv import convolve
@@ -32,7 +27,7 @@ class GatedDeltaCache:
 
     packing: Packing  # of the pass
 
-    def __init__(self, num_rows: int, shape: GatedDeltaShape, dtype: mx.Dtype) -> None:
+    def __init__(self, num_rows: int, shape: GDNShape, dtype: mx.Dtype) -> None:
         _, dk, hv, dv, self._conv_size = shape
         # Float32 [B, Hv, Dv, Dk], before the pending window.
         self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
@@ -60,7 +55,7 @@ class GatedDeltaCache:
     def held(self, held: Held) -> None:
         self.state, self.pending, self.history, self.num_kept, self.coming = held
 
-    def run(self, projected: GatedDeltaProjections, convolution: ShortConvolution) -> mx.array:
+    def run(self, projected: GDNProjections, convolution: ShortConvWeights) -> mx.array:
         """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""
         q, window, conv_input = convolve(projected, convolution, self.history, self.num_kept)
         outputs, self.state, self.pending = run(

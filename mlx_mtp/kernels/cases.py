@@ -4,7 +4,7 @@ A case is an operation (`gpu.Operation`) at a shape and type. The check before a
 use, the self-test, benchmarks and tests all compare by `KernelCase.error`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,38 +12,28 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_chunks
-from mlx_mtp.kernels.gdn_types import GatedDeltaShape
+from mlx_mtp.kernels.gdn_types import GDNShape
 
-OPERATIONS: dict[str, gpu.Operation] = {
-    "gated delta kernel / portable": gated_delta.GATED_DELTA,
-    "inputs kernel / portable": short_conv.SHORT_CONV,
-    "gated delta of prompts / portable": gated_delta_chunks.GATED_DELTA_CHUNKS,
-    "router kernel / mlx": topk.ROUTER,
-    "add norm kernel / mlx": norms.ADD_NORM,
-    "gated norm kernel / mlx": norms.GATED_NORM,
-    "norm rotate kernel / mlx": norms.ROTATE,
-    "mix norm kernel / mlx": norms.MIX_NORM,
-    "attention kernel / float32": decode_attention.WINDOW_ATTENTION,
-    "chunk attention kernel / float32": flash_attention.FLASH_ATTENTION,
-}
-"""By name: the kernel and its reference."""
-CUDA_ALONE = (
+OPERATIONS = (
+    gated_delta.GATED_DELTA,
+    short_conv.SHORT_CONV,
     gated_delta_chunks.GATED_DELTA_CHUNKS,
+    topk.ROUTER,
+    norms.ADD_NORM,
+    norms.GATED_NORM,
+    norms.ROTATE,
+    norms.MIX_NORM,
     decode_attention.WINDOW_ATTENTION,
     flash_attention.FLASH_ATTENTION,
 )
 
 
 class KernelCase(NamedTuple):
-    """An operation of `OPERATIONS` at a shape and type."""
+    """An operation at a shape and type."""
 
-    name: str
+    operation: gpu.Operation
     shape: Any
     dtype: mx.Dtype
-
-    @property
-    def operation(self) -> gpu.Operation:
-        return OPERATIONS[self.name]
 
     @property
     def applies(self) -> bool:
@@ -64,15 +54,14 @@ class KernelCase(NamedTuple):
         return [partial(run, *arguments) for run in runs if run is not None]
 
 
-def recurrence_cases(shape: GatedDeltaShape, dtype: mx.Dtype) -> list[KernelCase]:
+def recurrence_cases(shape: GDNShape, dtype: mx.Dtype) -> list[KernelCase]:
     """Of a GatedDeltaNet layer."""
-    operations = gated_delta.GATED_DELTA, short_conv.SHORT_CONV
-    return [*_cases([(each, shape) for each in (*operations, CUDA_ALONE[0])], dtype)]
+    return _cases(dtype, [(operation, shape) for operation in OPERATIONS[:3]])
 
 
 def attention_cases(heads: tuple[int, int, int], dtype: mx.Dtype) -> list[KernelCase]:
     """Of attention: heads of queries and of KV, and their dimension."""
-    return [*_cases([(each, heads) for each in CUDA_ALONE[1:]], dtype)]
+    return _cases(dtype, [(operation, heads) for operation in OPERATIONS[-2:]])
 
 
 def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
@@ -94,11 +83,9 @@ def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
         # Of a step with the shared expert, of a prompt without.
         mixed = [(norms.MIX_NORM, width._replace(chosen=n)) for n in (chosen + 1, chosen)]
         shapes = [(topk.ROUTER, router), *shapes, *mixed]
-    return [*_cases(shapes, dtype)]
+    return _cases(dtype, shapes)
 
 
-def _cases(shapes: list[tuple[gpu.Operation, Any]], dtype: mx.Dtype) -> Iterator[KernelCase]:
-    names = {id(operation): name for name, operation in OPERATIONS.items()}
-    for operation, shape in shapes:
-        if gpu.backend() == "cuda" or operation not in CUDA_ALONE:
-            yield KernelCase(names[id(operation)], shape, dtype)
+def _cases(dtype: mx.Dtype, shapes: list[tuple[gpu.Operation, Any]]) -> list[KernelCase]:
+    where = gpu.backend()
+    return [KernelCase(*each, dtype) for each in shapes if each[0].is_for(where)]

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
-from mlx_mtp.kernels.gdn_types import GatedDeltaShape, GatedDeltaWindow, PendingWindow
+from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow, PendingWindow
 
 # Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
 LAYOUTS = ((16, 2), (16, 1), (32, 1))
@@ -176,7 +176,7 @@ KERNEL = gpu.Kernel(
 
 def run_kernel(
     q: mx.array,
-    window: GatedDeltaWindow,
+    window: GDNWindow,
     state: mx.array,
     previous: PendingWindow | None,
     num_kept: mx.array | None,
@@ -206,26 +206,27 @@ def run_kernel(
 def fold_by_kernel(previous: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
     """As `recurrence.fold`, by the kernel with a window of which no position is run."""
     k, delta, g = (a[:, :1] for a in previous)
-    window, none = GatedDeltaWindow(k, delta, g, g), mx.zeros_like(num_kept)
+    window, none = GDNWindow(k, delta, g, g), mx.zeros_like(num_kept)
     return run_kernel(k, window, state, previous, num_kept, none)[1]
 
 
-def fits(window: GatedDeltaWindow | PendingWindow) -> bool:
+def fits(window: GDNWindow | PendingWindow) -> bool:
     """Whether the kernel runs windows of these shapes and types here."""
     return GATED_DELTA.works(_shape(window), window.k.dtype)
 
 
-def _shape(window: GatedDeltaWindow | PendingWindow) -> GatedDeltaShape:
+def _shape(window: GDNWindow | PendingWindow) -> GDNShape:
     # A window's values and a pending window's deltas have one shape.
-    return GatedDeltaShape(*window.k.shape[2:], *window[1].shape[2:])
+    return GDNShape(*window.k.shape[2:], *window[1].shape[2:])
 
 
-def _arguments(shape: GatedDeltaShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
+def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
     inputs = self_check.RandomInputs(0, shape, dtype)
     return *inputs.window(1, tokens), inputs.state(1), None, None
 
 
 GATED_DELTA = gpu.Operation(
+    "gated delta kernel / portable",
     "gated_delta",
     lambda shape, dtype: self_check.gated_delta(run_kernel, shape, dtype),
     lambda shape, _: shape.key_dim % gpu.LANES == 0,

@@ -1,4 +1,4 @@
-"""What lies between a layer's products, each in one launch: norms with what is before and behind.
+"""RMS norms fused with the operations before and after them, one launch each.
 
 A row's result does not depend on the other rows of its step or chunk, and sums are float32. Beside
 each kernel are mlx's own operations, which run where it is not used.
@@ -175,7 +175,13 @@ class FusedNorm(gpu.Operation):
         sizes: Callable[[NormShape, int], tuple[Sizes, Sizes]],  # of inputs and outputs, by N
     ) -> None:
         super().__init__(
-            name, self._error, self._applies, self.by_kernel, portable, self._random_arguments
+            f"{name.replace('_', ' ')} kernel / mlx",
+            name,
+            self._error,
+            self._applies,
+            self.by_kernel,
+            portable,
+            self._random_arguments,
         )
         self.inputs, self.portable, self.sizes = inputs, portable, sizes
         names = [*inputs, *(["rotation"] if "rotation" in body else [])]
@@ -329,8 +335,6 @@ ROTATE = FusedNorm(
         [(n, s.heads or 1, s.dim), (n, 2, s.keys or 1, s.dim)],
     ),
 )
-
-OPERATIONS = ADD_NORM, MIX_NORM, GATED_NORM, ROTATE
 
 
 def rotate(

@@ -20,12 +20,7 @@ import functools
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
-from mlx_mtp.kernels.gdn_types import (
-    GatedDeltaProjections,
-    GatedDeltaWindow,
-    PendingWindow,
-    ShortConvolution,
-)
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNWindow, PendingWindow, ShortConvWeights
 
 CHUNK = 64
 EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
@@ -33,7 +28,7 @@ EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
 
 def step(
     q: mx.array,
-    window: GatedDeltaWindow,
+    window: GDNWindow,
     state: mx.array,
     previous: PendingWindow | None,
     num_kept: mx.array | None,
@@ -52,12 +47,12 @@ def step(
 
 def run(
     q: mx.array,  # queries, l2-normalised, [B, T, Hk, Dk]
-    window: GatedDeltaWindow,
+    window: GDNWindow,
     state: mx.array,  # float32 [B, Hv, Dv, Dk]
     *,
     advance: bool = True,
 ) -> tuple[mx.array, mx.array, PendingWindow]:
-    """Run a window: outputs [B, T, Hv, Dv], the state after it if that is to advance, its fold."""
+    """Run a window: outputs [B, T, Hv, Dv], the state (after it with `advance`), and its fold."""
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]
     size = min(length, CHUNK)
@@ -102,7 +97,7 @@ def run(
 
 
 def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
-    """Take the first `num_kept[b]` (int32 [B]) positions of a window into the state."""
+    """The state after the first `num_kept[b]` (int32 [B]) positions of a window."""
     batch, length, key_heads, _ = pending.k.shape
     kept = (mx.arange(length) < num_kept[:, None])[..., None]
     delta = mx.where(kept[..., None], pending.delta, 0)
@@ -119,7 +114,7 @@ def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.arra
 
 
 def loop(
-    q: mx.array, window: GatedDeltaWindow, state: mx.array, lengths: mx.array | None = None
+    q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """mlx-lm's loop: the slow reference. Positions from `lengths[b]` (int32 [B]) on don't count."""
     mask = None if lengths is None else mx.arange(window.length) < lengths[:, None]
@@ -153,11 +148,11 @@ def _lower(size: int, diagonal: int) -> mx.array:
 
 
 def short_conv(
-    projected: GatedDeltaProjections,
-    convolution: ShortConvolution,
+    projected: GDNProjections,
+    convolution: ShortConvWeights,
     history: mx.array,
     num_kept: mx.array | None,
-) -> tuple[mx.array, GatedDeltaWindow, mx.array]:
+) -> tuple[mx.array, GDNWindow, mx.array]:
     """As `short_conv.convolve`."""
     batch, length, key_heads, key_dim = projected.q.shape
     per_head = (batch, length, projected.v.shape[2] * projected.v.shape[3])
@@ -175,9 +170,7 @@ def short_conv(
     by_key_head = projected.a.shape[2:]
     log_decay, dt_bias = (w.reshape(by_key_head) for w in convolution[1:])
     g, beta = _gates(projected.a, projected.b, log_decay, dt_bias)
-    window = GatedDeltaWindow(
-        unit[:, :, key_heads:], v, g.reshape(per_head), beta.reshape(per_head)
-    )
+    window = GDNWindow(unit[:, :, key_heads:], v, g.reshape(per_head), beta.reshape(per_head))
     return unit[:, :, :key_heads], window, conv_input
 
 

@@ -8,12 +8,12 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gated_delta, portable
 from mlx_mtp.kernels.cuda import gated_delta_chunks
-from mlx_mtp.kernels.gdn_types import GatedDeltaWindow, PendingWindow
+from mlx_mtp.kernels.gdn_types import GDNWindow, PendingWindow
 
 
 def run(
     q: mx.array,  # queries of the new window, l2-normalised, [B, T, Hk, Dk]
-    window: GatedDeltaWindow,
+    window: GDNWindow,
     state: mx.array,  # before the previous window, float32 [B, Hv, Dv, Dk]
     previous: PendingWindow | None,  # of any length; None: there is nothing to fold
     num_kept: mx.array | None,  # positions of the previous window that each row keeps, int32 [B]

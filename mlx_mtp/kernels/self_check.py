@@ -10,10 +10,10 @@ import numpy as np
 from mlx_mtp.kernels import portable
 from mlx_mtp.kernels.gdn_types import (
     QWEN3_NEXT_80B,
-    GatedDeltaProjections,
-    GatedDeltaShape,
-    GatedDeltaWindow,
-    ShortConvolution,
+    GDNProjections,
+    GDNShape,
+    GDNWindow,
+    ShortConvWeights,
 )
 
 # What a type's rounding adds to a difference of sums, over that of float32: a few half steps.
@@ -23,7 +23,7 @@ _COARSENESS = {mx.float32: 1, mx.float16: 50, mx.bfloat16: 200}
 class RandomInputs:
     """Random inputs for GatedDeltaNet layers of a shape, and for attention."""
 
-    def __init__(self, seed: int, shape: GatedDeltaShape, dtype: mx.Dtype) -> None:
+    def __init__(self, seed: int, shape: GDNShape, dtype: mx.Dtype) -> None:
         self._random = np.random.default_rng(seed)
         self.shape = shape
         self.dtype = dtype  # of the activations
@@ -41,7 +41,7 @@ class RandomInputs:
     def state(self, rows: int) -> mx.array:
         return self.normal(rows, self.shape.value_heads, self.shape.value_dim, self.shape.key_dim)
 
-    def window(self, rows: int, length: int) -> tuple[mx.array, GatedDeltaWindow]:
+    def window(self, rows: int, length: int) -> tuple[mx.array, GDNWindow]:
         """Queries [B, T, Hk, Dk] and a window; queries and keys are unit vectors."""
         hk, dk, hv, dv, _ = self.shape
         q, k = (self.normal(rows, length, hk, dk) for _ in range(2))
@@ -52,21 +52,21 @@ class RandomInputs:
         g = mx.sigmoid(self.normal(rows, length, hv) + 2)
         q, k, v, beta = (a.astype(self.dtype) for a in (q, k, v, beta))
         # The decay stays float32, as the models have it.
-        return q, GatedDeltaWindow(k, v, g, beta)
+        return q, GDNWindow(k, v, g, beta)
 
-    def projected(self, rows: int, length: int) -> GatedDeltaProjections:
+    def projected(self, rows: int, length: int) -> GDNProjections:
         """A layer's projections; q, k and v are slices of one array, as in the models."""
         hk, dk, hv, dv, _ = self.shape
         ratio = hv // hk
         wide = self.normal(rows, length, hk, 2 * dk + ratio * (dv + 2)).astype(self.dtype)
         ends = (dk, 2 * dk, 2 * dk + ratio * dv, 2 * dk + ratio * (dv + 1))
         q, k, v, a, b = mx.split(wide, ends, axis=-1)
-        return GatedDeltaProjections(q, k, v.reshape(rows, length, hk, ratio, dv), a, b)
+        return GDNProjections(q, k, v.reshape(rows, length, hk, ratio, dv), a, b)
 
-    def convolution(self) -> ShortConvolution:
+    def convolution(self) -> ShortConvWeights:
         shape = self.shape
         weight = self.normal(shape.channels, shape.conv_size, 1).astype(self.dtype)
-        return ShortConvolution(
+        return ShortConvWeights(
             weight, self.normal(shape.value_heads), self.normal(shape.value_heads)
         )
 
@@ -99,7 +99,7 @@ def compare(
         return difference(found, program(reference))
 
 
-def gated_delta(run_kernel: Callable[..., Any], shape: GatedDeltaShape, dtype: mx.Dtype) -> float:
+def gated_delta(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
     """The largest difference of windows that follow one another, and of a prompt after them."""
     inputs = RandomInputs(0, shape, dtype)
     first, second, state = inputs.window(2, 2), inputs.window(2, 3), inputs.state(2)
@@ -118,7 +118,7 @@ def gated_delta(run_kernel: Callable[..., Any], shape: GatedDeltaShape, dtype: m
 def gated_delta_prompt(
     run_kernel: Callable[..., Any],
     reference: Callable[..., Any],
-    shape: GatedDeltaShape,
+    shape: GDNShape,
     dtype: mx.Dtype,
 ) -> float:
     """The largest difference of two prompts of other lengths: the state, and the kept outputs."""
@@ -132,7 +132,7 @@ def gated_delta_prompt(
     return compare(program, run_kernel, reference)
 
 
-def short_conv(run_kernel: Callable[..., Any], shape: GatedDeltaShape, dtype: mx.Dtype) -> float:
+def short_conv(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
     """The largest difference of two windows, the second one as long as a prompt's."""
     inputs = RandomInputs(0, shape, dtype)
     convolution, history = inputs.convolution(), inputs.history(2, 0)

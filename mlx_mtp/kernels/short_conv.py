@@ -10,12 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
-from mlx_mtp.kernels.gdn_types import (
-    GatedDeltaProjections,
-    GatedDeltaShape,
-    GatedDeltaWindow,
-    ShortConvolution,
-)
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow, ShortConvWeights
 
 _RUN = 4  # positions of a prompt for a warp
 
@@ -124,11 +119,11 @@ KERNEL = gpu.Kernel(
 
 
 def convolve(
-    projected: GatedDeltaProjections,  # of T positions
-    convolution: ShortConvolution,
+    projected: GDNProjections,  # of T positions
+    convolution: ShortConvWeights,
     history: mx.array,  # the convolution's inputs before, K-1 and a window of P, [B, K-1+P, C]
     num_kept: mx.array | None,  # how much of that window each row keeps, int32 [B]; None: P is 0
-) -> tuple[mx.array, GatedDeltaWindow, mx.array]:
+) -> tuple[mx.array, GDNWindow, mx.array]:
     """Convolve q, k and v, apply silu, norm q and k, and compute the gates.
 
     Returns queries [B, T, Hk, Dk], the recurrence's other inputs, and the convolution's own input
@@ -139,11 +134,11 @@ def convolve(
 
 
 def run_kernel(
-    projected: GatedDeltaProjections,
-    convolution: ShortConvolution,
+    projected: GDNProjections,
+    convolution: ShortConvWeights,
     history: mx.array,
     num_kept: mx.array | None,
-) -> tuple[mx.array, GatedDeltaWindow, mx.array]:
+) -> tuple[mx.array, GDNWindow, mx.array]:
     """As `convolve`, without a choice."""
     shape, dtype = _shape(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
@@ -163,25 +158,26 @@ def run_kernel(
             *((by_head, mx.float32), (by_head, dtype), (history_shape, dtype)),
         ],
     )
-    return q, GatedDeltaWindow(k, v, g, beta), conv_input
+    return q, GDNWindow(k, v, g, beta), conv_input
 
 
-def fits(projected: GatedDeltaProjections, convolution: ShortConvolution) -> bool:
+def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
     """Whether the kernel runs layers of these shapes and types here."""
     return SHORT_CONV.works(_shape(projected, convolution), projected.q.dtype)
 
 
-def _shape(projected: GatedDeltaProjections, convolution: ShortConvolution) -> GatedDeltaShape:
+def _shape(projected: GDNProjections, convolution: ShortConvWeights) -> GDNShape:
     _, _, heads, ratio, value_dim = projected.v.shape
-    return GatedDeltaShape(heads, projected.q.shape[3], heads * ratio, value_dim, convolution.size)
+    return GDNShape(heads, projected.q.shape[3], heads * ratio, value_dim, convolution.size)
 
 
-def _arguments(shape: GatedDeltaShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
+def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
     inputs = self_check.RandomInputs(0, shape, dtype)
     return inputs.projected(1, tokens), inputs.convolution(), inputs.history(1, 0), None
 
 
 SHORT_CONV = gpu.Operation(
+    "inputs kernel / portable",
     "gated_delta_inputs",
     lambda shape, dtype: self_check.short_conv(run_kernel, shape, dtype),
     lambda shape, _: shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0,

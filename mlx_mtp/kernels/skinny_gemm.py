@@ -19,12 +19,12 @@ from mlx_mtp.kernels.skinny_source import SkinnyGemm
 
 def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
     """x [M, K] times the transpose of each of some weights [N, K] of one format: [M, N] each."""
-    return _launch(SkinnyGemm(x, weights))
+    return _run(SkinnyGemm(x, weights))
 
 
 def gate_and_up(x: mx.array, gate: Weight, up: Weight) -> mx.array:
     """silu(x [M, K] times the transpose of gate [N, K]) times that of up: [M, N]."""
-    return _launch(SkinnyGemm(x, [gate, up], 2))[0]
+    return _run(SkinnyGemm(x, [gate, up], 2))[0]
 
 
 def experts(
@@ -35,7 +35,7 @@ def experts(
     order: mx.array,  # int32 [P], which pair each of these is
 ) -> mx.array:
     """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
-    return _launch(SkinnyGemm(x, [*weights, *shared], len(weights), (chosen, order)))[0]
+    return _run(SkinnyGemm(x, [*weights, *shared], len(weights), (chosen, order)))[0]
 
 
 def applies(weight: Weight, dtype: mx.Dtype) -> bool:
@@ -45,8 +45,8 @@ def applies(weight: Weight, dtype: mx.Dtype) -> bool:
 
 def bands(weight: Weight) -> dict[int, range]:
     """The numbers of tokens of a decode step that it may serve, each by that to time it with."""
-    found: dict[int, range] = kernel().bands(weight)
-    return found
+    ranges: dict[int, range] = kernel().bands(weight)
+    return ranges
 
 
 def kernel() -> Any:
@@ -54,6 +54,6 @@ def kernel() -> Any:
     return metal_gemm if gpu.backend() == "metal" else cuda_gemm
 
 
-def _launch(gemm: SkinnyGemm) -> list[mx.array]:
-    found: list[mx.array] = kernel().run_kernel(gemm)
-    return found
+def _run(gemm: SkinnyGemm) -> list[mx.array]:
+    results: list[mx.array] = kernel().run_kernel(gemm)
+    return results

@@ -1,4 +1,4 @@
-"""A mixture's router in one launch: the best experts of each token, their weights, and their order.
+"""A mixture's router in one launch: top-k experts of each token, their weights, and their order.
 
 The expert that all tokens share is one more, with a weight of its own. A step's pairs of token and
 expert are sorted too, as the experts' own kernel wants them (`skinny_gemm.experts`).
@@ -100,14 +100,14 @@ _BODY = """
 
 
 class Router(NamedTuple):
-    """What a kernel is made for."""
+    """What the kernel is compiled for."""
 
     experts: int
     chosen: int  # K of them by each token
     normalize: bool  # Their weights add up to 1; else they are shares among all.
 
 
-class Routes(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Which experts N tokens go to; the shared one, E, is each token's last. P pairs in all."""
 
     experts: mx.array  # int32 [N, K + 1]
@@ -116,18 +116,18 @@ class Routes(NamedTuple):
     order: mx.array  # int32 [P], the number of each of these pairs among `experts`
 
 
-def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> Routes:
-    """Routes of a step's tokens by logits [N, E], and by the shared expert's [N, 1]."""
-    return Routes(*_launch(logits, gate, router, sort=True))
+def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
+    """ExpertChoice of a step's tokens by logits [N, E], and by the shared expert's [N, 1]."""
+    return ExpertChoice(*_route(logits, gate, router, sort=True))
 
 
 def choose(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
-    """`Routes.experts` and `.weights` alone, of any number of tokens."""
-    experts, weights, *_ = _launch(logits, gate, router, sort=False)
+    """`ExpertChoice.experts` and `.weights` alone, of any number of tokens."""
+    experts, weights, *_ = _route(logits, gate, router, sort=False)
     return experts, weights
 
 
-def _launch(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> list[mx.array]:
+def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> list[mx.array]:
     rows, (experts, chosen, normalize) = gate.size, router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
@@ -141,7 +141,7 @@ def _launch(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> 
     return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)
 
 
-def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
+def portable(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
     """As `run_kernel`, in operations of mlx."""
     logits = logits.astype(mx.float32)
     experts = mx.argsort(-logits, axis=-1)[:, : router.chosen].astype(mx.int32)
@@ -151,7 +151,7 @@ def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     experts = mx.concatenate([experts, mx.full(gate.shape, router.experts, mx.int32)], axis=1)
     weights = mx.concatenate([weights, mx.sigmoid(gate.astype(mx.float32))], axis=1)
     order = mx.argsort(experts.reshape(-1)).astype(mx.int32)
-    return Routes(experts, weights, experts.reshape(-1)[order], order)
+    return ExpertChoice(experts, weights, experts.reshape(-1)[order], order)
 
 
 def _applies(router: Router, _: mx.Dtype) -> bool:
@@ -182,4 +182,6 @@ def _arguments(router: Router, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
 
 
 KERNEL = gpu.Kernel("router", ["logits", "gate"], ["experts", "weights", "sorted", "order"], _BODY)
-ROUTER = gpu.Operation("router", _error, _applies, run_kernel, portable, _arguments)
+ROUTER = gpu.Operation(
+    "router kernel / mlx", "router", _error, _applies, run_kernel, portable, _arguments
+)

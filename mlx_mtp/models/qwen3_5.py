@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mlx_mtp.cache.packing import Rectangle
-from mlx_mtp.kernels.gdn_types import GatedDeltaProjections
+from mlx_mtp.kernels.gdn_types import GDNProjections
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.head_weights import stack_experts
 from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
@@ -17,13 +17,13 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
 
     def arrange(
         self, parts: Sequence[mx.array], order: Rectangle
-    ) -> tuple[GatedDeltaProjections, mx.array]:
+    ) -> tuple[GDNProjections, mx.array]:
         """q, k and v come from one projection, the others from one each."""
         heads, ratio = self.num_k_heads, self.num_v_heads // self.num_k_heads
         qkv, z, a, b = parts
         q, k, v = mx.split(order.fill(qkv, -1), [self.key_dim, 2 * self.key_dim], axis=-1)
         by_key = (*q.shape[:2], heads)
-        projected = GatedDeltaProjections(
+        projected = GDNProjections(
             q.reshape(*by_key, self.head_k_dim),
             k.reshape(*by_key, self.head_k_dim),
             v.reshape(*by_key, ratio, self.head_v_dim),

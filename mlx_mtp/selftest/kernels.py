@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
 from mlx_mtp.kernels import cases, gpu, portable
 from mlx_mtp.kernels.cases import KernelCase
-from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, GatedDeltaShape
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, GDNShape
 from mlx_mtp.kernels.self_check import RandomInputs
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.selftest.timing import microseconds
@@ -48,7 +48,7 @@ def check_model(model: LoadedModel) -> list[KernelCheck]:
     return checks
 
 
-def check_kernels(shapes: Mapping[str, GatedDeltaShape]) -> list[KernelCheck]:
+def check_kernels(shapes: Mapping[str, GDNShape]) -> list[KernelCheck]:
     """Compare the recurrence at these shapes."""
     checks = []
     on_gpu = gpu.backend() is not None
@@ -66,7 +66,7 @@ def check_cases(shape: str, cases: Iterable[KernelCase]) -> list[KernelCheck]:
     """Compare and time each case; `shape` is what its shape is called."""
     checks = []
     for case in cases:
-        what = case.name, shape, name_of(case.dtype)
+        what = case.operation.title, shape, name_of(case.dtype)
         if case.applies:
             checks.append(_check(what, case.error, launches=case.launches(_TOKENS)))
         else:
@@ -95,7 +95,7 @@ def _check(
     return KernelCheck(*what, ok, difference, None, True, *times)
 
 
-def _chunkwise(shape: GatedDeltaShape) -> float:
+def _chunkwise(shape: GDNShape) -> float:
     inputs = RandomInputs(0, shape, mx.float32)
     q, window = inputs.window(_ROWS, _LENGTH)
     state, lengths = inputs.state(_ROWS), inputs.counts(_ROWS, _LENGTH)
@@ -105,7 +105,7 @@ def _chunkwise(shape: GatedDeltaShape) -> float:
     return max(_largest(mx.where(kept, y - true_y, 0)), _largest(after - true_after))
 
 
-def _fold(shape: GatedDeltaShape) -> float:
+def _fold(shape: GDNShape) -> float:
     inputs = RandomInputs(1, shape, mx.float32)
     q, window = inputs.window(_ROWS, 5)
     state, kept = inputs.state(_ROWS), inputs.counts(_ROWS, 5)

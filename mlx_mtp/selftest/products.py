@@ -1,4 +1,4 @@
-"""What the model's products cost by rows, and whether a row's bits depend on those beside it."""
+"""Time of the model's products by rows, and whether a row's bits depend on other rows."""
 
 import functools
 import time
@@ -22,15 +22,15 @@ from mlx_mtp.models.gemm.routes import (
 )
 from mlx_mtp.models.model import LoadedModel, module_nbytes
 from mlx_mtp.selftest.kernels import name_of
-from mlx_mtp.selftest.timing import Launch, microseconds
+from mlx_mtp.selftest.timing import TimedCall, microseconds
 
 ROWS = (1, 2, 4, 8, 16)
-Timer = Callable[[Launch], float]
+Timer = Callable[[TimedCall], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One kind of product, by `rows`: what a layer takes, and reading its weights once."""
+    """One kind of product: time of a layer at each of `rows`, and of reading its weights once."""
 
     name: str
     layers: int
@@ -47,7 +47,7 @@ class Product:
 
 @dataclass
 class _Timed:
-    """A layer's product, the numbers of rows, and the share of its weights that so many read."""
+    """A layer's product, numbers of rows, and the share of its weights that each number reads."""
 
     layer: nn.Module
     rows: Sequence[int]
@@ -66,8 +66,8 @@ def _experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
     def ordered(tokens: int) -> tuple[mx.array, mx.array]:
         pairs = chosen[:tokens].flatten().astype(mx.int32)
         order = mx.argsort(pairs).astype(mx.int32)
-        mx.eval(found := (pairs[order], order))
-        return found
+        mx.eval(routes := (pairs[order], order))
+        return routes
 
     def run(layer: nn.Module, x: mx.array) -> mx.array:
         # Where the shared expert is one of the others, a step's router has sorted the pairs.
@@ -106,13 +106,13 @@ def measure_products(
             kinds.setdefault(name, []).append(_experts(module, tokens))
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) or module is model.output_layer:
             kinds.setdefault(_name(module), []).append(_Timed(module, rows))
-    found = []
+    products = []
     for name, layers in sorted(
         kinds.items(), key=lambda kind: -sum(module_nbytes(each.layer) for each in kind[1])
     ):
         if time.perf_counter() < deadline:
-            found.append(_measured(name, layers, model.dtype, timer))
-    return found
+            products.append(_measured(name, layers, model.dtype, timer))
+    return products
 
 
 def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer) -> Product:

@@ -96,29 +96,6 @@ def test_router(emulated, normalize):
         assert mx.array_equal(ours, theirs), "of a prompt, whose pairs are not sorted"
 
 
-def test_a_wrong_choice_of_a_prompt_is_found(emulated, spoil, caplog):
-    """It is a kernel of its own: a step's is one group."""
-    spoil(topk.KERNEL, "body", "row = grid_x * warps + warp", "row = warp")
-    assert not topk.ROUTER.works(Router(64, 5, True), mx.float32)
-    assert "slower code is used" in caplog.text
-
-
-@pytest.mark.parametrize("of_step", [False, True])
-def test_a_wrong_norm_of_a_prompt_is_found(emulated, spoil, caplog, of_step):
-    """It has fewer warps a row, also where it is compared within a step."""
-    wrong = "squares / (WARPS == 8 ? 1 : DIM)"
-    spoil(norms.ADD_NORM.kernel, "body", "squares / DIM", wrong)
-    with gpu.step(of_step):
-        assert not norms.ADD_NORM.works(norms.NormShape(288, 1e-6), mx.float32)
-    assert "slower code is used" in caplog.text
-
-
-@pytest.mark.parametrize("wrong", ["grid_x * v_strides[0]", "(own - KEYS) * v_strides[1]"])
-def test_wrong_values_are_found(emulated, spoil, wrong):
-    spoil(norms.ROTATE.kernel, "body", wrong, "0")
-    assert not norms.ROTATE.works(ROTATED, mx.float32)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mixture(emulated, monkeypatch, ranks):
     """The block that joins router, experts and sums, against mlx-lm's."""

@@ -98,7 +98,9 @@ def test_a_digest_tells_choices_apart(monkeypatch):
         found.append(digest(model))
     monkeypatch.setattr(gpu, "backend", lambda: "cuda")
     monkeypatch.setattr(gpu, "refused", gpu.refused.copy())
-    assert not gpu.Operation("of this test", lambda *_: 1.0, lambda *_: True).works(0, mx.float32)
+    assert not gpu.Operation("", "of this test", lambda *_: 1.0, lambda *_: True).works(
+        0, mx.float32
+    )
     found.append(digest(model))
     assert len({*found}) == 4
     assert digest(model) == found[-1]

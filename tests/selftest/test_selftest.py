@@ -13,7 +13,7 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.gdn_types import GatedDeltaShape
+from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.models.gemm.routes import Routes, set_routes
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.selftest import commands, kernels
@@ -30,7 +30,7 @@ from tests.bench.test_measure import Scripted
 @pytest.fixture
 def selftest(demo_model, monkeypatch, capsys, tmp_path):
     """Run it, without time if no seconds are given: status, standard output and error, JSON."""
-    monkeypatch.setattr(kernels, "QWEN3_NEXT_80B", GatedDeltaShape(1, 32, 2, 8))
+    monkeypatch.setattr(kernels, "QWEN3_NEXT_80B", GDNShape(1, 32, 2, 8))
     monkeypatch.setattr(commands, "_COMPARED_TOKENS", 24)
     path = tmp_path / "found.json"
 
@@ -144,7 +144,7 @@ def test_speed_is_measured_as_far_as_the_time_allows(monkeypatch, left, max_toke
 
 def test_a_wrong_portable_form_is_found(monkeypatch):
     monkeypatch.setattr(kernels.gpu, "backend", lambda: None)
-    shapes = {"small": GatedDeltaShape(1, 32, 2, 8)}
+    shapes = {"small": GDNShape(1, 32, 2, 8)}
     assert all(check.ok for check in check_kernels(shapes))
     right = kernels.portable.run
 

@@ -48,13 +48,13 @@ def plan(
     for begin in range(0, len(buffers), BUFFERS[-1]):
         some = buffers[begin : begin + BUFFERS[-1]]
         mine = [slot for slot in slots if slot.buffer in some]
-        launches.append(_launch(mine, some, group))
+        launches.append(_launch_of(mine, some, group))
         order += [slot.first + i for slot in mine for i in range(slot.tokens)]
     in_order = order == list(range(len(order)))
     return launches, None if in_order else mx.array(np.argsort(order).astype(np.int32))
 
 
-def _launch(slots: Sequence[WindowSlot], buffers: list[int], group: int) -> AttentionLaunch:
+def _launch_of(slots: Sequence[WindowSlot], buffers: list[int], group: int) -> AttentionLaunch:
     most = max(slot.tokens for slot in slots) * group
     tiles = next((tiles for tiles in TILES if tiles * TILE >= most), TILES[-1])
     items, tokens, blocks = [], [], 0

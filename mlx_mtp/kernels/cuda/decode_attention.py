@@ -287,7 +287,7 @@ def fits(queries: mx.array, kv: mx.array, kv_heads: int, longest: int, scale: fl
 
 
 def _applies(heads: tuple[int, int, int], dtype: mx.Dtype) -> bool:
-    return gpu.backend() == "cuda" and heads[2] in DIMS and dtype in (mx.bfloat16, mx.float16)
+    return heads[2] in DIMS and dtype in (mx.bfloat16, mx.float16)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -307,14 +307,14 @@ def _launchers(
     constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE, "AHEAD": _AHEAD}
     shapes = (items, kv_heads, rows, dim), (items, kv_heads, rows, 2)
     pieces = gpu.launcher(
-        _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)).built,
+        _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)).build(),
         tuple((sizes | constants).items()),
         (items, warps * kv_heads, 1),
         warps,
         tuple((shape, mx.float32) for shape in shapes),
     )
     add = gpu.launcher(
-        _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)).built,
+        _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)).build(),
         tuple((sizes | {"WARPS": _ADDING_WARPS}).items()),
         (tokens, _ADDING_WARPS * heads, 1),
         _ADDING_WARPS,
@@ -324,7 +324,7 @@ def _launchers(
 
 
 @functools.cache
-def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> gpu.CudaKernel:
+def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> gpu.Kernel:
     """The kernel for pieces of this many buffers; with none, the one that adds the pieces."""
     if buffers:
         inputs = ["q", "positions", "items", *(f"kv{number}" for number in range(buffers))]
@@ -337,12 +337,14 @@ def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> gpu.CudaKer
     else:
         inputs = ["parts", "stats", "positions", "tokens"]
         outputs, body, bounds = ["y"], _ADD, ""
-    source = mma.header(dtype) + STREAM + bounds, _COMMON + body
-    return gpu.CudaKernel(f"attention_{buffers}", inputs, outputs, *source, shared)
+    names, header = (f"attention_{buffers}", inputs, outputs), mma.header(dtype) + STREAM + bounds
+    return gpu.Kernel(*names, _COMMON + body, {"cuda": header}, shared=shared)
 
 
 WINDOW_ATTENTION = gpu.Operation(
+    "attention kernel / float32",
     "attention",
     lambda heads, dtype: self_check.window_attention(attend, heads, dtype, gpu.LONGEST_WINDOW),
     _applies,
+    for_metal=False,
 )

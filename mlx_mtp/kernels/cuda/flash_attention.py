@@ -206,19 +206,22 @@ def hopper() -> bool:
 
 def _applies(heads: tuple[int, int, int], dtype: mx.Dtype) -> bool:
     is_made = heads[2] == DIM and dtype in (mx.bfloat16, mx.float16)
-    return is_made and gpu.backend() == "cuda" and hopper()
+    return is_made and hopper()
 
 
 @functools.cache
-def _kernel(dtype: mx.Dtype, block: int) -> gpu.CudaKernel:
+def _kernel(dtype: mx.Dtype, block: int) -> gpu.Kernel:
     instructions = mma.header(dtype, mma.wgmma(block, DIM))
-    source = instructions + mma.bounds(32 * _WARPS, 1) + _LOAD, _BODY
+    header = instructions + mma.bounds(32 * _WARPS, 1) + _LOAD
     shared = 2 * DIM * (ROWS + 5 * block) + 1024
-    return gpu.CudaKernel("flash", ["q", "k", "v", "positions"], ["y"], *source, shared)
+    names = "flash", ["q", "k", "v", "positions"], ["y"]
+    return gpu.Kernel(*names, _BODY, {"cuda": header}, shared=shared)
 
 
 FLASH_ATTENTION = gpu.Operation(
+    "chunk attention kernel / float32",
     "flash",
     lambda heads, dtype: self_check.chunk_attention(attend, heads, dtype),
     _applies,
+    for_metal=False,
 )

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.cuda.gated_delta_prepare import CHUNK, WARPS, chunk_kernel, prepare_chunks
-from mlx_mtp.kernels.gdn_types import GatedDeltaShape, GatedDeltaWindow
+from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
 
 LEAST = 64  # positions; fewer are left to the kernel that takes one after the other
 _SLICE = 32  # of a state's Dv rows, for a threadgroup
@@ -233,7 +233,7 @@ _BODY = """
 
 def run_kernel(
     q: mx.array,  # l2-normalised, [B, T, Hk, Dk]
-    window: GatedDeltaWindow,
+    window: GDNWindow,
     state: mx.array,  # before it, float32 [B, Hv, Dv, Dk]
     lengths: mx.array,  # positions of the window that each row keeps, int32 [B]
 ) -> tuple[mx.array, mx.array]:
@@ -252,15 +252,15 @@ def run_kernel(
     return outputs, after
 
 
-def fits(window: GatedDeltaWindow) -> bool:
+def fits(window: GDNWindow) -> bool:
     """Whether the kernels run such a prompt here."""
-    shape = GatedDeltaShape(*window.k.shape[2:], *window.v.shape[2:])
+    shape = GDNShape(*window.k.shape[2:], *window.v.shape[2:])
     return window.length >= LEAST and GATED_DELTA_CHUNKS.works(shape, window.k.dtype)
 
 
-def _applies(shape: GatedDeltaShape, dtype: mx.Dtype) -> bool:
+def _applies(shape: GDNShape, dtype: mx.Dtype) -> bool:
     made = shape.key_dim in _KEY_DIMS and shape.value_dim % _SLICE == 0
-    if not made or gpu.backend() != "cuda" or dtype not in (mx.bfloat16, mx.float16):
+    if not made or dtype not in (mx.bfloat16, mx.float16):
         return False
     return _shared(shape.key_dim) <= gpu.shared_memory()
 
@@ -273,13 +273,15 @@ def _shared(key_dim: int) -> int:
 
 
 def _reference(
-    q: mx.array, window: GatedDeltaWindow, state: mx.array, lengths: mx.array
+    q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array
 ) -> tuple[mx.array, mx.array]:
     return portable.run(q, window.cut(lengths), state)[:2]
 
 
 GATED_DELTA_CHUNKS = gpu.Operation(
+    "gated delta of prompts / portable",
     "gated_delta_chunks",
     lambda shape, dtype: self_check.gated_delta_prompt(run_kernel, _reference, shape, dtype),
     _applies,
+    for_metal=False,
 )

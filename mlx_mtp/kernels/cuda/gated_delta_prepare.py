@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
-from mlx_mtp.kernels.gdn_types import GatedDeltaWindow
+from mlx_mtp.kernels.gdn_types import GDNWindow
 
 CHUNK = 64
 WARPS = 4  # each with 16 positions of a chunk
@@ -124,7 +124,7 @@ _BODY = """
 """
 
 
-def prepare_chunks(q: mx.array, window: GatedDeltaWindow, lengths: mx.array) -> list[mx.array]:
+def prepare_chunks(q: mx.array, window: GDNWindow, lengths: mx.array) -> list[mx.array]:
     """Of each row, head and chunk: (I + A)^-1 beta in two parts and the weights of (q . k), and
     float32 sums of the decays' logs: [B, Hv, chunks, 3, 64, 64] and [B, Hv, chunks, 64].
     """
@@ -153,8 +153,8 @@ def chunk_kernel(
     key_dim: int,
     dtype: mx.Dtype,
     shared: int,  # bytes
-) -> gpu.CudaKernel:
+) -> gpu.Kernel:
     """A kernel of `COMMON` and a body."""
     scale = f"    constexpr float SCALE = {key_dim**-0.5!r}f;\n"
-    source = mma.header(dtype), COMMON + scale + body
-    return gpu.CudaKernel(f"gated_delta_{name}", inputs, outputs, *source, shared)
+    names = f"gated_delta_{name}", [*inputs], [*outputs]
+    return gpu.Kernel(*names, COMMON + scale + body, {"cuda": mma.header(dtype)}, shared=shared)

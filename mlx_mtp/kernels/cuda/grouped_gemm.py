@@ -1,6 +1,6 @@
-"""Grouped GEMM of a prompt's tokens with their experts, whose weights are expanded in registers.
+"""Grouped GEMM of a prompt's tokens with their experts, which expands weights in registers.
 
-For CUDA: the pairs of token and expert, sorted by expert, are cut into blocks that have one expert
+The pairs of token and expert, sorted by expert, are cut into blocks that have one expert
 and up to 64 pairs each, so that the work follows the pairs however unevenly they are routed.
 """
 
@@ -238,7 +238,7 @@ def swiglu(
 
 
 def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
-    """int32: all pairs, those of an expert side by side; and [B, 3], what blocks have of them."""
+    """int32 [P], pairs by expert, and [B, 3], the expert, first pair and count of each block."""
     chosen = mx.contiguous(chosen)  # One expert a token leaves a stride, which the body has not.
     blocks = chosen.size // (8 * _TILES) + experts
     constants = {"TILES": _TILES, "WARPS": _SORTING}
@@ -261,11 +261,11 @@ def _product(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx
 
 
 @functools.cache
-def _kernel(parts: int, shared: int) -> gpu.CudaKernel:
+def _kernel(parts: int, shared: int) -> gpu.Kernel:
     weights = (f"{name}{number}" for number in range(parts) for name in "wsb")
-    names = ["x", *weights, "blocks", "order"], ["y"]
-    source = mma.header(mx.bfloat16) + _EXPANDED, _START.format(parts - 1) + _BODY
-    return gpu.CudaKernel(f"grouped_{parts}", *names, *source, shared)
+    names = f"grouped_{parts}", ["x", *weights, "blocks", "order"], ["y"]
+    header, body = mma.header(mx.bfloat16) + _EXPANDED, _START.format(parts - 1) + _BODY
+    return gpu.Kernel(*names, body, {"cuda": header}, shared=shared)
 
 
 _ARRANGE = gpu.Kernel("grouped_arrange", ["x"], ["y"], _ARRANGE_BODY)

@@ -283,17 +283,15 @@ def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
 
 
 @functools.cache
-def _kernel(
-    count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: int
-) -> gpu.CudaKernel:
+def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: int) -> gpu.Kernel:
     later = range(1, count if parts == 1 and not of_experts else 1)
     rows = _PAIRS if of_experts else "".join(_NEXT.replace("I", str(i)) for i in later) + _ROWS
     source = prologue(_START, rows, count, parts, of_experts)
-    return gpu.CudaKernel(
+    return gpu.Kernel(
         f"few_rows_{count}_{parts}_{int(of_experts)}",
         input_names(count, of_experts),
         [f"y{number}" for number in range(1 if of_experts else count // parts)],
-        mma.header(dtype) + BASES[dtype] + DECODING + _HEADER,
         source + _BODY + (_NEXT_PAIRS if of_experts else ""),
-        shared,
+        {"cuda": mma.header(dtype) + BASES[dtype] + DECODING + _HEADER},
+        shared=shared,
     )

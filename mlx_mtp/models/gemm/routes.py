@@ -140,7 +140,7 @@ def experts_in_order(
     chosen: mx.array,
     order: mx.array,
 ) -> mx.array:
-    """[P, H] of P pairs in this order (see `topk.Routes`) by the kernel, with a shared expert."""
+    """[P, H] of P pairs in this order (see `topk.ExpertChoice`), by the kernel."""
 
     def product(x: mx.array, *names: str) -> mx.array:
         theirs = [] if shared is None else [weight_of(shared[name]) for name in names]
