@@ -47,12 +47,11 @@ class RaggedKVCache:
         given = queries, packing.positions, arrays, kv_heads, rows, packing.longest, scale
         if (attended := attention.attend_windows(*given)) is not None:
             return attended
-        outputs = [
-            attention.attend_rectangle(
-                part.rect(queries), _by_axis(part.buffer, array), part, scale
-            )
-            for part, array in zip(packing.parts, arrays, strict=True)
-        ]
+        outputs = []
+        for part, array in zip(packing.parts, arrays, strict=True):
+            rectangle = part.rect(queries), _by_axis(part.buffer, array), part.positions
+            limits = part.mask, part.limit, part.known
+            outputs.append(attention.attend_rectangle(*rectangle, *limits, scale))
         return packing.join(outputs)
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:

@@ -8,7 +8,6 @@ are, and blocks of queries keep the scores small. All else is mlx's own attentio
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
 
@@ -21,25 +20,6 @@ _FUSED_DIM = 128  # mlx has a fused form of a chunk up to here
 # least this many keys, up to 8 positions, and up to 32 pairs of a position and one of these heads.
 # With more, at this dimension, it is separate operations.
 _METAL_KEYS, _METAL_POSITIONS, _METAL_PAIRS, _METAL_DIM = 4096, 8, 32, 256
-
-
-class KVRectangle(Protocol):
-    """The windows of rows that share a buffer of keys and values."""
-
-    used: int  # slots of the buffer, each with a window of T positions
-    limit: int  # positions of a slot that any of the windows sees
-
-    @property
-    def positions(self) -> mx.array:
-        """int32 [slots, T]."""
-
-    @property
-    def mask(self) -> mx.array:
-        """Causal: bool [slots, 1, T, limit]."""
-
-    @property
-    def known(self) -> int:
-        """At most the first position, if there is one row."""
 
 
 def is_batch_invariant(head_dim: int) -> bool:
@@ -65,21 +45,25 @@ def attend_windows(
 def attend_rectangle(
     queries: mx.array,  # [slots, T, heads, dim]
     kv: mx.array,  # [2, slots or more, KV heads, capacity, dim]
-    rectangle: KVRectangle,
+    positions: mx.array,  # int32 [slots, T]
+    mask: mx.array,  # causal, bool [slots, 1, T, limit]; evaluated only where it is used
+    limit: int,  # positions of a slot that any of the queries sees
+    known: int,  # at most the first position, if there is one slot
     scale: float,
 ) -> mx.array:
     """Attention of each query up to its own position, [slots, T, heads, dim]."""
     keys, values = kv  # views; an integer as the only index would copy
     if flash_attention.fits(queries, keys, scale):
-        one = queries.squeeze(0), keys, values, rectangle.positions.squeeze(0)
+        one = queries.squeeze(0), keys, values, positions.squeeze(0)
         return flash_attention.attend(*one)[None]
-    keys, values = kv[:, : rectangle.used, :, : rectangle.limit]
+    keys, values = kv[:, : len(queries), :, :limit]
     rows = queries.swapaxes(1, 2)
     # Where a window of a decode step begins the host does not know.
     if queries.shape[1] > LONGEST_WINDOW and attends_in_blocks(rows):
-        where = rectangle.positions.squeeze(0), rectangle.known
-        return _in_blocks(rows, keys, values, *where, scale).swapaxes(1, 2)
-    return _by_mlx(rows, keys, values, scale, rectangle.mask).swapaxes(1, 2)
+        outputs = _in_blocks(rows, keys, values, positions.squeeze(0), known, scale)
+    else:
+        outputs = _by_mlx(rows, keys, values, scale, mask)
+    return outputs.swapaxes(1, 2)
 
 
 def attends_in_blocks(queries: mx.array) -> bool:

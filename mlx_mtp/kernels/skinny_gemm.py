@@ -1,59 +1,71 @@
 """GEMMs of few rows, where a row's result has the same bits whatever rows are beside it.
 
 mlx's own read the weights once a row, up to 7 rows on CUDA and more on Metal: what a verify window
-costs there. The kernels are `cuda.skinny_gemm` and `metal.skinny_gemm`; `models.gemm` decides when
-a model is loaded which layers run them.
+costs there. `cuda.skinny_gemm` and `metal.skinny_gemm` share these arguments, and how their sources
+begin; `models.gemm` decides when a model is loaded which layers run them.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
 from mlx_mtp.kernels.formats import Weight
-from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
-from mlx_mtp.kernels.skinny_source import SkinnyGemm
+
+_GATE_AND_UP = "    w_up = w1; s_up = s1; b_up = b1;\n"
+# The expert behind the last one, which all tokens share, has weights of its own.
+_SHARED = """
+    if (expert == w0_shape[0]) {
+      base = 0;
+      w_at = wI; s_at = sI; b_at = bI;
+      w_up = wL; s_up = sL; b_up = bL;
+    }
+"""
 
 
-def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
-    """x [M, K] times the transpose of each of some weights [N, K] of one format: [M, N] each."""
-    return _run(SkinnyGemm(x, weights))
+class SkinnyGemm(NamedTuple):
+    """Products of x [S, K] with transposes of weights of one format, [N, K].
+
+    With one part each weight has a result [S, N]. With two they are gate and up of one result,
+    silu(gate) * up. With P pairs of token and expert the weights are those of all experts
+    [E, N, K], one of each part, then those of the shared expert E, [N, K], if it takes part; the
+    result is [P, N], and P / S pairs in a row have one row of x.
+    """
+
+    x: mx.array
+    weights: Sequence[Weight]
+    parts: int = 1
+    # int32 [P]: the experts of all pairs, ascending, and which pair each of these is; or nothing.
+    pairs: Sequence[mx.array] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the results: of x, or pairs."""
+        return self.pairs[0].size if self.pairs else len(self.x)
+
+    @property
+    def outputs(self) -> list[int]:
+        """Columns of each result."""
+        weights = self.weights[:1] if self.pairs else self.weights[:: self.parts]
+        return [weight.codes.shape[-2] for weight in weights]
+
+    @property
+    def inputs(self) -> list[mx.array]:
+        """The arrays that a kernel takes, as `input_names` has them."""
+        arrays = itertools.chain(*(weight[:3] for weight in self.weights))
+        return [self.x, *arrays, *self.pairs]
 
 
-def gate_and_up(x: mx.array, gate: Weight, up: Weight) -> mx.array:
-    """silu(x [M, K] times the transpose of gate [N, K]) times that of up: [M, N]."""
-    return _run(SkinnyGemm(x, [gate, up], 2))[0]
+def input_names(count: int, of_experts: bool) -> list[str]:
+    """Of a kernel for a number of weights."""
+    weights = (f"{name}{number}" for number in range(count) for name in "wsb")
+    return ["x", *weights, *(["experts", "order"] if of_experts else [])]
 
 
-def experts(
-    x: mx.array,  # [S, K]
-    weights: Sequence[Weight],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
-    shared: Sequence[Weight],  # of expert E, the same without an axis of experts; or none
-    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
-    order: mx.array,  # int32 [P], which pair each of these is
-) -> mx.array:
-    """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
-    return _run(SkinnyGemm(x, [*weights, *shared], len(weights), (chosen, order)))[0]
-
-
-def applies(weight: Weight, dtype: mx.Dtype) -> bool:
-    """Whether a kernel is made for such a weight, activations, and this backend."""
-    return cuda_gemm.applies(weight, dtype) or metal_gemm.applies(weight, dtype)
-
-
-def bands(weight: Weight) -> dict[int, range]:
-    """The numbers of tokens of a decode step that it may serve, each by that to time it with."""
-    ranges: dict[int, range] = kernel().bands(weight)
-    return ranges
-
-
-def kernel() -> Any:
-    """The module of the kernel for this backend."""
-    return metal_gemm if gpu.backend() == "metal" else cuda_gemm
-
-
-def _run(gemm: SkinnyGemm) -> list[mx.array]:
-    results: list[mx.array] = kernel().run_kernel(gemm)
-    return results
+def prologue(start: str, rows: str, count: int, parts: int, of_experts: bool) -> str:
+    """How a source begins: which weights a block has, then which rows of x."""
+    source = start.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "") + rows
+    if of_experts and count > parts:
+        source += _SHARED.replace("I", str(parts)).replace("L", str(count - 1))
+    return source

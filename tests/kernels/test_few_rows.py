@@ -10,11 +10,12 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import gpu, skinny_gemm, skinny_source
+from mlx_mtp.kernels import gpu, skinny_gemm
 from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, project, routes_of, set_routes, with_routes
+from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
 
 BF16, F16 = mx.bfloat16, mx.float16
@@ -72,21 +73,21 @@ def near(ours, true, lost=2e-4):
 def test_a_row_has_the_same_bits_whatever_is_beside_it(form, dtype):
     inputs = 1280 if form == AFFINE4 else 512
     weight = weight_of(linear(inputs, 32, form, seed=inputs + form.bits, dtype=dtype))
-    if not skinny_gemm.applies(weight, dtype):
+    if not cuda_gemm.applies(weight, dtype):
         assert dtype == F16 and form in (MX4, MX8, NV4)
         return
     x = mx.random.normal((19, inputs), key=mx.random.key(1)).astype(dtype)
     other = weight_of(linear(inputs, 17, form, seed=9, dtype=dtype))  # One more than a block has.
     both = [weight, other, weight]
-    most = skinny_gemm.products(x, both)
+    most = gemms.products(x, both)
     for found, each in zip(most, both, strict=True):
         near(found, exact(x, each))
-    gated = skinny_gemm.gate_and_up(x, weight, weight)
+    gated = gemms.gate_and_up(x, weight, weight)
     up = exact(x, weight)
     near(gated, up / (1 + np.exp(-up)) * up)
     for rows in (slice(0, 1), slice(3, 11), slice(18, 19), slice(2, 18)):
-        assert mx.array_equal(skinny_gemm.products(x[rows], both)[0], most[0][rows])
-        assert mx.array_equal(skinny_gemm.gate_and_up(x[rows], weight, weight), gated[rows])
+        assert mx.array_equal(gemms.products(x[rows], both)[0], most[0][rows])
+        assert mx.array_equal(gemms.gate_and_up(x[rows], weight, weight), gated[rows])
 
 
 @pytest.mark.parametrize("form", [MX4, MX8])
@@ -100,7 +101,7 @@ def test_scales_far_from_one(form):
     for scale in (100, 127, 150):
         layer.scales = mx.full(layer.scales.shape, scale, dtype=mx.uint8)
         weight, x = weight_of(layer), mx.eye(256)[:64].astype(BF16)
-        (found,) = skinny_gemm.products(x, [weight])
+        (found,) = gemms.products(x, [weight])
         np.testing.assert_array_equal(np.array(found.astype(mx.float32)), exact(x, weight))
 
 
@@ -149,7 +150,7 @@ def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplo
     assert "WARNING" not in caplog.text
 
     monkeypatch.setattr(
-        skinny_source, "_SHARED", skinny_source._SHARED.replace("b_at = bI", "b_at = sI")
+        skinny_gemm, "_SHARED", skinny_gemm._SHARED.replace("b_at = bI", "b_at = sI")
     )
     forget_kernels()
     if joins:

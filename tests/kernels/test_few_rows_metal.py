@@ -9,12 +9,12 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import skinny_gemm as kernels
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
-from mlx_mtp.models.gemm import measure
+from mlx_mtp.models.gemm import measure, routes
 from mlx_mtp.models.gemm.routes import BY_MLX, routes_of, with_routes
 from mlx_mtp.selftest import products
+from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
 from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
 
@@ -25,7 +25,8 @@ BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
 @pytest.fixture(autouse=True)
 def metal_body(monkeypatch):
     """On CUDA too."""
-    monkeypatch.setattr(kernels, "kernel", lambda: metal_gemm)
+    for module in (routes, measure, gemms):
+        monkeypatch.setattr(module, "skinny_kernel", lambda: metal_gemm)
 
 
 on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
@@ -52,13 +53,13 @@ def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
     gate, up = exact(x, weight), exact(x, other)
     gated = gate / (1 + np.exp(-gate)) * up
     for most, some in BANDS:
-        found, found_other = kernels.products(x[most], [weight, other])
+        found, found_other = gemms.products(x[most], [weight, other])
         near(found, gate[most])
         near(found_other, up[most])
-        both = kernels.gate_and_up(x[most], weight, other)
+        both = gemms.gate_and_up(x[most], weight, other)
         near(both, gated[most])
-        assert mx.array_equal(kernels.products(x[some], [weight])[0], found[some])
-        assert mx.array_equal(kernels.gate_and_up(x[some], weight, other), both[some])
+        assert mx.array_equal(gemms.products(x[some], [weight])[0], found[some])
+        assert mx.array_equal(gemms.gate_and_up(x[some], weight, other), both[some])
 
 
 @on_both
@@ -66,7 +67,7 @@ def test_many_features_have_wider_warps(emulated, monkeypatch):
     monkeypatch.setattr(metal_gemm, "_WIDE", 64)
     weight = weight_of(linear(128, 70, AFFINE4, seed=0))
     x = mx.random.normal((9, 128), key=mx.random.key(1)).astype(BF16)
-    near(kernels.products(x, [weight])[0], exact(x, weight))
+    near(gemms.products(x, [weight])[0], exact(x, weight))
 
 
 @on_both
@@ -86,7 +87,7 @@ def test_pairs_are_computed_by_their_experts(emulated):
     order = mx.array([1, 0, 2, 4, 6, 8, 3, 5, 7, 9], dtype=mx.int32)
     x = mx.random.normal((5, 128), key=mx.random.key(2)).astype(BF16)
     for parts in (1, 2):
-        found = kernels.experts(x, routed[:parts], shared[:parts], chosen, order)
+        found = gemms.experts(x, routed[:parts], shared[:parts], chosen, order)
         for place, expert in zip(order.tolist(), chosen.tolist(), strict=True):
             gate, *ups = (exact(x[place // 2][None], weight_of(each[expert])) for each in layers)
             true = gate / (1 + np.exp(-gate)) * ups[0] if parts == 2 else gate
@@ -193,22 +194,21 @@ def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
     emulated, rows, fails, monkeypatch, caplog
 ):
     """That which is timed, or the largest; without a number only the timing may fail."""
-    run, times = kernels.experts, iter(range(99))
+    run, times = metal_gemm.run_kernel, iter(range(99))
 
-    def experts(x, weights, shared, chosen, order):
-        found = run(x, weights, shared, chosen, order)
-        if rows is None or len(chosen) != 2 * rows:
-            return found
+    def experts(gemm):
+        if rows is None or gemm.rows != 2 * rows:
+            return run(gemm)
         if fails:
             raise RuntimeError("no memory")
-        return found * 1.1
+        return [1.1 * each for each in run(gemm)]
 
     def timed(call, _):
         if fails and rows is None:
             raise RuntimeError("no memory")
         return None, next(times)
 
-    monkeypatch.setattr(kernels, "experts", experts)
+    monkeypatch.setattr(metal_gemm, "run_kernel", experts)
     monkeypatch.setattr(measure, "timed", timed)
     block = SwitchGLU(64, 64, 3)
     block.set_dtype(BF16)

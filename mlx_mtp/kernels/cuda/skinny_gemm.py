@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.skinny_source import SkinnyGemm, input_names, prologue
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.formats import Weight
-from mlx_mtp.kernels.skinny_source import SkinnyGemm, input_names, prologue
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
 WORTH = 1.0  # the most that it may take, over mlx's operation
 MOST_PAIRS = 0  # of token and expert, of a prompt

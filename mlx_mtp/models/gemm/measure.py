@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from mlx_mtp.kernels import gpu, skinny_gemm
+from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import grouped_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.models.gemm.routes import (
@@ -31,6 +31,7 @@ from mlx_mtp.models.gemm.routes import (
     product,
     routes_of,
     set_routes,
+    skinny_kernel,
     with_routes,
 )
 
@@ -91,7 +92,7 @@ def serves(model: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether the kernel is made for all quantized weights of a model. None is read."""
     quantized = (nn.QuantizedLinear, QuantizedSwitchLinear)
     parts = (module for module in model.modules() if isinstance(module, quantized))
-    return all(skinny_gemm.applies(weight_of(part), dtype) for part in parts)
+    return all(skinny_kernel().applies(weight_of(part), dtype) for part in parts)
 
 
 def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
@@ -106,9 +107,10 @@ def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
     if any(mlx_class(part) not in _STORING or "bias" in part for part in parts):
         return {}
     weights = [weight_of(part) for part in parts]
-    applies = all(skinny_gemm.applies(weight, dtype) for weight in weights)
+    applies = all(skinny_kernel().applies(weight, dtype) for weight in weights)
     is_one_format = len({weight.form for weight in weights[:2]}) == 1
-    return skinny_gemm.bands(weights[0]) if applies and is_one_format else {}
+    bands: dict[int, range] = skinny_kernel().bands(weights[0])
+    return bands if applies and is_one_format else {}
 
 
 def by_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module:
@@ -128,7 +130,7 @@ def _most_of_prompt(module: nn.Module) -> int:
     if mlx_class(module) is not SwitchGLU:
         return 0
     is_quantized = "scales" in module.gate_proj
-    most: int = skinny_gemm.kernel().MOST_PAIRS if is_quantized else _MOST_PLAIN_PAIRS
+    most: int = skinny_kernel().MOST_PAIRS if is_quantized else _MOST_PLAIN_PAIRS
     return most // _top_k(module)
 
 
@@ -238,7 +240,7 @@ def _is_worth_it(modules: Sequence[nn.Module], dtype: mx.Dtype, rows: int) -> bo
         # As layers are: else the host's time would be all that is seen.
         launch = mx.compile(lambda *inputs: [product(layer, *inputs) for layer in layers])  # noqa: B023
         times.append(timed(lambda: launch(*inputs), _ROUNDS)[1])  # noqa: B023
-    return bool(times[0] < times[1] * skinny_gemm.kernel().WORTH)
+    return bool(times[0] < times[1] * skinny_kernel().WORTH)
 
 
 def _in_float32(module: nn.Module) -> nn.Module:

@@ -1,10 +1,10 @@
 """Products of layers, each by the operation that its number of tokens is routed to.
 
-There are four operations: a kernel of `kernels.skinny_gemm`, mlx's own, mlx's own in blocks of one
-size, and expanding the weights before a dense product, which reads them once however many rows
-there are. mlx chooses another kernel, and so another order of sums, for another number of rows;
-beside a fixed number of them, and wherever it stands, a row has the same bits. Reading the weights
-is most of what a product of few rows takes, so of unquantized weights padding costs little.
+There are four operations: a kernel (`kernels.skinny_gemm`), mlx's own, mlx's own in blocks of one
+size, and expanding the weights before a dense product, which reads them once for all rows. mlx
+chooses another kernel, and so another order of sums, for another number of rows; beside a fixed
+number of them, and wherever it stands, a row has the same bits. Reading the weights is most of the
+time of a product of few rows, so of unquantized weights padding costs little.
 
 `measure.choose_routes` gives each layer its `Routes` when a model is loaded, and a class of
 `ROUTED`, which looks at them; elsewhere a layer keeps mlx-lm's class.
@@ -23,10 +23,13 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import gpu, skinny_gemm
+from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import grouped_gemm
+from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
 from mlx_mtp.kernels.cuda.dequantize import expanded
 from mlx_mtp.kernels.formats import weight_of
+from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
 
 _BLOCK = 64  # rows
 
@@ -60,7 +63,8 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
     if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
         return [layer(x) for layer in layers]
-    products = skinny_gemm.products(_rows(x), [weight_of(layer) for layer in layers])
+    gemm = SkinnyGemm(_rows(x), [weight_of(layer) for layer in layers])
+    products: list[mx.array] = skinny_kernel().run_kernel(gemm)
     return products if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in products]
 
 
@@ -68,6 +72,11 @@ def product(module: nn.Module, *inputs: mx.array) -> mx.array:
     """A layer's product, that of an embedding too."""
     method: Callable[..., mx.array] = getattr(module, "as_linear", module)
     return method(*inputs)
+
+
+def skinny_kernel() -> Any:
+    """The module of the skinny GEMM for this backend."""
+    return metal_gemm if gpu.backend() == "metal" else cuda_gemm
 
 
 def few(x: mx.array) -> bool:
@@ -143,10 +152,11 @@ def experts_in_order(
     """[P, H] of P pairs in this order (see `topk.ExpertChoice`), by the kernel."""
 
     def product(x: mx.array, *names: str) -> mx.array:
-        theirs = [] if shared is None else [weight_of(shared[name]) for name in names]
-        return skinny_gemm.experts(
-            x, [weight_of(layer[name]) for name in names], theirs, chosen, order
-        )
+        owners = [layer] if shared is None else [layer, shared]
+        weights = [weight_of(owner[name]) for owner in owners for name in names]
+        gemm = SkinnyGemm(x, weights, len(names), (chosen, order))
+        pairs: mx.array = skinny_kernel().run_kernel(gemm)[0]
+        return pairs
 
     return product(product(_rows(x), "gate_proj", "up_proj"), "down_proj")
 
@@ -165,7 +175,8 @@ def _linear_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
 
 def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
     """Gate, up and activation are one launch."""
-    inner = skinny_gemm.gate_and_up(_rows(x), *map(weight_of, (self.gate_proj, self.up_proj)))
+    weights = [weight_of(self.gate_proj), weight_of(self.up_proj)]
+    (inner,) = skinny_kernel().run_kernel(SkinnyGemm(_rows(x), weights, 2))
     down: mx.array = self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
     return down
 
