@@ -33,10 +33,9 @@ $(VENV)/.installed: pyproject.toml
 	$(INSTALL) --editable '.[$(EXTRA)]'
 	@touch $@
 
-# The clients that are written in Python (those from npm are installed by their tests), and PyTorch, which
-# trains the bundled models: on Linux 5 GB more.
+# The clients that are written in Python; those from npm are installed by their tests.
 $(VENV)/.full: $(VENV)/.installed
-	$(INSTALL) --editable '.[$(EXTRA)$(comma)clients$(comma)train]'
+	$(INSTALL) --editable '.[$(EXTRA)$(comma)clients]'
 	@touch $@
 
 setup: $(VENV)/.installed

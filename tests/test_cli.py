@@ -127,7 +127,7 @@ def test_a_port_is_in_use_as_soon_as_it_is_bound(capsys, monkeypatch):
 def test_help_and_mistakes_load_nothing_heavy():
     code = """
 import sys
-from mlx_mtp import cli
+from mlx_mtp.cli import main as cli
 for words in ("--version", "serve --help", "serve --port x", "bench offline --help"):
     try:
         cli.main(words.split(), {})

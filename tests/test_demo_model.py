@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from demo_model.mixture import OPEN_TASKS
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
@@ -23,6 +22,7 @@ from tests.harness import SamplingParams as Sampling
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())
 EOS = (4089, 4087)
 VOCAB = 4096
+OPEN_TASKS = {"story", "description", "explanation", "advice", "letter", "diary", "poem"}
 
 
 @dataclass(frozen=True)

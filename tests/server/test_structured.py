@@ -215,7 +215,7 @@ def test_a_trial_that_was_killed_refuses_no_grammar(
     """As where memory is short; a grammar that crashes its trial is refused."""
     script = f"""if True:
         import os, signal
-        from mlx_mtp.server import grammar_check
+        from mlx_mtp.text.sandbox import grammar_check
         def end(grammar):
             with open({str(tmp_path / "trials")!r}, "a+") as trials:
                 trials.seek(0)

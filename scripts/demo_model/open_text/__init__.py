@@ -1,1 +1,0 @@
-"""Text whose continuation branches: stories, descriptions, explanations, letters, and filler."""

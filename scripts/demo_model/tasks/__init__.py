@@ -1,1 +1,0 @@
-"""Tasks with a right answer."""

@@ -1,0 +1,26 @@
+"""Every command line of `command_lines.txt` gives what is recorded there."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.command_lines import prepare, recorded, result_of
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
+CASES = [
+    # A process of its own takes seconds.
+    pytest.param(line, result, id=line, marks=[pytest.mark.full] * line.startswith("HF_"))
+    for line, result in recorded()
+]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("line", "result"), CASES)
+def test_a_command_line_gives_what_is_recorded(line: str, result: str) -> None:
+    assert result in ("...", result_of(line))
