@@ -1,15 +1,5 @@
-"""The host's time of a decode step, and the operations that it launches. Needs no GPU.
+"""The host's time of a decode step, and the operations that it launches. Needs no GPU."""
 
-    python -m benchmarks.host [--shape Qwen3.5-27B] [--cases 1x0,1x3] [--temperature 1 --top-k 20]
-
-For each case, rows x drafts. The model has the shape's layers and small sizes. Where there is no
-GPU, one that computes nothing stands in for it: layers are compiled and kernels launched as on
-CUDA, and a launch is an operation of mlx that does nothing. Times are the processor's, of the
-thread that builds the steps, in microseconds: what mlx takes to encode a launch on a GPU is not
-among them (4 to 5 each on an H200's host). "Launches" leaves out what only changes a shape.
-"""
-
-import argparse
 import io
 import re
 import statistics
@@ -24,33 +14,98 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from benchmarks.shapes import add_shape, build, shape_of
-from benchmarks.timed import table
-from mlx_mtp.config import EngineConfig
+from benchmarks import Rows, row
+from benchmarks.cores import core_of, decode, row_of
+from benchmarks.shapes import build, shape_of
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.kernels import gpu
 from mlx_mtp.models.gemm import measure as gemm
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.draft_policy import FixedDrafts
 from mlx_mtp.speculative.drafter import MTPDrafter
 
 _SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256}
 _SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 32}
 _SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _SIZES |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
-_PROMPTS, _ENDLESS = gpu.MOST_ROWS, 1 << 20  # tokens of all; for more the CPU would compute
+_PROMPTS = gpu.MOST_ROWS  # tokens of all; for more the CPU would compute
 _WARM_STEPS = 48  # also those that write what a head without drafts has deferred
 _VIEWS = "View|Broadcast|ExpandDims|Squeeze|Reshape|Flatten|Unflatten|Slice|Split|Transpose"
+_PARTS: dict[str, tuple[Any, str]] = {
+    "schedule": (Scheduler, "schedule"),
+    "trunk": (LoadedModel, "hidden"),
+    "lm_head": (LoadedModel, "logits"),
+    "draw": (runner_module, "_draw"),
+    "draft": (MTPDrafter, "propose"),
+    "launch": (mx, "async_eval"),
+    "read": (InFlightStep, "read"),
+    "update": (Scheduler, "update"),
+    "step": (ModelRunner, "_decode"),
+}
+_COUNTED = ("trunk", "draw", "draft")  # lm_head is counted with the draw
 
 
-def use_idle_gpu() -> None:
+def host(
+    shape: str = "Qwen3-Next-80B-A3B-Instruct",
+    layers: int = 0,
+    cases: tuple[tuple[int, int], ...] = ((1, 0), (1, 1), (1, 3), (4, 0), (4, 3), (16, 0), (16, 3)),
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    steps: int = 64,
+    parts: bool = False,
+) -> Rows:
+    """The host's time of a decode step, and the operations that it launches. Needs no GPU.
+
+    The model has the shape's layers and small sizes. Where there is no GPU, one that computes
+    nothing stands in for it: layers are compiled and kernels launched as on CUDA, and a launch is
+    an operation of mlx that does nothing. Times are the processor's, of the thread that builds the
+    steps, in microseconds: what mlx takes to encode a launch on a GPU is not among them (4 to 5
+    each on an H200's host). "launches" leaves out what only changes a shape.
+
+    Args:
+        cases: rows x drafts
+        steps: that are measured
+        parts: show times and operations by part too
+    """
+    if gpu.backend() is None:
+        _use_idle_gpu()
+    config = shape_of(shape, layers)
+    inner = config.get("text_config", config)
+    inner |= {name: size for name, size in _SIZES.items() if name in inner}
+    model, _ = build(config, 4)
+    for rows, drafts in cases:
+        core = core_of(model, drafts, max_num_seqs=rows, prefill_step_size=512)
+        sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        prompts = [(row,) * (_PROMPTS // rows) for row in range(rows)]
+        decode(core, [row_of(str(n), ids, seed=n, **sampling) for n, ids in enumerate(prompts)])
+        for _ in range(_WARM_STEPS):
+            core.step()
+        laps = []
+        for _ in range(steps):
+            watch = _Parts()
+            with watch.watched(_PARTS):
+                core.step()
+            watch.lap()
+            laps.append(watch.seconds)
+        us = {n: 1e6 * statistics.median(lap[n] for lap in laps) for n in [*_PARTS, "rest"]}
+        total = 1e6 * statistics.median(sum(lap.values()) for lap in laps)
+        counts = _count(core)
+        every = sum(counts.values(), Counter())
+        figures = total, total - us["launch"], us["launch"], every.total(), _launches(every)
+        names = "rows | drafts | us a step | building | launching | operations | launches"
+        yield row(names, rows, drafts, *figures)
+        for name in [*_PARTS, "rest"] if parts else ():
+            of = counts.get(name, Counter())
+            yield row(
+                "part | us | operations | launches", name, us[name], of.total(), _launches(of)
+            )
+
+
+def _use_idle_gpu() -> None:
     """Let everything that asks for a GPU find one for CUDA whose kernels compute nothing."""
     nothing = cache(lambda shape, dtype: mx.zeros(shape, dtype))
 
@@ -76,12 +131,12 @@ def use_idle_gpu() -> None:
 
         return launch
 
-    found: Any = mx
-    found.default_device = lambda: mx.Device(mx.gpu)
-    found.cuda.is_available = lambda: True
-    found.fast.cuda_kernel = kernel
-    found.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
-    found.dequantize = dequantize
+    patched: Any = mx
+    patched.default_device = lambda: mx.Device(mx.gpu)
+    patched.cuda.is_available = lambda: True
+    patched.fast.cuda_kernel = kernel
+    patched.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
+    patched.dequantize = dequantize
     replaced: Any = gemm
     replaced._problem = lambda *_: None
     replaced._is_worth_it = lambda *_: True
@@ -89,7 +144,7 @@ def use_idle_gpu() -> None:
     gpu.Operation._is_right = lambda *_: True  # type: ignore[method-assign]
 
 
-class Parts:
+class _Parts:
     """Times parts of a step, each without those inside it, and keeps what they return."""
 
     def __init__(self) -> None:
@@ -108,11 +163,11 @@ class Parts:
     def watched(self, places: dict[str, tuple[Any, str]]) -> Iterator[None]:
         """Watch functions, each with the name of its part, by owner and attribute."""
         usual = {name: getattr(*place) for name, place in places.items()}
-        for name, (owner, attribute) in places.items():
-            setattr(owner, attribute, self._timed(name, usual[name]))
+        for name, place in places.items():
+            setattr(*place, self._timed(name, usual[name]))
         yield
-        for name, (owner, attribute) in places.items():
-            setattr(owner, attribute, usual[name])
+        for name, place in places.items():
+            setattr(*place, usual[name])
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -128,56 +183,14 @@ class Parts:
         return timed
 
 
-_PARTS: dict[str, tuple[Any, str]] = {
-    "schedule": (Scheduler, "schedule"),
-    "trunk": (LoadedModel, "hidden"),
-    "lm_head": (LoadedModel, "logits"),
-    "draw": (runner_module, "_draw"),
-    "draft": (MTPDrafter, "propose"),
-    "launch": (mx, "async_eval"),
-    "read": (InFlightStep, "read"),
-    "update": (Scheduler, "update"),
-    "step": (ModelRunner, "_decode"),
-}
-_COUNTED = ("trunk", "draw", "draft")  # lm_head is counted with the draw
-
-
-def operations(arrays: Any) -> Counter[str]:
-    """How many of each operation compute these."""
-    text = io.StringIO()
-    mx.export_to_dot(text, [a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)])
-    return Counter(re.findall(r'label ="(\w+)[^"]*", shape=rectangle', text.getvalue()))
-
-
-def launches(found: Counter[str]) -> int:
-    """How many of these operations are launches."""
-    return sum(n for name, n in found.items() if not re.fullmatch(_VIEWS, name))
-
-
-def decoding(model: LoadedModel, rows: int, drafts: int, **sampling: Any) -> EngineCore:
-    """An engine that decodes."""
-    runner = ModelRunner(model, MTPDrafter(model), model.vocab_size)
-    config = EngineConfig(max_num_seqs=rows, prefill_step_size=512)
-    core = EngineCore(Scheduler(config, FixedDrafts(drafts)), runner, overlap=True)
-    sequences = []
-    for row in range(rows):
-        params = SamplingParams(max_tokens=_ENDLESS, seed=row, **sampling)
-        request = Request(str(row), (row,) * (_PROMPTS // rows), params)
-        sequences.append(Sequence(request, (), _ENDLESS))
-        core.add(sequences[-1])
-    while any(s.status is not Status.DECODING for s in sequences):
-        core.step()
-    return core
-
-
-def count(core: EngineCore) -> dict[str, Counter[str]]:
+def _count(core: EngineCore) -> dict[str, Counter[str]]:
     """The operations of one step by part, each without those before it."""
-    parts, counts, launch = Parts(), [Counter[str]()], mx.async_eval
+    parts, counts, launch = _Parts(), [Counter[str]()], mx.async_eval
 
     def counted(*arrays: Any) -> None:
         returned = [parts.returned[name] for name in _COUNTED]
-        counts.extend(operations(returned[: n + 1]) for n in range(len(returned)))
-        counts.append(operations([returned, arrays]))
+        counts.extend(_operations(returned[: n + 1]) for n in range(len(returned)))
+        counts.append(_operations([returned, arrays]))
         launch(*arrays)
 
     with parts.watched({name: _PARTS[name] for name in _COUNTED}):
@@ -187,49 +200,13 @@ def count(core: EngineCore) -> dict[str, Counter[str]]:
     return dict(zip([*_COUNTED, "rest"], (now - before for before, now in pairwise(counts))))
 
 
-def main() -> None:
-    """Parse the command line, measure, print a row for each case."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_shape(parser, default="Qwen3-Next-80B-A3B-Instruct")
-    parser.add_argument("--cases", default="1x0,1x1,1x3,4x0,4x3,16x0,16x3", help="rows x drafts")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--parts", action="store_true", help="times and operations by part")
-    options = parser.parse_args()
-    if gpu.backend() is None:
-        use_idle_gpu()
-    config = shape_of(options.shape, options)
-    inner = config.get("text_config", config)
-    inner |= {name: size for name, size in _SIZES.items() if name in inner}
-    model, _ = build(config, 4)
-    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
-    row = table("rows", "drafts", "us a step", "building", "launching", "operations", "launches")
-    for case in options.cases.split(","):
-        rows, drafts = map(int, case.split("x"))
-        core = decoding(model, rows, drafts, **sampling)
-        for _ in range(_WARM_STEPS):
-            core.step()
-        laps = []
-        for _ in range(options.steps):
-            parts = Parts()
-            with parts.watched(_PARTS):
-                core.step()
-            parts.lap()
-            laps.append(parts.seconds)
-        by_part = {n: 1e6 * statistics.median(lap[n] for lap in laps) for n in [*_PARTS, "rest"]}
-        total = 1e6 * statistics.median(sum(lap.values()) for lap in laps)
-        counts = count(core)
-        every = sum(counts.values(), Counter())
-        launching = by_part["launch"]
-        cells = [f"{us:.0f}" for us in (total, total - launching, launching)]
-        row(rows, drafts, *cells, every.total(), launches(every))
-        if options.parts:
-            print({name: round(us) for name, us in by_part.items()})
-            for name, found in counts.items():
-                print(f"{name}: {found.total()} operations, {launches(found)} launches, {found}")
+def _operations(arrays: Any) -> Counter[str]:
+    """How many of each operation compute these."""
+    text = io.StringIO()
+    mx.export_to_dot(text, [a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)])
+    return Counter(re.findall(r'label ="(\w+)[^"]*", shape=rectangle', text.getvalue()))
 
 
-if __name__ == "__main__":
-    main()
+def _launches(counts: Counter[str]) -> int:
+    """How many of these operations are launches."""
+    return sum(n for name, n in counts.items() if not re.fullmatch(_VIEWS, name))

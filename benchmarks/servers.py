@@ -6,25 +6,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
+
+from mlx_mtp.errors import BenchError
 
 # mlx_lm.server with the same BLAS as ours, or the comparison would be of BLAS libraries.
 _MLX_LM = "from mlx_mtp import backend; backend.prepare(); from mlx_lm.server import main; main()"
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A server to start.
-
-    Args:
-        name: as it stands in the table.
-        command: without the port.
-        model: what requests must name.
-    """
+class Contender(NamedTuple):
+    """A server to start: its name in tables, command without the port, and model in requests."""
 
     name: str
     command: tuple[str, ...]
@@ -45,34 +40,30 @@ def mlx_lm(model: Path) -> Contender:
 
 @contextlib.contextmanager
 def running(contender: Contender) -> Iterator[str]:
-    """Start it and wait until it answers; yields its base URL."""
-    port = _free_port()
-    command = [*contender.command, "--host", "127.0.0.1", "--port", str(port)]
+    """Start it and wait until it answers; yields its address, such as http://127.0.0.1:8000."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [*contender.command, "--host", "127.0.0.1", "--port", port]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait(process, f"{url}/health", command)
-        yield f"{url}/v1"
+        _wait(process, f"{url}/health")
+        yield url
     finally:
         process.terminate()
         process.wait(30)
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, command: Sequence[str]) -> None:
+def _wait(process: subprocess.Popen[bytes], url: str) -> None:
     for _ in range(600):
         if process.poll() is not None:
-            raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}")
+            raise BenchError(f"{process.args!r} ended with status {process.returncode}.")
         with contextlib.suppress(httpx.TransportError):
             httpx.get(url, timeout=30)
             return
         time.sleep(0.1)
-    raise RuntimeError(f"{' '.join(command)} did not answer within a minute")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    raise BenchError(f"{process.args!r} did not answer within a minute.")

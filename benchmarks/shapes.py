@@ -6,10 +6,8 @@ but for the experts that a router picks (here about uniformly). On a CPU they ar
 has no other mixtures of experts there.
 """
 
-import argparse
 import functools
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import machine_memory, wire_memory
 from mlx_mtp.models.gemm.measure import choose_routes
 from mlx_mtp.models.loader import family_of
@@ -32,43 +31,30 @@ _TINY_EXPERTS = {"num_experts": 16, **dict.fromkeys(_EXPERTS, 128)}
 _FEWEST_COLUMNS = 192  # see `quantize`
 
 
-def integers(text: str) -> list[int]:
-    """Of a command line: 1,2,4."""
-    return [int(part) for part in text.split(",")]
-
-
-def add_shape(parser: argparse.ArgumentParser, layers: int | None = None, **given: Any) -> None:
-    """--shape, as it is given, and `add_sizes`."""
-    parser.add_argument("--shape", choices=[*SHAPES], **given)
-    add_sizes(parser, layers)
-
-
-def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
-    """The options that `shape_of` reads."""
-    told = "so many of its layers, a multiple of 4; 0: all"
-    parser.add_argument("--layers", type=int, default=layers, help=told)
-    parser.add_argument("--tiny", action="store_true", help="small sizes: to try it on a CPU")
-
-
-def shape_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A published config.json, as the options change it."""
-    if mx.default_device() != mx.gpu and not (options.tiny or options.layers):
-        sys.exit("A whole model needs a GPU; --tiny tries the command on a CPU.")
+def shape_of(name: str, layers: int = 0, tiny: bool = False) -> dict[str, Any]:
+    """A published config.json, of so many of its layers (0: all); `tiny` has small sizes."""
+    if name not in SHAPES:
+        raise UsageError(f"{name} is no shape; there are {', '.join(SHAPES)}.")
+    if mx.default_device() != mx.gpu and not (tiny or layers):
+        raise UsageError("A whole model needs a GPU; --tiny tries the command on a CPU.")
     config = SHAPES[name]
     inner = config.get("text_config", config)
-    if options.tiny:
+    if tiny:
         inner = inner | _TINY | (_TINY_EXPERTS if "num_experts" in inner else {})
-    if options.tiny or options.layers:
-        inner = inner | {"num_hidden_layers": options.layers or 4}
+    if tiny or layers:
+        inner = inner | {"num_hidden_layers": layers or 4}
     return config | ({"text_config": inner} if "text_config" in config else inner)
 
 
-def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
-    """A random model with its head, ready to serve, and mlx-lm's own on the same arrays.
+def build(
+    config: dict[str, Any], bits: int, rank: int = 0, size: int = 1
+) -> tuple[LoadedModel, nn.Module]:
+    """A random model with its head, ready to serve, and without ranks mlx-lm's on the same arrays.
 
     Args:
         config: as in config.json.
         bits: 4 or 8, affine, groups of 64; routers 8 bits, as mlx-lm converts them.
+        rank, size: of several ranks, each of which holds a part that one GPU may not.
     """
     _use_memory()
     family = family_of(config, "the shape")
@@ -78,38 +64,21 @@ def build(config: dict[str, Any], bits: int) -> tuple[LoadedModel, nn.Module]:
     quantize(head, bits)
     for module in (model, head):
         _randomize(module)
-        mx.eval(module.parameters())
-    plain.update(model.parameters())
+    if size == 1:  # Of several ranks none has room for the arrays before they are cut.
+        plain.update(model.parameters())
     family.patch(model)
+    if size > 1:
+        shard(family.causal_lm(model), head, rank, size)
     model.mtp = head
     model.eval()
     plain.eval()
-    stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
-    loaded = LoadedModel(Path(), stored, {}, model, family, "random")
-    choose_routes(model, loaded.dtype)
-    return loaded, plain
-
-
-def build_part(config: dict[str, Any], bits: int, rank: int, size: int) -> LoadedModel:
-    """One rank's part of a random model with its head: of what one GPU can't hold."""
-    _use_memory()
-    family = family_of(config, "the shape")
-    model = _trunk(family, config, bits)
-    args = family.causal_lm(model).args
-    head = family.make_head(args, moe=getattr(args, "num_experts", 0) > 0)
-    quantize(head, bits)
-    for module in (model, head):
-        _randomize(module)
-    family.patch(model)
-    shard(family.causal_lm(model), head, rank, size)
-    model.mtp = head
-    model.eval()
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
         mx.clear_cache()
-    loaded = LoadedModel(Path(), config, {}, model, family, "random", size)
+    stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
+    loaded = LoadedModel(Path(), stored, {}, model, family, "random", size)
     choose_routes(model, loaded.dtype)
-    return loaded
+    return loaded, plain
 
 
 @functools.cache

@@ -1,19 +1,21 @@
-"""Cases within a time limit, tables that are printed row by row, and the GPU's time by kernel."""
+"""Cases within a time limit, calls that take turns, and the GPU's time by kernel."""
 
 import importlib.util
 import re
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from mlx_mtp.selftest.timing import TimedCall, microseconds
+from benchmarks import Row
+from mlx_mtp.selftest.timing import TimedLaunch, microseconds
 
 T = TypeVar("T")
+K = TypeVar("K")
 
-_BEGAN = time.perf_counter()
 _REPEATS = 5
 
 # The parts of the GPU's work by the names of kernels; the first that fits.
@@ -27,7 +29,7 @@ PARTS = {
 
 
 def shares(seconds: float, items: Sequence[T]) -> Iterator[tuple[T, float]]:
-    """Each with the time (`perf_counter`) at which its equal share of what is left ends."""
+    """Each item with the time (`perf_counter`) at which its equal share of the rest ends."""
     end = time.perf_counter() + seconds
     for number, item in enumerate(items):
         now = time.perf_counter()
@@ -35,7 +37,7 @@ def shares(seconds: float, items: Sequence[T]) -> Iterator[tuple[T, float]]:
 
 
 def within(end: float, cases: Sequence[T]) -> Iterator[T]:
-    """The first, and more as long as the time has not come; then says which are left out."""
+    """The first case, and further ones until `end`; then prints those that are left out."""
     for number, case in enumerate(cases):
         if number and time.perf_counter() > end:
             print(f"The time is over; not measured: {[*cases[number:]]}", flush=True)
@@ -43,19 +45,33 @@ def within(end: float, cases: Sequence[T]) -> Iterator[T]:
         yield case
 
 
-def table(*heads: str) -> Callable[..., None]:
-    """Print the head of a table; returns what prints a row, with the seconds since the start."""
-    print(f"| {' | '.join(heads)} | at, s |\n|{'---|' * (len(heads) + 1)}", flush=True)
+def take_turns(calls: Mapping[K, Callable[[], Any]], rounds: int) -> dict[K, list[float]]:
+    """Seconds in which the arrays of each call are made and evaluated, in each round.
 
-    def row(*cells: object) -> None:
-        seconds = time.perf_counter() - _BEGAN
-        print(f"| {' | '.join(map(str, cells))} | {seconds:.0f} |", flush=True)
+    A round before them is not counted. Every other round begins with the last call.
+    """
+    times: dict[K, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        turns = list(calls.items())
+        for name, call in turns if number % 2 else reversed(turns):
+            began = time.perf_counter()
+            mx.eval(call())
+            if number:
+                times[name].append(time.perf_counter() - began)
+    return times
 
-    return row
+
+def medians(rows: Sequence[Row]) -> Row:
+    """A row with the median of each numeric column, and the first value of each other one."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {
+        name: values[0] if isinstance(values[0], str) else statistics.median(values)
+        for name, values in columns.items()
+    }
 
 
 class Profile(NamedTuple):
-    """What the GPU did: milliseconds by part, and each kernel's, with its launches.
+    """What the GPU did: milliseconds by part, and of each kernel with its launches.
 
     Kernels may overlap, so that they take longer together than the GPU is busy.
     """
@@ -77,13 +93,13 @@ def profiled(run: Callable[[], object]) -> Profile | None:
     from torch.profiler import ProfilerActivity, profile
 
     torch.zeros(1).cuda()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
         run()
         mx.synchronize()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     spans = []
-    for event in found.events():
+    for event in trace.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             entry = kernels[event.name]
             entry[0] += event.device_time / 1e3
@@ -91,10 +107,9 @@ def profiled(run: Callable[[], object]) -> Profile | None:
             spans.append((event.time_range.start / 1e3, event.time_range.end / 1e3))
     parts = dict.fromkeys(PARTS, 0.0)
     for name, (ms, _) in kernels.items():
-        parts[next(part for part, found in PARTS.items() if re.search(found, name))] += ms
+        parts[next(part for part, names in PARTS.items() if re.search(names, name))] += ms
     ordered = sorted(kernels.items(), key=lambda item: -item[1][0])
-    listed = [(name, ms, int(count)) for name, (ms, count) in ordered]
-    return Profile(parts, listed, union(spans))
+    return Profile(parts, [(name, ms, int(count)) for name, (ms, count) in ordered], union(spans))
 
 
 def union(spans: Sequence[tuple[float, float]]) -> float:
@@ -106,8 +121,8 @@ def union(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def gpu_microseconds(launch: TimedCall) -> float:
-    """What the GPU works on a launch; without torch or CUDA what it takes by the clock."""
+def gpu_microseconds(launch: TimedLaunch) -> float:
+    """The time in which the GPU works on a launch; without torch or CUDA the clock's."""
 
     def repeat() -> None:
         for _ in range(_REPEATS):

@@ -1,64 +1,162 @@
-"""From a loaded model to an engine."""
+"""The composition root: from a command line to a model, a memory plan and an engine."""
 
 import argparse
 import logging
-import platform
-from collections.abc import Sequence
+import queue
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
-import mlx.core as mx
+import platformdirs
 
-from mlx_mtp import __version__
 from mlx_mtp.calibration.calibrator import Calibrator
-from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.calibration.cost_file import fingerprint
 from mlx_mtp.config import (
-    MAX_COPY_TOKENS,
     MAX_DRAFT_TOKENS,
+    MAX_HOST_DRAFTS,
     EngineConfig,
     check_settings,
     from_options,
+    host_source_names,
 )
-from mlx_mtp.distributed import own_folder
+from mlx_mtp.convert.source import check_head_on_hub
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.prefill import PrefillScheduler
+from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.engine.warmup import warm_up
-from mlx_mtp.errors import UsageError
-from mlx_mtp.machine import MemoryLimit
-from mlx_mtp.models.files import WEIGHTS
-from mlx_mtp.models.gemm.routes import digest, make_batch_invariant
+from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
+from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
+from mlx_mtp.models.gemm.routes import make_batch_invariant
+from mlx_mtp.models.hub import resolve_model
+from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.options import wants_exact
 from mlx_mtp.prefix.cache import PrefixCache
-from mlx_mtp.prefix.directory import fingerprint as prefix_fingerprint
-from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.disk import PrefixStore, open_store
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links
 from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.ranks.segments import LeadStore
 from mlx_mtp.sampling.params import check_draft_ids
-from mlx_mtp.speculative.costs import COPY, StepCosts
+from mlx_mtp.speculative.costs import HOST, MTP, PrefillCosts, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
-from mlx_mtp.speculative.draft_sources import make_proposer
-from mlx_mtp.speculative.drafter import DraftProposer
-from mlx_mtp.speculative.ngram import NgramPool
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
+from mlx_mtp.speculative.drafter import MTPDrafter, make_drafter
+from mlx_mtp.speculative.host_sources import HostSources
+from mlx_mtp.text.draft_vocab import draft_vocabulary
+from mlx_mtp.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+PATIENCE = 1.0  # seconds without outputs after which `run_requests` checks the engine's health
+
+
+def load(
+    options: argparse.Namespace,
+    *,
+    enable_mtp: bool | None,
+    lazy: bool = False,
+    part: tuple[int, int] = (0, 1),
+) -> tuple[LoadedModel, Tokenizer]:
+    """Load model and tokenizer. `enable_mtp` None: with the MTP head if there is one."""
+    memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
+    try:
+        if with_head:
+            check_head_on_hub(options.model)
+        path = resolve_model(options.model)
+        given: dict[str, Any] = {"dtype": options.dtype, "memory": memory}
+        model = load_model(path, enable_mtp=with_head, lazy=lazy, part=part, **given)
+    except MissingHeadError:
+        if enable_mtp is not None:
+            raise
+        on_host = host_source_names(getattr(options, "drafts", "copy"))
+        logger.warning(
+            "%s has no MTP head: %s. `mlx-mtp add-mtp-weights %s` adds it, and then new text is "
+            "drafted too; docs/benchmarks.md has what that brings.",
+            options.model,
+            "only text that occurred before is drafted" if on_host else "nothing is drafted",
+            options.model,
+        )
+        return load(options, enable_mtp=False, lazy=lazy, part=part)
+    return model, Tokenizer.load(path)
+
+
+class EnginePlan(NamedTuple):
+    """What an engine is built with beside its model; made before any weight is read."""
+
+    config: EngineConfig
+    memory: MemoryPlan
+    store: PrefixStore | None
+
+
+def plan_engine(
+    model: LoadedModel, options: argparse.Namespace, links: Links | Link | None = None
+) -> EnginePlan:
+    """Plan for `serve`; UsageError if the model can't fit, or its directory can't be used."""
+    config = engine_config(model, options)
+    limit = memory_limit(options.memory_limit, None if links is None else links.memory)
+    wire_memory(limit)
+    vocab, cache = options.mtp_draft_vocab, options.prefix_cache_size
+    num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
+    # Chunks that are not cut to a pause stay short.
+    longer_steps = options.prefill_step_size is None and not config.exact
+    memory = plan_for(model, config, limit, num_draft_ids, cache, longer_steps)
+    config = replace(
+        config, prefix_cache_size=memory.prefix_cache, prefill_step_size=memory.prefill_step_size
+    )
+    store = None
+    if options.prefix_cache_dir is not None:
+        path, size = Path(options.prefix_cache_dir).expanduser(), options.prefix_cache_dir_size
+        make = partial(LeadStore, links) if isinstance(links, Links) else PrefixStore
+        store = open_store(model, config, options.dtype, path, size, make)
+    return EnginePlan(config, memory, store)
+
+
+def engine(
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    options: argparse.Namespace,
+    plan: EnginePlan | None = None,
+    links: Links | None = None,
+) -> Engine:
+    """Build an engine for a command line; without a plan it runs one sequence at a time."""
+    # Nothing is calibrated for one answer: the costs that a server measured are used.
+    config = engine_config(model, options, max_num_seqs=1) if plan is None else plan.config
+    return build_engine(
+        model,
+        config,
+        tokenizer.vocab_size,
+        tokenizer.eos_token_ids,
+        cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")),
+        draft_ids=draft_ids(model, tokenizer, options),
+        check=True,
+        memory=None if plan is None else plan.memory,
+        store=None if plan is None else plan.store,
+        links=links,
+    )
+
+
+def draft_ids(
+    model: LoadedModel, tokenizer: Tokenizer, options: argparse.Namespace
+) -> tuple[int, ...] | None:
+    """The token ids of --mtp-draft-vocab; None: all tokens."""
+    if options.mtp_draft_vocab is None:
+        return None
+    size = min(tokenizer.vocab_size, model.vocab_size)
+    return draft_vocabulary(options.mtp_draft_vocab, tokenizer, size)
+
 
 def engine_config(model: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
-    """The settings that a command line and `given` ask for, and whether the engine is exact."""
+    """The settings of a command line and of `given`, with `exact` resolved for the model."""
     exact = model.is_exact(wants_exact(options))
     return from_options(EngineConfig, options, exact=exact, **given)
 
@@ -69,59 +167,50 @@ def build_engine(
     tokenizer_vocab_size: int,
     eos_token_ids: tuple[int, ...],
     *,
-    proposer: DraftProposer | None = None,
+    drafter: MTPDrafter | None = None,
     cache_dir: Path | None = None,  # of step costs; None: not kept between runs
-    draft_ids: Sequence[int] | None = None,  # the only tokens to draft; None: all
+    draft_ids: Sequence[int] | None = None,  # the only tokens that the head drafts; None: all
     memory: MemoryPlan | None = None,  # None: not limited
     store: PrefixStore | None = None,  # closed when the engine is stopped
     heartbeat: Heartbeat | None = None,
-    check: bool = False,  # at its start, whether the model can answer
+    check: bool = False,  # at the start, that the model can answer
     links: Links | None = None,  # to the other ranks, if there are any
 ) -> Engine:
-    """Build an engine. It speculates if its source of drafts has something to draft with.
+    """Build an engine, which is not started. Optional features meet its parts here alone.
 
-    Ids at or above `tokenizer_vocab_size` are never sampled. `proposer` replaces the config's
-    source of drafts. UsageError for a limit out of range, or wrong `draft_ids`.
+    Ids at or above `tokenizer_vocab_size` are never sampled. `drafter` replaces the one with the
+    model's MTP head. Raises UsageError for a setting out of range, or wrong `draft_ids`.
     """
     check_settings(config)
     if config.exact:
         make_batch_invariant(model.model)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
-    ids = None
-    if draft_ids is not None:
-        ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
-        is_all = len(ids) == vocab_size
-        number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
-        logger.info("Drafts come from %s tokens.", number)
-        ids = None if is_all else ids
-    own, wanted = None, proposer is None and "mtp" in config.drafts
+    ids = None if draft_ids is None else _vocabulary(draft_ids, vocab_size)
+    uses_head = drafter is None and "mtp" in config.drafts
     if links is not None:
-        links.send(Begin(vocab_size, wanted, ids))
-    if wanted:
-        own = make_proposer(config.draft_source, model, ids)
-    if draft_ids is not None and own is None:
+        links.send(Begin(vocab_size, uses_head, ids))
+    if uses_head:
+        drafter = make_drafter(model, ids)
+    if draft_ids is not None and not (uses_head and drafter):
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
-    proposer = proposer or own
-    sources = (*([] if proposer is None else [config.draft_source]), *([COPY] * config.copies))
+    sources = (*([] if drafter is None else [MTP]), *config.host_sources)
     num_draft_tokens = config.num_draft_tokens if sources else 0
     drafts: DraftPolicy
-    keeper, chunks = None, PrefillCosts(config.prefill_step_size)
-    if num_draft_tokens != "auto":
-        drafts = FixedDrafts(num_draft_tokens)
-    else:
-        costs = StepCosts()
+    calibrator, chunks = None, PrefillCosts(config.prefill_step_size)
+    if num_draft_tokens == "auto":
+        costs, kinds = StepCosts(), {MTP if source == MTP else HOST for source in sources}
         mark = fingerprint(model, None if ids is None else len(ids), sources)
-        drafts = AdaptiveDrafts(costs, 0 if proposer is None else MAX_DRAFT_TOKENS)
-        keeper = Calibrator(
-            costs, ChunkCalibration(chunks, config), config, cache_dir, mark, sources
-        )
+        drafts = AdaptiveDrafts(costs, 0 if drafter is None else MAX_DRAFT_TOKENS)
+        calibrator = Calibrator(costs, chunks, config, cache_dir, mark, kinds)
+    else:
+        drafts = FixedDrafts(num_draft_tokens)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
         max_model_len=_max_model_len(config, model) if memory is None else memory.max_model_len,
         num_draft_tokens=num_draft_tokens,
         model_type=model.model_type,
-        mtp_enabled=proposer is not None,
+        mtp_enabled=drafter is not None,
         max_num_seqs=config.max_num_seqs,
         prefix_cache_size=config.prefix_cache_size,
         memory={} if memory is None else memory.parts(),
@@ -132,60 +221,46 @@ def build_engine(
     if links is not None:
         assert store is None or isinstance(store, LeadStore)
         make_runner, prefixes = LeaderRunner, LeaderPrefixes(links, size, bits, store)
-    if config.copies:
-        # Earlier answers are kept where earlier prompts are.
-        prefixes.copies = NgramPool(config.draft_answers_size if config.prefix_cache_size else 0)
+    # Earlier answers are kept where earlier prompts are.
+    room = config.draft_answers_size if config.prefix_cache_size else 0
+    host_sources = HostSources(config.host_sources, room)
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
-        turn_ends = frozenset(info.eos_token_ids)
-        step, exact = config.prefill_step_size, config.exact
-        reuse = PrefixReuse(prefixes.tree, turn_ends, step, exact=exact)
+        # What ends an answer ends a message of a prompt, too.
+        ends, step = frozenset(info.eos_token_ids), config.prefill_step_size
+        reuse = PrefixReuse(prefixes.tree, ends, step, exact=config.exact)
         usage = None if memory is None else memory.usage
         prefills = PrefillScheduler(config, chunks)
-        scheduler = Scheduler(config, drafts, reuse, usage, totals, prefixes.copies, prefills)
-        runner = make_runner(model, proposer, vocab_size, prefixes)
+        scheduler = Scheduler(config, drafts, reuse, usage, totals, host_sources, prefills)
+        runner = make_runner(model, drafter, vocab_size, prefixes, host_sources.clear)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
-    checked = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and proposer else 0)
-    return Engine(info, make_core, heartbeat, keeper, store, checked if check else None, links)
-
-
-def prefix_store(
-    model: LoadedModel,
-    config: EngineConfig,
-    dtype: str,
-    path: Path,
-    max_bytes: int,
-    links: Links | Link | None = None,  # to the other ranks, if there are any
-) -> PrefixStore:
-    """Open a directory of prefixes; UsageError if that can't be used. No weight is read."""
-    if not config.prefix_cache_size:
-        raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
-    device = mx.device_info()
-    packages = [f"{each.name} {each.version}" for each in metadata.distributions()]
-    mark = prefix_fingerprint(
-        model.config,
-        model.path.glob(WEIGHTS),
-        head=model.head_source,
-        draft_source=config.draft_source,
-        kv_bits=config.kv_cache_quantization,
-        dtype=dtype,
-        exact=config.exact,
-        # With a bound of pauses the lengths follow time in any case; and memory, on a GPU.
-        prefill_step_size=config.prefill_step_size
-        if config.exact or not config.max_decode_pause
-        else None,
-        device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
-        platform=[platform.system(), platform.machine()],
-        # CUDA's libraries choose by themselves how they compute a product.
-        packages=sorted(each for each in packages if each.startswith(("mlx", "nvidia-"))),
-        version=__version__,
+    warm = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and drafter else 0)
+    ranks = links or Links()
+    engine = Engine(
+        info,
+        make_core,
+        heartbeat,
+        calibrator,
+        warm if check else None,
+        disk_stats=dict if store is None else lambda: store.stats()._asdict(),
+        can_restart=not ranks.all,  # Other ranks can't begin anew.
+        on_failure=ranks.fail,
+        on_stop=[*([] if store is None else [store.close]), ranks.close],
     )
-    make = partial(LeadStore, links) if isinstance(links, Links) else PrefixStore
-    # Bits depend on what was measured when the model was loaded, which is still to come.
-    chosen = partial(digest, model.model) if config.exact else str
-    return make(own_folder(path), mark, max_bytes, choices=chosen)
+    if store is not None:
+        store.on_read = engine.wake
+    return engine
+
+
+def _vocabulary(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
+    """Checked ids of the tokens that the head drafts; None if these are all."""
+    ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
+    is_all = len(ids) == vocab_size
+    number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
+    logger.info("Drafts come from %s tokens.", number)
+    return None if is_all else ids
 
 
 def plan_for(
@@ -197,16 +272,17 @@ def plan_for(
     longer_steps: bool = False,
 ) -> MemoryPlan:
     """Share out the memory for a model (see `plan_memory`); no weight is read."""
-    wanted, depth = config.num_draft_tokens, 0
-    if config.copies:
-        depth = MAX_COPY_TOKENS
+    depth = 0
+    if config.host_sources:
+        depth = MAX_HOST_DRAFTS
     elif model.head is not None and "mtp" in config.drafts:
-        depth = MAX_DRAFT_TOKENS if wanted == "auto" else wanted
+        count = config.num_draft_tokens
+        depth = MAX_DRAFT_TOKENS if count == "auto" else count
     return plan_memory(
         footprint(model, depth, num_draft_ids),
         limit,
         allowed=_max_model_len(config, model),
-        wanted=config.max_model_len,
+        max_model_len=config.max_model_len,
         prefill_step_size=config.prefill_step_size,
         longer_steps=longer_steps,
         prefix_cache=prefix_cache,
@@ -214,7 +290,37 @@ def plan_for(
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
-    wanted, most = config.max_model_len, model.max_model_len
-    if wanted is not None and not 2 <= wanted <= most:
-        raise UsageError(f"max_model_len is {wanted}; this model allows 2 to {most}.")
-    return wanted or most
+    length, most = config.max_model_len, model.max_model_len
+    if length is not None and not 2 <= length <= most:
+        raise UsageError(f"max_model_len is {length}; this model allows 2 to {most}.")
+    return length or most
+
+
+def run_requests(
+    engine: Engine, requests: Iterable[Request]
+) -> Iterator[tuple[float, RequestOutput]]:
+    """Run requests until all have ended; for callers without an event loop.
+
+    Yields each output with the time (`perf_counter`) at which it was delivered. Starts the engine.
+    Raises the error that a request ends with, or EngineStoppedError.
+    """
+    delivered = queue.SimpleQueue[tuple[float, Sequence[RequestOutput]]]()
+    engine.start(lambda outputs: delivered.put((perf_counter(), outputs)))
+    left = 0
+    for request in requests:
+        engine.submit(request)
+        left += 1
+    while left:
+        reason = engine.unhealthy_reason
+        try:
+            at, outputs = delivered.get(timeout=PATIENCE)
+        except queue.Empty:
+            # It was checked before the wait, so that a dying engine's last outputs could arrive.
+            if reason is not None:
+                raise EngineStoppedError(f"The engine has stopped: {reason}") from None
+            continue
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            left -= output.finish_reason is not None
+            yield at, output

@@ -108,7 +108,7 @@ def led(
     def one(rank: int) -> Any:
         if rank:
             store = stores[rank - 1] if stores else None
-            return follow(models[rank], "mtp", ends[rank - 1], store)
+            return follow(models[rank], ends[rank - 1], store)
         try:
             return work(together)
         finally:

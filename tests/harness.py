@@ -31,10 +31,10 @@ from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation
-from mlx_mtp.speculative.costs import HEAD, StepCosts
+from mlx_mtp.speculative.costs import MTP, CostKey, StepCosts, Table
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
-from mlx_mtp.speculative.drafter import Computed, DraftProposer, MTPDrafter
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.drafter import Computed, MTPDrafter
+from mlx_mtp.speculative.host_sources import HostSources
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -174,12 +174,17 @@ class Ties:
 def cheap_drafts() -> AdaptiveDrafts:
     """A policy that begins with drafts: one takes a third of a step."""
     costs = StepCosts()
-    costs.load({1: {HEAD: {0: 0.03, 1: 0.04, 4: 0.07}}})
+    costs.load(curve(MTP, 1, {0: 0.03, 1: 0.04, 4: 0.07}))
     return AdaptiveDrafts(costs)
 
 
+def curve(kind: str, rows: int, costs: Mapping[float, float]) -> Table:
+    """Costs of so many rows by drafts per row, or of chunks by length."""
+    return {CostKey(kind, rows, size): cost for size, cost in costs.items()}
+
+
 class Driver:
-    """An `EngineCore` stepped by hand. The model's head drafts unless another proposer is given.
+    """An `EngineCore` stepped by hand. The model's head drafts unless another drafter is given.
 
     `stop_ids` end every request that doesn't ignore them, and messages in prompts.
     """
@@ -191,9 +196,9 @@ class Driver:
         vocab_size: int | None = None,
         stop_ids: tuple[int, ...] = (),
         config: EngineConfig | None = None,
-        proposer: DraftProposer | None = None,
+        drafter: MTPDrafter | None = None,
         depth: DraftPolicy | None = None,
-        copies: NgramPool | None = None,
+        host_sources: HostSources | None = None,
         min_gain: int = 4,
         store: PrefixStore | None = None,
         prefills: Callable[[EngineConfig], PrefillScheduler] = PrefillScheduler,
@@ -207,8 +212,8 @@ class Driver:
         self.vocab_size, self.stop_ids = vocab_size or model.vocab_size, stop_ids
         if links is not None:
             links.send(Begin(self.vocab_size, model.head is not None, draft_ids))
-        if proposer is None and model.head is not None:
-            proposer = MTPDrafter(model, None if draft_ids is None else DraftHead(model, draft_ids))
+        if drafter is None and model.head is not None:
+            drafter = MTPDrafter(model, None if draft_ids is None else DraftHead(model, draft_ids))
         size, bits = config.prefix_cache_size, config.kv_cache_quantization
         self.prefixes, make_runner = PrefixCache(size, bits, store), ModelRunner
         if links is not None:
@@ -216,10 +221,17 @@ class Driver:
         step = config.prefill_step_size
         exact = config.exact
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
-        self.copies = NgramPool(1 << 20) if copies is None and config.copies else copies
-        self.runner = make_runner(model, proposer, self.vocab_size, self.prefixes)
+        self.host_sources = host_sources or HostSources(config.host_sources, 1 << 20)
+        clear = self.host_sources.clear
+        self.runner = make_runner(model, drafter, self.vocab_size, self.prefixes, clear)
+        if hasattr(drafter, "new_rows"):
+            tell_rows(self.runner)
         self.scheduler = Scheduler(
-            config, depth, self.reuse, copies=self.copies, prefills=prefills(config)
+            config,
+            depth,
+            self.reuse,
+            host_sources=self.host_sources,
+            prefills=prefills(config),
         )
         self.core = EngineCore(self.scheduler, self.runner, overlap=config.overlap)
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -232,7 +244,7 @@ class Driver:
         stops = (*own, *wanted.sampling.stop_token_ids)
         sequence = Sequence(wanted, stops, wanted.sampling.max_tokens)
         self.outputs[wanted.request_id] = []
-        self.core.add(sequence)
+        self.core.scheduler.add(sequence)
         return sequence
 
     def step(self) -> list[RequestOutput]:
@@ -261,7 +273,7 @@ class Driver:
             for wanted in arrivals.get(number, ()):
                 self.add(wanted)
             for name in cancels.get(number, ()):
-                self.core.cancel(name)
+                self.core.scheduler.cancel(name)
             self.step()
         return self.run()
 
@@ -273,6 +285,17 @@ class Driver:
 
     def reason(self, name: str) -> str | None:
         return self.outputs[name][-1].finish_reason
+
+
+def tell_rows(runner: ModelRunner) -> None:
+    """Before each `make_state`, give the drafter the ids of the requests in `new_rows`."""
+    original = runner._new_batch
+
+    def new_batch(sequences):
+        runner._drafter.new_rows = [s.request_id for s in sequences]
+        return original(sequences)
+
+    runner._new_batch = new_batch
 
 
 class OracleState:
@@ -294,7 +317,7 @@ class OracleState:
         return [self.known]
 
 
-class OracleProposer:
+class OracleDrafter:
     """Drafts are prompt and answer by request id, right at a share `rate` of the positions."""
 
     def __init__(
@@ -302,10 +325,11 @@ class OracleProposer:
     ) -> None:
         self.answers, self.vocab_size = answers, vocab_size
         self.rate, self.length = rate, length
+        self.new_rows: list[str] = []  # see `tell_rows`
 
-    def make_state(self, request_ids, prompts, cache) -> OracleState:
-        table = np.zeros((len(request_ids), self.length), dtype=np.int32)
-        for row, name in enumerate(request_ids):
+    def make_state(self, cache) -> OracleState:
+        table = np.zeros((len(self.new_rows), self.length), dtype=np.int32)
+        for row, name in enumerate(self.new_rows):
             table[row, : len(self.answers[name])] = self.answers[name]
         return OracleState(mx.array(table))
 

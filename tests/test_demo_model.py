@@ -16,7 +16,7 @@ from mlx_mtp.text.parsing.events import ToolArguments, ToolStart
 from mlx_mtp.text.parsing.formats import OutputFormat
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO, DENSE_DEMO
-from tests.harness import MEASURED, Driver, OracleProposer, Ties, greedy, plain, request
+from tests.harness import MEASURED, Driver, OracleDrafter, Ties, greedy, plain, request
 from tests.harness import SamplingParams as Sampling
 
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())
@@ -59,9 +59,9 @@ def bundled(request) -> Bundled:
     return request.getfixturevalue(request.param)
 
 
-def drive(model, wanted, proposer=None, **settings) -> Driver:
+def drive(model, wanted, drafter=None, **settings) -> Driver:
     config = EngineConfig(**{"num_draft_tokens": 3, "max_num_seqs": 16, **settings})
-    driver = Driver(model, vocab_size=VOCAB, stop_ids=EOS, config=config, proposer=proposer)
+    driver = Driver(model, vocab_size=VOCAB, stop_ids=EOS, config=config, drafter=drafter)
     for each in wanted:
         driver.add(each)
     return driver
@@ -100,13 +100,13 @@ def sixty(bundled):
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_every_depth_and_acceptance(sixty, bundled, depth, rate, sampled):
     wanted, references = sixty(sampled)
-    proposer, ties = None, Ties()
+    drafter, ties = None, Ties()
     if rate is not None:
         answers = {r.request_id: r.prompt_token_ids for r in wanted}
         answers = {name: (*ids, *references[name].tokens) for name, ids in answers.items()}
-        proposer = OracleProposer(answers, VOCAB, rate, length=1024)
+        drafter = OracleDrafter(answers, VOCAB, rate, length=1024)
     for batch in (wanted[:3], wanted):
-        driver = drive(bundled.model, batch, proposer, num_draft_tokens=depth)
+        driver = drive(bundled.model, batch, drafter, num_draft_tokens=depth)
         for name, tokens in driver.run().items():
             ties.check(f"k={depth} {rate} {name}", tokens, references[name])
     ties.report(f"bundled {bundled.name} model, k = {depth}, acceptance {rate or 'of the head'}")
@@ -133,10 +133,11 @@ class Recorder(MTPDrafter):
     def __init__(self, model) -> None:
         super().__init__(model)
         self.seen: list[tuple[int, int, int]] = []
+        self.new_rows: list[str] = []
 
-    def make_state(self, request_ids, prompts, cache):
-        state = super().make_state(request_ids, prompts, cache)
-        return Numbered(state._write, mx.array([int(name) for name in request_ids]))
+    def make_state(self, cache):
+        state = super().make_state(cache)
+        return Numbered(state._write, mx.array([int(name) for name in self.new_rows]))
 
     def propose(self, state, window, num_draft_tokens, sampler):
         drafts = super().propose(state, window, num_draft_tokens, sampler)
@@ -156,7 +157,7 @@ def test_teacher_forced_acceptance(bundled, kind, low, high, count):
     recorder = Recorder(bundled.model)
     driver = drive(bundled.model, wanted, recorder, num_draft_tokens=1, overlap=False)
     answers = driver.run()
-    assert driver.core.stats().num_accepted_tokens == 0
+    assert driver.core.scheduler.stats().num_accepted_tokens == 0
     said = [[*ids, *answers[str(i)]] for i, ids in enumerate(prompts)]
     seen = [(said[i][at], draft) for i, at, draft in recorder.seen if at < len(said[i])]
     agreed, total = sum(token == draft for token, draft in seen), len(seen)

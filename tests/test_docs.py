@@ -7,8 +7,8 @@ from pathlib import Path
 
 import flags_doc
 import pytest
+from memory_guide import tables
 
-from benchmarks.memory_guide import tables
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.options import SERVE_FLAGS
 
@@ -49,7 +49,7 @@ def test_the_tables_of_memory():
     readme, *others = tables()
     pages = text_of("README.md"), text_of("docs/memory.md")
     for table, page in ((readme, pages[0]), *((other, pages[1]) for other in others)):
-        assert table in page, "run: python -m benchmarks.memory_guide"
+        assert table in page, "run: python scripts/memory_guide.py"
 
 
 def test_api_lists_what_is_accepted_without_effect():

@@ -26,18 +26,18 @@ def littered(source: Path, path: Path) -> Path:
 
 
 def test_the_page_is_served(tmp_path, monkeypatch):
-    ours = page.files()
+    ours = page.page_files()
     monkeypatch.setattr(page, "FOLDER", littered(page.FOLDER, tmp_path / "page"))
     (tmp_path / "page" / "app.js~").write_text("an editor's")
     (tmp_path / "page" / "app.orig").write_text("patch's")
-    page.files.cache_clear()
+    page.page_files.cache_clear()
     try:
         with in_process() as client:
             assert client.get("/", headers=BROWSER).status_code == 200
             assert client.get("/page/.DS_Store").status_code == 404
-            assert page.files().keys() == ours.keys()
+            assert page.page_files().keys() == ours.keys()
     finally:
-        page.files.cache_clear()
+        page.page_files.cache_clear()
 
 
 def test_a_model_is_what_it_was(tmp_path):

@@ -1,229 +1,192 @@
-"""The price list between runs and while nobody asks: measured, and kept in a file."""
+"""Measures what steps and chunks cost while no request runs, and keeps it between runs."""
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_mtp.calibration.chunks import ChunkCalibration, spread
-from mlx_mtp.calibration.cost_file import CostFile, Measured
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_RUN, EngineConfig
+from mlx_mtp.calibration.cost_file import CostFile
+from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN, EngineConfig
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts, Table
-from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow, FixedDrafts
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.costs import (
+    CHUNK,
+    HOST,
+    MTP,
+    CostKey,
+    PrefillCosts,
+    StepCosts,
+    StepShape,
+    Table,
+)
+from mlx_mtp.speculative.draft_policy import Choice, DraftRow, FixedDrafts, VerifiedRow
 
 logger = logging.getLogger(__name__)
 
 
-class Cell(NamedTuple):
-    """Steps of so many rows with so many drafts each, of one source."""
-
-    rows: int
-    drafts: int
-    source: str = HEAD
-
-
-def _beside_plain(rows: int, *drafts: int, source: str = HEAD) -> Iterator[Cell]:
+def _beside_plain(kind: str, rows: int, *drafts: int) -> Iterator[CostKey]:
     """Plain steps before and after each: one reading alone may come from a busy moment."""
-    yield Cell(rows, 0)
+    yield CostKey(MTP, rows, 0)
     for number in drafts:
-        yield from (Cell(rows, number, source), Cell(rows, 0))
+        yield from (CostKey(kind, rows, number), CostKey(MTP, rows, 0))
 
 
-# The most useful first: time may run out. Others are inferred from these.
-_CELLS = (
-    *_beside_plain(1, 1, 2, 3),
-    *_beside_plain(4, 1, 3),
-    *_beside_plain(1, 4, 16, source=COPY),
-    *_beside_plain(2, 1, 3),
-    *_beside_plain(1, 4, 6, 8),
-    *_beside_plain(16, 1, 2, 3),
-    *_beside_plain(4, 4, 16, source=COPY),
-    *_beside_plain(4, 2, 5, 8),
-    *_beside_plain(16, 5),
+# The most useful ones first: time may run out. Others are inferred from these.
+_STEPS = (
+    *_beside_plain(MTP, 1, 1, 2, 3),
+    *_beside_plain(MTP, 4, 1, 3),
+    *_beside_plain(HOST, 1, 4, 16),
+    *_beside_plain(MTP, 2, 1, 3),
+    *_beside_plain(MTP, 1, 4, 6, 8),
+    *_beside_plain(MTP, 16, 1, 2, 3),
+    *_beside_plain(HOST, 4, 4, 16),
+    *_beside_plain(MTP, 4, 2, 5, 8),
+    *_beside_plain(MTP, 16, 5),
 )
-# Measured at every start: an earlier machine may have been busy.
-_CHECKED = frozenset(_beside_plain(1, 1, 2, 3))
-_TIMES = 3  # that a cell is measured: the readings of a busy moment are outvoted
+# Measured at every start: the machine may have been busy at an earlier one.
+_CHECKED = frozenset(_beside_plain(MTP, 1, 1, 2, 3))
+_TIMES = 3  # that a cell of steps is measured: readings of a busy moment are outvoted
 _PROMPT_TOKENS = 8
 _TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
 _MOST_STEPS = 40  # of a cell, timed or not
+_CHUNK_SHARE = 0.25  # of the time for calibration; the rest is for decode steps
 _SAVE_SECONDS = 300.0
 
 
-class _Recorder(FixedDrafts):
-    """Drafts as a cell says; the acceptance of random tokens says nothing about real ones."""
+def steps_to_measure(known: Table, most_rows: int, kinds: Collection[str]) -> list[CostKey]:
+    """Cells of decode steps that an earlier run has not measured, or that are checked again."""
+    possible = [c for c in _STEPS if c.rows <= most_rows and (c.size == 0 or c.kind in kinds)]
+    # If a number of rows lacks one, all are measured: only what ran side by side can be compared.
+    partial = {cell.rows for cell in possible if cell not in known}
+    missing = [cell for cell in possible if cell.rows in partial]
+    first = (cell for cell in possible if cell.rows in partial or cell in _CHECKED)
+    cells = (*first, *missing * (_TIMES - 1))
+    return [cell for cell, _ in groupby(cells)]  # Plain steps follow plain ones.
 
-    def __init__(self, costs: StepCosts, cell: Cell) -> None:
+
+class _CellDrafts(FixedDrafts):
+    """The drafts of a cell; the acceptance of random tokens says nothing about real ones."""
+
+    def __init__(self, costs: StepCosts, cell: CostKey) -> None:
         super().__init__(0)
         self._costs, self._cell = costs, cell
         self.num_timed = 0
 
     def choose(self, rows: Many[DraftRow], *, steady: bool) -> Choice:
-        each = (self._cell.drafts,) * len(rows)
-        none = (0,) * len(rows)
-        return Choice(none, each) if self._cell.source == COPY else Choice(each, none)
+        each, none = (int(self._cell.size),) * len(rows), (0,) * len(rows)
+        return Choice(none, each) if self._cell.kind == HOST else Choice(each, none)
 
-    def observe(self, step: DecodeStep) -> None:
-        self._costs.observe(step.shape, step.seconds)
-        self.num_timed += step.seconds is not None
+    def observe(self, rows: Many[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+        self._costs.observe(shape, seconds)
+        self.num_timed += seconds is not None
 
 
-class Calibration:
-    """Measures cells, a step at a time: it can be left after each, and a cell is begun anew.
+class _Run(NamedTuple):
+    """A `HostDrafter` of random tokens."""
 
-    Requests run through a scheduler and a core of their own, so that the server's counters and
-    rates are not touched.
+    run: Many[int]
+    of_others: bool = False
+
+    def extend(self, tokens: Many[int]) -> None:
+        pass
+
+    def cumulative_acceptance(self, ahead: int) -> list[float]:
+        return []
+
+
+class _WholeChunks(PrefillScheduler):
+    """Chunks of the length of a cell, which are whole steps."""
+
+    def observe(self, step: InFlightStep) -> None:
+        assert step.seconds is not None
+        self._costs.observe(self._step, 0, step.seconds)
+
+
+class Calibrator:
+    """Loads costs at the start, measures while no request runs, and saves them in `folder`, if any.
+
+    It measures a list of cells, a step at a time. A cell is the first chunk of a prompt, of some
+    length, or decode steps of some number of rows and drafts. If a request comes, the cell is
+    paused after the step that runs, and begun anew later. Chunks come first, the shorter before the
+    longer: behind the first two lengths none is measured that is expected to take longer than
+    `--max-decode-pause`, as a request waits for it; without that limit their costs are not used.
+
+    Cells run through a scheduler and a core of their own, so that the server's counters and
+    acceptance rates are not touched.
     """
 
     def __init__(
         self,
-        costs: StepCosts,
+        steps: StepCosts,
+        chunks: PrefillCosts,
         config: EngineConfig,
-        cells: Many[Cell],
+        folder: Path | None,
+        fingerprint: str,
+        kinds: Collection[str] = (MTP, HOST),  # of drafts
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._costs, self._config, self._clock = costs, config, clock
-        self._left = config.calibration_seconds
-        self._cells = list(cells)
-        self._steps: Iterator[None] = iter(())
-        self._core: EngineCore | None = None
+        self.file = CostFile(folder, fingerprint)
+        self._steps, self._chunks, self._config, self._clock = steps, chunks, config, clock
+        self._saved_at = clock()
+        self._seconds_left = config.calibration_seconds
+        self._work: Iterator[None] = iter(())
+        self._core: EngineCore | None = None  # that runs the first cell
+        known = self.file.load()
+        if known:
+            steps.load(known)
+            chunks.load(known)
+            logger.debug("Costs of an earlier run: %s", known)
+        lengths = chunks.to_measure(math.inf) if config.decode_pause else []
+        self._cells = [CostKey(CHUNK, 1, length) for length in lengths]
+        self._cells += steps_to_measure(known, config.max_num_seqs, kinds)
 
     @property
-    def over(self) -> bool:
-        return not self._cells or self._left <= 0
+    def busy(self) -> bool:
+        """True while there is something to measure when no request runs."""
+        return bool(self._cells) and self._seconds_left > 0
 
     def step(self, runner: ModelRunner) -> None:
         """Run one step, and what ends a cell."""
         began = self._clock()
         if self._core is None:
-            self._steps = self._measure(runner, self._cells[0])
-        if next(self._steps, self) is self:
-            del self._cells[:1]
-            self.leave()
-        self._left -= self._clock() - began
-        if self.over:
-            self.leave()
+            self._work = self._measure(runner, self._cells[0])
+        has_ended = next(self._work, self) is self
+        if has_ended:
+            del self._cells[0]
+            self.pause()
+        self._seconds_left -= self._clock() - began
+        if not self.busy:
+            self.pause()
+            logger.info("Step costs are measured.")
+            logger.debug("Step costs: %s", self._steps.table())
+            self.save()
 
-    def leave(self) -> None:
-        """End what runs: the step in flight is waited for."""
+    def pause(self) -> None:
+        """Leave the current cell, for a request or because it has ended; waits for its step."""
         if self._core is not None:
-            self._core.cancel()
+            self._core.scheduler.cancel()
             while not self._core.idle:
                 self._core.step()
             self._core.release()
             self._core = None
-            self._costs.end_reading()
+            self._steps.end_reading()
 
-    def forget(self) -> None:
-        """Reset after a restart: if the engine died while it measured, measure no more."""
+    def reset(self) -> None:
+        """Call when the engine's thread (re)starts: measures no more if it died in a cell."""
         if self._core is not None:
             self._cells.clear()
             self._core = None
-
-    def _measure(self, runner: ModelRunner, cell: Cell) -> Iterator[None]:
-        recorder = _Recorder(self._costs, cell)
-        scheduler = Scheduler(self._config, recorder)
-        core = self._core = EngineCore(
-            scheduler, runner, overlap=self._config.overlap, clock=self._clock
-        )
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        text = spread(runner.vocab_size, cell.rows * (_PROMPT_TOKENS + MAX_RUN))
-        for row in range(cell.rows):
-            own = text[row :: cell.rows]
-            request = Request(f"calibration-{row}", own[:_PROMPT_TOKENS], sampling)
-            sequence = Sequence(request, (), _MOST_STEPS * (MAX_COPY_TOKENS + 1))
-            if cell.source == COPY:
-                sequence.drafting.copier = NgramPool(0).of((), None)
-                sequence.drafting.copier.run = own[_PROMPT_TOKENS:]
-            core.add(sequence)
-        for _ in range(_MOST_STEPS):
-            if recorder.num_timed == _TIMED_STEPS or core.idle:
-                return
-            if any(output.error is not None for output in core.step()):
-                logger.warning("A step failed while step costs were measured")
-                self._cells.clear()
-                return
-            yield
-
-
-def cells_to_measure(known: Table, most_rows: int, sources: Many[str]) -> list[Cell]:
-    """What an earlier run has not measured, or is checked."""
-    wanted = {COPY: COPY in sources, HEAD: any(source != COPY for source in sources)}
-    possible = [
-        cell
-        for cell in _CELLS
-        if cell.rows <= most_rows and (cell.drafts == 0 or wanted[cell.source])
-    ]
-    # A size that lacks a cell is measured whole: only what ran side by side can be compared.
-    partial = {
-        cell.rows
-        for cell in possible
-        if cell.drafts not in known.get(cell.rows, {}).get(cell.source, {})
-    }
-    missing = [cell for cell in possible if cell.rows in partial]
-    first = (cell for cell in possible if cell.rows in partial or cell in _CHECKED)
-    chosen = (*first, *missing * (_TIMES - 1))
-    return [cell for cell, _ in groupby(chosen)]  # Plain steps follow plain ones.
-
-
-class Calibrator:
-    """Loads costs at the start, measures while nobody asks, and saves in `folder`, if any."""
-
-    def __init__(
-        self,
-        costs: StepCosts,
-        chunks: ChunkCalibration,
-        config: EngineConfig,
-        folder: Path | None,
-        fingerprint: str,
-        sources: Many[str] = (HEAD, COPY),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.file = CostFile(folder, fingerprint)
-        self._costs, self._chunks = costs, chunks
-        self._clock = clock
-        self._saved_at = clock()
-        left = config.calibration_seconds - chunks.seconds_left
-        config = replace(config, calibration_seconds=left)
-        known = self.file.load()
-        if any(known):
-            costs.load(known.steps)
-            chunks.costs.load(known.chunks, known.per_context)
-            logger.debug("Costs of an earlier run: %s", known)
-        cells = cells_to_measure(known.steps, config.max_num_seqs, sources)
-        self._calibration = Calibration(costs, config, cells)
-
-    @property
-    def busy(self) -> bool:
-        """There is something to measure while nobody asks."""
-        return not (self._chunks.over and self._calibration.over)
-
-    def begin(self) -> None:
-        """Reset when the engine starts, and after each restart."""
-        self._calibration.forget()
-
-    def step(self, runner: ModelRunner) -> None:
-        """Measure for one step."""
-        (self._calibration if self._chunks.over else self._chunks).step(runner)
-        if not self.busy:
-            logger.info("Step costs are measured.")
-            logger.debug("Step costs: %s", self._costs.table())
-            self.save()
-
-    def leave(self) -> None:
-        """A request has come."""
-        self._calibration.leave()
 
     def save_periodically(self) -> None:
         if self._clock() - self._saved_at > _SAVE_SECONDS:
@@ -231,4 +194,62 @@ class Calibrator:
 
     def save(self) -> None:
         self._saved_at = self._clock()
-        self.file.save(Measured(self._costs.table(), *self._chunks.costs.table()))
+        self.file.save({**self._steps.table(), **self._chunks.table()})
+
+    def _is_wanted(self, cell: CostKey) -> bool:
+        if cell.kind != CHUNK:
+            return True
+        seconds_left = self._seconds_left - (1 - _CHUNK_SHARE) * self._config.calibration_seconds
+        return seconds_left > 0 and cell.size in self._chunks.to_measure(self._config.decode_pause)
+
+    def _measure(self, runner: ModelRunner, cell: CostKey) -> Iterator[None]:
+        drafts, config = _CellDrafts(self._steps, cell), self._config
+        is_chunk = cell.kind == CHUNK
+        prefills = None
+        if is_chunk:
+            length = int(cell.size)
+            config = replace(config, prefill_step_size=length, max_decode_pause=0.0, overlap=False)
+            prefills = _WholeChunks(config, self._chunks)
+        core = self._core = EngineCore(
+            Scheduler(config, drafts, prefills=prefills),
+            runner,
+            overlap=config.overlap,
+            clock=self._clock,
+        )
+        for sequence in () if is_chunk else _decoding(cell, runner.vocab_size):
+            core.scheduler.add(sequence)
+        for _ in range(_MOST_STEPS):
+            if is_chunk and self._is_wanted(cell):
+                core.scheduler.cancel()
+                core.scheduler.add(_prefilling(cell, runner.vocab_size))
+            if drafts.num_timed == _TIMED_STEPS or core.idle:
+                return
+            if any(output.error is not None for output in core.step()):
+                logger.warning("A step failed while costs were measured: %s", cell)
+                self._cells[1:] = [c for c in self._cells[1:] if (c.kind == CHUNK) != is_chunk]
+                return
+            yield
+
+
+def _prefilling(cell: CostKey, vocab_size: int) -> Sequence:
+    """A request whose first chunk the cell measures: no token is sampled after it."""
+    prompt = _spread(vocab_size, int(cell.size) + 1)
+    return Sequence(Request("calibration", prompt, SamplingParams(max_tokens=1)), (), 1)
+
+
+def _decoding(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    text = _spread(vocab_size, cell.rows * (_PROMPT_TOKENS + MAX_RUN))
+    for row in range(cell.rows):
+        tokens = text[row :: cell.rows]
+        request = Request(f"calibration-{row}", tokens[:_PROMPT_TOKENS], sampling)
+        sequence = Sequence(request, (), _MOST_STEPS * (MAX_HOST_DRAFTS + 1))
+        if cell.kind == HOST:
+            sequence.drafting.host = {HOST: _Run(tokens[_PROMPT_TOKENS:])}
+            sequence.drafting.source = HOST
+        yield sequence
+
+
+def _spread(vocab_size: int, count: int) -> tuple[int, ...]:
+    """Tokens from everywhere in the vocabulary: equal ones would share their experts."""
+    return tuple(n * vocab_size // count for n in range(count))

@@ -1,4 +1,4 @@
-"""The file that what steps and chunks cost is kept in between runs."""
+"""The file that keeps what steps and chunks cost between runs."""
 
 import hashlib
 import json
@@ -11,66 +11,59 @@ import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from pydantic import BaseModel, Field, NonNegativeFloat, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from mlx_mtp import __version__
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.speculative.costs import COPY, HEAD, Table
+from mlx_mtp.speculative.costs import LEAST_COST, CostKey, Table
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 _LARGEST = 1 << 22  # bytes of a file
 _FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
-_Cost = Annotated[float, Field(ge=1e-9, le=1e6)]
+_Size = Annotated[float, Field(ge=0, le=1 << 20)]
+_Cost = Annotated[float, Field(ge=LEAST_COST, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-class Measured(NamedTuple):
-    """What is kept: `StepCosts.table`, and what `PrefillCosts.table` gives."""
-
-    steps: Table
-    chunks: dict[int, float]
-    per_context: float
-
-
 class CostFile:
-    """A file in `folder`; without a folder nothing is kept."""
+    """A table of costs in a file in `folder`; without a folder nothing is kept."""
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
         self.path = None if folder is None else folder / f"step-costs-{fingerprint[:32]}.json"
         self._fingerprint = fingerprint
-        self._saved: Measured | None = None
+        self._saved: Table = {}
         self._warned = False
 
-    def save(self, measured: Measured) -> None:
-        """Replace the file atomically, if there is anything new; a failure is logged once."""
+    def save(self, table: Table) -> None:
+        """Replace the file atomically if anything is new; a failure is logged once."""
         path = self.path
-        if path is None or not any(measured) or measured == self._saved:
+        if path is None or table == self._saved:
             return
+        costs = [(*key, cost) for key, cost in table.items()]
         mark = {"format": _FORMAT, "fingerprint": self._fingerprint, "saved_at": time.time()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A temporary folder is removed with its content, whatever fails.
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
                 temporary = Path(beside) / path.name
-                temporary.write_text(json.dumps(mark | measured._asdict()))
+                temporary.write_text(json.dumps(mark | {"costs": costs}))
                 os.replace(temporary, path)
-            self._saved = measured
+            self._saved = table
         except OSError as error:
             if not self._warned:
                 logger.warning("Step costs are not kept for the next run: %s", error)
             self._warned = True
 
-    def load(self) -> Measured:
-        """What an earlier run saved; nothing if it is damaged, too old or of something else."""
-        nothing = Measured({}, {}, 0.0)
+    def load(self) -> Table:
+        """The costs that an earlier run saved; none if they can't be used."""
         if self.path is None:
-            return nothing
+            return {}
         try:
             status = self.path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
@@ -81,13 +74,13 @@ class CostFile:
             if not 0 <= time.time() - file.saved_at < _FRESH_SECONDS:
                 raise ValueError("it is too old")
         except FileNotFoundError:
-            return nothing
+            return {}
         except (OSError, ValueError) as error:
             # It will be replaced by what this run measures.
             why = "it is damaged" if isinstance(error, ValidationError) else error
             logger.warning("%s is not used: %s", self.path, why)
-            return nothing
-        self._saved = Measured(file.steps, file.chunks, file.per_context)
+            return {}
+        self._saved = {CostKey(kind, rows, size): cost for kind, rows, size, cost in file.costs}
         return self._saved
 
 
@@ -95,15 +88,11 @@ class _File(BaseModel):
     format: int
     fingerprint: str
     saved_at: float
-    steps: dict[_Count, dict[str, dict[NonNegativeFloat, _Cost]]]
-    chunks: dict[_Count, _Cost] = {}
-    per_context: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    costs: list[tuple[str, _Count, _Size, _Cost]] = []  # an earlier format has none
 
 
-def fingerprint(
-    model: LoadedModel, num_draft_ids: int | None = None, sources: Sequence[str] = (HEAD, COPY)
-) -> str:
-    """Of all that a step's cost depends on: the model as loaded, its drafts, mlx, the device."""
+def fingerprint(model: LoadedModel, num_draft_ids: int | None, sources: Sequence[str]) -> str:
+    """A hash of all that costs depend on: the loaded model, its drafts, mlx, the device."""
     parameters = tree_flatten(model.model.parameters())
     device = mx.device_info()
     parts = [

@@ -1,9 +1,9 @@
-"""Rows on the device: one batch's arrays, and all batches by the state of their rows."""
+"""Rows on the device: the arrays of one batch, and all batches by the state of their rows."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator
 from collections.abc import Sequence as Many
 
 import mlx.core as mx
@@ -11,20 +11,21 @@ import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.distributed import all_gather
-from mlx_mtp.engine.sequence import Copy, Sequence
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import StepRow
 from mlx_mtp.sampling.grammar_masks import GrammarMasks
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import DraftState
+from mlx_mtp.speculative.drafter import HeadState
 
 
 class Batch:
-    """Rows that run together; row i of every array attribute is that of `sequences[i]`."""
+    """B rows that run together; row i of each array attribute belongs to `sequences[i]`."""
 
     def __init__(
         self,
         sequences: Many[Sequence],
         cache: BatchCache,
-        draft_state: DraftState | None,
+        draft_state: HeadState | None,
         vocab_size: int,
     ) -> None:
         count = len(sequences)
@@ -33,78 +34,79 @@ class Batch:
         self.draft_state = draft_state
         params, prompts = [s.request.sampling for s in sequences], [s.prompt for s in sequences]
         self.sampler = Sampler(params, prompts, vocab_size, [s.stop_ids for s in sequences])
-        self.last = mx.zeros(count, dtype=mx.int32)  # emitted last, not in the caches yet
-        # int32 [B, k], proposed to follow it, and how many of them each row has.
+        self.last = mx.zeros(count, dtype=mx.int32)  # last emitted token, not cached yet
+        # int32 [B, k], drafts that follow it, and each row's number of drafts.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
         self.num_drafts = [0] * count
-        self.kept = mx.zeros(count, dtype=mx.int32)  # tokens that its last window brought
-        # int32 [B], tokens each row may still emit.
+        self.num_kept = mx.zeros(count, dtype=mx.int32)  # tokens that the last window emitted
+        # int32 [B], tokens that each row may still emit.
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
-        self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing any more
+        self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing more
         self.last_hidden = mx.zeros((count, 1, 0))  # [B, 1, H], post-norm, of the last position
         # int32 [B, S], S > 0, padded with -1
         self.stop_ids = _padded([s.stop_ids for s in sequences])
-        self.masks = GrammarMasks(())  # of the step that is being launched; false: nothing masked
+        self.masks = GrammarMasks(())  # of the step being launched; false if no row is masked
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def draft_limits(self) -> mx.array | None:
-        """`num_drafts` as int32 [B]; None where all drafts of all rows count."""
+        """`num_drafts` as int32 [B]; None if every row has as many as `drafts` is wide."""
         if min(self.num_drafts) == self.drafts.shape[1]:
             return None
         return mx.array(self.num_drafts, dtype=mx.int32)
 
-    def copy(self, copies: Mapping[Sequence, Copy]) -> None:
-        """Let the next window verify these tokens in place of their rows' drafts.
+    def draft_on_host(self, rows: Many[StepRow]) -> None:
+        """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
 
-        They go on behind what the window in flight brings: if that was something else, they miss.
+        A run continues after the tokens that the window in flight emits. If these are not the
+        run's, the drafts are wrong and will be rejected.
         """
-        if not copies:
+        if not any(row.run for row in rows):
             return
-        own = [copies.get(s, Copy((), 0)) for s in self.sequences]
-        self.num_drafts = [c.num_drafts or n for c, n in zip(own, self.num_drafts)]
+        self.num_drafts = [row.num_host_drafts or n for row, n in zip(rows, self.num_drafts)]
         width = max(self.num_drafts)
-        table = np.zeros((len(own), width + max(c.ahead for c in own)), dtype=np.int32)
-        for row, each in zip(table, own):
-            row[: len(each.run)] = each.run
-        first = mx.where(mx.array([c.ahead > 0 for c in own]), self.kept, 0)
+        table = np.zeros((len(rows), width + max(row.ahead for row in rows)), dtype=np.int32)
+        for ids, row in zip(table, rows):
+            ids[: len(row.run)] = row.run
+        first = mx.where(mx.array([row.ahead > 0 for row in rows]), self.num_kept, 0)
         runs = mx.take_along_axis(mx.array(table), first[:, None] + mx.arange(width), axis=1)
-        copied = mx.array([c.num_drafts > 0 for c in own])[:, None]
-        self.drafts = mx.where(copied, runs, _widen(self.drafts[:, :width], width, 0))
+        on_host = mx.array([row.num_host_drafts > 0 for row in rows])[:, None]
+        self.drafts = mx.where(on_host, runs, _widen(self.drafts[:, :width], width, 0))
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
-        """Set `last_hidden` from those of a window, [B, H], where it keeps any (int32 [B])."""
+        """Set `last_hidden` to hidden states [B, H] for rows that keep any (int32 [B])."""
         newest = hidden[:, None]
         if self.last_hidden.shape[-1]:
             newest = mx.where(num_kept[:, None, None] > 0, newest, self.last_hidden)
         self.last_hidden = newest
 
     def settle(self) -> None:
-        """Complete the caches, before rows come, go, or are copied."""
+        """Complete the caches before rows join, leave or are copied."""
         if self.draft_state is not None:
             self.draft_state.settle(self.cache)
 
-    def filter(self, wanted: Callable[[Sequence], bool]) -> Batch:
-        """A batch of the wanted rows; itself when that is all of them."""
-        chosen = [i for i, s in enumerate(self.sequences) if wanted(s)]
-        if len(chosen) == len(self):
+    def filter(self, chosen: Callable[[Sequence], bool]) -> Batch:
+        """A batch of the rows for which `chosen` is True; this batch if that is all of them."""
+        places = [i for i, s in enumerate(self.sequences) if chosen(s)]
+        if len(places) == len(self):
             return self
         self.settle()
-        rows = mx.array(chosen, dtype=mx.int32)
+        rows = mx.array(places, dtype=mx.int32)
         batch = copy.copy(self)
-        batch.sequences = [self.sequences[i] for i in chosen]
-        batch.cache = self.cache.select(chosen)
-        batch.sampler = self.sampler.select(chosen)
+        batch.sequences = [self.sequences[i] for i in places]
+        batch.cache = self.cache.select(places)
+        batch.sampler = self.sampler.select(places)
         if self.draft_state is not None:
             batch.draft_state = self.draft_state.select(rows)
         for name, array in self._row_arrays().items():
             setattr(batch, name, array[rows])
-        batch.num_drafts = [self.num_drafts[i] for i in chosen]
+        batch.num_drafts = [self.num_drafts[i] for i in places]
         batch.drafts = batch.drafts[:, : max(batch.num_drafts, default=0)]
         return batch
 
     def join(self, other: Batch) -> None:
+        """Append the other batch's rows, which leave it."""
         self.settle()
         other.settle()
         self.sequences += other.sequences
@@ -122,6 +124,7 @@ class Batch:
             setattr(self, name, mx.concatenate(pair))
 
     def arrays(self) -> Iterator[mx.array]:
+        """All arrays, which must be evaluated with a step."""
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
@@ -137,8 +140,8 @@ class Batches:
 
     def __init__(self) -> None:
         self.prefilling: list[Batch] = []  # each a group of prompts
-        # They join the running rows when their first token has been read. Until then they share
-        # nothing with them, so a prefill that fails affects no other request.
+        # Rows with a computed prompt join the running rows when their first token has been read.
+        # Until then they share nothing with them, so a failed prefill affects no other request.
         self.ready: list[Batch] = []
         self.decoding: Batch | None = None
 
@@ -148,35 +151,35 @@ class Batches:
         return [*running, *self.ready, *self.prefilling]
 
     def take(self, rows: Many[Sequence]) -> Batch | None:
-        """The group of these prompts, until it is stored again; None before its first chunk."""
-        found = next((b for b in self.prefilling if b.sequences == [*rows]), None)
-        self.prefilling = [b for b in self.prefilling if b is not found]
-        return found
+        """Take out the group of these prompts; None before its first chunk."""
+        group = next((b for b in self.prefilling if b.sequences == [*rows]), None)
+        self.prefilling = [b for b in self.prefilling if b is not group]
+        return group
 
     def store(self, batch: Batch, is_last: Many[bool]) -> None:
-        """Keep a group after its chunk; rows with `is_last` are ready."""
+        """Put a group back after its chunk; rows with `is_last` are ready to decode."""
         done = {s for s, last in zip(batch.sequences, is_last, strict=True) if last}
         if done:
             self.ready.append(batch.filter(lambda s: s in done))
         if len(done) < len(batch):
             self.prefilling.append(batch.filter(lambda s: s not in done))
 
-    def gather(self, wanted: Many[Sequence]) -> Batch:
-        """The running batch with exactly these rows: others leave it, and ready ones join."""
-        rows = frozenset(wanted)
+    def gather(self, sequences: Collection[Sequence]) -> Batch:
+        """The running batch with exactly these rows: others leave it, ready ones join it."""
+        rows = frozenset(sequences)
         parts = [self.decoding] if self.decoding is not None else []
         waiting: list[Batch] = []
         for batch in self.ready:
             (parts if rows.issuperset(batch.sequences) else waiting).append(batch)
-        kept = [p for p in (part.filter(lambda s: s in rows) for part in parts) if len(p)]
-        self.decoding, self.ready = kept[0], waiting
-        for batch in kept[1:]:
+        parts = [p for p in (part.filter(lambda s: s in rows) for part in parts) if len(p)]
+        self.decoding, self.ready = parts[0], waiting
+        for batch in parts[1:]:
             self.decoding.join(batch)
         assert set(self.decoding.sequences) == rows, "the plan and the batches disagree"
         return self.decoding
 
     def prune(self, live: Container[Sequence]) -> None:
-        """Drop the rows that are not live; those of the running batch leave it in `gather`."""
+        """Drop rows that are not live; those of the running batch leave it in `gather`."""
         self.prefilling, self.ready = (
             [left for b in batches if len(left := b.filter(lambda s: s in live))]
             for batches in (self.prefilling, self.ready)
@@ -185,7 +188,7 @@ class Batches:
             self.decoding = None
 
     def drop(self, rows: Many[Sequence]) -> list[Sequence]:
-        """Drop every batch that any of these rows is in; returns the rows of those batches."""
+        """Drop every batch with any of these rows; returns all rows of these batches."""
         hit = [b for b in self.all if any(s in rows for s in b.sequences)]
         if self.decoding in hit:
             self.decoding = None
@@ -195,14 +198,14 @@ class Batches:
 
 
 def hidden_states(batches: Batches) -> mx.array:
-    """The running rows' last hidden states, as each rank has them: float32 [ranks, N]."""
+    """Each rank's last hidden states of the running rows: float32 [ranks, B * H]."""
     assert batches.decoding is not None
-    own = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
-    return all_gather(own).reshape(-1, own.size)
+    hidden = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
+    return all_gather(hidden).reshape(-1, hidden.size)
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
-    width = max(1, *map(len, ids))  # `accept` takes no empty array.
+    width = max(1, *map(len, ids))  # `verify_window` takes no empty array.
     rows = [(*values, *[-1] * (width - len(values))) for values in ids]
     return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 

@@ -5,20 +5,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
-from mlx_mtp.engine.health import Heartbeat, Kind
+from mlx_mtp.engine.health import Heartbeat, StepKind
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
-_WAITED = 0.02  # of a step's time: to read one that has ended takes less
-_FAR = 2.0  # times as long as a launch: the next one compiled kernels, or something held it up
+_WAITED = 0.02  # of a step's time: reading a step that has ended takes less
+_FAR = 2.0  # times as long as the launch before it: it compiled kernels, or was held up
 
 
 class EngineCore:
-    """Scheduler and runner. With `overlap` a step is read only after the next one is launched."""
+    """Scheduler and runner. With `overlap` a step is read after the next one was launched."""
 
     def __init__(
         self,
@@ -29,148 +27,149 @@ class EngineCore:
         clock: Callable[[], float] = time.perf_counter,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        self.runner = runner
-        self._scheduler = scheduler
+        self.scheduler, self.runner = scheduler, runner
         self._overlap = overlap
         self._in_flight: list[InFlightStep] = []
-        self._clock = clock
-        self._timer = StepTimer(clock)
-        self._read_at = 0.0
+        self._clock = StepClock(clock)
         self._heartbeat = heartbeat or Heartbeat()
         self._last_plan: StepPlan | None = None
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle and not self._in_flight
+        return self.scheduler.idle and not self._in_flight
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """How long to wait for a new request before the next step; None: until one comes."""
+        """Seconds to wait for a request before the next step; None: until one comes."""
         if self.idle:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self._scheduler.reuse.seconds_left  # All requests wait for the disk.
-
-    def add(self, sequence: Sequence) -> None:
-        self._scheduler.add(sequence)
-
-    def cancel(self, request_id: str | None = None) -> None:
-        self._scheduler.cancel(request_id)
-
-    def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        return self.scheduler.reuse.seconds_left  # All requests wait for prefixes from the disk.
 
     def step(self) -> list[RequestOutput]:
-        if self._scheduler.num_waiting:
+        """Launch a plan, and return the outputs of the steps that have been read."""
+        if self.scheduler.num_waiting:
             self.runner.prefixes.commit_ends()
-        plan = self._scheduler.schedule()
+        plan = self.scheduler.schedule()
         self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
         self._last_plan = plan
         steps = self._run(plan)
-        outputs = self._scheduler.update(steps)
+        outputs = self.scheduler.update(steps)
         self.runner.save_ends(steps)
         if not self._in_flight:
             self.runner.prefixes.commit_ends()
         return outputs
 
     def release(self) -> None:
+        """Free the batches of an idle core."""
         assert self.idle
         self._last_plan = None
-        self._timer = StepTimer(self._clock)
+        self._clock = StepClock(self._clock.now)
         self.runner.release()
 
     def close(self) -> None:
-        """Give up all requests and all cached prefixes: what killed the thread may be in them."""
+        """Drop all requests and cached prefixes: what killed the thread may be among them."""
         try:
-            self._scheduler.cancel()
+            self.scheduler.cancel()
         finally:
-            self.runner.prefixes.clear()
+            self.runner.give_up_caches()
 
     def _run(self, plan: StepPlan) -> list[InFlightStep]:
-        """Launch a plan; returns the steps that have been read."""
-        began = self._clock()
+        """Launch a plan, and return the steps that have been read since."""
+        began = self._clock.now()
         launched = self.runner.run(plan)
-        launching = self._clock() - began
-        for step in launched:
-            step.launched_at, step.launching = began, launching
+        self._clock.launched(launched, began)
         ready, self._in_flight = self._in_flight, launched
-        # No look-ahead if a next token depends on the last one through the host (a grammar), nor if
-        # a launch failed: its rows are gone, and the next plan must not count on them.
+        # No look-ahead if the host needs a token before the next step (for a grammar's mask), nor
+        # if a launch failed: the next plan must not count on its rows.
         failed = any(step.error is not None for step in launched)
         if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []
         steps = []
         for step in ready:
-            asked = self._clock()
+            waits_from = self._clock.now()
             steps += self.runner.read(step)
-            step.seconds, self._read_at = self._seconds(step, asked, launching), self._clock()
-        cost = self._timer.lap(ready, launched)
-        for step in ready:
-            step.cost = cost
+            self._clock.read(step, waits_from)
+        self._clock.end_round(ready, launched)
         return steps
 
-    def _seconds(self, step: InFlightStep, asked: float, launching: float) -> float | None:
-        """A step's time, which was asked for at `asked` and has been read now; None: not known.
 
-        The device begins it when it has been launched and what was before it has ended. Where it
-        has ended before it is asked for, launches count, the longer one of its own and of that
-        behind it, of `launching` seconds, unless that took far longer. (On a CPU mlx waits in the
-        launch for most of what it launches.)
-        """
-        now = self._clock()
-        seen = now - max(self._read_at, step.launched_at)
-        if now - asked > _WAITED * seen:
-            return max(step.launching, seen)
-        known = launching <= _FAR * step.launching
-        return max(step.launching, launching) if known else None
+class StepClock:
+    """Measures `InFlightStep.seconds` from when the host launches steps and has read them.
 
-
-class StepTimer:
-    """Times decode steps, and returns only times that are the cost of one.
-
-    With look-ahead the border between two steps can't be seen from the host. So a time counts only
-    where the step, the one before and the one after had the same rows and proposed as many drafts,
-    nothing was prefilled, and the step and the one after verified as many.
+    Two rules, as both kinds of steps run in one round of the loop: of a chunk the device's time
+    counts, without that of the decode step which is read after it. Of a decode step the whole round
+    counts, as the host's work is a part of what its tokens cost.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self._launching = 0.0  # seconds of the last launch
+        self._read_at = 0.0
+        self._round_at = 0.0  # when the last round ended, what it read,
         self._last: tuple[Any, ...] = ()
-        self._read_all = False  # nothing was left in flight
-        self._at = 0.0
+        self._drained = False  # and whether nothing was left in flight
 
-    def lap(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> float | None:
-        """Seconds since the last call, if they are the cost of the step that was `read`."""
-        now, shape = self._clock(), _shape(read)
-        seconds, alone = now - self._at, self._read_all
-        self._read_all = not launched or any(step is launched[-1] for step in read)
-        last, self._last, self._at = self._last, shape, now
+    def launched(self, steps: Many[InFlightStep], began: float) -> None:
+        """Call when the steps of a plan have been launched."""
+        self._launching = self.now() - began
+        for step in steps:
+            step.launched_at, step.launching = began, self._launching
+
+    def read(self, step: InFlightStep, waits_from: float) -> None:
+        """Call when a step has been read that the host waited for since `waits_from`; times chunks.
+
+        The device begins a step when it has been launched and the step before it has ended. If the
+        step had ended before the host waited, launches count: the longer one of its own and of the
+        one after it, unless that took far longer. (On a CPU mlx waits in the launch for most of
+        what it launches.)
+        """
+        now, launching = self.now(), self._launching
+        if step.is_prefill:
+            seen = now - max(self._read_at, step.launched_at)
+            if now - waits_from > _WAITED * seen:
+                step.seconds = max(step.launching, seen)
+            elif launching <= _FAR * step.launching:
+                step.seconds = max(step.launching, launching)
+        self._read_at = now
+
+    def end_round(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> None:
+        """Call when the steps of a round have been read; times decode steps.
+
+        With look-ahead the host can't see where one step ends and the next begins. So a time counts
+        only if the step, the one before and the one after had the same rows and proposed as many
+        drafts, nothing was prefilled, and the step and the one after verified as many.
+        """
+        now, shape = self.now(), _shape(read)
+        seconds, alone = now - self._round_at, self._drained
+        self._drained = not launched or any(step is launched[-1] for step in read)
+        last, self._last, self._round_at = self._last, shape, now
         if not shape or not last:
-            return None
-        if self._read_all:
-            return seconds if alone else None
+            return
         rows, _, num_proposed = shape
         steady = (rows, num_proposed) == (last[0], last[2]) and shape == _shape(launched)
-        return seconds if steady else None
+        if alone if self._drained else steady:
+            read[0].seconds = seconds
 
 
 def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
-    """Rows, drafts verified and drafts proposed, if a decode step is all there is."""
+    """Rows, drafts verified and drafts proposed; () if there is more than one decode step."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return ()
     rows = steps[0].rows
-    verified, proposed = [r.num_positions - 1 for r in rows], [r.num_proposed for r in rows]
+    verified, proposed = [r.num_verified for r in rows], [r.num_proposed for r in rows]
     return steps[0].sequences, verified, proposed
 
 
-def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[Kind, str]:
-    """What a step works on: it launches a plan, and with look-ahead waits for the one before it."""
-    chunks = [p.chunk for p in (plan, last) if p.chunk]
-    tokens = max((len(rows) * max(n for _, _, n in rows) for rows in chunks), default=0)
+def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[StepKind, str]:
+    """Name the work of one `step`: it launches a plan, and may wait for the one before."""
+    both = [row for each in (plan, last) for row in (*each.chunk, *each.decode)]
+    drafts = max((row.num_host_drafts for row in both), default=0)
+    drafts = drafts or max((row.num_proposed for row in both), default=0)
+    chunks = [each.chunk for each in (plan, last) if each.chunk]
+    tokens = max((len(rows) * max(row.length for row in rows) for rows in chunks), default=0)
     rows = max(len(plan.decode), len(last.decode))
-    drafts = max((n for p in (plan, last) for n in p.drafts.values()), default=0)
-    drafts = max((c.num_drafts for p in (plan, last) for c in p.copies.values()), default=drafts)
     parts = [f"a prefill chunk of {tokens} tokens"] if tokens else []
     parts += [f"a decoding step of {rows} {'row' if rows == 1 else 'rows'}"] if rows else []
     kind = ("prefill" if tokens else "decode", tokens.bit_length(), rows.bit_length(), drafts)

@@ -8,29 +8,29 @@ from typing import NamedTuple
 
 from mlx_mtp.errors import StepError, StepMemoryError
 
-HANG_SECONDS = 4.0  # any step may take this long,
-SLOWNESS = 10.0  # and this many times as long as the slowest recent step of its kind
-NEW_KIND_SECONDS = 30.0  # for a kind that has not run: some kernels are compiled for a shape
-# For building the runner and measuring step costs together, and for each of the first steps, which
-# compile most kernels: about two minutes were seen on a fresh GPU machine.
+HANG_SECONDS = 4.0  # Any step may take this long,
+SLOWNESS = 10.0  # and this many times as long as the slowest recent step of its kind.
+NEW_KIND_SECONDS = 30.0  # for the first step of a kind: some kernels are compiled per shape
+# For building the runner and measuring step costs, and for each of the first steps, which compile
+# most kernels: two minutes were seen on a fresh GPU machine.
 START_SECONDS = 300.0
-_FADE = 0.9  # weight that a slow step keeps with each later one of its kind
-_NUM_FIRST_STEPS = 2  # with look-ahead, what the first step launches is waited for in the second
+_FADE = 0.9  # of the slowest step's time, with each later step of its kind
+_NUM_FIRST_STEPS = 2  # with look-ahead the second step waits for what the first one launched
 
-MAX_RESTARTS = 3  # of the engine,
-RESTART_WINDOW = 60.0  # in so many seconds
+MAX_RESTARTS = 3  # of the engine within
+RESTART_WINDOW = 60.0  # seconds
 
-# mlx has no exception type for it: texts of its allocators, Metal's command buffers, and CUDA.
+# mlx has no exception type for this: texts of its allocators, Metal's command buffers and CUDA.
 _NO_MEMORY = re.compile(
     r"\[(metal::)?malloc\w*\]|Insufficient Memory|out of memory|MemoryAllocation", re.IGNORECASE
 )
 
-Kind = tuple[object, ...]
-"""Steps of one kind cost about the same; its first part is the most general."""
+StepKind = tuple[object, ...]
+"""Steps of one kind cost about the same. Its first element is the most general."""
 
 
 def step_error(error: BaseException) -> StepError:
-    """What the requests in a step that raised `error` end with."""
+    """The error that the requests in a step end with if the step raised `error`."""
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return StepMemoryError(
@@ -42,7 +42,7 @@ def step_error(error: BaseException) -> StepError:
 
 
 def acquire_restart(restarts: deque[float], now: float) -> bool:
-    """Add a restart at `now` to the recent ones; False if there were too many."""
+    """Add a restart at `now` to the recent ones; returns False if there were too many."""
     while restarts and now - restarts[0] >= RESTART_WINDOW:
         restarts.popleft()
     if len(restarts) == MAX_RESTARTS:
@@ -55,14 +55,14 @@ class _Beat(NamedTuple):
     began: float
     allowed: float
     name: str
-    kind: Kind | None
+    kind: StepKind | None
 
 
 class Heartbeat:
-    """Detects a step that hangs. `hang` and `resume` are for any thread, the rest for the engine's.
+    """Detects a step that hangs. `hang` and `resume` are thread-safe.
 
-    How long a step may take follows from earlier steps of its kind: a chunk of 512 tokens takes
-    0.1 s here and 20 s there. A kind that has not run yet may have to compile kernels first.
+    The time that a step may take follows from earlier steps of its kind: a chunk of 512 tokens
+    takes 0.1 s on one machine and 20 s on another. A new kind may have to compile kernels first.
     """
 
     def __init__(
@@ -70,36 +70,37 @@ class Heartbeat:
     ) -> None:
         self._hang_seconds = hang_seconds
         self._clock = clock
-        self._slowest: dict[Kind, float] = {}
+        self._slowest: dict[StepKind, float] = {}
         self._seen = Counter[object]()
         self._beat: _Beat | None = None  # replaced as a whole: readers need no lock
-        self._resumed = 0.0  # when the process went on after it had been stopped
+        self._resumed = 0.0  # when the process last continued after a stop
 
     def begin_start(self) -> None:
-        """The runner is being built, and step costs are measured."""
+        """Begin to build the runner, or to measure step costs."""
         self._beat = _Beat(self._clock(), START_SECONDS, "its start", None)
 
     def begin_planning(self) -> None:
         self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
 
-    def begin(self, kind: Kind, name: str) -> None:
+    def begin(self, kind: StepKind, name: str) -> None:
         self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:
+        """Note that what was begun has ended, and learn its time."""
         beat, self._beat = self._beat, None
         if beat is None or beat.kind is None:
             return
         kind, seconds = beat.kind, self._seconds_in(beat)
         self._seen[kind[0]] += 1
         if self._seen[kind[0]] <= _NUM_FIRST_STEPS:
-            return  # Mostly compiling.
-        # A hang says little about the kind: should the machine have become slow, the next step may
+            return  # They mostly compile.
+        # A hang says little about the kind, but the machine may have become slow: the next step may
         # take twice as long.
         learnt = min(seconds, 2 * beat.allowed / SLOWNESS) if seconds > beat.allowed else seconds
         self._slowest[kind] = max(learnt, self._slowest.get(kind, 0.0) * _FADE)
 
     def hang(self) -> str | None:
-        """Why the engine is taken to hang; None while it does not."""
+        """Why the engine seems to hang; None while it does not."""
         beat = self._beat
         seconds = 0.0 if beat is None else self._seconds_in(beat)
         if beat is None or seconds <= beat.allowed:
@@ -110,13 +111,13 @@ class Heartbeat:
         )
 
     def resume(self) -> None:
-        """The process had been stopped: what is under way is taken to begin now."""
+        """Call after SIGCONT: the step in progress counts as begun now."""
         self._resumed = self._clock()
 
     def _seconds_in(self, beat: _Beat) -> float:
         return self._clock() - max(beat.began, self._resumed)
 
-    def _allowed(self, kind: Kind) -> float:
+    def _allowed(self, kind: StepKind) -> float:
         if self._seen[kind[0]] < _NUM_FIRST_STEPS:
             return START_SECONDS
         past = SLOWNESS * self._slowest[kind] if kind in self._slowest else NEW_KIND_SECONDS

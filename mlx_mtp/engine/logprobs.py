@@ -1,39 +1,60 @@
-"""Log-probabilities of prompts' own tokens, from the hidden states of a prefill chunk."""
+"""Log-probabilities of sampled tokens and of prompts' own tokens, as requests asked for them."""
 
 from collections.abc import Sequence as Many
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.engine.memory import PROMPT_POSITIONS
-from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import ChunkArrays, PromptScores
+from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.sampler import logprobs
 
 
+def token_logprobs(tables: Many[np.ndarray], top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Of one row's positions, with `top` alternatives each; `tables` as by `sampler.logprobs`."""
+    if top is None:
+        return ()
+    return tuple(
+        TokenLogprobs(chosen, tuple(zip(ids[:top], values[:top])), *rank)
+        for chosen, ids, values, *rank in zip(*(table.tolist() for table in tables))
+    )
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of a chunk's tokens, on the device: row after row, without padding."""
+
+    counts: list[int]  # positions of each row
+    tops: list[int | None]  # alternatives that each row asked for; None: no logprobs
+    tables: tuple[mx.array, ...]  # see `sampler.logprobs`
+
+    def read(self) -> list[tuple[TokenLogprobs, ...]]:
+        ends = np.cumsum(self.counts)[:-1]
+        rows = zip(*(np.split(np.array(table), ends) for table in self.tables))
+        return [token_logprobs(row, top) for row, top in zip(rows, self.tops)]
+
+
 def prompt_scores(
     model: LoadedModel,
-    hidden: mx.array,  # [N, H], post-norm
-    arrays: ChunkArrays,
-    sequences: Many[Sequence],
+    hidden: mx.array,  # [N, H], post-norm, of the tokens of a chunk of B rows
+    following: mx.array,  # int32 [N], the token after each
+    counts: Many[int],  # [B], positions of each row that have a following token of its prompt
+    lengths: Many[int],  # [B], all positions
+    tops: list[int | None],  # [B]
     vocab_size: int,
 ) -> PromptScores | None:
-    """Launch what a chunk's rows asked for; None if there is nothing.
+    """Launch the logprobs that a chunk's rows asked for; None if there are none.
 
     A few positions at a time: the logits of all would take as much memory as a small model.
     """
-    asked = [s.request.sampling.prompt_logprobs for s in sequences]
-    # What follows a prompt's last token is not of the prompt. (No row begins with a prefix.)
-    rows = zip(asked, arrays.num_computed.tolist(), arrays.is_last.tolist())
-    counts = [0 if top is None else length - is_last for top, length, is_last in rows]
+    counts = [0 if top is None else count for top, count in zip(tops, counts)]
     if not any(counts):
         return None
-    spans = zip(arrays.lengths.tolist(), counts)
-    wanted = np.concatenate([np.arange(length) < count for length, count in spans])
-    places = mx.array(np.flatnonzero(wanted))
-    states, following = hidden[places], arrays.following[places]
-    most = max(top for top in asked if top is not None)
+    mask = np.concatenate([np.arange(n) < count for n, count in zip(lengths, counts)])
+    places = mx.array(np.flatnonzero(mask))
+    states, targets = hidden[places], following[places]
+    most = max(top for top in tops if top is not None)
     parts: list[tuple[mx.array, ...]] = []
     for start in range(0, len(states), PROMPT_POSITIONS):
         span = slice(start, start + PROMPT_POSITIONS)
@@ -41,5 +62,5 @@ def prompt_scores(
         if parts:  # Not before the others are done, or their logits would be there at once.
             some = mx.depends(some, parts[-1])
         logits = model.logits(some)[:, :vocab_size]
-        parts.append(logprobs(logits, following[span], most))
-    return PromptScores(counts, tuple(mx.concatenate(list(pieces)) for pieces in zip(*parts)))
+        parts.append(logprobs(logits, targets[span], most))
+    return PromptScores(counts, tops, tuple(mx.concatenate(list(pieces)) for pieces in zip(*parts)))

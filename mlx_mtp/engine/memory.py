@@ -1,4 +1,4 @@
-"""What serving a model takes in memory, how that is shared out, and which rows fit."""
+"""The memory that serving a model takes, how it is shared out, and which rows fit."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -12,48 +12,48 @@ from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.machine import MemoryLimit, text_bytes
 from mlx_mtp.models.model import LoadedModel
 
-_COPIES = 2  # of states, while rows join or leave
-_WINDOWS = 3  # launched and not read, or run beside them or by the head's recursion
-_LOGITS = 6  # logits, their processed form, noise, and what sorting them takes (float32)
-PROMPT_POSITIONS = 32  # of a prompt whose logprobs are asked for: so many have logits at once
-_PROMPT_LOGITS = 8  # measured: logits, their logarithms, and what finds the largest
-_LONGER_STEPS = (2048, 1024)  # of prompts, that a GPU may compute faster than the default's
-_LONGER_SHARE = 8  # such a step takes at most one part in so many of what is left for rows
-_EXPANDED = 4  # weights of a layer's largest product, expanded on CUDA, at once
-_MARGIN = 1.5  # measured: a chunk takes up to this much more than one layer of each kind
+_COPIES = 2  # of states while rows join or leave
+_WINDOWS = 3  # launched and not read, beside them, or of the head's recursion
+_LOGITS = 6  # float32 arrays: logits, processed logits, noise, and sorting
+PROMPT_POSITIONS = 32  # have logits at once when logprobs of a prompt are computed
+_PROMPT_LOGITS = 8  # float32 arrays, measured: logits, logarithms, and the search for the largest
+_LONGER_STEPS = (2048, 1024)  # tokens; a GPU may compute such chunks faster than the default's
+_LONGER_SHARE = 8  # such a chunk takes at most 1/8 more of the memory left for rows
+_EXPANDED = 4  # dequantized weights of a layer's largest product at once, on CUDA
+_MARGIN = 1.5  # measured: a chunk takes up to 1.5 times one layer of each kind
 
-MOST_PREFIX_CACHE = 8 * 10**9  # bytes that the prefix cache takes by itself
-_LEAST_TOKENS = 512  # a server with a shorter context is of no use; it is not started
+MOST_PREFIX_CACHE = 8 * 10**9  # bytes of the prefix cache by default
+_LEAST_TOKENS = 512  # a server with a shorter context is not started
 _SHORT_ROW = 8000
 _LONG_ROWS = (100_000, 32_000)  # of an agent
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """A model's demands, in bytes."""
+    """What a model takes, in bytes."""
 
-    weights: int  # the head's not included
-    head: int  # of the MTP head, its reduced lm_head included
+    weights: int  # without the MTP head's
+    head: int  # the MTP head, with its reduced lm_head
     caches: CacheMemory
-    depth: int  # most drafts a step
+    depth: int  # most drafts per row and step
     vocab_size: int
 
     def row(self, tokens: int) -> int:
-        """Most bytes of a row that holds so many tokens, prefill apart."""
+        """Most bytes of a row of so many tokens, without its prefill."""
         reach, window = tokens + _WINDOWS * (self.depth + 1), self.depth + 1
         kv = self.caches.most_kv(reach)
-        # Rows that outgrow their class are copied layer by layer.
+        # A row that outgrows its size class is copied layer by layer.
         copied = kv // len(self.caches.attention)
         states = _COPIES * self.caches.states_and_window(self.depth)
         scores = window * self.scores(reach + STRIDE)
         return kv + copied + states + scores + window * self.vocab_size * 4 * _LOGITS
 
     def chunk(self, step: int, tokens: int) -> int:
-        """Most bytes that a chunk of up to `step` positions of a prompt takes beside the caches."""
+        """Most bytes, beside the caches, of a prefill chunk of at most `step` tokens."""
         step = min(step, tokens)
         # One layer's attention scores and mask: not every head size has a fused kernel.
         scores = step * (self.scores(tokens) + tokens)
-        # The numbers that a position has in a layer of each kind.
+        # Activations of a position in one layer of each kind.
         layers = self.caches.layers
         numbers = sum(layer.activations() for layer in set(layers))
         numbers += max(layer.mlp.activations() for layer in layers)
@@ -63,17 +63,17 @@ class Footprint:
             widest = (max(each.activations() // 2, each.mlp.inner_size) for each in layers)
             weights = layers[0].mlp.hidden_size * max(widest) * self.caches.itemsize
             computed += _EXPANDED * weights
-        # Logprobs of the prompt are computed when the layers are done.
+        # Logprobs of the prompt are computed after the layers.
         prompt = min(step, PROMPT_POSITIONS) * self.vocab_size * 4 * _PROMPT_LOGITS
         return max(scores + int(_MARGIN * computed), prompt) + self.vocab_size * 4 * _LOGITS
 
     def scores(self, tokens: int) -> int:
-        """One layer's attention scores of one position to so many."""
+        """Bytes of one layer's attention scores of one position to so many."""
         return self.caches.attention[0].heads * tokens * self.caches.itemsize
 
 
 def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) -> Footprint:
-    """A loaded model's; `num_draft_ids` is the size of a reduced draft vocabulary."""
+    """The footprint of a loaded model; `num_draft_ids`: size of a reduced draft vocabulary."""
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
         head += num_draft_ids * model.row_nbytes()
@@ -87,23 +87,24 @@ class MemoryPlan:
 
     limit: MemoryLimit
     footprint: Footprint
-    prefix_cache: int  # most that the prefix cache takes
-    chunk: int  # most that a prefill chunk takes beside the caches
-    prefill_step_size: int  # most tokens of such a chunk
-    rows: int  # what is left for rows
-    max_model_len: int  # most tokens of a request: the model's, the setting's, or what fits
-    reduced: bool  # memory made that less than what the model allows
+    prefix_cache: int  # limit of the prefix cache
+    chunk: int  # a prefill chunk, beside the caches
+    prefill_step_size: int  # tokens of that chunk
+    rows: int  # left for rows
+    max_model_len: int  # tokens of a request: the model's limit, the setting, or what fits
+    reduced: bool  # by memory, to less than the model allows
 
     def usage(self, lengths: Iterable[int]) -> float:
-        """The share of the memory for rows that rows of so many tokens each take, at most."""
+        """The share of the memory for rows that rows of these lengths take at most."""
         return sum(map(self.footprint.row, lengths)) / self.rows
 
     def num_rows(self, tokens: int, most: int, beside: int = 0) -> int:
-        """How many rows of so many tokens fit, beside one of that many."""
+        """How many rows of `tokens` fit, at most `most`, beside one row of `beside` tokens."""
         left = self.rows - (self.footprint.row(beside) if beside else 0)
         return max(min(left // self.footprint.row(tokens), most - (beside > 0)), 0)
 
     def parts(self) -> dict[str, int]:
+        """Planned bytes by what takes them."""
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
         parts |= {"texts": text_bytes(self.limit.nbytes)}
@@ -119,11 +120,11 @@ class MemoryPlan:
         long = next((n for n in _LONG_ROWS if short < n <= self.max_model_len), self.max_model_len)
         if self.num_rows(long, max_num_seqs) == max_num_seqs:
             return f"{max_num_seqs} of {long:,} tokens"
-        told = {n: f"{self.num_rows(n, max_num_seqs)} of {n:,}" for n in (short, long)}
+        texts = {n: f"{self.num_rows(n, max_num_seqs)} of {n:,}" for n in (short, long)}
         beside = self.num_rows(short, max_num_seqs, beside=long)
         if short < long and beside:
-            told[0] = f"1 of {long:,} and {beside} of {short:,}"
-        first, *others = told.values()
+            texts[0] = f"1 of {long:,} and {beside} of {short:,}"
+        first, *others = texts.values()
         return " or ".join([f"{first} tokens", *others])
 
     def lines(self, max_num_seqs: int) -> list[str]:
@@ -140,18 +141,15 @@ def plan_memory(
     limit: MemoryLimit,
     *,
     allowed: int,  # most tokens that the model allows
-    wanted: int | None,  # --max-model-len, if it was given; not above `allowed`
+    max_model_len: int | None,  # --max-model-len, at most `allowed`; None: what fits
     prefill_step_size: int,
-    longer_steps: bool = False,  # may be planned instead, on a GPU
+    longer_steps: bool = False,  # on a GPU, longer chunks if they fit
     prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
 ) -> MemoryPlan:
-    """Share the memory out; UsageError, with the numbers and flags that would do, if it can't fit.
-
-    Without `wanted` the context is cut to what one row has memory for.
-    """
+    """Share out the memory; UsageError, with flags that would do, if a request can't fit."""
     fixed = footprint.weights + footprint.head
     left = limit.nbytes - text_bytes(limit.nbytes) - fixed
-    own = prefix_cache is None
+    is_default = prefix_cache is None
     if prefix_cache is None:
         prefix_cache = min(max(left, 0) // 4, MOST_PREFIX_CACHE)
     room = left - prefix_cache
@@ -159,40 +157,40 @@ def plan_memory(
     def need(tokens: int, step: int = prefill_step_size) -> int:
         return footprint.chunk(step, tokens) + footprint.row(tokens)
 
-    tokens = wanted or allowed
+    tokens = max_model_len or allowed
     least = min(_LEAST_TOKENS, tokens)
-    found = _largest(least, tokens, lambda n: need(n) <= room)
-    if found is None or (wanted is not None and found < wanted):
-        asked = tokens if found else least
-        needed = need(asked)
-        kept = min(needed // 3 + 1, MOST_PREFIX_CACHE) if own else prefix_cache
-        total = fixed + needed + kept
+    fitting = _largest(least, tokens, lambda n: need(n) <= room)
+    if fitting is None or (max_model_len is not None and fitting < max_model_len):
+        length = tokens if fitting else least
+        needed = need(length)
+        cache = min(needed // 3 + 1, MOST_PREFIX_CACHE) if is_default else prefix_cache
+        total = fixed + needed + cache
         total += text_bytes(total + total // 31 + 1)
         more = f"--memory-limit {_as_flag(total)} if the machine has that"
-        told = f"Of {size_text(limit.nbytes)} ({limit.source}) the weights take {size_text(fixed)}"
+        used = f"Of {size_text(limit.nbytes)} ({limit.source}) the weights take {size_text(fixed)}"
         if left <= 0:
             raise UsageError(
-                f"Not enough memory. {told}. It would take {more}, or a model with fewer bits per "
+                f"Not enough memory. {used}. It would take {more}, or a model with fewer bits per "
                 "weight, or a smaller one: `mlx-mtp models` lists what fits."
             )
         advice = [more]
         if prefix_cache:
-            told += f" and the prefix cache {size_text(prefix_cache)}"
+            used += f" and the prefix cache {size_text(prefix_cache)}"
             if needed <= left:
                 advice.append(f"--prefix-cache-size {(left - needed) // 10**6}MB or less")
-        step = _largest(1, prefill_step_size, lambda n: need(asked, n) <= room)
+        step = _largest(1, prefill_step_size, lambda n: need(length, n) <= room)
         if step is not None:
             advice.append(f"--prefill-step-size {step} or less")
-        if found:
-            advice.append(f"--max-model-len {found} or less")
+        if fitting:
+            advice.append(f"--max-model-len {fitting} or less")
         raise UsageError(
-            f"Not enough memory: one request of {asked:,} tokens needs {size_text(needed)}. "
-            f"{told}. What would do: {', or '.join(advice)}."
+            f"Not enough memory: one request of {length:,} tokens needs {size_text(needed)}. "
+            f"{used}. What would do: {', or '.join(advice)}."
         )
-    chunk = footprint.chunk(prefill_step_size, found)
-    most = min(chunk + (room - chunk) // _LONGER_SHARE, room - footprint.row(found))
+    chunk = footprint.chunk(prefill_step_size, fitting)
+    most = min(chunk + (room - chunk) // _LONGER_SHARE, room - footprint.row(fitting))
     for step in _LONGER_STEPS if longer_steps and backend() else ():
-        if (longer := footprint.chunk(step, found)) <= most:
+        if (longer := footprint.chunk(step, fitting)) <= most:
             prefill_step_size, chunk = step, longer
             break
     return MemoryPlan(
@@ -202,18 +200,18 @@ def plan_memory(
         chunk=chunk,
         prefill_step_size=prefill_step_size,
         rows=room - chunk,
-        max_model_len=found,
-        reduced=found < tokens,
+        max_model_len=fitting,
+        reduced=fitting < tokens,
     )
 
 
 def _as_flag(nbytes: int) -> str:
-    """A size to give to a flag, not less than this."""
+    """A size as a flag takes it, rounded up."""
     return f"{-(-nbytes // 10**6)}MB" if nbytes < 10**10 else f"{-(-nbytes // 10**8) / 10:g}GB"
 
 
 def _largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
-    """The largest number from `low` to `high` that is good, if all below a good one are good."""
+    """The largest good number of `low` to `high`; below a good one all must be good."""
     if not good(low):
         return None
     return low - 1 + bisect_left(range(low, high + 1), True, key=lambda number: not good(number))

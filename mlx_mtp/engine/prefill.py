@@ -1,97 +1,96 @@
 """Which prompts are computed next, and how much of them. No arrays, no model: policy alone.
 
-A chunk goes to the prompt that has the least left, unless the oldest has waited for as many seconds
-of others' chunks as its own next one takes. So a short prompt behind long ones has at least half of
-the machine until it is done, the oldest has at least half of it at any time, and none starves: a
-prompt is computed within twice the time of itself and of what was left of those before it.
+The next chunk goes to the prompt with the fewest tokens left, unless the oldest prompt has waited
+for others' chunks for as many seconds as its own next chunk takes. So a short prompt behind long
+ones gets at least half of the machine, and so does the oldest: a prompt is computed within twice
+the time of itself and of what was left of those before it, and none starves.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep, PrefillChunk
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
+from mlx_mtp.engine.step import InFlightStep, StepRow
+from mlx_mtp.speculative.costs import PrefillCosts
 
-Group = list[Sequence]
+PromptGroup = list[Sequence]
 
 
 class PrefillScheduler:
-    """The prompts that are being computed: groups of short ones together, long ones alone.
+    """Plans the chunks of prompts: short prompts in groups, long ones alone.
 
-    Beside running rows chunks are cut to the pause that these may have, otherwise to what is
-    fastest. Without a bound of the pause nothing is measured, and every chunk is a whole step.
+    Beside running rows a chunk is as long as `--max-decode-pause` allows, otherwise as long as is
+    fastest. Without that limit nothing is measured, and chunks have `prefill_step_size` tokens.
     """
 
     def __init__(self, config: EngineConfig, costs: PrefillCosts | None = None) -> None:
         self._step = config.prefill_step_size
         self._pause = config.decode_pause
         self._costs = costs or PrefillCosts(self._step)
-        self._groups: list[Group] = []  # the oldest first
-        self._credit = 0.0  # seconds of others' chunks that the oldest has waited for
+        self._groups: list[PromptGroup] = []  # oldest first
+        self._deficit = 0.0  # seconds that the oldest has waited for others' chunks
 
     def __iter__(self) -> Iterator[Sequence]:
         return (s for group in self._groups for s in group)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: PromptGroup) -> None:
         self._groups.append(group)
 
     def drop(self, sequence: Sequence) -> None:
-        """It has its first token, or has ended."""
+        """Remove a sequence that has its first token, or has ended."""
         for group in self._groups:
             if sequence in group:
                 group.remove(sequence)
         self._groups = [group for group in self._groups if group]
 
     def most_tokens(self, context: float = 0, left: int = 0, *, beside: bool) -> int:
-        """Of a chunk after so much context, beside running rows or not."""
+        """Most tokens of a chunk after `context` tokens, of prompts with `left` tokens to go."""
         if not self._pause:
             return self._step
         if beside:
             return self._costs.longest_within(self._pause, context)
         return self._costs.fastest(left)
 
-    def next_chunk(self, *, beside: bool) -> PrefillChunk:
-        """Plan a chunk; `beside`: rows are running."""
+    def next_chunk(self, *, beside: bool) -> tuple[StepRow, ...]:
+        """Plan the next chunk, or none; `beside` is True while rows are running."""
         waiting = [group for group in self._groups if any(map(_is_waiting, group))]
         if not waiting:
-            self._credit = 0.0
+            self._deficit = 0.0
             return ()
-        # What has been launched to its end runs as soon as that has been read.
+        # Prompts that were launched to their end run as soon as that has been read.
         beside = beside or len(waiting) < len(self._groups)
         oldest, group = waiting[0], min(waiting, key=_num_left)
         chunk = self._chunk(group, beside)
         if group is not oldest:
-            own = self._chunk(oldest, beside)
-            if self._credit >= self._seconds(own):
-                self._credit -= self._seconds(own)
-                chunk = own
+            turn = self._chunk(oldest, beside)
+            if self._deficit >= self._seconds(turn):
+                self._deficit -= self._seconds(turn)
+                chunk = turn
             else:
-                self._credit += self._seconds(chunk)
-        for sequence, start, length in chunk:
-            sequence.num_computed = start + length
-            sequence.begun = True
+                self._deficit += self._seconds(chunk)
+        for row in chunk:
+            row.sequence.num_computed = row.start + row.length
+            row.sequence.begun = True
         return chunk
 
     def observe(self, step: InFlightStep) -> None:
-        """Learn from a chunk that has been read; call it before its rows are updated."""
-        if self._pause and step.seconds is not None and not step.did_more:
-            rows = [(r.sequence, r.sequence.num_cached, r.num_positions) for r in step.rows]
-            self._costs.observe(*_size(rows), step.seconds)
+        """Learn from a chunk that has been read."""
+        if self._pause and step.seconds is not None and step.timing_valid:
+            self._costs.observe(*_size(step.rows), step.seconds)
 
-    def _chunk(self, group: Group, beside: bool) -> PrefillChunk:
-        rows = [s for s in group if _is_waiting(s)]
-        _, context = _size([(s, s.num_computed, 1) for s in rows])
+    def _chunk(self, group: PromptGroup, beside: bool) -> tuple[StepRow, ...]:
+        rows = tuple(StepRow(s, s.num_computed) for s in group if _is_waiting(s))
+        _, context = _size(rows)
         most = self.most_tokens(context, _num_left(group), beside=beside)
         most = max(most // len(rows), 1)
-        return tuple((s, s.num_computed, self._length(s, most)) for s in rows)
+        for row in rows:
+            left = row.sequence.prefix.chunk_end(row.start, self._step) - row.start
+            # A rest of few tokens would take a chunk of its own.
+            row.length = -(-left // 2) if most < left < 2 * most else min(left, most)
+        return rows
 
-    def _length(self, sequence: Sequence, most: int) -> int:
-        """Up to the next cut, but for a rest of few tokens, which would take a chunk of its own."""
-        left = sequence.next_cut(self._step) - sequence.num_computed
-        return -(-left // 2) if most < left < 2 * most else min(left, most)
-
-    def _seconds(self, chunk: PrefillChunk) -> float:
+    def _seconds(self, chunk: tuple[StepRow, ...]) -> float:
         return self._costs.seconds(*_size(chunk))
 
 
@@ -99,11 +98,11 @@ def _is_waiting(sequence: Sequence) -> bool:
     return sequence.num_computed < sequence.num_prompt or not sequence.begun
 
 
-def _num_left(group: Group) -> int:
+def _num_left(group: PromptGroup) -> int:
     return sum(s.num_prompt - s.num_computed for s in group)
 
 
-def _size(chunk: PrefillChunk | list[tuple[Sequence, int, int]]) -> tuple[int, float]:
-    """Tokens of a chunk, as a rectangle of its rows, and how many are before one of them."""
-    longest = max(length for _, _, length in chunk)
-    return len(chunk) * longest, sum(start for _, start, _ in chunk) / len(chunk)
+def _size(rows: Many[StepRow]) -> tuple[int, float]:
+    """Tokens of a chunk as a padded rectangle, and the mean number of tokens before a row's."""
+    longest = max(row.length for row in rows)
+    return len(rows) * longest, sum(row.start for row in rows) / len(rows)

@@ -1,7 +1,12 @@
-"""Runs the model over what the scheduler planned: launches now, reads later."""
+"""Runs the model over what the scheduler planned: launches now, reads later.
+
+A chunk and a decode step are batches of their own, even in one forward pass. In one batch a
+GatedDeltaNet layer would keep a pending window of [rows, longest window] positions, so that a
+prompt's row of 256 tokens would cost every other row 256 positions.
+"""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import TypeVar
@@ -17,11 +22,10 @@ from mlx_mtp.engine.logprobs import prompt_scores
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import (
     ChunkArrays,
-    Drawn,
     ForwardPass,
     InFlightStep,
-    Launch,
-    PrefillChunk,
+    SampledWindow,
+    StepLaunch,
     StepPlan,
     StepRow,
 )
@@ -29,53 +33,57 @@ from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.speculative.drafter import Computed, DraftProposer
-from mlx_mtp.speculative.verify import accept
+from mlx_mtp.speculative.drafter import Computed, MTPDrafter
+from mlx_mtp.speculative.verify import verify_window
 
 logger = logging.getLogger(__name__)
 
 _CLEAR_STEPS = 256
-_CLEAR_TOKENS = 512  # of prompts: not at each of many short chunks
+_CLEAR_TOKENS = 512  # prompt tokens: not after each of many short chunks
 
 T = TypeVar("T")
 
 
 class ModelRunner:
-    """Runs steps on one model; tokens from `vocab_size`, the tokenizer's, on are never sampled."""
+    """Runs steps on one model. Ids at or above `vocab_size`, the tokenizer's, are never sampled."""
 
     def __init__(
         self,
         model: LoadedModel,
-        proposer: DraftProposer | None,
+        drafter: MTPDrafter | None,
         vocab_size: int,
         prefixes: PrefixCache | None = None,
+        clear_answers: Callable[[], None] = lambda: None,  # drops those that drafts are copied from
     ) -> None:
         self._model = model
-        self._proposer = proposer
+        self._drafter = drafter
         self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
+        self._clear_answers = clear_answers
         self.batches = Batches()
         self._prompts = WeakKeyDictionary[Sequence, mx.array]()
-        self._num_steps = self._num_tokens = 0  # of prompts, since the cache was cleared last
+        self._num_steps = self._num_tokens = 0  # since mlx's cache was cleared
         self._failed_last = False
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
         """Launch a plan. A failure is returned as a step that ends its rows with an error."""
         self.batches.prune(plan.live)
         self._clear_cache(plan)
+        if self._drafter is None:
+            for row in (*plan.chunk, *plan.decode):
+                row.num_proposed = 0
         launches = []
         if plan.chunk:
-            rows = tuple(s for s, _, _ in plan.chunk)
-            launches.append((rows, self._prefill(plan.chunk, plan.drafts)))
+            launches.append((plan.chunk, self._prefill(plan.chunk)))
         if plan.decode:
-            launches.append((plan.decode, self._decode(plan)))
+            launches.append((plan.decode, self._decode(plan.decode)))
         groups = [launches] if plan.together else [[each] for each in launches]
         return [step for group in groups for step in self._launch(group)]
 
     def read(self, step: InFlightStep) -> list[InFlightStep]:
-        """Wait for a step and read it; a failure on the device ends the rows with an error.
+        """Wait for a step and read it; a failure on the device ends its rows with an error.
 
-        Returns it, and behind one that failed another of the rows that are lost with it.
+        Returns the step; if it failed, also a failed step for the other rows of its batch.
         """
         try:
             step.read()
@@ -84,27 +92,38 @@ class ModelRunner:
             failure = self._as_step_error(error)
             step.fail(failure)
             dropped = self.batches.drop(step.sequences)
-            others = tuple(s for s in dropped if s not in step.sequences)
+            others = [StepRow(s) for s in dropped if s not in step.sequences]
             return [step, _failed(others, failure)]
-        self.prefixes.commit(step.saves)
+        if step.saves:
+            self.prefixes.commit(step.saves)
         return [step]
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
-        """Copy the caches of rows that have just ended."""
+        """Copy the caches of rows that have just ended into the prefix cache."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
-        ended = {row.sequence for row in rows if row.sequence.keeps_end}
-        if ended and self.batches.decoding is not None:
-            self.prefixes.save_ends(self.batches.decoding, ended)
+        # An answer computed by decode steps is not reused where prompts are computed exactly.
+        ended = {s for s in (row.sequence for row in rows) if s.ended and not s.prefix.chunk_ends}
+        if not ended or (batch := self.batches.decoding) is None:
+            return
+        for number, sequence in enumerate(batch.sequences):
+            if sequence in ended:
+                tokens = (*sequence.prompt, *sequence.output[:-1])  # The last is in no cache.
+                self.prefixes.save_end(batch, number, sequence.prefix, tokens)
+
+    def give_up_caches(self) -> None:
+        """Drop all cached prefixes and answers: the only memory that can be given up."""
+        self.prefixes.clear()
+        self._clear_answers()
 
     def compare(self) -> None:
-        """Raise ModelError if another rank has computed other numbers; alone there is none."""
+        """Raise ModelError if another rank computes other numbers; without ranks do nothing."""
 
     def release(self) -> None:
         self.batches = Batches()
         mx.clear_cache()
 
-    def _launch(self, launches: Many[tuple[tuple[Sequence, ...], Launch]]) -> list[InFlightStep]:
-        """Launch them with one forward pass for the tokens of all."""
+    def _launch(self, launches: Many[tuple[Many[StepRow], StepLaunch]]) -> list[InFlightStep]:
+        """Launch with one forward pass for the tokens of all."""
         steps: list[InFlightStep] = []
         waiting, passes = [], []
         for rows, launch in launches:
@@ -116,41 +135,42 @@ class ModelRunner:
                 passes.append(begun)
         if not waiting:
             return steps
-        everyone = tuple(s for rows, _ in waiting for s in rows)
+        everyone = [row for rows, _ in waiting for row in rows]
         hidden = self._guard(everyone, lambda: self._hidden(passes))
         if isinstance(hidden, InFlightStep):
             return [*steps, hidden]
-        for (rows, launch), own in zip(waiting, hidden, strict=True):
-            step = self._guard(rows, partial(_resume, launch, own))
+        for (rows, launch), states in zip(waiting, hidden, strict=True):
+            step = self._guard(rows, partial(_resume, launch, states))
             assert isinstance(step, InFlightStep)
             steps.append(step)
         return steps
 
     def _hidden(self, passes: Many[ForwardPass]) -> Many[mx.array]:
-        """Post-norm hidden states [N, H] of the tokens of each."""
+        """Run the target model: post-norm hidden states [N, H] of each pass."""
         if len(passes) == 1:
             return [self._model.hidden(*passes[0])]
-        tokens, caches = [own for own, _ in passes], [cache for _, cache in passes]
-        hidden = self._model.hidden(mx.concatenate(tokens), *caches)
-        ends: list[int] = np.cumsum([len(own) for own in tokens])[:-1].tolist()
+        tokens, caches = zip(*passes)
+        hidden = self._model.hidden(mx.concatenate([*tokens]), *caches)
+        ends: list[int] = np.cumsum([len(ids) for ids in tokens])[:-1].tolist()
         return list(mx.split(hidden, ends))
 
-    def _prefill(self, chunk: PrefillChunk, drafts: Mapping[Sequence, int]) -> Launch:
-        sequences = tuple(s for s, _, _ in chunk)
+    def _prefill(self, chunk: tuple[StepRow, ...]) -> StepLaunch:
+        sequences = [row.sequence for row in chunk]
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
-        warm = batch is None and all(s.prefix is not None for s in sequences)
+        nodes = [s.prefix.node for s in sequences if s.prefix.node is not None]
+        warm = batch is None and len(nodes) == len(sequences)
         arrays = ChunkArrays(chunk, int(warm), [self._prompt(s) for s in sequences])
-        assert batch or not any(s.max_cached > s.num_reused for s in sequences), "they have run"
+        begun = any(s.max_cached > s.prefix.num_reused for s in sequences)
+        assert batch or not begun, "they have run"
         batch = batch or self._new_batch(sequences)
-        num_drafts = self._num_drafts(batch, drafts)
-        limits = _limits(batch, arrays.lengths.tolist(), num_drafts)
+        limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
-        # What the trunk's attention reads depends neither on drafts nor on where a prompt began.
-        batch.cache.reserve(_limits(batch, arrays.num_computed.tolist(), [0] * len(batch)), rooms)
-        if warm and not self.prefixes.restore(batch):
+        # What attention reads depends neither on drafts nor on where the prompt's prefix ended.
+        batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
+        if warm and not self.prefixes.restore(batch, nodes):
             for sequence in sequences:
-                sequence.restart()
+                sequence.begin(0)
             return InFlightStep([], is_prefill=True)
 
         start = batch.cache.offset - arrays.before
@@ -165,19 +185,25 @@ class ModelRunner:
         num_kept = mx.array(arrays.lengths)
         last = mx.array(arrays.ends.astype(np.int32))
         batch.keep_hidden(hidden[last], num_kept)
-        computed_of = zip(sequences, arrays.num_computed.tolist())
-        rows = [StepRow(s, count, num_cached=count) for s, count in computed_of]
-        step = InFlightStep(rows, is_prefill=True)
-        step.prompt = prompt_scores(self._model, hidden, arrays, sequences, self.vocab_size)
+        for row in chunk:
+            row.num_cached = row.length
+        step = InFlightStep(chunk, is_prefill=True)
+        # A prompt's last token has no following one. (With prompt logprobs no prefix is reused.)
+        inside = [row.length - row.is_last for row in chunk]
+        tops = [s.request.sampling.prompt_logprobs for s in sequences]
+        given = arrays.following, inside, arrays.lengths.tolist(), tops
+        step.prompt = prompt_scores(self._model, hidden, *given, self.vocab_size)
         mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
         targets = arrays.following
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
         window = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
-        self._finish(batch, step, window, num_drafts)
-        step.saves.extend(self.prefixes.save_prompts(batch))
-        step.did_more = warm or bool(step.saves) or step.prompt is not None
+        self._finish(batch, step, window)
+        for number, row in enumerate(chunk):
+            end = row.start + row.length
+            step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)
+        step.timing_valid = not (warm or step.saves or step.prompt)
         step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
@@ -185,39 +211,42 @@ class ModelRunner:
     def _first_tokens(
         self, batch: Batch, step: InFlightStep, arrays: ChunkArrays, last: mx.array, end: mx.array
     ) -> mx.array:
-        """Draw the tokens at `end` of prompts that end; returns what follows each token, [N].
+        """Sample the tokens after prompts that end; returns the token after each position, [N].
 
-        `last` and `end` are int32 [B]: a row's last token among all, and the position behind it.
+        `last` and `end` are int32 [B]: the index of each row's last token, and the position after.
         """
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
         batch.masks = GrammarMasks(s.constraint if ends else None for s, ends in rows)
         window = arrays.tokens[last][:, None]
         logits = self._model.logits(batch.last_hidden)
-        step.drawn = _draw(batch, logits, end[:, None], window, finished=~done)
+        step.sampled = _sample(batch, logits, end[:, None], window, finished=~done)
         step.note(batch.masks.errors())
-        newest = mx.where(done, step.drawn.tokens[:, 0], arrays.following[last])
+        newest = mx.where(done, step.sampled.tokens[:, 0], arrays.following[last])
         return mx.put_along_axis(arrays.following, last, newest, axis=0)
 
     def _prompt(self, sequence: Sequence) -> mx.array:
-        """A prompt and a 0, int32 [T + 1]: a chunk's tokens are a part of what is there already.
+        """A prompt and a 0 on the device, int32 [T + 1], uploaded once for all of its chunks.
 
-        On CUDA an array from the host may get a buffer that was the device's, and moving that to
+        On CUDA a new array from the host may get a buffer that was the device's, and moving that to
         where the host can write waits for all chunks that were launched.
         """
         if sequence not in self._prompts:
             self._prompts[sequence] = mx.array(np.array([*sequence.prompt, 0], dtype=np.int32))
         return self._prompts[sequence]
 
-    def _decode(self, plan: StepPlan) -> Launch:
-        batch = self.batches.gather(plan.decode)
-        batch.copy(plan.copies)
+    def _decode(self, planned: tuple[StepRow, ...]) -> StepLaunch:
+        row_of = {row.sequence: row for row in planned}
+        batch = self.batches.gather(row_of)
+        rows = [row_of[sequence] for sequence in batch.sequences]
+        batch.draft_on_host(rows)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
-        lengths = [1 + number for number in batch.num_drafts]
-        num_drafts = self._num_drafts(batch, plan.drafts)
-        batch.cache.reserve(_limits(batch, lengths, num_drafts))
+        for row, count in zip(rows, batch.num_drafts, strict=True):
+            row.length, row.num_drafts = 1 + count, count
+        lengths = [row.length for row in rows]
+        batch.cache.reserve(_limits(rows, lengths))
         start = batch.cache.offset
-        # Without drafts it is known beforehand what each row keeps, and no window is left pending.
+        # Without drafts each row keeps its one token, so no window is left pending.
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
         packing = batch.cache.begin(lengths, kept)
 
@@ -225,55 +254,46 @@ class ModelRunner:
         logits = packing.rows(self._model.logits(hidden))
         batch.masks = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + mx.arange(1, 1 + window.shape[1])
-        drawn = _draw(batch, logits, positions, window, batch.ended, batch.draft_limits())
-        num_kept = drawn.accepted.num_kept
+        sampled = _sample(batch, logits, positions, window, batch.ended, batch.draft_limits())
+        num_kept = sampled.accepted.num_kept
         batch.cache.commit(num_kept)
-        last = packing.at(drawn.accepted.at_last)
+        last = packing.at(sampled.accepted.at_last)
         batch.keep_hidden(hidden[last], num_kept)
-        windows = zip(batch.sequences, lengths, batch.num_drafts, strict=True)
-        rows = [StepRow(s, length, drafts, plan.copies.get(s)) for s, length, drafts in windows]
-        step = InFlightStep(rows, drawn=drawn)
-        targets = packing.flat(drawn.tokens)
+        step = InFlightStep(rows, sampled=sampled)
+        targets = packing.flat(sampled.tokens)
         computed = Computed(hidden, targets, last, packing, batch.cache)
-        self._finish(batch, step, computed, num_drafts)
+        self._finish(batch, step, computed)
         step.note(batch.masks.errors())
         return step
 
-    def _num_drafts(self, batch: Batch, wanted: Mapping[Sequence, int]) -> list[int]:
-        """Drafts to propose for each row."""
-        if self._proposer is None:
-            return [0] * len(batch)
-        return [wanted.get(s, 0) for s in batch.sequences]
-
-    def _finish(
-        self, batch: Batch, step: InFlightStep, computed: Computed, num_drafts: list[int]
-    ) -> None:
-        if self._proposer is not None:
+    def _finish(self, batch: Batch, step: InFlightStep, computed: Computed) -> None:
+        """Propose drafts for the next windows, and launch all that is not launched yet."""
+        batch.num_drafts = [row.num_proposed for row in step.rows]
+        if self._drafter is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
-            batch.drafts = self._proposer.propose(batch.draft_state, computed, num_drafts, sampler)
+            state = batch.draft_state
+            assert state is not None
+            batch.drafts = self._drafter.propose(state, computed, batch.num_drafts, sampler)
         else:
             batch.drafts = batch.drafts[:, :0]
-        batch.num_drafts = num_drafts
-        mx.async_eval(*batch.arrays(), step.drawn or (), step.prompt or ())
-        for row, number in zip(step.rows, num_drafts, strict=True):
-            row.num_proposed = number
-            row.sequence.launched(row.num_positions)
+        mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt or ())
+        for row in step.rows:
+            row.sequence.launched(row.length)
 
-    def _new_batch(self, sequences: tuple[Sequence, ...]) -> Batch:
+    def _new_batch(self, sequences: Many[Sequence]) -> Batch:
         state, cache = None, self._model.make_cache(len(sequences))
-        if self._proposer is not None:
-            ids, prompts = [s.request_id for s in sequences], [s.prompt for s in sequences]
-            state = self._proposer.make_state(ids, prompts, cache)
+        if self._drafter is not None:
+            state = self._drafter.make_state(cache)
         return Batch(sequences, cache, state, self.vocab_size)
 
     def _clear_cache(self, plan: StepPlan) -> None:
-        """Return freed buffers now and then; mlx keeps them for reuse without a bound.
+        """Free mlx's cached buffers now and then: mlx keeps them for reuse without a limit.
 
-        On CUDA they count for the limit of memory that `wire_memory` sets, and returning them waits
-        for all chunks that were launched: for a third of one's time, with what is allocated anew.
+        On CUDA they count towards the limit that `wire_memory` sets, and freeing them waits for all
+        chunks that were launched; with the new allocations that costs a third of a chunk's time.
         """
         self._num_steps += 1
-        self._num_tokens += sum(length for _, _, length in plan.chunk)
+        self._num_tokens += sum(row.length for row in plan.chunk)
         due = not (plan.chunk or plan.decode) or self._num_steps % _CLEAR_STEPS == 0
         many = self._num_tokens >= _CLEAR_TOKENS and not mx.cuda.is_available()
         if due or self._failed_last or many:
@@ -281,40 +301,40 @@ class ModelRunner:
             mx.clear_cache()
         self._failed_last = False
 
-    def _guard(self, rows: tuple[Sequence, ...], part: Callable[[], T]) -> T | InFlightStep:
+    def _guard(self, rows: Many[StepRow], part: Callable[[], T]) -> T | InFlightStep:
         try:
             return part()
         except BaseException as error:
-            if not is_fault(error):  # As a panic is, of the Rust that makes grammars' masks.
+            if not is_fault(error):  # A panic of the Rust code that makes masks is a fault.
                 raise
             logger.exception("A step failed while it was launched")
-            self.batches.drop(rows)
+            self.batches.drop([row.sequence for row in rows])
             return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: BaseException) -> StepError:
-        # Its buffers are free once the error, which refers to them, has been handled.
+        # The error refers to buffers, which can be freed once it has been handled.
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
-            self.prefixes.clear()  # The only memory that can be given up.
+            self.give_up_caches()
         return reported
 
 
-def _draw(
+def _sample(
     batch: Batch,
     logits: mx.array,
     positions: mx.array,
     window: mx.array,
     finished: mx.array,
     num_drafts: mx.array | None = None,
-) -> Drawn:
-    """Draw the tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
+) -> SampledWindow:
+    """Sample tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
     mask = None
     if batch.masks:
-        mx.async_eval(logits)  # The host makes the masks meanwhile.
+        mx.async_eval(logits)  # Meanwhile the host makes the masks.
         mask = batch.masks.window_mask(window)
     tokens, replaced = batch.sampler.verify(logits, positions, window, mask, num_drafts)
-    accepted = accept(
+    accepted = verify_window(
         tokens,
         window,
         stop_ids=batch.stop_ids,
@@ -324,14 +344,14 @@ def _draw(
     )
     batch.sampler.count(tokens, accepted.num_kept, positions)
     batch.last, batch.remaining = accepted.last, accepted.remaining
-    batch.ended, batch.kept = accepted.finished, accepted.num_kept
+    batch.ended, batch.num_kept = accepted.finished, accepted.num_kept
     if batch.masks:
         batch.masks.advance(tokens, accepted.num_kept)
-    return Drawn(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
+    return SampledWindow(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
 
 
-def _resume(launch: Launch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:
-    """Up to its forward pass, or behind it."""
+def _resume(launch: StepLaunch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:
+    """Advance a launch to its forward pass, or to its end."""
     try:
         return launch.send(hidden)  # type: ignore[arg-type]
     except StopIteration as end:
@@ -339,13 +359,19 @@ def _resume(launch: Launch, hidden: mx.array | None = None) -> ForwardPass | InF
         return step
 
 
-def _limits(batch: Batch, lengths: Many[int], num_drafts: Many[int]) -> list[int]:
-    """Bounds of what the rows' caches hold after a window and the drafts for the next one."""
-    rows = zip(batch.sequences, lengths, num_drafts, strict=True)
-    return [s.max_cached + length + max(drafts - 1, 0) for s, length, drafts in rows]
+def _limits(rows: Many[StepRow], lengths: Many[int]) -> list[int]:
+    """Upper bounds of the rows' cached positions after these lengths and the next drafts."""
+    return [
+        row.sequence.max_cached + length + max(row.num_proposed - 1, 0)
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
-def _failed(rows: tuple[Sequence, ...], error: MlxMtpError | None) -> InFlightStep:
-    for sequence in rows:
-        sequence.launched(0)
-    return InFlightStep([StepRow(s, 0, error=error) for s in rows], error=error)
+def _failed(rows: Many[StepRow], error: MlxMtpError) -> InFlightStep:
+    """A failed step of rows whose launch did not complete."""
+    for row in rows:
+        row.length = 0
+        row.sequence.launched(0)
+    step = InFlightStep(rows)
+    step.fail(error)
+    return step

@@ -9,26 +9,26 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import FinishReason, RequestOutput
-from mlx_mtp.engine.sequence import Copy, Sequence, Status
+from mlx_mtp.engine.sequence import Sequence, Status
 from mlx_mtp.engine.stats import EngineStats
-from mlx_mtp.engine.step import InFlightStep, PrefillChunk, StepPlan, StepRow
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
-from mlx_mtp.speculative.costs import COPY, Shape
-from mlx_mtp.speculative.draft_policy import DecodeStep, DraftPolicy, Outcome
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.costs import StepShape
+from mlx_mtp.speculative.draft_policy import DraftPolicy
+from mlx_mtp.speculative.host_sources import HostSources
 
-# Tokens of a chunk that shares a forward pass with the running rows, so that the weights are read
-# once. A longer one gains nothing, and if it fails they go on.
+# A chunk of up to so many tokens shares a forward pass with the running rows, so that the weights
+# are read once. A longer one gains nothing by that, and alone its failure would not end these rows.
 MOST_TOGETHER = 256
 
 
 class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
-    A plan holds at most one chunk of a group of prompts (see `PrefillScheduler`), cut at multiples
-    of `prefill_step_size`, and one decode step. `usage` returns the share of the memory that rows
-    of these numbers of tokens take; without it they all fit.
+    A plan has at most one chunk of a group of prompts (see `PrefillScheduler`), which ends at a
+    multiple of `prefill_step_size`, and one decode step. `usage` returns the share of the memory
+    that rows of these numbers of tokens take; without it all rows fit.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Scheduler:
         reuse: PrefixReuse | None = None,
         usage: Callable[[list[int]], float] | None = None,
         totals: EngineStats | None = None,
-        copies: NgramPool | None = None,  # None: nothing is copied
+        host_sources: HostSources | None = None,
         prefills: PrefillScheduler | None = None,
     ) -> None:
         self._config = config
-        self._drafts, self._copies = drafts, copies
+        self._drafts, self._host_sources = drafts, host_sources or HostSources()
         self.reuse = reuse or PrefixReuse(PrefixTree(0), (), config.prefill_step_size)
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
-        self._held: list[Sequence] = []  # until another has computed their prefix, or it is read
+        self._held: list[Sequence] = []  # while another computes their prefix, or it is read
         self._prefills = prefills or PrefillScheduler(config)
         self._running: list[Sequence] = []
         self._last_size = 0
@@ -82,27 +82,27 @@ class Scheduler:
     def cancel(self, request_id: str | None = None) -> None:
         for sequence in (*self._waiting, *self._held, *self._admitted()):
             if request_id in (None, sequence.request_id):
-                sequence.status = Status.FINISHED
-                self.reuse.release(sequence)
+                self._drop(sequence)
         self._waiting.drop_finished()
         self._held = [s for s in self._held if not s.finished]
 
     def schedule(self) -> StepPlan:
+        """Admit requests, and plan the next step, which must be launched."""
         self._drop_finished()
-        decode = tuple(self._running)
-        if all(s.surely_finished for s in decode):
+        decode = tuple(map(StepRow, self._running))
+        if all(s.surely_finished for s in self._running):
             decode = ()
         if self.num_waiting:
             self._admit(self._prefills.most_tokens(beside=bool(decode)))
         chunk = self._prefills.next_chunk(beside=bool(decode))
         live = frozenset(s for s in self._admitted() if not s.finished)
-        tokens = sum(length for _, _, length in chunk)
+        tokens = sum(row.length for row in chunk)
         together = bool(chunk and decode) and tokens <= MOST_TOGETHER and not self._config.exact
-        drafts = self._choose_drafts(chunk, decode)
-        return StepPlan(chunk, decode, live, *drafts, together=together)
+        self._choose_drafts(chunk, decode)
+        return StepPlan(chunk, decode, live, together)
 
     def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
-        """Update the requests from steps that were read."""
+        """Update the requests from steps that have been read; returns their outputs."""
         outputs, self._begun = self._begun, []
         for step in steps:
             self._observe(step)
@@ -112,41 +112,34 @@ class Scheduler:
     def _observe(self, step: InFlightStep) -> None:
         rows = [row for row in step.rows if row.error is None]
         if step.is_prefill:
-            self._totals.prompt_tokens += sum(row.num_positions for row in rows)
+            self._totals.prompt_tokens += sum(row.length for row in rows)
             if rows:
                 self._prefills.observe(step)
             return
-        outcomes = []
         for row in rows:
-            source, verified = self._source(row), row.num_positions - 1
-            self._totals.count_window(source, row.num_drafts, row.num_accepted)
+            self._totals.count_window(row.source, row.num_drafts, row.num_accepted)
             self._totals.num_optimistic_tokens += len(row.optimistic)
-            outcomes.append(Outcome(row.sequence.drafting, source, verified, row.num_cached))
         if rows:
-            verified = sum(outcome.num_drafts for outcome in outcomes)
             proposed = max(row.num_proposed for row in step.rows)
-            shape = Shape(len(rows), verified, proposed)
-            self._drafts.observe(DecodeStep(shape, outcomes, step.cost))
-
-    def _source(self, row: StepRow) -> str:
-        return COPY if row.copy is not None else self._config.draft_source
+            shape = StepShape(len(rows), sum(row.num_verified for row in rows), proposed)
+            self._drafts.observe(rows, shape, step.seconds)
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:
         sequence, tokens, error = row.sequence, row.token_ids, row.error
-        sequence.read(row.num_positions, row.num_cached)
+        sequence.read(row.length, row.num_cached)
         if sequence.finished:
             return None
         if error is not None:
-            sequence.status = Status.FINISHED
+            self._drop(sequence)
             return RequestOutput(sequence.request_id, finish_reason="error", error=error)
-        # The device has ended a row whose prompt isn't complete, too: it draws nothing.
+        # On the device a row whose prompt isn't complete counts as ended, so that it emits nothing.
         ended = row.finished and sequence.num_cached >= sequence.num_prompt
         sequence.prompt_logprobs += row.prompt_logprobs
         if not (tokens or ended):
             return None if sequence.output else _report(sequence)
         is_first = not sequence.output
         sequence.output += tokens
-        self._look_for_copies(sequence, tokens)
+        self._draft_on_host(sequence, tokens)
         self._totals.generation_tokens += len(tokens)
         if sequence.status is Status.PREFILLING and tokens:
             self._prefills.drop(sequence)
@@ -156,8 +149,8 @@ class Scheduler:
         if ended:
             sequence.status = Status.FINISHED
             sequence.ended = True
-            if self._copies is not None and not sequence.request.sampling.optimistic:
-                self._copies.keep(sequence.salt, sequence.output)
+            if not sequence.request.sampling.optimistic:
+                self._host_sources.keep(sequence.prefix.salt, sequence.output)
             reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"
         return RequestOutput(
             sequence.request_id,
@@ -167,71 +160,77 @@ class Scheduler:
             num_draft_tokens=row.num_drafts,
             num_accepted_tokens=row.num_accepted,
             optimistic=row.optimistic,
-            draft_source=self._source(row),
-            num_reused_tokens=sequence.num_reused if is_first else 0,
+            draft_source=row.source,
+            num_reused_tokens=sequence.prefix.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=row.drafts if sequence.request.trace else None,
-            progress=sequence.progress if is_first and sequence.request.progress else None,
+            drafts=row.drafts if sequence.request.options.trace else None,
+            progress=sequence.progress if is_first and sequence.request.options.progress else None,
         )
 
-    def _choose_drafts(
-        self, chunk: PrefillChunk, decode: tuple[Sequence, ...]
-    ) -> tuple[dict[Sequence, int], dict[Sequence, Copy]]:
-        """Drafts of the head for the next window, and tokens to copy into this one.
-
-        By row that decodes, or will when this step has run.
-        """
-        ending = (s for s, start, length in chunk if start + length == s.num_prompt)
-        rows = [*decode, *ending]
+    def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> None:
+        """Plan the head's drafts for next windows, and the host's for the windows of this step."""
+        rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
-            return {}, {}
-        self._last_size = len(rows)
-        for sequence in decode:
-            sequence.drafting.ahead = sequence.max_cached - sequence.num_cached
-        choice = self._drafts.choose([s.drafting for s in rows], steady=not chunk)
-        wanted = zip(decode, choice.copied)
-        copies = {s: copy for s, count in wanted if count and (copy := s.to_copy(count))}
-        return dict(zip(rows, choice.head)), copies
-
-    def _look_for_copies(self, sequence: Sequence, tokens: Many[int]) -> None:
-        row = sequence.drafting
-        if self._copies is None or row.fixed is not None:
             return
-        if row.copier is None:
-            # A draft that is accepted in place of the token drawn would tell another's answer.
+        self._last_size = len(rows)
+        for row in decode:
+            row.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
+        choice = self._drafts.choose([row.drafting for row in rows], steady=not chunk)
+        for row, count in zip(rows, choice.head):
+            row.num_proposed = count
+        for row, count in zip(decode, choice.host):
+            if count:
+                row.draft_on_host(count)
+
+    def _draft_on_host(self, sequence: Sequence, tokens: Many[int]) -> None:
+        row = sequence.drafting
+        if row.fixed is not None:
+            return
+        if not row.host:
+            # A draft that replaces the sampled token could reveal another client's answer.
             alone = sequence.request.sampling.optimistic > 0
-            row.copier = self._copies.of(sequence.prompt, sequence.salt, alone=alone)
-        row.copier.extend(tokens)
+            row.host = self._host_sources.drafters(
+                sequence.prompt, sequence.prefix.salt, alone=alone
+            )
+        for drafter in row.host.values():
+            drafter.extend(tokens)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """End a sequence that was cancelled or failed."""
+        sequence.status = Status.FINISHED
+        sequence.prefix.dropped = True
+        self.reuse.release(sequence.prefix)
 
     def _admitted(self) -> list[Sequence]:
         return [*self._prefills, *self._running]
 
     def _drop_finished(self) -> None:
         for sequence in self._admitted():
-            # What was planned has been launched since, and so has copied its prefix.
+            # What was planned has been launched since, so its prefix has been copied.
             if sequence.finished or sequence.begun:
-                self.reuse.release(sequence)
+                self.reuse.release(sequence.prefix)
         self._running = [s for s in self._running if not s.finished]
         for sequence in [s for s in self._prefills if s.finished]:
             self._prefills.drop(sequence)
 
     def _admit(self, step: int) -> None:
-        """Admit the first waiting prompts, a group whose padded chunk has at most `step` tokens."""
+        """Admit the next group of prompts; its padded chunk has at most `step` tokens."""
         room = self._config.max_num_seqs - len(self._admitted())
         if self._config.exact:
             room = min(room, 1)  # A prompt is computed alone.
         group: list[Sequence] = []
         longest = 0
         while len(group) < room and (sequence := self._next_waiting(group)) is not None:
-            prefix = self.reuse.find(sequence)
+            prefix = self.reuse.find(sequence.prefix)
             start = 0 if prefix is None else prefix.end
             longest = max(longest, min(sequence.num_prompt - start, step))
-            alike = not group or (group[0].prefix is None) == (prefix is None)
+            alike = not group or (group[0].prefix.node is None) == (prefix is None)
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
             self._waiting.pop()
-            self.reuse.begin(sequence, prefix)
+            self.reuse.begin(sequence.prefix, prefix)
+            sequence.begin(start)
             sequence.status = Status.PREFILLING
             sequence.admitted_at = perf_counter()
             self._begun += filter(None, [_report(sequence)])
@@ -240,39 +239,42 @@ class Scheduler:
             self._prefills.add(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The next request, if there is memory for it; those that wait for a prefix are set aside.
+        """The next request to admit, or None; those that wait for a prefix are set aside.
 
-        None overtakes one that waits for memory: running rows end some time and none joins them
-        meanwhile, so a stream of small requests can't hold a large one up.
+        No request overtakes one that waits for memory: running rows end at some point and none
+        joins them meanwhile, so a stream of small requests can't hold up a large one.
         """
         reuse = self.reuse
-        self._put_back()
-        prefilling = [*self._prefills, *group]
+        if self._held:
+            self._put_back()
+        prefilling = [s.prefix for s in (*self._prefills, *group)]
         while len(self._waiting):
             sequence = self._waiting.peek()
-            if not reuse.held_back(sequence, prefilling):
+            if not reuse.held_back(sequence.prefix, prefilling):
                 rows = [*self._admitted(), *group, sequence]
                 most = [row.num_prompt + row.max_new_tokens for row in rows]
-                # One alone always fits: `Engine.submit` rejects what could never run.
+                # One row alone always fits: `Engine.submit` rejects longer requests.
                 if len(rows) > 1 and self._usage(most) > 1:
                     return None
-                # Another prompt may be computing what could not be read after all.
-                if not (reuse.must_read(sequence) or reuse.held_back(sequence, prefilling)):
+                # Another prompt may be computing what could not be read from the disk.
+                if not (
+                    reuse.must_read(sequence.prefix) or reuse.held_back(sequence.prefix, prefilling)
+                ):
                     return sequence
             self._held.append(self._waiting.pop(free=True))
         return None
 
     def _put_back(self) -> None:
-        """Queue the requests again, in their order, whose wait for a prefix is over."""
-        held = sorted(self._held, key=lambda s: s.number or 0, reverse=True)
-        self._held = [s for s in held if self.reuse.waits(s)]
+        """Queue the requests again, in order of arrival, whose wait for a prefix is over."""
+        held = sorted(self._held, key=lambda s: s.prefix.arrival or 0, reverse=True)
+        self._held = [s for s in held if self.reuse.waits(s.prefix)]
         for sequence in held:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)
 
 
 def _report(sequence: Sequence) -> RequestOutput | None:
-    """How much of a prompt is computed, if that was asked for."""
-    if not sequence.request.progress:
+    """An output with a prompt's progress, if the request asked for it."""
+    if not sequence.request.options.progress:
         return None
     return RequestOutput(sequence.request_id, progress=sequence.progress)

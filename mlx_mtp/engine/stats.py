@@ -1,11 +1,12 @@
-"""What an engine reports of itself: its fixed properties, counters and gauges."""
+"""What an engine reports: its fixed properties, counters and gauges."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from mlx_mtp.config import DraftTokens
-from mlx_mtp.engine.request import Progress
+from mlx_mtp.engine.request import PrefillProgress
+from mlx_mtp.prefix.policy import PrefixCacheStats
 from mlx_mtp.speculative.draft_policy import DraftChoice
 
 
@@ -13,31 +14,16 @@ from mlx_mtp.speculative.draft_policy import DraftChoice
 class EngineInfo:
     """Properties that never change while an engine lives."""
 
-    vocab_size: int  # token ids are below this
-    eos_token_ids: tuple[int, ...]  # they end a sequence unless it ignores them
+    vocab_size: int  # token ids are less
+    eos_token_ids: tuple[int, ...]  # end a sequence unless it ignores them
     max_model_len: int  # most tokens of prompt and answer together
-    num_draft_tokens: DraftTokens  # per step where a request doesn't say; 0: nothing is drafted
+    num_draft_tokens: DraftTokens  # per step, if a request doesn't say; 0: nothing is drafted
     model_type: str  # as in config.json
-    mtp_enabled: bool  # a head drafts
+    mtp_enabled: bool  # an MTP head drafts
     max_num_seqs: int  # rows that are computed at once
-    prefix_cache_size: int = 0  # its limit in bytes; 0: there is none
-    memory: Mapping[str, int] = field(default_factory=dict)  # bytes planned by part; empty: no plan
-    draft_sources: tuple[str, ...] = ()  # names in `speculative/draft_sources.py`, and "copy"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixCacheStats:
-    """Totals and gauges of the prefix cache; all 0 without one."""
-
-    queries: int = 0  # prompt tokens of admitted requests, which were looked up
-    hits: int = 0  # how many of them were found
-    nbytes: int = 0  # in memory
-    num_entries: int = 0  # prefixes that a prompt can continue
-    num_files: int = 0  # on the disk
-    file_nbytes: int = 0  # size of these
-    num_files_written: int = 0
-    num_files_dropped: int = 0  # the disk is slow or full, or they are too large
-    evicted: Mapping[str, int] = field(default_factory=dict)  # entries by reason
+    prefix_cache_size: int = 0  # limit in bytes; 0: no prefix cache
+    memory: Mapping[str, int] = field(default_factory=dict)  # planned bytes by part; empty: no plan
+    draft_sources: tuple[str, ...] = ()  # names in --drafts
 
 
 @dataclass(slots=True)
@@ -45,24 +31,24 @@ class EngineStats:
     """Totals since the start, and gauges."""
 
     num_requests_running: int = 0  # rows in a prefill or decode batch
-    num_requests_waiting: int = 0  # not yet admitted
-    kv_usage: float = 0.0  # share of the memory for rows that is in use; 0 without a limit
-    prefills: Mapping[str, Progress] = field(default_factory=dict)  # by request id
+    num_requests_waiting: int = 0  # not admitted yet
+    kv_usage: float = 0.0  # used share of the memory for rows; 0 without a limit
+    prefills: Mapping[str, PrefillProgress] = field(default_factory=dict)  # by request id
     prompt_tokens: int = 0  # computed
-    generation_tokens: int = 0  # given to requests
-    num_drafts: int = 0  # verify windows that had at least one draft, counted per row
+    generation_tokens: int = 0  # emitted
+    num_drafts: int = 0  # verify windows with at least one draft, per row
     num_draft_tokens: int = 0  # drafts verified; see `StepRow.num_drafts`
     num_accepted_tokens: int = 0  # drafts accepted
-    num_optimistic_tokens: int = 0  # how many of them the model did not draw
-    # By source, and by position in the window, from 0; and the drafts verified there.
+    num_optimistic_tokens: int = 0  # accepted, but not sampled
+    # By source, and by position in the window from 0: drafts accepted, and drafts verified.
     num_accepted_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_draft_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    depths: tuple[tuple[int, float], ...] = ()  # (batch size, drafts per row chosen for it last)
-    choice: DraftChoice | None = None  # why so many; None where the number is fixed
+    depths: tuple[tuple[int, float], ...] = ()  # batch sizes, and the latest drafts per row
+    choice: DraftChoice | None = None  # why so many; None if the number is fixed
     parked: bool = False  # the last step was planned without drafts
-    active_memory: int = 0  # bytes that arrays take now
+    active_memory: int = 0  # bytes of arrays now
     num_restarts: int = 0  # after errors that nothing caught
-    prefix_cache: PrefixCacheStats = PrefixCacheStats()
+    prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
 
     @property
     def prefill_tokens(self) -> int:
@@ -73,6 +59,7 @@ class EngineStats:
         return sum(prefill.done for prefill in self.prefills.values())
 
     def count_window(self, source: str, num_drafts: int, num_accepted: int) -> None:
+        """Count one row's verified window."""
         assert 0 <= num_accepted <= num_drafts
         if not num_drafts:
             return
@@ -88,6 +75,6 @@ class EngineStats:
 def _added(
     totals: Mapping[str, tuple[int, ...]], source: str, more: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    # Not in place: earlier totals may have been published.
+    # A new tuple and dict: earlier totals may have been published.
     sums = map(sum, zip_longest(totals.get(source, ()), more, fillvalue=0))
     return {**totals, source: tuple(sums)}

@@ -1,130 +1,158 @@
-"""A step: its plan, its prefill chunk as arrays, and a launched window until it has been read."""
+"""A step of the engine: its rows, its plan, and what was launched until it has been read."""
 
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.engine.logprobs import PromptScores, token_logprobs
 from mlx_mtp.engine.request import TokenLogprobs
-from mlx_mtp.engine.sequence import Copy, Sequence
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.prefix.cache import Save
+from mlx_mtp.speculative.costs import MTP
+from mlx_mtp.speculative.draft_policy import DraftRow
 from mlx_mtp.speculative.verify import AcceptResult
 
-# Of the prompts of one group, each with its first position and its number of tokens.
-PrefillChunk = tuple[tuple[Sequence, int, int], ...]
+
+@dataclass(slots=True, eq=False)
+class StepRow:
+    """One sequence's part of a step: planned by the scheduler, launched by the runner, then read.
+
+    Its positions are tokens of the prompt from `start` on, or a verify window: the last token that
+    the sequence emitted, and drafts.
+    """
+
+    sequence: Sequence
+    # The plan:
+    start: int = 0  # first position, of a prompt
+    length: int = 0  # number of positions; the runner sets that of a verify window
+    num_proposed: int = 0  # drafts of the MTP head for the next window
+    # Tokens to verify in place of the head's drafts. They should follow the last token that has
+    # been read; the window in flight brings at most the first `ahead` of them.
+    run: Many[int] = ()
+    ahead: int = 0
+    source: str = MTP  # of the drafts of its window
+    of_others: bool = False  # the run is from an earlier answer, which may be another client's
+    # The result:
+    # Drafts of the window that count. Of a run `of_others` only accepted ones do: neither its
+    # tokens nor their number may reveal the rest of another client's answer.
+    num_drafts: int = 0
+    error: MlxMtpError | None = None
+    num_cached: int = 0  # positions that stay in the caches
+    token_ids: tuple[int, ...] = ()  # emitted
+    num_accepted: int = 0  # emitted tokens that were drafts
+    optimistic: tuple[int, ...] = ()  # places in `token_ids` of drafts that were not sampled
+    drafts: tuple[int, ...] = ()  # those that count, if any row asked for a trace
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finished: bool = False  # ended on the device
+
+    def draft_on_host(self, count: int) -> None:
+        """Plan to verify at most `count` tokens of the run that its drafter on the host offers.
+
+        Its limit of tokens and its grammar may allow fewer, or none.
+        """
+        sequence, ahead = self.sequence, self.drafting.ahead
+        drafter = self.drafting.host[self.drafting.source]
+        most = sequence.max_new_tokens - len(sequence.output) - 1
+        run = drafter.run[: min(ahead + count, most)]
+        if sequence.constraint is not None:
+            run = run[: sequence.constraint.num_allowed(run)]
+        if len(run) > ahead:
+            self.source = self.drafting.source
+            self.run, self.ahead, self.of_others = run, ahead, drafter.of_others
+
+    @property
+    def num_host_drafts(self) -> int:
+        return len(self.run) - self.ahead
+
+    @property
+    def is_last(self) -> bool:
+        """True if the chunk ends with the prompt."""
+        return self.start + self.length == self.sequence.num_prompt
+
+    # What the draft policy reads (see `draft_policy.VerifiedRow`):
+
+    @property
+    def drafting(self) -> DraftRow:
+        return self.sequence.drafting
+
+    @property
+    def num_verified(self) -> int:
+        return self.length - 1
 
 
 class StepPlan(NamedTuple):
     """What to launch: a prefill chunk, a decode step, or both."""
 
-    chunk: PrefillChunk  # empty: none
-    decode: tuple[Sequence, ...]
-    live: frozenset[Sequence]  # every unfinished sequence; other rows may be dropped
-    # Drafts of the head for the next window, of rows that decode or will then.
-    drafts: Mapping[Sequence, int] = MappingProxyType({})
-    # Tokens that this step verifies in place of the head's drafts.
-    copies: Mapping[Sequence, Copy] = MappingProxyType({})
+    chunk: tuple[StepRow, ...]  # prompts of one group; empty: no chunk
+    decode: tuple[StepRow, ...]
+    live: frozenset[Sequence]  # all unfinished sequences; rows of others may be dropped
     together: bool = False  # chunk and decode step in one forward pass
 
     @property
     def needs_host(self) -> bool:
-        return any(s.needs_host for s in self.decode)
+        return any(row.sequence.needs_host for row in self.decode)
 
 
 class ChunkArrays:
-    """A prefill chunk's tokens, row after row, after `before` cached tokens of each (0 or 1).
+    """A prefill chunk's tokens, row after row, each row's after `before` cached ones (0 or 1).
 
-    `prompts` has the rows' prompts on the device, int32 [T + 1], each with a 0 behind it.
+    `prompts` are the rows' prompts on the device, int32 [T + 1], each followed by a 0.
     """
 
-    def __init__(self, chunk: PrefillChunk, before: int, prompts: Many[mx.array]) -> None:
-        self.before = before  # its hidden state is known
-        # int32 [B], how many of a row's tokens the trunk has to run, and how many there are.
-        self.num_computed = np.array([length for _, _, length in chunk], dtype=np.int32)
+    def __init__(self, chunk: Many[StepRow], before: int, prompts: Many[mx.array]) -> None:
+        self.before = before  # the hidden state of that token is known
+        # int32 [B]: tokens of each row that the target model has to run, and all its tokens.
+        self.num_computed = np.array([row.length for row in chunk], dtype=np.int32)
         self.lengths = self.num_computed + before
-        self.ends = np.cumsum(self.lengths) - 1  # each row's last one among all
-        self.is_last = np.array([s.num_prompt == start + length for s, start, length in chunk])
-        spans = [(p, start, start + length) for p, (_, start, length) in zip(prompts, chunk)]
-        # int32 [N]: what the trunk has to run; all tokens; the one after each, 0 at a prompt's end.
+        self.ends = np.cumsum(self.lengths) - 1  # index of each row's last token
+        self.is_last = np.array([row.is_last for row in chunk])
+        spans = [(p, row.start, row.start + row.length) for p, row in zip(prompts, chunk)]
+        # int32 [N]: tokens for the target model; all tokens; the token after each of these, 0
+        # after a prompt's last.
         self.computed = _joined([p[start:end] for p, start, end in spans])
         self.tokens = _joined([p[start - before : end] for p, start, end in spans])
         self.following = _joined([p[start - before + 1 : end + 1] for p, start, end in spans])
 
 
-class Drawn(NamedTuple):
-    """The tokens of a window, on the device."""
+class SampledWindow(NamedTuple):
+    """The sampled tokens of all rows of a step, on the device."""
 
-    tokens: mx.array  # int32 [B, T], after each position; in a prefill [B, 1], after the last
-    accepted: AcceptResult  # how many of them each row emits
+    tokens: mx.array  # int32 [B, T], after each position; in a prefill [B, 1], after the last one
+    accepted: AcceptResult  # which of them each row emits
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # see `Sampler.logprobs`
-    window: mx.array  # int32 [B, T], the last token before each row's window, and its drafts
-    replaced: mx.array | None  # bool [B, T-1], tokens that are drafts in place of what was drawn
-
-
-class PromptScores(NamedTuple):
-    """Log-probabilities of a chunk's tokens, on the device: row after row, without padding."""
-
-    counts: list[int]  # positions of each row
-    tables: tuple[mx.array, ...]  # see `sampler.logprobs`
-
-    def read(self, sequences: tuple[Sequence, ...]) -> list[tuple[TokenLogprobs, ...]]:
-        ends = np.cumsum(self.counts)[:-1]
-        rows = zip(*(np.split(np.array(table), ends) for table in self.tables))
-        tops = [s.request.sampling.prompt_logprobs for s in sequences]
-        return [_token_logprobs(list(row), top) for row, top in zip(rows, tops)]
-
-
-@dataclass(slots=True)
-class StepRow:
-    """One row's window in a step: what was launched, and what came of it once that is read."""
-
-    sequence: Sequence
-    num_positions: int  # of its window
-    # Of them, the drafts that count. What was copied of others counts only if it is accepted:
-    # neither its tokens nor their number may tell the rest of another client's answer.
-    num_drafts: int = 0
-    copy: Copy | None = None  # what these were copied from
-    num_proposed: int = 0  # drafts for its next window
-    error: MlxMtpError | None = None
-    num_cached: int = 0  # positions that stay in the caches
-    token_ids: tuple[int, ...] = ()  # that it emits
-    num_accepted: int = 0  # how many of them were drafts
-    optimistic: tuple[int, ...] = ()  # places in `token_ids` of drafts that were not drawn
-    drafts: tuple[int, ...] = ()  # if any row wants a trace
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finished: bool = False  # the device ended it
+    window: mx.array  # int32 [B, T], each row's last emitted token and its drafts
+    replaced: mx.array | None  # bool [B, T-1], drafts emitted in place of the sampled token
 
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A launched window of each row; its results are in the rows once it has been read."""
+    """A launched chunk or decode step. Once it has been read the results are in its rows."""
 
-    rows: list[StepRow]
-    is_prefill: bool = False  # a chunk of prompts, of which all positions are kept
-    drawn: Drawn | None = None  # None if no row draws a token
-    prompt: PromptScores | None = None  # None if no row asked for them
-    error: MlxMtpError | None = None  # the whole step failed: that of each row
-    saves: list[Save] = field(default_factory=list)  # prefixes that were copied after it
-    did_more: bool = False  # than computing tokens: restored or saved a prefix, or made logprobs
-    done: mx.array | None = None  # of a chunk: evaluating it waits for the whole chunk
+    rows: Many[StepRow]
+    is_prefill: bool = False  # a chunk of prompts: all positions are kept
+    sampled: SampledWindow | None = None  # None if no token is sampled
+    prompt: PromptScores | None = None  # None if no row asked for prompt logprobs
+    error: MlxMtpError | None = None  # of all rows: the whole step failed
+    saves: list[Save] = field(default_factory=list)  # prefixes copied from its rows
+    timing_valid: bool = True  # False if it also restored or saved a prefix, or made logprobs
+    done: mx.array | None = None  # of a chunk: evaluating this waits for all of it
     launched_at: float = 0.0  # by the core's clock
     launching: float = 0.0  # seconds of the host's to launch its plan
-    seconds: float | None = None  # from the end of what was before it on the device to its own
-    cost: float | None = None  # of a decode step, in seconds, where that is known (see `StepTimer`)
+    seconds: float | None = None  # what it takes, if that is known (see `StepClock`)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         return tuple(row.sequence for row in self.rows)
 
     def note(self, errors: Mapping[int, MlxMtpError]) -> None:
-        """Keep what went wrong in single rows, by index."""
+        """Set the errors of single rows, by index."""
         for index, error in errors.items():
             self.rows[index].error = error
 
@@ -134,57 +162,50 @@ class InFlightStep:
             row.error, row.num_cached = error, 0
 
     def read(self) -> None:
-        """Wait for the device; raises what it raises, and then nothing has been read."""
+        """Wait for the device and read all results; raises what the device raises."""
         if self.done is not None:
             mx.eval(self.done)
             self.done = None
         if self.prompt is not None:
-            for row, scores in zip(self.rows, self.prompt.read(self.sequences)):
+            for row, scores in zip(self.rows, self.prompt.read()):
                 row.prompt_logprobs = scores
             self.prompt = None
-        if self.drawn is None:
+        if self.sampled is None:
             return
-        tokens, accepted, logprobs, window, replaced = self.drawn
+        tokens, accepted, logprobs, window, replaced = self.sampled
         counts = (np.array(each).tolist() for each in accepted[:3])
         tables = None if logprobs is None else [np.array(each) for each in logprobs]
-        swapped = None if replaced is None else np.array(replaced)
-        traced = any(s.request.trace for s in self.sequences)
+        replacing = None if replaced is None else np.array(replaced)
+        traced = any(s.request.options.trace for s in self.sequences)
         drafts = np.array(window)[:, 1:].tolist() if traced else None
-        drawn = zip(self.rows, np.array(tokens).tolist(), *counts)
-        for index, (row, own, num_kept, num_accepted, finished) in enumerate(drawn):
-            row.token_ids, row.finished = tuple(own[:num_kept]), finished
+        results = zip(self.rows, np.array(tokens).tolist(), *counts)
+        for index, (row, ids, num_kept, num_accepted, finished) in enumerate(results):
+            row.token_ids, row.finished = tuple(ids[:num_kept]), finished
             if not self.is_prefill:
                 row.num_cached, row.num_accepted = num_kept, num_accepted
-                if row.copy is not None and row.copy.of_others:
+                if row.of_others:
                     row.num_drafts = num_accepted
-                # A row that had ended before verifies nothing.
+                # A row that had ended before has verified nothing.
                 row.num_drafts = row.num_drafts if num_kept else 0
-            if swapped is not None:
-                row.optimistic = tuple(np.flatnonzero(swapped[index, :num_accepted]).tolist())
+            if replacing is not None:
+                places = np.flatnonzero(replacing[index, :num_accepted])
+                row.optimistic = tuple(places.tolist())
             if drafts is not None:
                 row.drafts = tuple(drafts[index][: row.num_drafts])
             if tables is not None:
                 top = row.sequence.request.sampling.top_logprobs
-                row.logprobs = _token_logprobs([t[index, :num_kept] for t in tables], top)
-        self.drawn = None
-
-
-def _token_logprobs(tables: list[np.ndarray], top: int | None) -> tuple[TokenLogprobs, ...]:
-    if top is None:
-        return ()
-    return tuple(
-        TokenLogprobs(chosen, tuple(zip(ids[:top], values[:top])), *rank)
-        for chosen, ids, values, *rank in zip(*(table.tolist() for table in tables))
-    )
+                row.logprobs = token_logprobs([t[index, :num_kept] for t in tables], top)
+        self.sampled = None
 
 
 def _joined(parts: Many[mx.array]) -> mx.array:
-    # An operation on an empty array may end the process, on CUDA.
+    # On CUDA an operation on an empty array may end the process.
     filled = [part for part in parts if part.size] or parts[:1]
     return filled[0] if len(filled) == 1 else mx.concatenate([*filled])
 
 
-# Tokens [N] for the trunk, and the cache that has begun with them.
+# Token ids [N] for the target model, and the cache that is prepared for them.
 ForwardPass = tuple[mx.array, BatchCache]
-# Yields its forward pass, if it needs one, is sent the hidden states, and returns its step.
-Launch = Generator[ForwardPass, mx.array, InFlightStep]
+# A launch yields its forward pass, if it needs one, is sent the hidden states [N, H], and returns
+# its step: so launches can share one pass.
+StepLaunch = Generator[ForwardPass, mx.array, InFlightStep]

@@ -1,4 +1,4 @@
-"""The first answer, before any client's: a server that is ready can answer."""
+"""Answers computed before any client's: a server that is ready can answer."""
 
 import math
 from collections import Counter
@@ -13,8 +13,8 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 
-# A prompt for which all kernels are checked that a prompt may run: a later check, in a client's
-# request, could change what the keys of prefixes on disk were made of.
+# Long enough that every kernel a prompt may run is checked now: a check during a client's request
+# could change what the keys of prefixes on disk are made of.
 _ROWS, _PROMPT, _ANSWER = 2, 64, 4
 
 
@@ -23,7 +23,7 @@ def warm_up(
 ) -> None:
     """Compute two short answers; ModelError if that fails, logits are not finite, or ranks differ.
 
-    Their requests run as those that measure step costs do (`calibration.Calibration`).
+    The requests run in a scheduler of their own, as those that measure step costs do.
     """
     scheduler = Scheduler(config, FixedDrafts(num_draft_tokens))
     core = EngineCore(scheduler, runner, overlap=config.overlap)
@@ -34,17 +34,19 @@ def warm_up(
         prompt = tuple((n * vocab_size // _PROMPT + row) % vocab_size for n in range(_PROMPT))
         request = Request(f"first-answer-{row}", prompt, sampling)
         waiting.append(Sequence(request, (), 16 * _ANSWER))
-    told = Counter[str]()
-    while len(told) < _ROWS or min(told.values()) < _ANSWER:
+    num_tokens = Counter[str]()
+    while len(num_tokens) < _ROWS or min(num_tokens.values()) < _ANSWER:
         if waiting:
-            core.add(waiting.pop())  # one by one, so that each prompt is computed alone
+            core.scheduler.add(
+                waiting.pop()
+            )  # One per step, so that each prompt is computed alone.
         for output in core.step():
-            told[output.request_id] += len(output.token_ids)
+            num_tokens[output.request_id] += len(output.token_ids)
             if output.error is not None:
                 raise ModelError(str(output.error))
             if not all(math.isfinite(each.logprob) for each in output.logprobs):
                 raise ModelError("its logits are not finite: are its weights damaged?")
     runner.compare()
-    core.cancel()  # An end would be kept in the prefix cache.
+    core.scheduler.cancel()  # An answer that ends would be kept in the prefix cache.
     while not core.idle:
         core.step()

@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from mlx_mtp.bounded_json import DuplicateNameError, unique_names
 from mlx_mtp.errors import CheckpointError, ModelError
 
 # Most bytes of the files that this module, mlx-lm or transformers open; the first pattern counts.
@@ -110,13 +111,16 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         # The library checks types, shapes and lengths, and that the tensors fill the file.
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            return 8 + length, json.loads(file.read(length), object_pairs_hook=_unique)
+            return 8 + length, json.loads(file.read(length), object_pairs_hook=unique_names)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from error
     except (SafetensorError, ValueError, RecursionError) as error:
+        fault: object = error
+        if isinstance(error, DuplicateNameError):
+            fault = f"its header has {error.name[:80]!r} twice"
         raise CheckpointError(
             f"{path} ({size:,} bytes) is truncated, damaged or not a safetensors file: "
-            f"{error}. Download it again."
+            f"{fault}. Download it again."
         ) from error
 
 
@@ -156,12 +160,3 @@ def _largest(path: Path) -> int:
     # In lower case, as some file systems find either.
     name = path.name.lower()
     return next((size for pattern, size in LARGEST.items() if fnmatch(name, pattern)), 0)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in entries if names.count(name) > 1)
-        raise ValueError(f"its header has {double[:80]!r} twice")
-    return entries

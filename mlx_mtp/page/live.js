@@ -152,7 +152,7 @@ function Why({ choice, server }) {
   const { num_rows: rows, drafts, cost, num_tokens: brought, costs, tokens } = choice;
   const worth = tokens.map((count, k) => count / costs[k] / rows);
   const all = Object.entries(drafts).filter(([, count]) => count);
-  const depth = drafts.copy ? -1 : drafts.mtp / rows;
+  const depth = all.some(([source]) => source !== "mtp") ? -1 : drafts.mtp / rows;
   const told = all.length
     ? `${all.map(([source, count]) => `${plural(count, "draft")} (${source})`).join(" and ")} a step: a step then takes ${number(cost, 2)} times as long and brings ${number(brought / rows, 2)} times as many tokens, so ${number(brought / rows / cost, 2)} times the speed of none.`
     : "no drafts: a longer step would not bring as many more tokens as it costs.";

@@ -1,34 +1,48 @@
-"""Prefixes in and out of the batches: saved as prompts and answers are computed, and restored."""
+"""Copies prefixes out of batches as prompts and answers are computed, and into new ones."""
+
+from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from mlx_mtp.engine.batch import Batch
-from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.prefix.disk import PrefixStore
-from mlx_mtp.prefix.radix_tree import PrefixTree
+from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.prefix.policy import PrefixState
+from mlx_mtp.prefix.radix_tree import Node, PrefixTree
 from mlx_mtp.prefix.segments import Entry, restore, take_segment, take_snapshot
-from mlx_mtp.speculative.ngram import NgramPool
+
+if TYPE_CHECKING:
+    from mlx_mtp.prefix.disk import PrefixStore
 
 logger = logging.getLogger(__name__)
 
 
-class Save(NamedTuple):
-    """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded."""
+class Rows(Protocol):
+    """The rows that prefixes are copied from and restored to (see `engine.batch.Batch`)."""
 
-    sequence: Sequence
+    cache: BatchCache
+    last_hidden: mx.array  # [B, 1, H], post-norm
+
+    def settle(self) -> None: ...
+    def arrays(self) -> Iterator[mx.array]: ...
+
+
+class Save(NamedTuple):
+    """A copy of a row's prefix, which enters the tree when its step has succeeded."""
+
+    state: PrefixState
     tokens: tuple[int, ...]
-    entry: Entry  # with the KV that is not in the cache: one segment, or none
+    entry: Entry  # with the KV that is not in the tree: one segment, or none
 
 
 class PrefixCache:
-    """The arrays behind a tree of prefixes, which may take `limit` bytes; KV is stored in `bits`.
+    """A tree of prefixes of at most `limit` bytes (0: none is kept), with KV stored in `bits`.
 
-    With a limit of 0 nothing is kept. Nothing that goes wrong here hits a request: what can't be
-    saved is not saved, and a prompt whose prefix can't be restored is computed.
+    No failure here reaches a request: what can't be saved is not saved, and a prompt whose prefix
+    can't be restored is computed.
     """
 
     def __init__(
@@ -36,16 +50,12 @@ class PrefixCache:
     ) -> None:
         self.tree = PrefixTree(limit, store)
         self._bits = bits
-        self.copies: NgramPool | None = None  # of the same requests, and dropped with it
         self._ends: list[Save] = []
 
-    def restore(self, batch: Batch) -> bool:
-        """Fill a new batch, which has its layout, with its rows' prefixes; False: failed."""
-        nodes = [s.prefix for s in batch.sequences if s.prefix is not None]
+    def restore(self, batch: Rows, nodes: Many[Node]) -> bool:
+        """Fill the empty rows of a batch with a prefix each; returns False if that failed."""
         try:
-            rows = [node.entry() for node in nodes]
-            assert len(rows) == len(batch.sequences)
-            batch.last_hidden = restore(batch.cache, rows)
+            batch.last_hidden = restore(batch.cache, [node.entry() for node in nodes])
             mx.eval(*batch.arrays())
         except Exception:
             logger.exception("A prefix could not be restored; its prompt is computed instead")
@@ -54,63 +64,60 @@ class PrefixCache:
             return False
         return True
 
-    def save_prompts(self, batch: Batch) -> list[Save]:
-        saves = []
-        for row, sequence in enumerate(batch.sequences):
-            if (end := sequence.num_computed) in sequence.save_points:
-                saves += self._copy(batch, row, sequence.key[:end])
-        return saves
+    def save_prompt(self, batch: Rows, row: int, state: PrefixState, end: int) -> list[Save]:
+        """Copy a row after the first `end` tokens of its prompt, if that is a save point."""
+        if end not in state.save_points:
+            return []
+        return self._copy(batch, row, state, state.cache_key[:end])
 
-    def save_ends(self, batch: Batch, ended: Collection[Sequence]) -> None:
-        """Copy the caches of rows that have ended, for `commit_ends`; they lack the last token."""
-        for row, sequence in enumerate(batch.sequences):
-            if sequence in ended:
-                self._ends += self._copy(batch, row, (*sequence.prompt, *sequence.output[:-1]))
+    def save_end(self, batch: Rows, row: int, state: PrefixState, tokens: tuple[int, ...]) -> None:
+        """Copy a row that has ended with these tokens in its caches, for `commit_ends`."""
+        self._ends += self._copy(batch, row, state, tokens)
 
     def clear(self) -> None:
-        """Give the memory back, but for what is about to be restored. The disk keeps its own."""
+        """Free the memory, but for prefixes about to be restored. Those on disk stay there."""
         self._ends.clear()
         self.tree.clear()
-        if self.copies is not None:
-            self.copies.clear()
 
     def commit_ends(self) -> None:
-        """Insert the copied ends of answers, for the next lookup."""
-        self.commit(self._ends)
+        """Insert the copied answers, before the next lookup."""
+        if self._ends:
+            self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:
-        """Insert copies from steps that have succeeded; the list is emptied."""
+        """Insert copies of steps that have succeeded; empties the list."""
         while saves:
-            sequence, tokens, entry = saves.pop(0)
-            sequence.saved(len(tokens))
-            if sequence.finished and not sequence.ended:
-                # It may have failed in the step before, which this one began with.
+            state, tokens, entry = saves.pop(0)
+            state.saved(len(tokens))
+            if state.dropped:
+                # It may have failed in the step before the one that this copy is of.
                 continue
-            lasting = sequence.turns[:1] == [len(tokens)]
+            lasting = state.message_ends[:1] == [len(tokens)]
             try:
                 mx.eval([segment.arrays for segment in entry])
-                self.tree.insert(sequence.salt, tokens, entry, lasting)
+                self.tree.insert(state.salt, tokens, entry, lasting)
             except Exception:
                 logger.exception("A prefix of %d tokens could not be kept", len(tokens))
 
-    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
+    def _copy(
+        self, batch: Rows, row: int, state: PrefixState, tokens: tuple[int, ...]
+    ) -> list[Save]:
         if not self.tree.limit:
             return []
-        sequence = batch.sequences[row]
         try:
-            # What was copied a step ago will be in the tree when this is inserted.
-            start = max(self.tree.covered(sequence.salt, tokens), sequence.num_copied)
+            # What was copied in the step before will be in the tree when this is inserted.
+            start = max(self.tree.covered(state.salt, tokens), state.num_copied)
             entry = take(batch, row, start, len(tokens), self._bits)
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
-            sequence.saved(len(tokens))
+            state.saved(len(tokens))
             return []
-        sequence.num_copied = len(tokens)
-        return [Save(sequence, tokens, entry)]
+        state.num_copied = len(tokens)
+        return [Save(state, tokens, entry)]
 
 
-def take(batch: Batch, row: int, start: int, end: int, bits: int | None) -> Entry:
-    """Copy a row's KV from `start` to `end`, if that is any, and its snapshot there."""
+def take(batch: Rows, row: int, start: int, end: int, bits: int | None) -> Entry:
+    """Copy a row's KV of the tokens `start` to `end`, if any, and the snapshot at `end`."""
     entry: Entry = []
     if start < end:
         batch.settle()

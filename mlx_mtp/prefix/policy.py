@@ -1,67 +1,119 @@
-"""What a request takes from the prefix cache, what it waits for, and where its prompt is saved."""
+"""Which prefix a prompt continues, what a request waits for, and where its prompt is saved."""
 
 from array import array
 from bisect import bisect
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 from itertools import pairwise
 from zlib import crc32
 
-from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.stats import PrefixCacheStats
 from mlx_mtp.prefix.radix_tree import Fetch, Node, PrefixTree, common_length
 
-MIN_GAIN = 64  # A prefill is not cut, and a request does not wait, to save fewer tokens.
-MOST_STEP = 512  # Save points are its multiples, however long the chunks of prompts may be.
-NUM_TURNS = 2  # So many turn ends are saved, counted from the last.
+MIN_GAIN = 64  # No chunk is cut and no request waits to save fewer tokens.
+MOST_STEP = 512  # Save points inside long texts are multiples of at most this many tokens.
+NUM_MESSAGES = 2  # The ends of the last messages that are saved.
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """Totals and gauges of the prefix cache; all 0 without one."""
+
+    queries: int = 0  # prompt tokens of admitted requests, which were looked up
+    hits: int = 0  # how many of them were found
+    nbytes: int = 0  # in memory
+    num_entries: int = 0  # prefixes that a prompt can continue
+    num_files: int = 0  # on the disk
+    file_nbytes: int = 0  # size of these
+    num_files_written: int = 0
+    num_files_dropped: int = 0  # the disk is slow or full, or they are too large
+    evicted: Mapping[str, int] = field(default_factory=dict)  # entries by reason
+
+
+@dataclass(eq=False, slots=True)
+class PrefixState:
+    """What the prefix cache knows of one sequence. Lengths and places are in tokens."""
+
+    prompt: tuple[int, ...]
+    salt: str  # a `root_key`: sequences share prefixes only with those of the same
+    looks_up: bool = True  # False: hidden states of the whole prompt are needed
+    # Set when the sequence is considered first:
+    arrival: int | None = None  # place in the queue
+    cache_key: tuple[int, ...] = ()  # what stands for the prompt in the tree
+    message_ends: list[int] = field(default_factory=list)  # ascending
+    chunk_ends: list[int] | None = None  # where all chunks end if the prompt is computed exactly
+    waits_for: tuple["PrefixState", int] | None = None  # who computes its prefix, and the length
+    skips_disk: bool = False  # the disk was too slow, or memory had no room
+    node: Node | None = None  # the prefix that its prefill continues, until that is copied
+    num_reused: int = 0  # length of that prefix
+    save_points: list[int] = field(default_factory=list)  # prefixes to be saved, ascending
+    num_copied: int = 0  # length of a prefix that is copied, but not in the tree yet
+    dropped: bool = False  # the sequence was cancelled or failed
+
+    def saved(self, length: int) -> None:
+        """Note that the prefix of this length is in the tree, or can't be saved."""
+        if length in self.save_points:
+            self.save_points.remove(length)
+        if self.num_copied == length:
+            self.num_copied = 0
+
+    def chunk_end(self, start: int, step: int) -> int:
+        """Where the prefill chunk from `start` on ends at the latest."""
+        end = len(self.prompt)
+        if self.chunk_ends is not None:
+            behind = bisect(self.chunk_ends, start)
+            return self.chunk_ends[behind] if behind < len(self.chunk_ends) else end
+        multiple = start - start % step + step
+        saves = (point for point in self.save_points if point > start)
+        return min(next(saves, multiple), multiple, end)
 
 
 class PrefixReuse:
-    """Looks prompts up, and holds back requests while another computes their prefix, or it is read.
+    """Looks up prompts, and holds back requests whose prefix is being computed or read.
 
-    Each waits only for prompts that were before it in the queue, so none waits forever. One prefix
-    is read at a time; one that wants the same finds it in memory then. When the disk is late all
-    that wait for it give up. A tree of no size keeps nothing, and nothing is looked up.
+    A request waits only for prompts that arrived before it, so none waits forever. One prefix is
+    read at a time; another request for the same one then finds it in memory. When the disk is late
+    all requests that wait for it give up. With a tree of size 0 nothing is looked up.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
-        turn_ends: Container[int],
+        message_end_ids: Container[int],  # tokens that end a message
         step: int,
         min_gain: int = MIN_GAIN,
-        exact: bool = False,  # see `cuts`
+        exact: bool = False,  # see `chunk_ends`
     ) -> None:
         self.tree = tree
         self.num_queries = 0  # prompt tokens of the requests that were looked up
         self.num_hits = 0  # how many of them were found
-        self._turn_ends = turn_ends
+        self._message_end_ids = message_end_ids
         self._step, self._min_gain, self._exact = step, min_gain, exact
         self._num_seen = 0
-        # Those that wait for the disk, and the one that it reads for.
-        self._reads: set[Sequence] = set()
-        self._reader: Sequence | None = None
+        self._reads: set[PrefixState] = set()  # that wait for the disk,
+        self._reader: PrefixState | None = None  # and the one that it reads for
 
-    def find(self, sequence: Sequence) -> Node | None:
-        if not self._looks_up(sequence):
-            return None
-        return self.tree.match(sequence.salt, sequence.key)
+    def find(self, state: PrefixState) -> Node | None:
+        """The end of the longest prefix in memory; None if there is none."""
+        return self.tree.match(state.salt, state.cache_key) if state.looks_up else None
 
-    def must_read(self, sequence: Sequence) -> bool:
-        """Whether it waits for its prefix to be read from the disk; call it until it doesn't."""
-        while length := self._on_disk(sequence):
-            self._reads.add(sequence)
-            if self._reader not in (None, sequence):
+    def must_read(self, state: PrefixState) -> bool:
+        """True while its prefix is being read from the disk; call it again until it is not."""
+        if self.tree.disk is None:
+            return False
+        while length := self._on_disk(state):
+            self._reads.add(state)
+            if self._reader not in (None, state):
                 return True
-            self._reader = sequence
-            lasting = sequence.turns[:1] == [length]
-            state = self.tree.fetch(sequence.salt, sequence.key[:length], lasting)
-            if state is Fetch.COMING:
+            self._reader = state
+            lasting = state.message_ends[:1] == [length]
+            fetched = self.tree.fetch(state.salt, state.cache_key[:length], lasting)
+            if fetched is Fetch.COMING:
                 return True
-            if state in (Fetch.LATE, Fetch.NO_ROOM):
-                for each in self._reads if state is Fetch.LATE else {sequence}:
+            if fetched in (Fetch.LATE, Fetch.NO_ROOM):
+                for each in self._reads if fetched is Fetch.LATE else {state}:
                     each.skips_disk = True
-        self._end_read(sequence)
+        self._end_read(state)
         return False
 
     @property
@@ -69,66 +121,72 @@ class PrefixReuse:
         disk = None if self._reader is None else self.tree.disk
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
-    def waits(self, sequence: Sequence) -> bool:
-        """What it was held back for is still missing. (A read under way must be polled.)"""
-        leader, point = sequence.awaited or (None, 0)
-        if leader is not None and not leader.finished and point in leader.save_points:
+    def waits(self, state: PrefixState) -> bool:
+        """True while it must be held back. Poll a read in progress with `must_read`."""
+        leader, point = state.waits_for or (None, 0)
+        if leader is not None and not leader.dropped and point in leader.save_points:
             return True
-        waits_for_disk = sequence in self._reads and not sequence.skips_disk
-        return waits_for_disk and self._reader not in (None, sequence)
+        waits_for_disk = state in self._reads and not state.skips_disk
+        return waits_for_disk and self._reader not in (None, state)
 
-    def held_back(self, sequence: Sequence, prefilling: Iterable[Sequence]) -> bool:
-        """Whether it waits for one of these prompts to be computed, or for its turn to read."""
-        if sequence.number is None:
-            sequence.number, self._num_seen = self._num_seen, self._num_seen + 1
-            sequence.turns = turns(sequence.prompt, self._turn_ends)
+    def held_back(self, state: PrefixState, prefilling: Iterable[PrefixState]) -> bool:
+        """True if it waits for one of these prompts to be computed, or for its turn to read."""
+        if state.arrival is None:
+            state.arrival, self._num_seen = self._num_seen, self._num_seen + 1
+            state.cache_key, state.looks_up = state.prompt, state.looks_up and self.tree.limit > 0
+            state.message_ends = message_ends(state.prompt, self._message_end_ids)
             if self._exact:
-                sequence.cuts = cuts(
-                    sequence.num_prompt, sequence.turns, self._step, self._min_gain
+                state.chunk_ends = chunk_ends(
+                    len(state.prompt), state.message_ends, self._step, self._min_gain
                 )
-                sequence.key = by_chunk(sequence.prompt, sequence.cuts)
-        if not self._looks_up(sequence):
+                state.cache_key = by_chunk(state.prompt, state.chunk_ends)
+        if not state.looks_up:
             return False
-        if self.waits(sequence):
+        if self.waits(state):
             return True
-        sequence.awaited = None
-        node = self.find(sequence)
-        found = self._on_disk(sequence) or (0 if node is None else node.end)
+        state.waits_for = None
+        node = self.find(state)
+        length = 0 if node is None else node.end
+        if self.tree.disk is not None:
+            length = self._on_disk(state) or length
         for leader in prefilling:
-            assert leader.number is not None
-            if leader.number > sequence.number or leader.salt != sequence.salt:
+            assert leader.arrival is not None
+            if leader.arrival > state.arrival or leader.salt != state.salt:
                 continue
-            shared = common_length(leader.prompt, sequence.prompt)
+            shared = common_length(leader.prompt, state.prompt)
             point = max((p for p in leader.save_points if p <= shared), default=0)
-            if not leader.finished and point - found >= self._min_gain:
-                sequence.awaited = leader, point
-                self._end_read(sequence)
+            if not leader.dropped and point - length >= self._min_gain:
+                state.waits_for = leader, point
+                self._end_read(state)
                 return True
         return False
 
-    def begin(self, sequence: Sequence, node: Node | None) -> None:
-        """Let a request start after a prefix, which is kept until it is released."""
+    def begin(self, state: PrefixState, node: Node | None) -> None:
+        """Let a prompt continue a prefix, which is kept until it is released; None: no prefix."""
+        state.node = node
         if node is not None:
             self.tree.touch(node)
             self.tree.pin(node)
-        start = 0 if node is None else node.end
-        points = save_points(
-            sequence.num_prompt,
-            start,
-            sequence.turns,
-            min(self._step, MOST_STEP),
-            self._min_gain,
-            sequence.cuts,
-        )
-        sequence.begin(node, points if self.tree.limit else [])
-        self.num_queries += sequence.num_prompt if self._looks_up(sequence) else 0
-        self.num_hits += start
+            state.num_reused = node.end
+        if self.tree.limit:
+            state.save_points = save_points(
+                len(state.prompt),
+                state.num_reused,
+                state.message_ends,
+                min(self._step, MOST_STEP),
+                self._min_gain,
+                state.chunk_ends,
+            )
+        self.num_queries += len(state.prompt) if state.looks_up else 0
+        self.num_hits += state.num_reused
 
-    def release(self, sequence: Sequence) -> None:
-        self._end_read(sequence)
-        if sequence.prefix is not None:
-            self.tree.unpin(sequence.prefix)
-            sequence.prefix = None
+    def release(self, state: PrefixState) -> None:
+        """End its use of the cache but for saves: its prefix was copied, or it is `dropped`."""
+        if state in self._reads:
+            self._end_read(state)
+        if state.node is not None:
+            self.tree.unpin(state.node)
+            state.node = None
 
     def stats(self) -> PrefixCacheStats:
         return PrefixCacheStats(
@@ -139,51 +197,47 @@ class PrefixReuse:
             evicted=dict(self.tree.evicted),
         )
 
-    def _looks_up(self, sequence: Sequence) -> bool:
-        """Not for logprobs of its prompt: hidden states of a cached prefix are not kept."""
-        return self.tree.limit > 0 and sequence.request.sampling.prompt_logprobs is None
-
-    def _on_disk(self, sequence: Sequence) -> int:
+    def _on_disk(self, state: PrefixState) -> int:
         """Length of the longest prefix of its prompt, if that is not in memory; else 0."""
-        if self.tree.disk is None or sequence.skips_disk or not self._looks_up(sequence):
+        if self.tree.disk is None or state.skips_disk or not state.looks_up:
             return 0
-        node = self.find(sequence)
-        length = self.tree.disk.longest(sequence.salt, sequence.key)
+        node = self.find(state)
+        length = self.tree.disk.longest(state.salt, state.cache_key)
         return length if node is None or length > node.end else 0
 
-    def _end_read(self, sequence: Sequence) -> None:
-        self._reads.discard(sequence)
-        if self._reader is sequence and self.tree.disk is not None:
+    def _end_read(self, state: PrefixState) -> None:
+        self._reads.discard(state)
+        if self._reader is state and self.tree.disk is not None:
             self._reader = None
             self.tree.disk.forget()
 
 
-def turns(prompt: Many[int], turn_ends: Container[int]) -> list[int]:
+def message_ends(prompt: Many[int], end_ids: Container[int]) -> list[int]:
     """Where the messages of a prompt end: lengths of the prefixes up to there, ascending."""
-    return [i + 1 for i, token in enumerate(prompt) if token in turn_ends]
+    return [i + 1 for i, token in enumerate(prompt) if token in end_ids]
 
 
-def cuts(end: int, turns: Many[int], step: int, min_gain: int = MIN_GAIN) -> list[int]:
-    """Where the chunks of a prompt end so that the tokens before each place alone decide it.
+def chunk_ends(end: int, message_ends: Many[int], step: int, min_gain: int = MIN_GAIN) -> list[int]:
+    """Where the chunks of a prompt end if each end depends on the tokens before it alone.
 
     The bits of a token's KV may depend on the chunk it was computed in. So prompts that begin alike
-    are cut alike, whatever follows and wherever one of them continues a cached prefix.
+    get the same chunks, whatever follows and whichever cached prefix they continue.
     """
-    found = [0]
-    for turn in turns:
-        found += range(found[-1] + step, turn + 1, step)
-        if turn - found[-1] >= min_gain:
-            found.append(turn)
-    return [*found[1:], *range(found[-1] + step, end + 1, step)]
+    ends = [0]
+    for message_end in message_ends:
+        ends += range(ends[-1] + step, message_end + 1, step)
+        if message_end - ends[-1] >= min_gain:
+            ends.append(message_end)
+    return [*ends[1:], *range(ends[-1] + step, end + 1, step)]
 
 
-def by_chunk(prompt: tuple[int, ...], cuts: Many[int]) -> tuple[int, ...]:
-    """A prompt's tokens, the first of each chunk marked by all that the chunk has.
+def by_chunk(prompt: tuple[int, ...], chunk_ends: Many[int]) -> tuple[int, ...]:
+    """A prompt's tokens, of which the first of each chunk also has a checksum of the chunk.
 
-    Prompts that part inside a chunk share none of it: its KV is that of its own length.
+    So prompts that differ inside a chunk share none of it: KV depends on the whole chunk.
     """
     key = list(prompt)
-    for start, end in pairwise(dict.fromkeys((0, *cuts, len(prompt)))):
+    for start, end in pairwise(dict.fromkeys((0, *chunk_ends, len(prompt)))):
         key[start] |= crc32(array("I", prompt[start:end]).tobytes()) << 32
     return tuple(key)
 
@@ -191,27 +245,27 @@ def by_chunk(prompt: tuple[int, ...], cuts: Many[int]) -> tuple[int, ...]:
 def save_points(
     end: int,
     start: int,
-    turns: Many[int],
+    message_ends: Many[int],
     step: int,
     min_gain: int = MIN_GAIN,
-    cuts: Many[int] | None = None,  # the only places for them
+    chunk_ends: Many[int] | None = None,  # the only places for them
 ) -> list[int]:
     """Lengths of the prefixes to save while a prompt is computed, ascending.
 
     A recurrent state exists only where it was saved, so it is saved where conversations branch:
     after the first message, which others share (system prompt and tools), after the last messages,
-    as a template may render the end of a prompt otherwise in the next turn, and at the end. Inside
-    a long text, which may branch anywhere, at doubling distances, where the prefill is cut anyway.
+    as a template may render the end of a prompt differently in the next turn, and at the end. A
+    long text may branch anywhere: in it at doubling distances, where chunks end anyway.
     """
     if start == end:
         return []
-    wanted = [*turns[:1], *turns[: -NUM_TURNS - 1 : -1]]
-    wanted += [step << n for n in range(end.bit_length()) if step << n < end]
-    if cuts is not None:
-        before = {cuts[number - 1] for p in (*wanted, end) if (number := bisect(cuts, p))}
-        return sorted(point for point in before if point > start)
+    places = [*message_ends[:1], *message_ends[: -NUM_MESSAGES - 1 : -1]]
+    places += [step << n for n in range(end.bit_length()) if step << n < end]
+    if chunk_ends is not None:
+        numbers = [bisect(chunk_ends, place) for place in (*places, end)]
+        return sorted({chunk_ends[n - 1] for n in numbers if n and chunk_ends[n - 1] > start})
     points = [start]
-    for point in wanted:
+    for point in places:
         if start < point < end and all(abs(point - other) >= min_gain for other in points):
             points.append(point)
     return [*sorted(points[1:]), end]

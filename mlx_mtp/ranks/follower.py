@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_mtp.engine.batch import hidden_states
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.sequence import Copy, Sequence
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import RankError
 from mlx_mtp.models.model import LoadedModel
@@ -15,19 +15,17 @@ from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.links import Link
 from mlx_mtp.ranks.messages import Begin, Compare, Note, Poll, Release, Step, Take
 from mlx_mtp.ranks.segments import Parts
-from mlx_mtp.speculative.draft_sources import make_proposer
+from mlx_mtp.speculative.drafter import make_drafter
 
 
-def follow(
-    model: LoadedModel, draft_source: str, link: Link, store: PrefixStore | None = None
-) -> None:
+def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> None:
     """Run steps until rank 0 ends; RankError if it is lost, or one of them fails here."""
     follower: _Follower | None = None
     while (message := link.receive()) is not None:
         if isinstance(message, Begin):
             ids = message.draft_ids
-            proposer = make_proposer(draft_source, model, ids) if message.drafts else None
-            runner = ModelRunner(model, proposer, message.vocab_size)
+            drafter = make_drafter(model, ids) if message.drafts else None
+            runner = ModelRunner(model, drafter, message.vocab_size)
             follower = _Follower(runner, Parts(link, store))
             continue
         assert follower is not None, "rank 0 begins"
@@ -55,29 +53,25 @@ class _Follower:
         """Launch a step, and wait for the one before it."""
         self._follow(step.notes)
         rows = self._rows | {number: row.sequence() for number, row in step.new.items()}
-        for number, cached in step.max_cached.items():
-            rows[number].set_cached(cached)
         for number, names in step.prefixes.items():
-            rows[number].prefix = self.parts.prefix(names)
-        plan = StepPlan(
-            tuple((rows[number], start, length) for number, start, length in step.chunk),
-            tuple(rows[number] for number in step.decode),
-            frozenset(rows[number] for number in step.live),
-            {rows[number]: count for number, count in step.drafts.items()},
-            {rows[number]: Copy(*copy) for number, copy in step.copies.items()},
-            together=step.together,
+            rows[number].prefix.node = self.parts.prefix(names)
+        chunk, decode = (
+            tuple(planned.row(rows[planned.number]) for planned in part)
+            for part in (step.chunk, step.decode)
         )
-        launched = self.runner.run(plan)
+        live = frozenset(rows[number] for number in step.live)
+        launched = self.runner.run(StepPlan(chunk, decode, live, step.together))
         for number in step.prefixes:
-            rows[number].prefix = None
-        self._rows = {number: rows[number] for number in {*step.max_cached, *step.live}}
+            rows[number].prefix.node = None
+        known = {planned.number for planned in (*step.chunk, *step.decode)} | step.live
+        self._rows = {number: rows[number] for number in known}
         for each in launched:
             if each.error is not None or not each.sequences:
                 raise RankError(f"a step failed: {each.error or 'a prefix is not here'}")
         # No rank gets ahead of the others by more than a step, and failures come to light.
         ready, self._in_flight = self._in_flight, launched
         for each in ready:
-            mx.eval([a for a in (each.done, each.drawn and each.drawn.tokens) if a is not None])
+            mx.eval([a for a in (each.done, each.sampled and each.sampled.tokens) if a is not None])
 
     def release(self, message: Release) -> None:
         self._follow(message.notes)

@@ -17,7 +17,7 @@ from mlx_mtp import __version__
 from mlx_mtp.config import EngineConfig, flags_of
 from mlx_mtp.distributed import world
 from mlx_mtp.errors import RankError
-from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
+from mlx_mtp.machine import memory_limit
 from mlx_mtp.models.files import WEIGHTS, read_header
 from mlx_mtp.ranks.links import Link, Links, connect
 from mlx_mtp.server.app import give_up
@@ -41,15 +41,6 @@ _FLUSH_SECONDS = 2.0  # for clients to read the error, and for the log
 def part() -> tuple[int, int]:
     """Rank of this process and number of ranks; waits for the others."""
     return world()[:2]
-
-
-def use_memory(given: int | None, least: int | None) -> MemoryLimit:
-    """The memory of --memory-limit or of the machine, of which no rank has less than `least`."""
-    limit = memory_limit(given)
-    if least is not None and least < limit.nbytes:
-        limit = MemoryLimit(least, "on the rank that has the least")
-    wire_memory(limit)
-    return limit
 
 
 def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | None:
@@ -83,7 +74,7 @@ def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None)
     link.send("ready")
     logger.info("Rank %d of %d is ready.", rank, world().size)
     try:
-        follow(loaded, EngineConfig().draft_source, link, store)
+        follow(loaded, link, store)
     except Exception as error:
         logger.debug("Why rank %d ends", rank, exc_info=True)
         why = error if isinstance(error, RankError) else repr(error)

@@ -11,18 +11,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Sequence as Many
 
 import numpy as np
 
-from mlx_mtp.engine.batch import Batch, hidden_states
+from mlx_mtp.engine.batch import hidden_states
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import ModelError
-from mlx_mtp.prefix.cache import PrefixCache, Save
+from mlx_mtp.prefix.cache import PrefixCache, Rows, Save
+from mlx_mtp.prefix.policy import PrefixState
+from mlx_mtp.prefix.radix_tree import Node
 from mlx_mtp.prefix.segments import Entry
 from mlx_mtp.ranks.links import Links
-from mlx_mtp.ranks.messages import Compare, Release, Row, Step, Take
+from mlx_mtp.ranks.messages import Compare, PlannedRow, Release, Row, Step, Take
 from mlx_mtp.ranks.segments import LeadStore, Notes, names_of
 
 logger = logging.getLogger(__name__)
@@ -44,22 +46,24 @@ class LeaderPrefixes(PrefixCache):
         super().__init__(limit, bits, store)
         self.links = links
         self.notes = Notes() if store is None else store.notes
-        self.rows: dict[Sequence, int] = {}  # that the others know, by their numbers
+        self.rows: dict[PrefixState, int] = {}  # of the sequences that the others know: numbers
         self.numbers = itertools.count()  # for the next ones
 
-    def restore(self, batch: Batch) -> bool:
-        restored = super().restore(batch)
+    def restore(self, batch: Rows, nodes: Many[Node]) -> bool:
+        restored = super().restore(batch, nodes)
         if not restored:
             self.links.fail("rank 0 could not restore a prefix")
         return restored
 
-    def _copy(self, batch: Batch, row: int, tokens: tuple[int, ...]) -> list[Save]:
+    def _copy(
+        self, batch: Rows, row: int, state: PrefixState, tokens: tuple[int, ...]
+    ) -> list[Save]:
         saves = []
-        for sequence, of, entry in super()._copy(batch, row, tokens):
-            named: Entry = [*map(self.notes.named, entry)]
+        for save in super()._copy(batch, row, state, tokens):
+            named: Entry = [*map(self.notes.named, save.entry)]
             start, names = named[0].start, names_of(named)
-            self.notes.add(Take(self.rows[sequence], start, len(of), self._bits, names))
-            saves.append(Save(sequence, of, named))
+            self.notes.add(Take(self.rows[state], start, len(tokens), self._bits, names))
+            saves.append(save._replace(entry=named))
         return saves
 
 
@@ -92,21 +96,23 @@ class LeaderRunner(ModelRunner):
         super().release()
 
     def _step(self, plan: StepPlan) -> Step:
-        chunk, rows = [s for s, _, _ in plan.chunk], self.prefixes.rows
-        named = [*dict.fromkeys([*chunk, *plan.decode, *plan.live])]
-        new = {s: next(self.prefixes.numbers) for s in named if s not in rows}
-        numbers = {s: rows[s] if s in rows else new[s] for s in named}
-        self.prefixes.rows = numbers
+        rows, started = self.prefixes.rows, [row.sequence for row in plan.chunk]
+        named = [*dict.fromkeys([*started, *(row.sequence for row in plan.decode), *plan.live])]
+        new = {s: next(self.prefixes.numbers) for s in named if s.prefix not in rows}
+        numbers = {s: new[s] if s in new else rows[s.prefix] for s in named}
+        self.prefixes.rows = {s.prefix: number for s, number in numbers.items()}
+
+        chunk, decode = (
+            tuple(PlannedRow.of(numbers[row.sequence], row) for row in rows)
+            for rows in (plan.chunk, plan.decode)
+        )
         return Step(
             self.prefixes.notes.take(),
             {number: Row.of(s) for s, number in new.items()},
-            {numbers[s]: s.max_cached for s in (*chunk, *plan.decode)},
-            {numbers[s]: names_of(s.prefix.entry()) for s in chunk if s.prefix is not None},
+            {numbers[s]: names_of(s.prefix.node.entry()) for s in started if s.prefix.node},
             frozenset(numbers[s] for s in plan.live),
-            tuple((numbers[s], start, length) for s, start, length in plan.chunk),
-            tuple(numbers[s] for s in plan.decode),
-            {numbers[s]: count for s, count in plan.drafts.items()},
-            {numbers[s]: (tuple(copy.run), copy.ahead) for s, copy in plan.copies.items()},
+            chunk,
+            decode,
             plan.together,
         )
 

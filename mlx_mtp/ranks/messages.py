@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import StepRow
 from mlx_mtp.sampling.params import SamplingParams
 
 
@@ -137,16 +137,34 @@ class Compare(NamedTuple):
     """Tell all ranks the last hidden states."""
 
 
+class PlannedRow(NamedTuple):
+    """A row of a plan: the plan's part of an `engine.step.StepRow`."""
+
+    number: int  # of its sequence
+    max_cached: int
+    start: int
+    length: int
+    num_proposed: int
+    run: tuple[int, ...]
+    ahead: int
+
+    @classmethod
+    def of(cls, number: int, row: StepRow) -> PlannedRow:
+        plan = row.start, row.length, row.num_proposed, tuple(row.run), row.ahead
+        return cls(number, row.sequence.max_cached, *plan)
+
+    def row(self, sequence: Sequence) -> StepRow:
+        sequence.set_cached(self.max_cached)
+        return StepRow(sequence, self.start, self.length, self.num_proposed, self.run, self.ahead)
+
+
 class Step(NamedTuple):
     """A plan; rows and segments by number."""
 
     notes: list[Note]  # since the last message
     new: dict[int, Row]
-    max_cached: dict[int, int]  # of all rows in the plan
     prefixes: dict[int, tuple[int, ...]]  # that rows begin with: segments and a snapshot
     live: frozenset[int]
-    chunk: tuple[tuple[int, int, int], ...]
-    decode: tuple[int, ...]
-    drafts: dict[int, int]
-    copies: dict[int, tuple[Many[int], int]]
+    chunk: tuple[PlannedRow, ...]
+    decode: tuple[PlannedRow, ...]
     together: bool

@@ -18,7 +18,7 @@ from typing import Any
 from mlx_mtp.errors import RankError
 from mlx_mtp.prefix.disk import READ_SECONDS, PrefixStore
 from mlx_mtp.prefix.radix_tree import Fetch, Node
-from mlx_mtp.prefix.segments import Entry, Segment, join
+from mlx_mtp.prefix.segments import Entry, Segment, join_segments
 from mlx_mtp.ranks.links import Link, Links
 from mlx_mtp.ranks.messages import (
     Answer,
@@ -219,4 +219,4 @@ class Parts:
 def _joined(found: Entry, start: int) -> Entry:
     """A prefix's KV from `start` on, if any, and its snapshot, however it lay in files."""
     *kv, snapshot = found
-    return [*([join(kv, start)] if kv else []), snapshot]
+    return [*([join_segments(kv, start)] if kv else []), snapshot]

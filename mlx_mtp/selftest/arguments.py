@@ -1,13 +1,13 @@
-"""The arguments of `selftest`. Nothing heavy is imported: --help answers at once."""
+"""The arguments of `selftest`. Heavy imports wait, so that --help answers at once."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp import factories
 from mlx_mtp.flags import Flag, add_flags, at_least
 from mlx_mtp.options import DTYPE, MODEL_FLAG
+from mlx_mtp.prepare import prepare_command
 
 
 def add_selftest(subparsers: Any) -> None:
@@ -19,7 +19,7 @@ def add_selftest(subparsers: Any) -> None:
         "decoding, measure acceptance and speed, and print one table for a report.",
         epilog="Exit status: 0 all is well, 1 a check failed, 2 it could not be run.",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_selftest)
     seconds = "time to take after loading; what doesn't fit is skipped"
     add_flags(
         parser,
@@ -31,15 +31,18 @@ def add_selftest(subparsers: Any) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_selftest(options: argparse.Namespace) -> int:
     from mlx_mtp.bench.report import check_writable
 
     check_writable(options.json, options.report)
     if options.dtype == "float32":
-        # TF32 would round float32 products; mlx reads this at its first product.
+        # TF32 would round float32 products; mlx reads the variable at its first product.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    info = factories.prepare(options)
-    loaded, tokenizer = factories.load(options, enable_mtp=True)
+    info = prepare_command(options)
+
+    from mlx_mtp import build
+
+    loaded, tokenizer = build.load(options, enable_mtp=True)
     from mlx_mtp.selftest.commands import run_selftest
 
     return run_selftest(options, loaded, tokenizer, str(info))

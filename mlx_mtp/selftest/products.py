@@ -22,10 +22,10 @@ from mlx_mtp.models.gemm.routes import (
 )
 from mlx_mtp.models.model import LoadedModel, module_nbytes
 from mlx_mtp.selftest.kernels import name_of
-from mlx_mtp.selftest.timing import TimedCall, microseconds
+from mlx_mtp.selftest.timing import TimedLaunch, microseconds
 
 ROWS = (1, 2, 4, 8, 16)
-Timer = Callable[[TimedCall], float]
+Timer = Callable[[TimedLaunch], float]
 
 
 @dataclass(frozen=True, slots=True)

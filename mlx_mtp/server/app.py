@@ -1,4 +1,4 @@
-"""The HTTP application, run with uvicorn on a socket that was bound before the model was loaded."""
+"""The HTTP application, and the uvicorn server that runs it on a socket that is already bound."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.logs import BackgroundLog
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http import access
-from mlx_mtp.server.http import errors as http_errors
+from mlx_mtp.server.http.middleware import Check, CheckMiddleware, WriteInPieces, on_error
 from mlx_mtp.server.http.protocol import LimitedProtocol
 from mlx_mtp.server.http.request_log import IGNORED, REQUEST_ID, RequestLog
 from mlx_mtp.server.live import Live
-from mlx_mtp.server.routes import ROUTES
+from mlx_mtp.server.routes import ROUTES, find_route
 from mlx_mtp.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,19 +46,22 @@ _NO_ROOM = "No connection is accepted for %(seconds)g s: %(reason)s."
 _NO_ROOM_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 STOP_SECONDS = 10.0  # for the engine's thread to end
 FLUSH_SECONDS = 5  # for clients to read the error that ended their response
-# The event loop needs the interpreter's lock several times a token: with Python's own 5 ms clients
-# would wait for a step to be built.
+# The event loop needs the interpreter's lock several times per token: with Python's default of 5 ms
+# clients would wait until the engine's thread has built a step.
 SWITCH_SECONDS = 0.001
-_SPARE_FILES = 64  # Open beside the clients' connections.
+_SPARE_FILES = 64  # open beside the clients' connections
 _MIN_CONNECTIONS = 16  # With fewer, clients that keep theirs open would lock out the others.
-_NUM_THREADS = 16  # Beside the event loop: more than long work of all kinds may keep busy at once.
-_PAUSE_SECONDS = 1.0  # without accepting connections, when the system has no room for one
+_NUM_THREADS = 16  # beside the event loop; all kinds of long work together occupy fewer
+_PAUSE_SECONDS = 1.0  # without accepting, when the process or the system has no room
 
 
 def create_app(
     engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
 ) -> FastAPI:
-    """Build the application, which starts and stops the engine, with the model's defaults."""
+    """Build the application; its lifespan starts and stops the engine.
+
+    `defaults` is the model's generation_config.json.
+    """
     context = Context(engine, tokenizer, config, defaults)
     live = Live(context)
 
@@ -67,10 +70,9 @@ def create_app(
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mlx-mtp-work")
         asyncio.get_running_loop().set_default_executor(threads)
         context.dispatcher.start()
-        background = [
-            asyncio.create_task(work)
-            for work in (live.background(), context.prompter.keep_running())
-        ]
+        background = [asyncio.create_task(live.background())]
+        if context.workers is not None:
+            background.append(asyncio.create_task(context.workers.keep_running()))
         try:
             yield
         finally:
@@ -79,24 +81,31 @@ def create_app(
             await context.dispatcher.stop(STOP_SECONDS)
             context.close()
 
-    # The bodies are read by hand, so FastAPI could not describe them.
+    # No OpenAPI schema: the handlers read the bodies themselves, so FastAPI can't describe them.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.context, app.state.live = context, live
-    for methods, path, handler, _ in ROUTES:
-        # With and without a slash at the end: a redirect would lose some clients' bodies.
-        for either in {path, path.rstrip("/") + "/"}:
-            app.add_api_route(either, handler, methods=methods.replace("GET", "GET HEAD").split())
+    for route in ROUTES:
+        for path in route.paths:
+            methods = route.methods.replace("GET", "GET HEAD").split()
+            app.add_api_route(path, route.handler, methods=methods)
     for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, http_errors.on_error)
-    # The last one added runs first: unknown host names are rejected before all else, and CORS comes
-    # before the key, as a browser's preflight has none.
-    limiter, origins, check = context.limiter, config.cors_origins, http_errors.CheckMiddleware
-    generating = frozenset(path for _, path, _, generates in ROUTES if generates)
-    app.add_middleware(check, check=partial(limiter.check, generating), at_end=limiter.release)
+        app.add_exception_handler(kind, on_error)
+    # Host and origin are checked before CORS: a foreign page gets none of its headers. The key
+    # comes after it, as a browser's preflight has none.
+    origins = config.cors_origins
+    names = access.known_names(config.host, config.allowed_hosts)
+    outer: list[Check] = [
+        context.limiter.check_connection,
+        partial(access.check_host, names),
+        partial(access.check_origin, origins),
+    ]
+    inner: list[Check] = [context.limiter.check_admission]
     if config.api_keys:
         digests = [access.digest_of(key.encode()) for key in config.api_keys]
-        app.add_middleware(check, check=partial(access.check_key, digests))
+        inner.insert(0, partial(access.check_key, digests))
+    # The last middleware added runs first.
     if origins:
+        app.add_middleware(CheckMiddleware, checks=inner)
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(origins),
@@ -106,17 +115,16 @@ def create_app(
             # Some versions of Chrome ask before a page from the internet calls this machine.
             allow_private_network=True,
         )
-    app.add_middleware(check, check=partial(access.check_origin, origins))
-    names = access.known_names(config.host, config.allowed_hosts)
-    app.add_middleware(check, check=partial(access.check_host, names))
-    app.add_middleware(http_errors.WriteInPieces, held=context.held)
-    paths = frozenset(path for _, path, _, _ in ROUTES)
-    app.add_middleware(RequestLog, metrics=context.metrics, paths=paths)
+    else:
+        outer += inner
+    app.add_middleware(CheckMiddleware, checks=outer)
+    app.add_middleware(WriteInPieces, limiter=context.limiter, held=context.held)
+    app.add_middleware(RequestLog, metrics=context.metrics, find_route=find_route)
     return app
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Listen on the address, or raise a UsageError; port 0 takes a free one."""
+    """Listen on the address; port 0 takes a free one. Raises UsageError."""
     needed = _SPARE_FILES + _MIN_CONNECTIONS
     if (limit := _file_limit(needed)) < needed:
         raise UsageError(
@@ -124,12 +132,12 @@ def bind(host: str, port: int) -> socket.socket:
             f"`ulimit -n {needed}`."
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Only for sockets that say that they are TCP's asyncio switches Nagle's algorithm off.
+    # asyncio switches Nagle's algorithm off only if the socket says that its protocol is TCP.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        # At once: with SO_REUSEADDR an address is in use only where a socket listens.
+        # Now: with SO_REUSEADDR an address counts as in use only once a socket listens on it.
         sock.listen(2048)
     except OSError as error:
         sock.close()
@@ -140,9 +148,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which drains when it is stopped, for `drain_timeout` seconds at most.
+    """A uvicorn server that drains when a signal stops it, for at most `drain_timeout` seconds.
 
-    A second signal ends open requests at once, a third doesn't wait for clients to read that.
+    A second signal ends the open requests with an error; a third doesn't wait for clients to read
+    it.
     """
 
     def __init__(
@@ -151,7 +160,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.engine = context.engine
         self._context, self._limiter, self._on_ready = context, context.limiter, on_ready
-        self._told = False  # that it stops
+        self._is_drain_logged = False
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
@@ -168,16 +177,16 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def _accept(self, sock: socket.socket) -> None:
-        """Accept connections one at a time, so that those beyond the limit are closed in between.
+        """Accept connections one at a time, so that `LimitedProtocol` can close some in between.
 
-        asyncio's own listener accepts the whole backlog at once, and goes on when the process has
-        no more files, with an error for each connection.
+        asyncio's own listener accepts the whole backlog at once, and when the process has no more
+        files it goes on, with an error per connection.
         """
         loop, config = asyncio.get_running_loop(), self.config
         sock.setblocking(False)
-        make: Any = config.http_protocol_class
+        protocol_class: Any = config.http_protocol_class
         protocol = partial(
-            make,
+            protocol_class,
             config=config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
@@ -185,7 +194,8 @@ class Server(uvicorn.Server):
         while True:
             try:
                 connection, _ = await loop.sock_accept(sock)
-            except OSError as error:  # Others are the one connection's, whose client has left.
+            except OSError as error:
+                # Any other error is of this connection alone: its client has left.
                 if error.errno in _NO_ROOM_ERRORS:
                     fields = {"reason": error.strerror, "seconds": _PAUSE_SECONDS}
                     logger.warning(_NO_ROOM, fields)
@@ -194,7 +204,7 @@ class Server(uvicorn.Server):
             try:
                 await loop.connect_accepted_socket(protocol, connection)
             except Exception as error:
-                if not isinstance(error, OSError):  # which its client has caused
+                if not isinstance(error, OSError):  # Those are caused by the client.
                     logger.exception("a connection could not be served")
                 connection.close()
 
@@ -203,9 +213,9 @@ class Server(uvicorn.Server):
         if not self._limiter.draining:
             return stop
         left, held = self._limiter.drain_seconds, self._limiter.held
-        if not self._told:
-            # Not where the signal is handled: the log's lock may be held there.
-            self._told = True
+        if not self._is_drain_logged:
+            # Not in the signal handler: the interrupted code may hold the log's lock.
+            self._is_drain_logged = True
             fields = {"answers": held, "seconds": left}
             logger.info(_STOPPING if held and not stop else "Stopping.", fields)
         return stop or left <= 0 or not self.server_state.tasks
@@ -218,7 +228,7 @@ class Server(uvicorn.Server):
             logger.info("Ending what is unfinished: %(answers)d.", {"answers": held})
 
         async def end_requests() -> None:
-            while True:  # Some may be about to be submitted.
+            while True:  # Again and again: requests may be about to be submitted.
                 self._context.dispatcher.end_all()
                 await asyncio.sleep(0.05)
 
@@ -230,21 +240,22 @@ class Server(uvicorn.Server):
 def make_server(
     app: FastAPI, *, log_level: str = "info", on_ready: Callable[[], None] = lambda: None
 ) -> Server:
-    """The server for `create_app`'s application; run it with the bound socket."""
+    """Build the server of `create_app`'s application."""
     context = app.state.context
     settings = context.config
-    wanted = max(settings.max_connections, context.limiter.capacity + _SPARE_FILES)
-    most = min(wanted, _file_limit(wanted + _SPARE_FILES) - _SPARE_FILES)
-    protocol: Any = partial(LimitedProtocol, settings, context.limiter, most)
+    max_connections = max(settings.max_connections, context.limiter.capacity + _SPARE_FILES)
+    file_limit = _file_limit(max_connections + _SPARE_FILES)
+    max_connections = min(max_connections, file_limit - _SPARE_FILES)
+    protocol: Any = partial(LimitedProtocol, settings, max_connections)
     config = uvicorn.Config(
         app,
-        log_config=None,  # It goes where our own lines go,
-        access_log=False,  # and these are `server.request_log`'s.
+        log_config=None,  # uvicorn's lines go where ours go.
+        access_log=False,  # `http.request_log` writes them.
         http=protocol,
         ws="none",
         proxy_headers=False,  # Any client on this machine could write X-Forwarded-For.
-        log_level="warning" if log_level == "info" else log_level,  # The banner says as much.
-        # Later than clients do (most after 5 s), as these may send on what is just being closed.
+        log_level="warning" if log_level == "info" else log_level,  # The banner replaces its infos.
+        # Longer than clients keep theirs (mostly 5 s): one may send on what is just being closed.
         timeout_keep_alive=math.ceil(settings.head_timeout),
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
@@ -253,8 +264,8 @@ def make_server(
     return Server(config, context, on_ready)
 
 
-def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool]) -> bool:
-    """Serve until a signal, then stop the engine; returns whether that has ended."""
+def run_server(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool]) -> bool:
+    """Serve until a signal, then stop the engine; return whether its thread has ended."""
     sys.setswitchinterval(SWITCH_SECONDS)
     if threading.current_thread() is threading.main_thread():
         _handle_signals(server)
@@ -263,16 +274,16 @@ def run(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool
         try:
             server.run(sockets=[sock])
         finally:
-            ended = stop_engine(STOP_SECONDS)  # Leaving by force, uvicorn doesn't do it.
+            ended = stop_engine(STOP_SECONDS)  # A forced exit skips the lifespan's end.
             logger.info("Stopped.")
     if not log.close():
-        os._exit(0 if ended else 1)  # The log is not read: writing to it would block.
+        os._exit(0 if ended else 1)  # Nobody reads the log: writing to it would block.
     return ended
 
 
 def _handle_signals(server: Server) -> None:
-    # uvicorn handles SIGINT and SIGTERM. By default these, which tools send to have logs reopened
-    # or states shown, would end the process with its requests. nohup's SIGHUP stays ignored.
+    # uvicorn handles SIGINT and SIGTERM. Tools send the two user signals to have logs reopened or
+    # states shown; by default they end a process. nohup has SIGHUP ignored, and so it stays.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGHUP, signal.SIGQUIT):
@@ -282,21 +293,21 @@ def _handle_signals(server: Server) -> None:
 
 
 def give_up(reason: str) -> NoReturn:
-    """End the process with status 1 where its threads don't allow an orderly end."""
+    """End the process with status 1, without waiting for its threads."""
     logger.critical("The process is ended: %s.", reason)
     sys.stdout.flush()
     os._exit(1)
 
 
-def _file_limit(wanted: int) -> int:
-    # The limit of open files is 256 on a Mac; returns what it can be raised to.
+def _file_limit(needed: int) -> int:
+    """Raise the limit of open files, 256 on a Mac, to `needed`; return what of it was possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    aim = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft == resource.RLIM_INFINITY or soft >= aim:
-        return aim
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        return limit
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (aim, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     except (ValueError, OSError):
         logger.warning("The limit of open files stays at %d.", soft)
         return soft
-    return aim
+    return limit

@@ -1,4 +1,4 @@
-"""What every route works with."""
+"""The parts of an application that the routes share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
 from mlx_mtp.server.generation.params import model_defaults
 from mlx_mtp.server.generation.prompting import make_prompter
 from mlx_mtp.server.grammar.grammars import Grammars
-from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter, client_of
-from mlx_mtp.server.http.body import Model, read_body
-from mlx_mtp.server.http.request_log import record_of
+from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
+from mlx_mtp.server.http.body import LARGE_BODY, Model, parse_body, read_body
+from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -32,18 +32,26 @@ if TYPE_CHECKING:
 
 
 class Context:
-    """One application's parts, from what `create_app` is given."""
+    """One application's parts, built from the arguments of `create_app`."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, config: ServerConfig, given: Mapping[str, Any]
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        config: ServerConfig,
+        defaults: Mapping[str, Any],
     ) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
-        self.defaults = replace(model_defaults(given), optimistic=config.optimistic)
-        standard = config.json_schemas == "standard"
+        self.model_names = (config.model_name, *config.other_names)
+        self.defaults = replace(model_defaults(defaults), optimistic=config.optimistic)
         self.prompter = make_prompter(tokenizer, config)
+        self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format
-        eos = engine.info.eos_token_ids
-        self.grammars = Grammars(tokenizer, eos, as_standard=standard)
+        # The bytes of a token in an answer's text.
+        self.text_bytes = tokenizer.text_bytes_with(self.output_format.markers)
+        self.grammars = Grammars(
+            tokenizer, engine.info.eos_token_ids, as_standard=config.json_schemas == "standard"
+        )
         self.limiter = RequestLimiter(engine, config.max_queue)
         self.held = HeldBytes(config.max_held_bytes, self.limiter.rejected)
         self.metrics = Metrics(engine, self.limiter, config)
@@ -52,15 +60,11 @@ class Context:
         self.stored: dict[str, Any] = {}  # a `Store` for each API key
         self.created = datetime.now(UTC).replace(microsecond=0)
 
-    def arrived(self, scope: Scope) -> float:
-        """When a request came, by `perf_counter`."""
-        return record_of(scope).began
-
     @contextlib.asynccontextmanager
     async def in_time(self, scope: Scope) -> AsyncIterator[None]:
-        """Do what comes before the engine within the time of a request; RequestTimeoutError."""
+        """Bound the work before the engine by --request-timeout; raises RequestTimeoutError."""
         seconds = self.config.request_timeout
-        left = self.arrived(scope) + seconds - time.perf_counter() if seconds else None
+        left = record_of(scope).began + seconds - time.perf_counter() if seconds else None
         try:
             async with asyncio.timeout(left):
                 yield
@@ -70,30 +74,31 @@ class Context:
 
     @property
     def fault(self) -> str | None:
-        """Why the server can't answer now."""
-        return self.engine.unhealthy_reason or self.engine.hang_reason or self.prompter.fault
+        """The reason why the server can't answer now, or None."""
+        reason = self.engine.unhealthy_reason or self.engine.hang_reason
+        return reason or (None if self.workers is None else self.workers.fault)
 
     def close(self) -> None:
         self.grammars.close()
-        self.prompter.close()
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        return self.config.model_name, *self.config.other_names
+        if self.workers is not None:
+            self.workers.close()
 
     def served_name(self, name: str) -> str:
-        """The name that an answer bears: the one asked for, or the first one for none."""
+        """Return the model's name in the answer: the requested one, or the first one for "".
+
+        Raises ModelNotFoundError.
+        """
         names = self.model_names
-        # Ollama's clients add the tag to names that have none.
-        known = {"", *names, *(f"{each}:latest" for each in names)}
-        if name not in known and not self.config.any_model_name:
+        # Ollama's clients add the tag to names without one.
+        is_known = name in ("", *names) or name.removesuffix(":latest") in names
+        if not is_known and not self.config.any_model_name:
             served = f"this server has {', '.join(map(repr, names))}"
             message = f"The model {name[:120]!r} is not served here; {served}."
             raise ModelNotFoundError(f"{message} --any-model-name takes any name.", param="model")
         return name or names[0]
 
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
-        """Token ids from a client; raises InvalidRequestError if one is out of range."""
+        """Return a client's token ids; raises InvalidRequestError if one is out of range."""
         limit = self.engine.info.vocab_size
         for token in token_ids:
             if not 0 <= token < limit:
@@ -120,23 +125,30 @@ class Context:
 
 
 def context_of(request: Request) -> Context:
-    """The application's parts."""
+    """Return the parts of the application that the request came to."""
     context: Context = request.app.state.context
     return context
 
 
-async def read(request: Request, model: type[Model]) -> tuple[Context, Model]:
-    """The application's parts and the body; raises RequestError for a wrong one or model."""
+async def read_request(request: Request, model: type[Model]) -> tuple[Context, Model]:
+    """Return the application's parts and the validated body; raises RequestError.
+
+    Of bodies that name a model, the name is checked, and the first served one stands in for none.
+    """
     context = context_of(request)
-    context.engine.expect()
     config = context.config
-    asks = "model" in model.model_fields  # the model something, that is
-    lenient = asks and config.unknown_parameters == "warn"
-    limits = config.max_body_bytes, config.body_timeout
-    take = partial(context.held.take_body, request.scope)
-    parse = partial(context.limiter.parsing.run, client_of(request.scope, None))
-    body = await read_body(request, model, *limits, take, parse, lenient=lenient)
-    if asks:
+    context.engine.expect()
+    content = await read_body(request, config.max_body_bytes, config.body_timeout, context.held)
+    record = record_of(request.scope)
+    record.body_bytes = len(content)
+    has_model = "model" in model.model_fields
+    lenient = has_model and config.unknown_parameters == "warn"
+    parse = partial(parse_body, content, model, record.ignored if lenient else None)
+    if len(content) > LARGE_BODY:
+        body = await context.limiter.parsing.run(client_of(request.scope), parse)
+    else:
+        body = parse()
+    if has_model:
         name = getattr(body, "model", "")
         served = context.served_name(name)
         body = body if name else body.model_copy(update={"model": served})

@@ -1,4 +1,4 @@
-"""What the server does now, for the page and `mlx-mtp top`: numbers, and no text of a request."""
+"""The server's state, for the page and `mlx-mtp top`: numbers, and no text of a request."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from dataclasses import asdict
 from typing import Any
 
 from mlx_mtp import __version__
-from mlx_mtp.errors import ForbiddenError, NotFoundError, QueueFullError, RequestCancelledError
+from mlx_mtp.errors import (
+    UNKNOWN_RETRY_SECONDS,
+    ForbiddenError,
+    NotFoundError,
+    QueueFullError,
+    RequestCancelledError,
+)
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.writer import event
-from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS
-from mlx_mtp.server.progress import report
+from mlx_mtp.server.progress_log import report
 from mlx_mtp.text.characters import cut
 
 SECONDS = 0.5  # between two messages
-_SAMPLE_SECONDS, _MOST_SAMPLES = 2.0, 150  # of the history: five minutes
-MOST_ROWS = 64  # in a message
+_SAMPLE_SECONDS, _MAX_SAMPLES = 2.0, 150  # of the history: five minutes
+MOST_ROWS = 64  # answers in a message
 MOST_WATCHERS = 64
 
 
 class Live:
-    """One message for all that watch, made only while somebody does."""
+    """Makes one message for all watchers, and only while there are any."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._engine, self._limiter = context, context.engine, context.limiter
         self._metrics, self._dispatcher = context.metrics, context.dispatcher
         self._names = context.model_names
-        self._history: deque[dict[str, float]] = deque(maxlen=_MOST_SAMPLES)
+        self._history: deque[dict[str, float]] = deque(maxlen=_MAX_SAMPLES)
         self._began = time.time()
         self._num_watchers = 0
         self._next: asyncio.Task[bytes] | None = None
 
     async def background(self) -> None:
-        """Write the log's lines, and keep the last minutes' totals for those who begin to watch."""
+        """Write the progress to the log, and keep the last minutes' totals for new watchers."""
         await asyncio.gather(report(self._engine), self._remember())
 
     async def _remember(self) -> None:
@@ -46,8 +51,8 @@ class Live:
             await asyncio.sleep(_SAMPLE_SECONDS)
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
-        """Hold one of the watchers' places; raises QueueFullError if all are taken."""
+    def watching(self) -> Iterator[None]:
+        """Take one of the watchers' places for the block; raises QueueFullError if none is free."""
         if self._num_watchers >= MOST_WATCHERS:
             raise QueueFullError(
                 f"/live has {MOST_WATCHERS} watchers, the most that it takes: close a page's Live "
@@ -61,9 +66,9 @@ class Live:
             self._num_watchers -= 1
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Messages as server-sent events; whoever reads slowly gets fewer."""
+        """Yield server-sent events; a watcher that reads slowly gets fewer."""
         yield event({**self._state(), "history": [*self._history]})
-        # A server that stops waits for what is open.
+        # While it drains, the server waits for open responses such as this one.
         while not (self._limiter.draining and self._limiter.held == 0):
             if self._next is None:
                 self._next = asyncio.create_task(self._make())
@@ -71,7 +76,10 @@ class Live:
         yield event(self._state())
 
     def cancel(self, request_id: str, key: str) -> None:
-        """End an answer with all its choices, for those who have the key that it was asked with."""
+        """End an answer with all its choices, if the key is the one of its request.
+
+        Raises NotFoundError or ForbiddenError.
+        """
         generation = self._dispatcher.open.get(request_id)
         if generation is None:
             raise NotFoundError(f"No answer {cut(request_id)!r} is running; it may have ended.")
@@ -86,7 +94,7 @@ class Live:
 
     def _totals(self) -> dict[str, float]:
         stats = self._engine.stats()
-        number, seconds = self._metrics.sums["time_to_first_token_seconds"]
+        number, seconds = self._metrics.observed("time_to_first_token_seconds")
         return {
             "time": time.time(),
             "prompt_tokens": stats.prompt_tokens,
@@ -120,7 +128,7 @@ class Live:
             "held": limiter.held,
             "capacity": limiter.capacity,
             "rejected": {name: count for name, count in limiter.rejected.items() if count},
-            "failures": self._metrics.failures(),
+            "failures": self._metrics.error_counts(),
             "drafts": {
                 "sources": {
                     source: {"tried": tried, "accepted": stats.num_accepted_tokens_per_pos[source]}

@@ -1,4 +1,4 @@
-"""Prometheus metrics, from tables: what was observed, and what is read when they are asked for."""
+"""Prometheus metrics by tables: observed as it happens, or read when they are requested."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from operator import attrgetter
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
-# Observed once for each sequence; the time per token once for each token.
+# Observed once per sequence; the time per token once per token.
 HISTOGRAMS = {
     "time_to_first_token_seconds": (
         "From a request's arrival in the engine to its first token.",
@@ -47,7 +48,7 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a prompt, those from the cache included.", _TOKENS),
     "request_generation_tokens": ("Tokens of an answer.", _TOKENS),
 }
-# Counted as it happens: help, labels.
+# Counted as it happens: help text, labels.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "request_timeouts": ("Requests that took longer than --request-timeout.", ()),
     "request_success": ("Sequences that have ended, by reason.", ("finished_reason",)),
@@ -57,7 +58,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("parameter",),
     ),
 }
-# Read when asked for, from the engine's statistics or the limiter.
+# Read when requested: help text, attribute of the engine's statistics or of the limiter.
 _GAUGES = {
     "num_requests_running": ("Requests in a batch.", "stats.num_requests_running"),
     "num_requests_waiting": ("Requests not yet admitted.", "stats.num_requests_waiting"),
@@ -98,7 +99,7 @@ _TOTALS = {
         "stats.num_optimistic_tokens",
     ),
 }
-# The names that mean the same in vLLM, with older ones that its dashboards still have.
+# Metrics of the same meaning in vLLM: its name, and the older one if its dashboards still have it.
 _IN_VLLM: dict[str, tuple[str, ...]] = {
     name: (name,)
     for name in (
@@ -115,10 +116,20 @@ _IN_VLLM |= {
 }
 
 
-class Metrics(Collector):
-    """One app's metrics, in a registry of its own; each sample has the model's name.
+@dataclass(slots=True)
+class SequenceTimes:
+    """When a sequence came to the engine, was admitted, and got its tokens, by `perf_counter`."""
 
-    Only the event loop observes and counts, so nothing here needs a lock.
+    arrived: float
+    admitted: float
+    first: float  # token
+    last: float  # token
+
+
+class Metrics(Collector):
+    """One application's metrics, in a registry of its own; each sample has the model's name.
+
+    No lock: only the event loop observes and counts.
     """
 
     def __init__(self, engine: Engine, limiter: RequestLimiter, config: ServerConfig) -> None:
@@ -133,8 +144,6 @@ class Metrics(Collector):
             name: Counter(PREFIX + name, text, labels, registry=self._observed)
             for name, (text, labels) in COUNTERS.items()
         }
-        # Of what was observed: its number and its sum.
-        self.sums: dict[str, tuple[int, float]] = dict.fromkeys(HISTOGRAMS, (0, 0.0))
         self._ignored_names: set[str] = set()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -142,15 +151,28 @@ class Metrics(Collector):
 
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
-        number, total = self.sums[name]
-        self.sums[name] = number + 1, total + value
+
+    def observed(self, name: str) -> tuple[int, float]:
+        """Return the number and the sum of a histogram's observations."""
+        (family,) = self._histograms[name].collect()
+        values = {sample.name: sample.value for sample in family.samples}
+        return int(values[f"{PREFIX}{name}_count"]), values[f"{PREFIX}{name}_sum"]
+
+    def observe_sequence(self, times: SequenceTimes, num_prompt: int, num_tokens: int) -> None:
+        """Observe a sequence that has ended by itself."""
+        self.observe("e2e_request_latency_seconds", times.last - times.arrived)
+        self.observe("request_queue_time_seconds", times.admitted - times.arrived)
+        self.observe("request_prefill_time_seconds", times.first - times.admitted)
+        self.observe("request_decode_time_seconds", times.last - times.first)
+        self.observe("request_prompt_tokens", num_prompt)
+        self.observe("request_generation_tokens", num_tokens)
 
     def count(self, name: str, *labels: str) -> None:
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc()
 
-    def failures(self) -> list[tuple[str, str, int]]:
-        """Routes and error statuses of the answers so far, and how many had these."""
+    def error_counts(self) -> list[tuple[str, str, int]]:
+        """Return (route, status, number of responses) for each error status so far."""
         (family,) = self._counters["http_requests"].collect()
         return [
             (each.labels["route"], each.labels["status"], int(each.value))
@@ -159,7 +181,7 @@ class Metrics(Collector):
         ]
 
     def count_ignored(self, names: Iterable[str]) -> None:
-        """Count the parameters of a request that had no effect."""
+        """Count a request's parameters without effect."""
         for name in names:
             if len(self._ignored_names) < _MAX_NAMES:
                 self._ignored_names.add(name)
@@ -170,14 +192,13 @@ class Metrics(Collector):
         return as_text(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        for family in (*self._observed.collect(), *self._read()):
-            own = family.name
-            twins = _IN_VLLM.get(own.removeprefix(PREFIX), ()) if self._with_vllm else ()
-            for name in (own, *(f"vllm:{twin}" for twin in twins)):
+        for family in (*self._observed.collect(), *self._read_families()):
+            twins = _IN_VLLM.get(family.name.removeprefix(PREFIX), ()) if self._with_vllm else ()
+            for name in (family.name, *(f"vllm:{twin}" for twin in twins)):
                 named = Metric(name, family.documentation, family.type)
                 named.samples = [
                     sample._replace(
-                        name=name + sample.name.removeprefix(own),
+                        name=name + sample.name.removeprefix(family.name),
                         labels={"model_name": self._model_name, **sample.labels},
                     )
                     for sample in family.samples
@@ -189,19 +210,19 @@ class Metrics(Collector):
             yield CounterMetricFamily("process_cpu_seconds", text, time.process_time())
             yield GaugeMetricFamily("process_start_time_seconds", "Start, since 1970.", _STARTED)
 
-    def _read(self) -> Iterator[Metric]:
+    def _read_families(self) -> Iterator[Metric]:
         stats = self._engine.stats()
         source = SimpleNamespace(stats=stats, limiter=self._limiter)
         for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _TOTALS)):
             for name, (text, where) in table.items():
                 yield kind(PREFIX + name, text, attrgetter(where)(source))
 
-        def labelled(
+        def with_labels(
             kind: type[CounterMetricFamily | GaugeMetricFamily],
             name: str,
             text: str,
             labels: Sequence[str],
-            samples: Iterable[tuple[Any, ...]],  # the labels' values, then the sample's
+            samples: Iterable[tuple[Any, ...]],  # the values of the labels, then of the sample
         ) -> Metric:
             family = kind(PREFIX + name, text, labels=labels)
             for *values, value in samples:
@@ -213,10 +234,10 @@ class Metrics(Collector):
             yield GaugeMetricFamily(PREFIX + "spec_decode_parked", text, stats.parked)
             text = "Drafts per row and step chosen last for this batch size."
             labels = ["batch_size"]
-            yield labelled(GaugeMetricFamily, "spec_decode_depth", text, labels, stats.depths)
+            yield with_labels(GaugeMetricFamily, "spec_decode_depth", text, labels, stats.depths)
         text = "Requests rejected before any work was done for them."
         rejected = [(reason, self._limiter.rejected[reason]) for reason in REASONS]
-        yield labelled(CounterMetricFamily, "requests_rejected", text, ["reason"], rejected)
+        yield with_labels(CounterMetricFamily, "requests_rejected", text, ["reason"], rejected)
         for what, totals in (
             ("accepted", stats.num_accepted_tokens_per_pos),
             ("draft", stats.num_draft_tokens_per_pos),
@@ -224,12 +245,12 @@ class Metrics(Collector):
             name = f"spec_decode_num_{what}_tokens_per_pos"
             text = f"Drafts {'verified' if what == 'draft' else what}, by position and source."
             places = [(n, source, v) for source, vs in totals.items() for n, v in enumerate(vs)]
-            yield labelled(CounterMetricFamily, name, text, ["position", "source"], places)
+            yield with_labels(CounterMetricFamily, name, text, ["position", "source"], places)
         name, text = "prefix_cache_evicted", "Prefixes evicted from memory, by reason."
         evicted = stats.prefix_cache.evicted.items()
-        yield labelled(CounterMetricFamily, name, text, ["reason"], evicted)
+        yield with_labels(CounterMetricFamily, name, text, ["reason"], evicted)
         text = "1; what the server is made of."
-        yield labelled(GaugeMetricFamily, "build_info", text, [*_BUILD], [(*_BUILD.values(), 1)])
+        yield with_labels(GaugeMetricFamily, "build_info", text, [*_BUILD], [(*_BUILD.values(), 1)])
 
 
 def _version(package: str) -> str:

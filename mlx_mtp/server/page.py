@@ -1,4 +1,4 @@
-"""The page at /, whose files are packed once, and what it asks for."""
+"""The page at /, its files, and the routes that only the page and `mlx-mtp top` use."""
 
 import gzip
 import hashlib
@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlx_mtp.connect.clients import Served, shown
+from mlx_mtp.connect.clients import Served, setup_text
 from mlx_mtp.connect.command import NAMES
 from mlx_mtp.errors import NotFoundError
 from mlx_mtp.server.context import context_of
-from mlx_mtp.server.http.access import key_of
+from mlx_mtp.server.http.record import record_of
 from mlx_mtp.server.live import Live
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -34,12 +34,12 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # asked for again each time, and answered with 304
+    "Cache-Control": "no-cache",  # Browsers ask each time, and get a 304.
     "Vary": "Accept, Accept-Encoding",
 }
 
 
-class _File(NamedTuple):
+class _PageFile(NamedTuple):
     content: bytes
     packed: bytes
     media_type: str
@@ -47,21 +47,21 @@ class _File(NamedTuple):
 
 
 @cache
-def files() -> dict[str, _File]:
-    """The page's files by their paths."""
-    found = {}
+def page_files() -> dict[str, _PageFile]:
+    """Read and compress the page's files; the keys are their paths."""
+    files = {}
     for path in FOLDER.rglob("[!.]*.*"):
         if path.suffix not in _TYPES:
-            continue  # The Finder, editors and package managers put files of theirs anywhere.
+            continue  # The Finder, editors and package managers leave files of theirs everywhere.
         content, tag = path.read_bytes(), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         packed = gzip.compress(content, 9, mtime=0)
         name = path.relative_to(FOLDER).as_posix()
-        found[name] = _File(content, packed, _TYPES[path.suffix], f'"{tag}"')
-    return found
+        files[name] = _PageFile(content, packed, _TYPES[path.suffix], f'"{tag}"')
+    return files
 
 
-def _response(request: Request, name: str) -> Response:
-    file = files().get(name)
+def _file_response(request: Request, name: str) -> Response:
+    file = page_files().get(name)
     if file is None:
         raise NotFoundError("The page has no such file.")
     headers = {**HEADERS, "ETag": file.tag}
@@ -76,16 +76,16 @@ def _response(request: Request, name: str) -> Response:
 async def root(request: Request) -> Response:
     """GET /: the page to a browser, and JSON to everybody else."""
     if context_of(request).config.page and "text/html" in request.headers.get("accept", ""):
-        return _response(request, "index.html")
-    # Agents ask whether there is a server. No version: it is open to all.
+        return _file_response(request, "index.html")
+    # Agents look whether there is a server. No version: everybody can read this.
     return JSONResponse({"name": "mlx-mtp"}, headers={"Vary": "Accept"})
 
 
-async def file(request: Request) -> Response:
-    """GET /page/..: one of its files."""
+async def page_file(request: Request) -> Response:
+    """GET /page/..: one of the page's files."""
     if not context_of(request).config.page:
         raise NotFoundError("The page is turned off (--no-page).")
-    return _response(request, request.path_params["name"].rstrip("/"))
+    return _file_response(request, request.path_params["name"].rstrip("/"))
 
 
 async def clients(request: Request) -> Response:
@@ -93,19 +93,19 @@ async def clients(request: Request) -> Response:
     context = context_of(request)
     url, keys = f"http://{request.headers.get('host', '')}", context.config.api_keys
     served = Served(url, context.model_names[0], context.engine.info.max_model_len, bool(keys))
-    return JSONResponse([{"name": name, "text": shown(name, served)} for name in NAMES])
+    return JSONResponse([{"name": name, "text": setup_text(name, served)} for name in NAMES])
 
 
 class _Watch(StreamingResponse):
-    """The messages of /live; its watcher has a place until the last one, or until it leaves."""
+    """The stream of /live, which takes a watcher's place while it lasts."""
 
-    def __init__(self, watched: Live) -> None:
+    def __init__(self, live: Live) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(watched.messages(), media_type="text/event-stream", headers=headers)
-        self._place = watched.place
+        super().__init__(live.messages(), media_type="text/event-stream", headers=headers)
+        self._watching = live.watching
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._place():
+        with self._watching():
             if scope["method"] == "HEAD":
                 await Response(headers=self.headers)(scope, receive, send)
             else:
@@ -113,12 +113,12 @@ class _Watch(StreamingResponse):
 
 
 async def live(request: Request) -> Response:
-    """GET /live: what the server does now, as server-sent events."""
+    """GET /live: the server's state, as server-sent events."""
     return _Watch(request.app.state.live)
 
 
 async def cancel(request: Request) -> Response:
     """DELETE /live/ID: end an answer."""
     request_id = request.path_params["name"].rstrip("/")
-    request.app.state.live.cancel(request_id, key_of(request.scope))
+    request.app.state.live.cancel(request_id, record_of(request.scope).key)
     return JSONResponse({"id": request_id, "cancelled": True})

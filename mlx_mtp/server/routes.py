@@ -1,6 +1,6 @@
-"""All routes, and the handlers of those that say what the server is and how it is."""
+"""The table of all routes, and the handlers of the models, of health and of metrics."""
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -13,12 +13,14 @@ from mlx_mtp.server.api.ollama import routes as ollama
 from mlx_mtp.server.api.openai import routes as openai
 from mlx_mtp.server.api.responses.routes import responses
 from mlx_mtp.server.context import context_of
+from mlx_mtp.server.http.errors import anthropic_error_body, ollama_error_body
+from mlx_mtp.server.http.routing import Route, route_finder
 
 
 async def _models(request: Request) -> Response:
     context = context_of(request)
     names = context.model_names
-    # OpenAI's form and Anthropic's at once: no name means two things.
+    # OpenAI's form and Anthropic's in one: no field has two meanings.
     cursor = {"first_id": names[0], "last_id": names[-1], "has_more": False}
     return JSONResponse({"object": "list", "data": list(map(context.model_card, names)), **cursor})
 
@@ -44,43 +46,45 @@ async def _metrics(request: Request) -> Response:
 
 
 _CHATS = "/v1/chat/completions"
-# Methods (with GET goes HEAD), path, handler, and whether its requests take slots of the engine's.
-_Route = tuple[str, str, Callable[[Request], Awaitable[Response]], bool]
-_ROUTES: tuple[_Route, ...] = (
-    ("POST", _CHATS, openai.chat_completions, True),
-    ("GET", _CHATS, stored.list_chats, False),
-    ("GET", _CHATS + "/{name}", stored.CHATS.get, False),
-    ("POST", _CHATS + "/{name}", stored.label_chat, False),
-    ("DELETE", _CHATS + "/{name}", stored.CHATS.delete, False),
-    ("GET", _CHATS + "/{name}/messages", stored.CHATS.inputs, False),
-    ("POST", "/v1/completions", openai.completions, True),
-    ("POST", "/v1/responses", responses, True),
-    ("GET", "/v1/responses/{name}", stored.RESPONSES.get, False),
-    ("DELETE", "/v1/responses/{name}", stored.RESPONSES.delete, False),
-    ("GET", "/v1/responses/{name}/input_items", stored.RESPONSES.inputs, False),
-    ("POST", "/v1/messages", anthropic.messages, True),
-    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, False),
-    ("POST", "/tokenize", token_routes.tokenize, False),
-    ("POST", "/detokenize", token_routes.detokenize, False),
-    ("POST", "/api/chat", ollama.chat, True),
-    ("POST", "/api/generate", ollama.generate, True),
-    ("POST", "/api/show", ollama.show, False),
-    ("GET", "/api/tags", ollama.tags, False),
-    ("GET", "/api/ps", ollama.processes, False),
-    ("GET", "/api/version", ollama.version, False),
-    ("GET", "/v1/models", _models, False),
-    ("GET", "/v1/models/{model_id:path}", _model, False),
-    ("GET", "/health", _health, False),
-    ("GET", "/metrics", _metrics, False),
-    ("GET", "/live", page.live, False),
-    ("DELETE", "/live/{name}", page.cancel, False),
-    ("GET", "/clients", page.clients, False),
-    ("GET", "/page/{name:path}", page.file, False),
-    ("GET", "/", page.root, False),
+_anthropic = partial(Route, error_body=anthropic_error_body)
+_open = partial(Route, needs_key=False, while_draining=True)
+_ollama = partial(Route, error_body=ollama_error_body)
+_ROUTES: tuple[Route, ...] = (
+    Route("POST", _CHATS, openai.chat_completions, generates=True),
+    Route("GET", _CHATS, stored.list_chats),
+    Route("GET", _CHATS + "/{name}", stored.CHATS.get),
+    Route("POST", _CHATS + "/{name}", stored.label_chat),
+    Route("DELETE", _CHATS + "/{name}", stored.CHATS.delete),
+    Route("GET", _CHATS + "/{name}/messages", stored.CHATS.inputs),
+    Route("POST", "/v1/completions", openai.completions, generates=True),
+    Route("POST", "/v1/responses", responses, generates=True),
+    Route("GET", "/v1/responses/{name}", stored.RESPONSES.get),
+    Route("DELETE", "/v1/responses/{name}", stored.RESPONSES.delete),
+    Route("GET", "/v1/responses/{name}/input_items", stored.RESPONSES.inputs),
+    _anthropic("POST", "/v1/messages", anthropic.messages, generates=True),
+    _anthropic("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
+    Route("POST", "/tokenize", token_routes.tokenize),
+    Route("POST", "/detokenize", token_routes.detokenize),
+    _ollama("POST", "/api/chat", ollama.chat, generates=True),
+    _ollama("POST", "/api/generate", ollama.generate, generates=True),
+    _ollama("POST", "/api/show", ollama.show),
+    _ollama("GET", "/api/tags", ollama.tags),
+    _ollama("GET", "/api/ps", ollama.processes),
+    _ollama("GET", "/api/version", ollama.version),
+    Route("GET", "/v1/models", _models),
+    Route("GET", "/v1/models/{model_id:path}", _model),
+    _open("GET", "/health", _health, when_full=True, is_logged=False),
+    Route("GET", "/metrics", _metrics, while_draining=True, when_full=True, is_logged=False),
+    Route("GET", "/live", page.live, while_draining=True),
+    Route("DELETE", "/live/{name}", page.cancel, while_draining=True),
+    Route("GET", "/clients", page.clients),
+    _open("GET", "/page/{name:path}", page.page_file, is_logged=False),
+    _open("GET", "/", page.root),
 )
-# Without /v1 too, for clients that got no more of the address than host and port.
+# Without /v1 too, for clients that were given the host and port alone.
 ROUTES = _ROUTES + tuple(
-    (methods, path.removeprefix("/v1"), handler, generates)
-    for methods, path, handler, generates in _ROUTES
-    if path.startswith("/v1/")
+    route._replace(path=route.path.removeprefix("/v1"))
+    for route in _ROUTES
+    if route.path.startswith("/v1/")
 )
+find_route = route_finder(ROUTES)

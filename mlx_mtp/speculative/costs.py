@@ -1,51 +1,92 @@
-"""The price list: what a step costs by its rows, its drafts and the passes of the head.
+"""What launches cost by their shape: decode steps, and chunks of prompts.
 
-All costs are relative to a step of as many rows without drafts. A kind of step is compared with the
-kind that ran just before it, so a hot machine or a longer context changes nothing. Comparisons are
-noisy: a price is a mean over those of the kinds nearby, by their variance.
+Both are measured in use, and while no request runs (`mlx_mtp/calibration`). The first time of a
+shape is dropped, a few times make a measurement, and what was not measured is inferred from its
+neighbours. `table` and `load` carry costs from one run to the next.
 """
 
 import math
 import statistics
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from mlx_mtp.config import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 
-HEAD, COPY = "mtp", "copy"
-KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts a row
+# Kinds of costs: of steps whose drafts the MTP head proposes, or the host (so without passes of the
+# head), of chunks of prompts, and of the context before these.
+MTP, HOST, CHUNK, CONTEXT = "mtp", "host", "chunk", "context"
+KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts per row
 
-# Before anything is known, of a draft: as much as one brings, a third of it for the head's pass.
-_SLOPE = {HEAD: 0.8, COPY: 0.52}
-_LEAST = 0.03  # of a draft, whatever was measured: noise, where that is less
+LEAST_COST = 1e-15  # in a table
 
-_READING = 8  # steps of a reading: their low median, for a step is often late and never early
-_FEWEST = 3  # steps that a reading needs when the kind changes before it is full
-_RECENT = 64  # readings further apart are not compared: too much may have changed
-_COMPARISONS = 8  # of a kind that count
-_LEAST_NOISE = 0.02  # of a comparison: its deviation from what is right
-_DOUBT = 0.1  # of a price behind one comparison, to a probe
-_LOADED = 4  # comparisons that a cost of an earlier run stands for
-_PRIOR_WEIGHT = 0.02  # of `_SLOPE` beside what was measured at a distance of 1
-_DONORS = 6  # numbers of rows that missing costs are inferred from, at most
+# Of decode steps.
+# Cost of a draft before anything is measured: about as much as it gains, a third of it for the
+# head's pass.
+_SLOPE = {MTP: 0.8, HOST: 0.52}
+_LEAST_SLOPE = 0.03  # of a draft, whatever was measured: less is noise
+_READING_STEPS = 8  # steps of a reading: their low median, as a step may be late but never early
+_FEWEST_STEPS = 3  # that a reading needs if the kind of step changes before it is full
+_MAX_AGE = 64  # steps after which a reading is not compared with: too much may have changed
+_COMPARISONS = 8  # latest ones of a kind that count
+_LEAST_NOISE = 0.02  # relative standard error of a comparison
+_UNCERTAINTY = 0.1  # relative, of a cost with one comparison
+_LOADED_COMPARISONS = 4  # that a cost of an earlier run counts as
+_PRIOR_WEIGHT = 0.02  # of `_SLOPE`, relative to a measurement at distance 1
+_DONORS = 6  # numbers of rows that a missing cost is inferred from, at most
 
-Kind = tuple[str, float]  # with as many passes as drafts a row (one of `KNOTS`), or without any
-Table = dict[int, dict[str, dict[float, float]]]  # costs by rows, and the parts of a kind
-_PLAIN: Kind = (HEAD, 0)
+# Of chunks.
+_PRIOR = 2e-3  # seconds per token before anything is measured: a large model on a laptop
+_CONTEXT = 4096  # tokens of context whose effect is learned as quickly as that of the length
+_GAIN = 0.3  # share of the difference between measured and expected that is taken as lasting
+_OUTLIER = 2.0  # times the expected seconds: a measurement counts as no more
+_FEWEST_CHUNKS = 3  # of a length before it is compared; the fastest of them counts
+_STALE = 64  # chunks after which a measurement is no longer held against a length
+_MARGIN = 0.9  # of a pause is planned: chunks of one length differ
+_BETTER = 0.95  # of the time per token: what a shorter chunk has to reach to be preferred
+_LEAST_RISE = 0.5  # of the time per token: what one more token takes at least
+_FIRST = 512  # tokens: the length that is tried first
+_SHORTEST = 16  # tokens: what shorter chunks take is not measured separately
+_LEAST_SPEED = 0.5  # of the most tokens per second: less is not accepted for a short pause
 
 
-class Shape(NamedTuple):
-    """All that a step's cost depends on here."""
+class CostKey(NamedTuple):
+    """What a cost is kept for."""
+
+    kind: str
+    rows: int
+    size: float  # of steps: drafts per row, one of `KNOTS`; of a chunk: its tokens
+
+
+Table = Mapping[CostKey, float]
+"""Costs to keep: of steps in any one unit per number of rows, of chunks in seconds per token."""
+
+
+class StepShape(NamedTuple):
+    """All that the cost of a decode step depends on here."""
 
     rows: int
-    drafts: int  # that it verifies, of all rows
-    passes: int  # of the head
+    drafts: int  # verified, of all rows
+    passes: int  # of the MTP head
 
 
-class _Cell:
-    """The latest comparisons of a kind. Their median is its cost: some are of a busy moment."""
+class _LaunchCosts:
+    """Counts launches and knows which are the first of their shape."""
+
+    def __init__(self) -> None:
+        self._num_launches = 0
+        self._seen: set[Hashable] = set()
+
+    def _is_first(self, shape: Hashable) -> bool:
+        """True once for each shape: its first launch compiles kernels and fills buffer pools."""
+        is_first = shape not in self._seen
+        self._seen.add(shape)
+        return is_first
+
+
+class _Comparisons:
+    """The latest comparisons of a kind of step. Their median is its cost: some were disturbed."""
 
     def __init__(self, cost: float, times: int = 1) -> None:
         self.latest = deque([cost] * times, maxlen=_COMPARISONS)
@@ -56,15 +97,21 @@ class _Cell:
         self.cost = statistics.median(self.latest)
 
 
+WindowKind = tuple[str, float]  # MTP or HOST, and drafts per row (one of `KNOTS`)
+_PLAIN: WindowKind = (MTP, 0)
+
+
 class _Reading(NamedTuple):
-    kind: Kind
+    kind: WindowKind
     seconds: float
     step: int
 
 
-class Prices:
-    """Of steps of one number of rows: `verify` that of windows with 0, 1, 2, .. drafts, `passes`
-    that of 0, 1, 2, .. passes of the head.
+class BatchCosts:
+    """Costs of steps of one number of rows, relative to its step without drafts.
+
+    `verify` are those of windows with 0, 1, 2, .. drafts of all rows, `passes` those of 0, 1, 2, ..
+    passes of the head.
     """
 
     def __init__(self, verify: Sequence[float], passes: Sequence[float]) -> None:
@@ -73,130 +120,131 @@ class Prices:
     def cost(self, drafts: int, passes: int) -> float:
         return self._verify[drafts] + self._passes[passes]
 
-    def costs(self, most: int, passes: int) -> list[float]:
-        """Of 0, 1, 2, .. and at most so many drafts."""
+    def window_costs(self, most: int, passes: int) -> list[float]:
+        """Costs of verifying 0 to `most` drafts, as far as windows may have them."""
         return [cost + self._passes[passes] for cost in self._verify[: most + 1]]
 
 
-class StepCosts:
-    """The costs that were measured."""
+class StepCosts(_LaunchCosts):
+    """Costs of decode steps, relative to a step of as many rows without drafts.
+
+    A kind of step is compared with the kind that ran just before it, so a hot machine or a longer
+    context changes nothing. Comparisons are noisy: a cost is a mean over those of the kinds nearby,
+    weighted by their variance.
+    """
 
     def __init__(self) -> None:
-        self._cells: dict[int, dict[Kind, _Cell]] = {}
-        self._last: dict[int, _Reading] = {}
-        self._seen: set[Shape] = set()
-        self._at: tuple[int, Kind] = 0, _PLAIN
-        self._samples: list[float] = []
-        self._num_steps = 0
-        self._prices: dict[int, Prices] = {}
+        super().__init__()
+        self._measured: dict[int, dict[WindowKind, _Comparisons]] = {}  # by rows
+        self._last: dict[int, _Reading] = {}  # by rows
+        self._current: tuple[int, WindowKind] = 0, _PLAIN
+        self._samples: list[float] = []  # of the current kind
+        self._batch_costs: dict[int, BatchCosts] = {}
         self._noise = _LEAST_NOISE
 
-    def observe(self, shape: Shape, seconds: float | None) -> None:
-        self._num_steps += 1
-        if seconds is None:
-            return
-        if shape not in self._seen:
-            # The first step of a shape compiles kernels and fills pools of buffers.
-            self._seen.add(shape)
+    def observe(self, shape: StepShape, seconds: float | None) -> None:
+        """Count a step; None: its time is not known."""
+        self._num_launches += 1
+        if seconds is None or self._is_first(shape):
             return
         rows, drafts, passes = shape
         knot = min(KNOTS, key=lambda each: abs(each - drafts / rows))
-        # As near as may be: even windows of the head's, or none of its passes.
-        source = HEAD if 2 * passes >= knot else COPY
-        at = rows, (source, knot)
-        if self._at != at:
+        # The nearest kind: equal windows of the head's drafts, or none of its passes.
+        kind = MTP if 2 * passes >= knot else HOST, knot
+        if self._current != (rows, kind):
             self.end_reading()
-            self._at = at
-        if drafts != knot * rows or passes != (knot if source == HEAD else 0):
-            cost = self.prices(rows).cost(drafts, passes)
-            seconds *= self._cost(*at) / cost
+            self._current = rows, kind
+        if drafts != knot * rows or passes != (knot if kind[0] == MTP else 0):
+            seconds *= self._cost(rows, kind) / self.of_batch(rows).cost(drafts, passes)
         self._samples.append(seconds)
-        if len(self._samples) == _READING:
+        if len(self._samples) == _READING_STEPS:
             self._read()
 
     def end_reading(self) -> None:
-        """Steps of another kind follow: use the samples, if they are enough."""
-        if len(self._samples) >= _FEWEST:
+        """Use the samples if they are enough; steps of another kind follow."""
+        if len(self._samples) >= _FEWEST_STEPS:
             self._read()
         self._samples.clear()
 
-    def prices(self, rows: int) -> Prices:
-        if rows not in self._prices:
-            head, windows = ([self._cost(rows, (s, x)) for x in KNOTS] for s in (HEAD, COPY))
-            more = [max(a - b, 0.0) for a, b in zip(head, windows)]
+    def of_batch(self, rows: int) -> BatchCosts:
+        if rows not in self._batch_costs:
+            mtp, host = ([self._cost(rows, (s, x)) for x in KNOTS] for s in (MTP, HOST))
+            more = [max(a - b, 0.0) for a, b in zip(mtp, host)]
             passes = [_between(more, n) for n in range(MAX_DRAFT_TOKENS + 1)]
-            verify = [_between(windows, n / rows) for n in range(rows * MAX_COPY_TOKENS + 1)]
-            self._prices[rows] = Prices(verify, passes)
-        return self._prices[rows]
+            verify = [_between(host, n / rows) for n in range(rows * MAX_HOST_DRAFTS + 1)]
+            self._batch_costs[rows] = BatchCosts(verify, passes)
+        return self._batch_costs[rows]
 
-    def knows(self, rows: int, depth: int) -> bool:
-        """Steps with so many drafts of the head for each row were measured with about as many."""
-        near = (cells for size, cells in self._cells.items() if 0.6 < size / rows < 1.6)
-        return any((HEAD, depth) in cells for cells in near)
+    def is_measured(self, rows: int, depth: int) -> bool:
+        """Whether steps of about as many rows, each with `depth` drafts of the head, were."""
+        near = (kinds for size, kinds in self._measured.items() if 0.6 < size / rows < 1.6)
+        return any((MTP, depth) in kinds for kinds in near)
 
-    def doubt(self, rows: int, *drafts: int) -> float:
-        """How wrong the ratio of these kinds' costs may be, by the comparisons behind them."""
-        cells = self._cells.get(rows, {})
-        counts = [len(cells[HEAD, n].latest) if (HEAD, n) in cells else 0 for n in drafts if n]
-        return _DOUBT / math.sqrt(0.5 + min(counts, default=0))
+    def uncertainty(self, rows: int, *depths: int) -> float:
+        """Standard error of the ratio of these depths' costs, from their comparisons' number."""
+        kinds = self._measured.get(rows, {})
+        counts = [len(kinds[MTP, n].latest) if (MTP, n) in kinds else 0 for n in depths if n]
+        return _UNCERTAINTY / math.sqrt(0.5 + min(counts, default=0))
 
     def table(self) -> Table:
-        table: Table = {}
-        for rows, cells in sorted(self._cells.items()):
-            for (source, knot), cell in sorted(cells.items()):
-                table.setdefault(rows, {}).setdefault(source, {})[knot] = cell.cost
-        return table
+        return {
+            CostKey(kind, rows, size): measured.cost
+            for rows, kinds in sorted(self._measured.items())
+            for (kind, size), measured in sorted(kinds.items())
+        }
 
     def load(self, table: Table) -> None:
-        """Take over costs in any unit, of numbers of rows whose cost without drafts is known."""
-        for rows, sources in table.items():
-            if plain := sources.get(HEAD, {}).get(0):
-                kinds = ((s, x, cost) for s, curve in sources.items() for x, cost in curve.items())
-                own = self._cells.setdefault(rows, {})
-                own |= {(s, x): _Cell(cost / plain, _LOADED) for s, x, cost in kinds if x in KNOTS}
-        self._prices.clear()
+        """Take over costs of numbers of rows whose step without drafts has one."""
+        for (kind, rows, size), cost in table.items():
+            plain = table.get(CostKey(MTP, rows, 0))
+            if plain and kind in _SLOPE and size in KNOTS:
+                kinds = self._measured.setdefault(rows, {})
+                kinds[kind, size] = _Comparisons(cost / plain, _LOADED_COMPARISONS)
+        self._batch_costs.clear()
 
     def _read(self) -> None:
-        rows, kind = self._at
+        rows, kind = self._current
         seconds, last = statistics.median_low(self._samples), self._last.get(rows)
         self._samples.clear()
-        self._last[rows] = _Reading(kind, seconds, self._num_steps)
-        cells = self._cells.setdefault(rows, {})
+        self._last[rows] = _Reading(kind, seconds, self._num_launches)
+        kinds = self._measured.setdefault(rows, {})
         if kind == _PLAIN:
-            cells[kind] = _Cell(1.0)
-        if last is None or last.kind == kind or self._num_steps - last.step > _RECENT:
+            kinds[kind] = _Comparisons(1.0)
+        if last is None or last.kind == kind or self._num_launches - last.step > _MAX_AGE:
             return
         cost = self._cost(rows, last.kind) * seconds / last.seconds
-        if kind == _PLAIN:  # The measure of all others: the one before is what is known better now.
+        if kind == _PLAIN:  # The unit of all others: the kind before it is what is known better.
             kind, cost = last.kind, last.seconds / seconds
-        if kind in cells:
-            cells[kind].add(cost)
+        if kind in kinds:
+            kinds[kind].add(cost)
         else:
-            cells[kind] = _Cell(cost)
+            kinds[kind] = _Comparisons(cost)
         self._measure_noise()
-        self._prices.clear()
+        self._batch_costs.clear()
 
-    def _cost(self, rows: int, kind: Kind) -> float:
-        """What the measured kinds nearby, itself among them, say of the price of a draft.
+    def _cost(self, rows: int, kind: WindowKind) -> float:
+        """The cost that the measured kinds nearby, this one among them, say that a draft has.
 
-        Each counts by its variance: the noise of its comparisons, and how far away it is.
+        Each is weighted by its variance: the noise of its comparisons, and its distance.
         """
         source, x = kind
-        wrong = weight = _PRIOR_WEIGHT
-        for size in sorted(self._cells, key=lambda size: abs(math.log(size / rows)))[:_DONORS]:
-            for (other, knot), cell in self._cells[size].items():
+        ratio = weight = _PRIOR_WEIGHT  # Of what drafts cost to what `_SLOPE` says.
+        for size in sorted(self._measured, key=lambda size: abs(math.log(size / rows)))[:_DONORS]:
+            for (other, knot), measured in self._measured[size].items():
                 if knot:
                     away = abs(math.log(size / rows)) + abs(math.log((1 + knot) / (1 + x)))
-                    more = max(cell.cost - 1.0, _LEAST)
-                    noise = (2.0 * self._noise) ** 2 / len(cell.latest)
+                    more = max(measured.cost - 1.0, _LEAST_SLOPE)
+                    noise = (2.0 * self._noise) ** 2 / len(measured.latest)
                     near = 1.0 / (noise + (away + (other != source)) ** 4)
-                    wrong, weight = wrong + near * more / (_SLOPE[other] * knot), weight + near
-        return 1.0 + _SLOPE[source] * x * wrong / weight
+                    ratio, weight = ratio + near * more / (_SLOPE[other] * knot), weight + near
+        return 1.0 + _SLOPE[source] * x * ratio / weight
 
     def _measure_noise(self) -> None:
-        """By the comparisons' distances from the median of their kind; loaded costs are equal."""
-        cells = [(c.cost, {*c.latest}) for own in self._cells.values() for c in own.values()]
-        apart = [abs(x / cost - 1.0) for cost, found in cells if len(found) > 2 for x in found]
+        """From the comparisons' distances to the median of their kind; loaded ones are equal."""
+        latest = [
+            (c.cost, {*c.latest}) for kinds in self._measured.values() for c in kinds.values()
+        ]
+        apart = [abs(x / cost - 1.0) for cost, values in latest if len(values) > 2 for x in values]
         if apart:
             self._noise = max(1.5 * statistics.median(apart), _LEAST_NOISE)
 
@@ -206,3 +254,167 @@ def _between(curve: Sequence[float], x: float) -> float:
     above = min(max(bisect_right(KNOTS, x), 1), len(KNOTS) - 1)
     low, high = KNOTS[above - 1], KNOTS[above]
     return curve[above - 1] + (x - low) / (high - low) * (curve[above] - curve[above - 1])
+
+
+class PrefillCosts(_LaunchCosts):
+    """Seconds per token by a chunk's length, and how many more each token of context adds.
+
+    The lengths are equal parts of the longest one, so that chunks still end at its multiples.
+    """
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        powers = range(longest.bit_length() + 1)
+        halves, thirds = ({-(-longest // (n << power)) for power in powers} for n in (1, 3))
+        self._halves = sorted(halves, reverse=True)
+        self.lengths = sorted(halves | thirds)
+        self._units: dict[int, float] = {}  # seconds per token without context
+        self._per_context = 0.0  # more seconds per token and token of context
+        self._counts: Counter[int] = Counter()  # measurements
+        self._measured: dict[int, int] = {}  # number of the last chunk that was measured
+        self._expected: dict[int, float] = {}  # see `_by_length`; empty: to be computed
+
+    def observe(self, tokens: int, context: float, seconds: float) -> None:
+        """Learn what a chunk of `tokens` took that had `context` tokens before it."""
+        length = self._nearest(tokens)
+        self._num_launches += 1
+        if self._is_first(length):
+            return
+        unit = seconds / tokens
+        if self._counts[length] < _FEWEST_CHUNKS:
+            # The least of them counts, as later ones may compile kernels, too.
+            alone = max(unit - self._per_context * context, unit / 2)
+            self._units[length] = min(alone, self._units.get(length, alone))
+        else:
+            known = self._units[length]
+            expected = known + self._per_context * context
+            unit = min(unit, _OUTLIER * expected)
+            share = context / _CONTEXT
+            change = _GAIN * (unit - expected) / (1 + share * share)
+            self._units[length] = max(known + change, unit / 100)
+            self._per_context = max(self._per_context + change * share / _CONTEXT, 0.0)
+        self._counts[length] += 1
+        self._measured[length] = self._num_launches
+        self._expected = {}
+
+    def seconds(self, tokens: int, context: float) -> float:
+        """Expected seconds of a chunk."""
+        unit = self._by_length()[self._nearest(tokens)]
+        return tokens * (unit + self._per_context * context)
+
+    def fastest(self, left: int) -> int:
+        """The length of the most tokens per second, for a prompt with `left` tokens left.
+
+        Lengths twice as long are tried while that helps, in prompts of several chunks; if the first
+        of them doesn't, half as long ones.
+        """
+        units = self._by_length()
+        first = best = max(n for n in self._halves if n <= _FIRST)
+        longer = [n for n in reversed(self._halves) if n > first]
+        for candidates in ([first, *longer], [n for n in self._halves if n < first]):
+            for length in candidates if best == first else ():
+                if not self.is_measured(length):
+                    return length if left >= 2 * max(length, first) else best
+                if length != best and units[length] > _BETTER * units[best]:
+                    break
+                best = length
+        return best
+
+    def longest_within(self, seconds: float, context: float) -> int:
+        """The longest chunk expected to take less, among those that leave prompts half their speed.
+
+        If there is none: the shortest that leaves it, or else one longer than all measured ones, as
+        those may be so slow because of what each chunk takes, however short.
+
+        A length that was not measured lately is taken to have as many seconds added by the context
+        as a shorter one that was. Otherwise chunks could get ever shorter: if reading the context
+        takes as long for fewer tokens, a short chunk shows more seconds for each of them.
+        """
+        fresh, units = self._fresh(), {}
+        for length, unit in self._by_length().items():
+            alike = max((n for n in fresh if n <= length), default=length)
+            units[length] = unit + self._per_context * context * alike / length
+        slowest = (self._least_unit() + self._per_context * context) / _LEAST_SPEED
+        allowed = [n for n in self.lengths if units[n] <= slowest]
+        short = [n for n in allowed if n * units[n] <= _MARGIN * seconds]
+        if short:
+            return max(short)
+        if allowed:
+            return min(allowed)
+        return next((n for n in self.lengths if n > max(self._units)), self.lengths[-1])
+
+    def is_measured(self, length: int) -> bool:
+        return self._counts[length] >= _FEWEST_CHUNKS
+
+    def to_measure(self, seconds: float) -> list[int]:
+        """Lengths with too few measurements that are expected to take at most `seconds`.
+
+        Until two lengths are measured, the shortest one is returned in any case: the first two tell
+        what each chunk takes, however short.
+        """
+        left = [n for n in reversed(self._halves) if n >= _SHORTEST and not self.is_measured(n)]
+        return [n for n in left if self.seconds(n, 0) <= seconds] or left[: len(self._units) < 2]
+
+    def table(self) -> Table:
+        context = {CostKey(CONTEXT, 1, 1): self._per_context}
+        units = {CostKey(CHUNK, 1, length): unit for length, unit in sorted(self._units.items())}
+        return units | (context if self._per_context >= LEAST_COST else {})
+
+    def load(self, table: Table) -> None:
+        keys = ((n, CostKey(CHUNK, 1, n)) for n in self.lengths)
+        self._units = {length: table[key] for length, key in keys if key in table}
+        self._per_context = table.get(CostKey(CONTEXT, 1, 1), 0.0)
+        self._counts = Counter(dict.fromkeys(self._units, _FEWEST_CHUNKS))
+        self._expected = {}
+
+    def _least_unit(self) -> float:
+        """Seconds per token of the fastest length: a measured one, or a longer one.
+
+        Each token more than the longest measured length is taken to add what it adds between the
+        shortest and the longest.
+        """
+        if not self._units:
+            return _PRIOR
+        seconds = sorted((length, length * unit) for length, unit in self._units.items())
+        (short, least), (long, most) = seconds[0], seconds[-1]
+        rise = max(most - least, 0.0) / (long - short) if short < long else most / long
+        best = (most + max(_FIRST - long, 0) * rise) / max(_FIRST, long)
+        return min(best, *self._units.values())
+
+    def _nearest(self, tokens: int) -> int:
+        return min(self.lengths, key=lambda each: abs(math.log(each / max(tokens, 1))))
+
+    def _fresh(self) -> list[int]:
+        """Lengths that were measured lately, and often enough."""
+        oldest = self._num_launches - _STALE
+        lately = (n for n in self._units if self._measured.get(n, -math.inf) > oldest)
+        return [n for n in lately if self.is_measured(n)]
+
+    def _by_length(self) -> dict[int, float]:
+        """Seconds per token of all lengths, without context.
+
+        A length that was not measured lies on the line between its neighbours, or continues the one
+        before it. So does a length that seems to take more than that, if its measurements are old
+        or few: it may be tried again.
+        """
+        if self._expected:
+            return self._expected
+        fresh = self._fresh()
+        first = min(self._units, default=self.lengths[0])
+        last, seconds, per_token = 0, 0.0, self._units.get(first, _PRIOR)
+        units = {}
+        for length in self.lengths:
+            unit = (seconds + (length - last) * per_token) / length
+            if length in fresh:
+                unit = self._units[length]
+            elif length in self._units:
+                unit = min(self._units[length], unit)
+            units[length] = unit
+            if length in self._units:
+                rise = (unit * length - seconds) / (length - last)
+                per_token = min(max(rise, _LEAST_RISE * unit), unit)
+                last, seconds = length, unit * length
+                if above := min((n for n in fresh if n > length), default=0):
+                    per_token = (self._units[above] * above - seconds) / (above - length)
+        self._expected = units
+        return units

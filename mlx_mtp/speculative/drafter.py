@@ -1,10 +1,10 @@
-"""What a source of drafts must do, and the model's own multi-token-prediction head as one."""
+"""Drafts of the model's multi-token-prediction (MTP) head: after a window, for the next one."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -17,64 +17,22 @@ from mlx_mtp.sampling.grammar_masks import TokenSampler
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing is drafted
+_MOST_DEFERRED = 16  # positions per row that the head's KV may lack while nothing is drafted
 
 
 class Computed(NamedTuple):
-    """A window that was just computed, N tokens of B rows: a prefill chunk or a verify window.
+    """A prefill chunk or a verify window that was just computed: N tokens of B rows."""
 
-    The last token of a row is that after its `last[b]`.
-    """
-
-    hidden: mx.array  # [N, H], the trunk's post-norm hidden states
-    targets: mx.array  # int32 [N], the token after each
-    last: Index  # of the N, the last one that each row keeps; its first if it has ended
-    packing: Packing  # whose the N tokens are
-    cache: BatchCache  # with room for the window, and for all drafts but the last
+    hidden: mx.array  # [N, H], the target model's hidden states after its last norm
+    targets: mx.array  # int32 [N], the token after each of the N
+    last: Index  # [B], which of the N is the last one that a row keeps; its first if it has ended
+    packing: Packing  # of the N tokens
+    cache: BatchCache  # has room for the window, and for all drafts but the last
 
     @property
     def next_position(self) -> mx.array:
-        """Of the token that follows each row's last one, the first draft: int32 [B]."""
+        """Position of each row's first draft, which follows `targets[last]`: int32 [B]."""
         return self.packing.positions[self.last] + 2
-
-
-class DraftState(Protocol):
-    """What a proposer keeps for the B rows of one batch."""
-
-    def settle(self, cache: BatchCache) -> None:
-        """Complete what it has in the cache, before rows come, go, or are copied."""
-
-    def select(self, rows: mx.array) -> Self:
-        """State of these rows, int32 [B'], in the order given; this one stays valid."""
-
-    def extend(self, other: Self) -> None:
-        """Append the other's rows."""
-
-    def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
-
-
-class DraftProposer(Protocol):
-    """A source of drafts. Nothing in it may wait for the device.
-
-    A draft changes no token: it is only accepted if it equals the token that the model draws.
-    """
-
-    def make_state(
-        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]], cache: BatchCache
-    ) -> DraftState:
-        """State for the B new rows of a cache; KV that prefixes must hold too is its `head`."""
-
-    def propose(
-        self, state: Any, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
-    ) -> mx.array:
-        """Update a state from a window of its rows, and draft `num_drafts[b]` tokens for each.
-
-        Returns int32 [B, k], k the largest of these numbers; what a row did not ask for means
-        nothing. Called after every prefill chunk and every verify window, in order. With a prefix
-        from the cache, the first window begins at the prefix's last position. `sampler` draws
-        drafts from logits with the noise that will draw the tokens themselves.
-        """
 
 
 # Writes tokens, int32 [N], with hidden states [N, H].
@@ -82,9 +40,9 @@ Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
 
 
 class HeadState:
-    """The positions of the rows of a batch that are not in the head's KV yet.
+    """Positions of a batch's rows that are not in the head's KV yet.
 
-    While nothing is drafted they are deferred, so that a parked head costs almost nothing.
+    They are deferred while nothing is drafted, so that a parked head costs almost nothing.
     """
 
     def __init__(self, write: Write) -> None:
@@ -100,6 +58,7 @@ class HeadState:
             self.settle(window.cache)
 
     def settle(self, cache: BatchCache) -> None:
+        """Write what is deferred to the head's KV: before rows come, go, or are copied."""
         if self._start is not None:
             count, rows = len(self._deferred), self._start.shape[0]
             deferred = (mx.stack(list(each), axis=1) for each in zip(*self._deferred))
@@ -108,19 +67,25 @@ class HeadState:
         self._deferred, self._start = [], None
 
     def select(self, rows: mx.array) -> HeadState:
+        """The state of these rows, int32 [B'], after `settle`; this one stays valid."""
         assert self._start is None
         return HeadState(self._write)
 
     def extend(self, other: HeadState) -> None:
+        """Append the other's rows; both are settled."""
         assert self._start is None and other._start is None
 
     def arrays(self) -> list[mx.array]:
+        """What must be evaluated with a step."""
         deferred = [a for position in self._deferred for a in position]
         return [*deferred, *([] if self._start is None else [self._start])]
 
 
 class MTPDrafter:
-    """A `DraftProposer` with a model's head; `vocabulary` limits its tokens."""
+    """Drafts with a model's head; `vocabulary` limits its tokens. Nothing waits for the device.
+
+    A draft changes no token: it is accepted only if it equals the token that the model samples.
+    """
 
     def __init__(self, model: LoadedModel, vocabulary: DraftHead | None = None) -> None:
         assert model.head is not None
@@ -129,23 +94,29 @@ class MTPDrafter:
         self._lm_head = None if vocabulary is None else vocabulary.layer
         self._ids = None if vocabulary is None else vocabulary.ids
 
-    def make_state(
-        self, request_ids: Sequence[str], prompts: Sequence[Sequence[int]], cache: BatchCache
-    ) -> HeadState:
+    def make_state(self, cache: BatchCache) -> HeadState:
+        """State for the new rows of a cache, which gets a KV cache for the head."""
         cache.head = RaggedKVCache()
         return HeadState(self._write)
 
     def propose(
         self, state: HeadState, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
     ) -> mx.array:
+        """Update a state from a window of its rows, and draft `num_drafts[b]` tokens for each.
+
+        Returns int32 [B, k], k the largest of these numbers; what a row did not ask for means
+        nothing. Call it after every prefill chunk and every verify window, in order. With a prefix
+        from the cache, the first window begins at the prefix's last position. `sampler` draws
+        drafts from logits with the noise that will sample the tokens themselves.
+        """
         hidden, targets, last, packing, cache = window
         nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
         if not any(num_drafts) and packing.longest == 1:
             state.defer(window)
             return nothing
         state.settle(cache)
-        # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
-        # are written from the trunk's true hidden states, over what the recursion wrote before.
+        # Row p of the head's KV joins the hidden state at p with the token at p + 1. Those of the
+        # window are written from the target model's hidden states, over those of earlier drafts.
         z = self._write(cache, packing, hidden, targets)
         if not any(num_drafts):
             return nothing
@@ -168,13 +139,13 @@ class MTPDrafter:
         num_drafts: Sequence[int],
         sampler: TokenSampler,
     ) -> mx.array:
-        """Passes of the head, each for the rows that want one draft more: int32 [B, k]."""
+        """Draft in passes of the head, each for the rows with a draft left: int32 [B, k]."""
         assert cache.head is not None
         m: mx.array | None = None  # [B, 1, H], the head's output
         drafts: list[mx.array] = []
         for number in range(max(num_drafts)):
-            wanting = [int(wanted > number) for wanted in num_drafts]
-            packing = Packing(cache.layout, position, wanting)
+            lengths = [int(count > number) for count in num_drafts]
+            packing = Packing(cache.layout, position, lengths)
             if m is None:
                 z = packing.flat(z[:, None])
             else:
@@ -189,8 +160,8 @@ class MTPDrafter:
         return mx.concatenate(drafts, axis=1)
 
 
-def make_mtp_proposer(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:
-    """The "mtp" source; None for a model that was loaded without its head."""
+def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:
+    """The drafter of a model, limited to `draft_ids`; None if it was loaded without its head."""
     if model.head is None:
         return None
     if draft_ids is None:

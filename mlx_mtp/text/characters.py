@@ -1,24 +1,24 @@
-"""Clients' text: half characters in it, how much of it an error repeats, and opaque reasoning."""
+"""Clients' text: lone surrogates, what an error quotes of it, and reasoning in an opaque form."""
 
 import base64
 import binascii
 import json
 import re
 
-MAX_ECHO = 120  # most characters of a client's own text in an error's message
+MAX_ECHO = 120  # characters of a client's text that an error quotes
 _MARK = "mlx-mtp:"
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def cut(text: str, limit: int = MAX_ECHO) -> str:
-    """The start of a text that may be of any length."""
+    """The text, shortened to `limit` characters and "..." if it is longer."""
     return text if len(text) <= limit else text[:limit] + "..."
 
 
 def has_half_character(source: str, value: object) -> bool:
-    r"""Whether the value of a JSON text has half of a surrogate pair, which can't be encoded.
+    r"""Whether the value of the JSON text `source` has a lone surrogate, which can't be encoded.
 
-    Only escapes in `source`, the text, can bring such a half, like \ud800.
+    Only an escape in the text, such as \ud800, can bring one.
     """
     if not _SURROGATE_ESCAPE.search(source):
         return False
@@ -30,12 +30,12 @@ def has_half_character(source: str, value: object) -> bool:
 
 
 def wrap(text: str) -> str:
-    """Reasoning in a form that clients keep and send back, and that none takes for text."""
+    """Encode reasoning as a token that clients keep and send back, and don't take for text."""
     return _MARK + base64.b64encode(text.encode()).decode()
 
 
 def unwrap(text: str) -> str:
-    """The reasoning again; "" for text that `wrap` has not made."""
+    """Decode what `wrap` returned; "" for any other text."""
     if not text.startswith(_MARK):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Tokens to text, one at a time: whole characters only, up to a stop string."""
+"""Tokens to text, one at a time, in whole characters and up to a stop string."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from typing import NamedTuple
 class Detokenizer:
     """Returns one sequence's text as soon as it is certain.
 
-    Bytes of an unfinished character wait for the rest of it; text that may be the start of one of
-    `stops` waits until it is, or isn't: what follows a stop string is never returned, nor is the
-    string itself unless `include_stop`. One that ends within the first `min_tokens` is none.
+    The bytes of an unfinished character are held until the character is complete, and text that may
+    begin one of `stops` until it does or doesn't. Nothing after a stop string is returned, and the
+    string itself only if `include_stop`. Stop strings within the first `min_tokens` don't count.
     """
 
     def __init__(
@@ -22,12 +22,12 @@ class Detokenizer:
     ) -> None:
         self.include_stop = include_stop
         self._text_bytes = text_bytes
-        self._too_early = min_tokens  # this many tokens more
+        self._too_early = min_tokens  # how many more tokens can't complete a stop string
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = tuple(stops)
         self._held = ""
-        self.num_decoded = 0  # characters, held ones included
-        self.stop: str | None = None  # the one that was found
+        self.num_decoded = 0  # characters, those held included
+        self.stop: str | None = None  # the stop string that ended the text
 
     def push(self, token_id: int) -> str:
         """Read one token; return the text that is now certain."""
@@ -35,7 +35,7 @@ class Detokenizer:
         return self._release(self._utf8.decode(self._text_bytes(token_id)))
 
     def flush(self) -> str:
-        """The sequence is over: return what was held, with U+FFFD for an unfinished character."""
+        """End the sequence; return what was held, with U+FFFD for an unfinished character."""
         text = self._release(self._utf8.decode(b"", final=True))
         if self.stop is None:
             text += self._held
@@ -47,14 +47,14 @@ class Detokenizer:
             return ""
         self.num_decoded += len(new)
         text = self._held + new
-        # The match that ends first is the one that a reader of single characters would meet first,
-        # whatever the chunks; of two that end together the longer hides more.
+        # The match that ends first does not depend on how the text came in chunks; of two that end
+        # together the longer one hides more.
         stops = self._stops if self._too_early < 0 else ()
-        found = [
+        matches = [
             (at + len(stop), at, stop) for stop in stops if (at := self._find(stop, text)) >= 0
         ]
-        if found:
-            end, start, self.stop = min(found)
+        if matches:
+            end, start, self.stop = min(matches)
             self._held = ""
             return text[: end if self.include_stop else start]
         sure = len(text) - max((_begun(text, stop) for stop in self._stops), default=0)
@@ -62,7 +62,7 @@ class Detokenizer:
         return text[:sure]
 
     def _find(self, stop: str, text: str) -> int:
-        # One that ended before was too early.
+        # A match that ended before this text was too early.
         return text.find(stop, max(len(self._held) - len(stop) + 1, 0))
 
 
@@ -70,8 +70,8 @@ class Echo(NamedTuple):
     """A prompt as the beginning of its completion."""
 
     text: str
-    token_ids: Sequence[int] = ()  # none where no logprobs go with them
-    ends: Sequence[int] = ()  # characters of the text up to each token's end
+    token_ids: Sequence[int] = ()  # empty unless logprobs go with them
+    ends: Sequence[int] = ()  # of each token, in characters of the text
 
 
 def echo_of(
@@ -81,7 +81,7 @@ def echo_of(
     *,
     with_tokens: bool,
 ) -> Echo:
-    """A text as it was given, which a tokenizer may normalize; token ids with special tokens."""
+    """The echo of a prompt: a text as it was given, token ids with their special tokens."""
     if isinstance(given, str) and not with_tokens:
         return Echo(given)
     decoder = Detokenizer(token_bytes)
@@ -92,6 +92,6 @@ def echo_of(
 
 
 def _begun(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

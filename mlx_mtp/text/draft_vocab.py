@@ -13,17 +13,17 @@ from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.text.tokenizer import Tokenizer
 
 FLAG = "--mtp-draft-vocab"
-Wanted = int | tuple[int, ...] | None  # how many tokens, or which; None for all
+DraftVocab = int | tuple[int, ...] | None  # how many tokens, or their ids; None: all
 
 
-def read_wanted(given: int | Path | None) -> Wanted:
+def read_draft_vocab(given: int | Path | None) -> DraftVocab:
     """The flag's value, with the file read: a text file with one token id per line."""
     if not isinstance(given, Path):
         return given
     try:
         text = given.expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        # A number with a slip in it is taken for a file.
+        # A mistyped number is taken for a file.
         raise UsageError(
             f"{FLAG} must be a number of tokens or a file of token ids, and {given} can't be read: "
             f"{error.strerror if isinstance(error, OSError) else 'it is not UTF-8 text'}."
@@ -41,28 +41,28 @@ def read_wanted(given: int | Path | None) -> Wanted:
     return tuple(ids)
 
 
-def draft_vocabulary(wanted: Wanted, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Ids of the tokens that may be drafted, ascending: `wanted` and the tokenizer's added ones.
+def draft_vocabulary(chosen: DraftVocab, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Ids of the tokens that may be drafted, ascending: `chosen` and the tokenizer's added ones.
 
-    A number includes the added tokens. UsageError: that can't be.
+    A number includes the added tokens. Raises UsageError if it is too small, or ids are wrong.
     """
-    if wanted is None or (isinstance(wanted, int) and wanted >= vocab_size):
+    if chosen is None or (isinstance(chosen, int) and chosen >= vocab_size):
         return tuple(range(vocab_size))
     definition = json.loads(tokenizer.to_json())
     added = [token["id"] for token in definition["added_tokens"] if token["id"] < vocab_size]
-    if not isinstance(wanted, int):
-        return tuple(sorted({*check_draft_ids(wanted, vocab_size, f"{FLAG}'s file"), *added}))
-    if wanted <= len(added):
+    if not isinstance(chosen, int):
+        return tuple(sorted({*check_draft_ids(chosen, vocab_size, f"{FLAG}'s file"), *added}))
+    if chosen <= len(added):
         raise UsageError(
-            f"{FLAG} is {wanted}, but the tokenizer's {len(added)} added tokens, such as those "
+            f"{FLAG} is {chosen}, but the tokenizer's {len(added)} added tokens, such as those "
             f"that end an answer, are always included: it must be {len(added) + 1} or more."
         )
     ranked = [token for token in _ids_by_frequency(definition["model"]) if token < vocab_size]
-    return tuple(sorted(list(dict.fromkeys([*added, *ranked]))[:wanted]))
+    return tuple(sorted(list(dict.fromkeys([*added, *ranked]))[:chosen]))
 
 
 def _ids_by_frequency(model: Mapping[str, Any]) -> list[int]:
-    """All ids of a BPE vocabulary: single characters (bytes), then merges in their order."""
+    """All ids of a BPE vocabulary: single characters (bytes) first, then merges in their order."""
     if model.get("type") != "BPE":
         raise UsageError(
             f"{FLAG} can't choose tokens by itself: this tokenizer is {model.get('type')} and not "
@@ -72,5 +72,5 @@ def _ids_by_frequency(model: Mapping[str, Any]) -> list[int]:
     by_id = sorted(vocab.items(), key=lambda item: item[1])
     characters = [token for piece, token in by_id if len(piece) == 1]
     merged = [vocab["".join(pair)] for pair in model["merges"] if "".join(pair) in vocab]
-    # Pieces that no merge makes come last.
+    # Tokens that no merge makes come last.
     return list(dict.fromkeys([*characters, *merged, *vocab.values()]))

@@ -1,6 +1,7 @@
-"""Keeps what clients write text: no token that has a meaning of its own is made of it.
+"""Keeps clients' text from becoming special tokens (--special-tokens-in-messages text).
 
-A mark is put into each name of such a token, and the prompt is encoded in parts, between the marks.
+A mark is put into each special token's name in a client's text, and the parts of the prompt between
+the marks are encoded each by itself.
 """
 
 import re
@@ -9,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-# The objects that the server builds for a template, by place. Their keys are the API's words, and
-# so are the values of the keys listed here; every other text in a chat is the client's.
+# The objects that the server builds for a template, by their place in the chat. Their keys, and the
+# values of the keys listed here, are the API's words; every other text in a chat is the client's.
 _API_WORDS: Mapping[tuple[str, ...], frozenset[str]] = {
     (): frozenset(),
     ("messages",): frozenset({"role"}),
@@ -22,14 +23,14 @@ _API_WORDS: Mapping[tuple[str, ...], frozenset[str]] = {
 }
 _MARK_DIGITS = 20
 _MOST_COMPARED = 64  # characters of a name
-_MOST_PUNCTUATION = 8  # on either side of it: a hostile tokenizer has 8,192 names
+_MOST_PUNCTUATION = 8  # characters on either side: a hostile tokenizer may have 8,192 names
 _PARTS_OF_NAME = re.compile(r"([\W_]*).*?([\W_]*)", re.DOTALL)
 
 
 class _Names(NamedTuple):
-    """How a client's text contains a name, or a part that a template may complete to one.
+    """How a client's text may contain a name, or a part that a template completes to a name.
 
-    A template may write `"<" ~ key ~ ">"`. All are compared in lower case.
+    A template may write `"<" ~ key ~ ">"`. All parts are compared in lower case.
     """
 
     whole: re.Pattern[str]  # the first character of a name, where the rest follows
@@ -45,7 +46,7 @@ def marked(chat: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any
     `chat` has `messages`, `tools` and `template_kwargs` as a template gets them. The mark is drawn
     anew for each chat, so no client's text can contain it, and templates' filters keep its digits.
     """
-    patterns = _compiled(frozenset(name for name in names if len(name) > 1))
+    patterns = _patterns_of(frozenset(name for name in names if len(name) > 1))
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}"
 
     def within(part: Any, *place: str) -> Any:
@@ -68,9 +69,9 @@ def marked(chat: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any
 
 def _marked_text(text: str, names: _Names, mark: str) -> str:
     def put(piece: str) -> str:
-        return names.whole.sub(lambda found: found[0] + mark, piece)
+        return names.whole.sub(lambda match: match[0] + mark, piece)
 
-    # A template may trim it.
+    # A template may trim the text.
     first, last = len(text) - len(text.lstrip()), len(text.rstrip())
     start = text[first : first + names.longest + 1].lower()
     end = text[max(first, last - names.longest) : last].lower()
@@ -78,14 +79,14 @@ def _marked_text(text: str, names: _Names, mark: str) -> str:
     before = after = ""
     if start.rstrip() in names.inner or any(start[:n] in names.ended for n in lengths):
         before, text, last = put(text[:first]) + mark, text[first:], last - first
-    # One of its characters begins a name, or none of its ends does.
+    # A cheap test first: only an end with a name's first character can begin a name.
     if not names.begun.isdisjoint(end) and any(end[-n:] in names.begun for n in lengths):
         text, after = text[:last], mark + put(text[last:])
     return before + put(text) + after
 
 
 @lru_cache(maxsize=1)
-def _compiled(names: frozenset[str]) -> _Names:
+def _patterns_of(names: frozenset[str]) -> _Names:
     begun, ended, inner = set[str](), set[str](), set[str]()
     compared = {name[:_MOST_COMPARED].lower() for name in names}
     for name in compared:
@@ -109,7 +110,7 @@ def _compiled(names: frozenset[str]) -> _Names:
 
 
 def _any_of(texts: set[str]) -> str:
-    """An expression for any of these beginnings, which reads each character once."""
+    """A pattern that matches any of these texts and reads each character once."""
     if "" in texts:
         return ""
     branches = [

@@ -1,4 +1,4 @@
-"""One sequence of an answer: its tokens become text, and its text becomes events."""
+"""From one sequence's tokens to text, and from its text to events."""
 
 import math
 from collections import Counter, deque
@@ -9,7 +9,7 @@ from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
 from mlx_mtp.errors import EngineError
 from mlx_mtp.text.detokenizer import Detokenizer, Echo
 from mlx_mtp.text.parsing.answer import AnswerParser
-from mlx_mtp.text.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merged
+from mlx_mtp.text.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merge_texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +23,26 @@ class Delta:
 
 
 class OutputStream:
-    """Detokenizes one sequence, parses it and counts its tokens, independent of step sizes."""
+    """Detokenizes and parses one sequence and counts its tokens, however many a step brings."""
 
     def __init__(
         self, index: int, detokenizer: Detokenizer, parser: AnswerParser, echo: Echo | None = None
     ) -> None:
         self.index = index
-        self.token_ids: list[int] = []  # all that were read, one that stopped it included
+        self.token_ids: list[int] = []  # read so far, a stop token included
         self.num_reasoning_tokens = 0
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
         self.num_optimistic = 0
-        self.last_drafts = 0  # of the last step
-        self.last_source = ""  # of the last step that had any
+        self.last_drafts = 0  # in the last step
+        self.last_source = ""  # of the last step with drafts
         # Drafts that were verified, by source and position in the window.
         self.drafts, self.accepted = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
-        self.steps: list[RequestOutput] = []  # that were read, if a trace was asked for
+        self.steps: list[RequestOutput] = []  # read so far, if a trace was asked for
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
-        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all its tokens but the first
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all tokens but the first
         self._detokenizer, self._parser = detokenizer, parser
         self._echo, self._has_begun = echo, False
-        # Tokens whose text has not been emitted as content, and where that content ended.
+        # Tokens whose text has not been emitted as content, and the end of the content so far.
         self._waiting: deque[OutputToken] = deque()
         self._emitted = 0
         self._in_content = True
@@ -61,8 +61,8 @@ class OutputStream:
         for position, token in enumerate(output.token_ids):
             self.token_ids.append(token)
             if position == hidden:
-                # It counts, but isn't shown. (lm-eval takes the last logprobs for those of the one
-                # token that it asks for after a prompt, whatever that is.)
+                # A stop token counts, but isn't shown. lm-eval reads the last logprobs as those of
+                # the one token that it asks for after a prompt, even a stop token.
                 if self._echo is not None and output.logprobs:
                     at = self._detokenizer.num_decoded
                     self._waiting.append(OutputToken(token, output.logprobs[position], at, at))
@@ -74,7 +74,7 @@ class OutputStream:
         self.last_drafts = output.num_draft_tokens
         if output.drafts is not None:
             self.steps.append(replace(output, token_ids=tuple(self.token_ids[before:])))
-        # Drafts come first in a step, of which a stop string may have cut some.
+        # Accepted drafts come first in a step; a stop string may have cut some of them off.
         accepted = min(output.num_accepted_tokens, len(self.token_ids) - before)
         self.num_optimistic += sum(place < accepted for place in output.optimistic)
         if output.num_draft_tokens:
@@ -123,8 +123,8 @@ class OutputStream:
         events += self._parser.feed(self._detokenizer.flush())
         events += self._parser.finish()
         if self.stop is not None:
-            reason = "stop"  # What was held until now has completed a stop string after all.
-        # Half a call is not to be acted on, nor is what comes before it as if that were all.
+            reason = "stop"  # The text that was held has completed a stop string.
+        # A client must not act on half a call, nor on the calls before it as if they were all.
         is_cut = any(isinstance(event, ToolCut) for event in events)
         if reason == "stop" and self._parser.num_calls and not is_cut:
             reason = "tool_calls"
@@ -132,12 +132,12 @@ class OutputStream:
         events = self._with_tokens(events)
         if self.stop is None and self._in_content:
             rest = tuple(token for token in self._waiting if token.start >= self._emitted)
-            if rest:  # These have no text of their own.
+            if rest:  # Tokens without text.
                 events.append(Text("", self._emitted, rest))
         return Delta(self.index, events, reason)
 
     def _with_tokens(self, events: Iterable[Event]) -> list[Event]:
-        joined = merged(events)
+        joined = merge_texts(events)
         for number, event in enumerate(joined):
             self._in_content = False
             if isinstance(event, Text | ToolBroken):
@@ -149,16 +149,16 @@ class OutputStream:
     def _tokens_of(self, event: Text | ToolBroken) -> tuple[OutputToken, ...]:
         waiting = self._waiting
         while waiting and waiting[0].start < event.start >= waiting[0].end:
-            waiting.popleft()  # It is no content.
-        found = []
+            waiting.popleft()  # A token of reasoning or of a call.
+        tokens = []
         while waiting and waiting[0].start < self._emitted:
-            found.append(waiting.popleft())
-        return tuple(found)
+            tokens.append(waiting.popleft())
+        return tuple(tokens)
 
 
 def _check_logprobs(logprobs: Sequence[TokenLogprobs]) -> None:
     for entry in logprobs:
-        # Written so that NaN fails it too; an impossible token's -inf is fine.
+        # NaN fails this comparison too; an impossible token's -inf passes.
         values = (entry.logprob, *(value for _, value in entry.top))
         if not all(value < math.inf for value in values):
             raise EngineError(

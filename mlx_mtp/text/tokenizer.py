@@ -21,15 +21,15 @@ from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 from mlx_mtp.text.characters import cut
 from mlx_mtp.text.template_variables import syntax_of, variables
 
-Message = dict[str, Any]
+TemplateMessage = dict[str, Any]
 
 MIN_PART, MAX_PART = 1 << 14, 1 << 20
-"""Of a long text the first so many characters are encoded by themselves (16 for each token that it
-may have), then twice as many, and so on. 8 MB may take 20 s and 1.6 GB."""
+"""Bounds of the characters that are encoded first of a long text (16 per token of the limit); then
+twice as many are tried, and so on. 8 MB may take 20 s and 1.6 GB."""
 _MAX_TEMPLATE_WORDS = 300
 _FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")  # Qwen's
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
-# What jinja2 and transformers give to every template; another value would break the template.
+# What jinja2 and transformers pass to every template; another value would break the template.
 _TEMPLATE_GLOBALS = frozenset(
     {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
 )
@@ -46,9 +46,13 @@ class Tokenizer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(index for index, token in added.items() if token.special)
-        # Ids of the tokens beside the vocabulary proper, by their text.
+        # The ids of the tokens that were added to the vocabulary, by their text.
         self.added_tokens = {token.content: index for index, token in added.items()}
         self._byte_of = _byte_level_alphabet()
+        template = tokenizer.chat_template
+        if isinstance(template, dict):  # Some models have several.
+            template = "\n".join(template.values())
+        self.template: str = template or ""
         if self._backend is None or not _is_byte_level(self._backend):
             raise ModelError(
                 f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
@@ -56,7 +60,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer in a model's directory; ModelError: there is none that can be used."""
+        """Read the tokenizer in a model's directory; ModelError if none there can be used."""
         # transformers makes an empty tokenizer for some types of model.
         if not any((path / name).is_file() for name in _VOCABULARIES):
             raise ModelError(
@@ -68,7 +72,7 @@ class Tokenizer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), **_SAFELY)
         except Exception as error:
-            # Whatever it is, it says that these files can't be used.
+            # Whatever the library raises, these files can't be used.
             file = _damaged_file(path)
             fault = (
                 f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
@@ -80,14 +84,15 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids are below this; the model's own vocabulary may be padded beyond it."""
+        """Ids are below this number; the model's own vocabulary may be padded beyond it."""
         return len(self._tokenizer)
 
     @property
     def hidden_names(self) -> list[str]:
-        """Tokens that a text may become without having their names in it, or with one character.
+        """Tokens that a text may become without having their names in it, or whose names are short.
 
-        A normalizer makes the names of other characters, such as `＜` and `<`.
+        A normalizer makes names of other characters, such as `<` of `＜`; a name of one character
+        can't be divided.
         """
         normalizes = self._backend.normalizer is not None
         added = self._tokenizer.added_tokens_decoder.values()
@@ -99,7 +104,7 @@ class Tokenizer:
         return () if eos is None else (eos,)
 
     def to_json(self) -> str:
-        """The text of tokenizer.json, with the tokens that other files add."""
+        """The text of tokenizer.json, including the tokens that other files add."""
         return str(self._backend.to_str())
 
     def encode(
@@ -109,15 +114,17 @@ class Tokenizer:
         limit: int | None = None,
         add_special_tokens: bool = True,
         mark: str | None = None,
+        param: str | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text; ContextLengthError: it is more than `limit`, found out early.
+        """Token ids of a text; ContextLengthError if they are more than `limit`, found out early.
 
-        Parts that a `mark` divides are encoded each by itself.
+        Parts that a `mark` divides are encoded each by itself. `param`, the request's field, is
+        for `TextWorkers.encode`, whose own errors name it.
         """
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:
             try:
-                # Unlike `encode` this lets other threads run meanwhile, and leaves out the offsets.
+                # Unlike `encode`, this lets other threads run meanwhile and computes no offsets.
                 parts = self._backend.encode_batch_fast(
                     text[:size].split(mark) if mark else [text[:size]],
                     add_special_tokens=add_special_tokens,
@@ -129,21 +136,21 @@ class Tokenizer:
                 why = "it has half of a surrogate pair." if half else _one_line(error)
                 raise InvalidRequestError(f"The prompt can't be encoded: {why}") from error
             whole = size >= len(text)
-            found = [token for part in parts for token in part.ids]
-            # What follows may make fewer tokens of a part's end, but never half of all.
-            if limit is not None and len(found) > (limit if whole else 2 * limit):
-                count = len(found) if whole else f"more than {2 * limit}"
-                # Agents know these words, and shorten the chat (docs/api.md).
+            ids = [token for part in parts for token in part.ids]
+            # The text that follows may merge tokens at a part's end, but never halves their number.
+            if limit is not None and len(ids) > (limit if whole else 2 * limit):
+                count = len(ids) if whole else f"more than {2 * limit}"
+                # Agents know this wording, and shorten the chat (docs/api.md).
                 raise ContextLengthError(
                     f"The prompt is too long: {count} tokens > {limit - 1} maximum. This model's "
                     f"maximum context length is {limit} tokens."
                 )
             if whole:
-                return tuple(found)
+                return tuple(ids)
             size *= 2
 
     def fill_in(self, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-        """The prompt for what is missing between two texts."""
+        """The prompt for the text between two others, in Qwen's form of fill-in-the-middle."""
         ids = [self.added_tokens.get(name) for name in _FILL_IN]
         if None in ids:
             raise UnsupportedParameterError(
@@ -153,14 +160,14 @@ class Tokenizer:
         return (begin, *before, end, *after, middle)
 
     def encode_chat(
-        self, messages: Sequence[Message], *, limit: int | None = None
+        self, messages: Sequence[TemplateMessage], *, limit: int | None = None
     ) -> tuple[int, ...]:
         """Token ids of a chat in the model's own template, up to where the answer begins."""
         return self.encode(self.render_chat(messages), limit=limit, add_special_tokens=False)
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[TemplateMessage],
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         *,
@@ -168,9 +175,10 @@ class Tokenizer:
         generation_prompt: bool = True,
         continue_final: bool = False,
     ) -> str:
-        """The chat as the model's template writes it, or a client's own, in the same sandbox.
+        """The chat as the model's template writes it, or a client's, in jinja's sandbox.
 
-        If `continue_final`, the last message is the beginning of the answer.
+        If `continue_final`, the last message is the beginning of the answer. RequestError: the
+        template refuses the chat, or an option of it.
         """
         if not (template or self.template):
             raise UnsupportedParameterError(
@@ -200,7 +208,7 @@ class Tokenizer:
                 ) from error
             raise ModelError(f"The model's chat template is wrong: {_one_line(error)}") from error
         except Exception as error:
-            # Whatever a template raises says that it doesn't go with these messages.
+            # Whatever a template raises, it can't write these messages.
             whose = "The model's" if template is None else "The request's"
             raise InvalidRequestError(
                 f"{whose} chat template refuses these messages: "
@@ -209,30 +217,24 @@ class Tokenizer:
             ) from error
         return str(text)
 
-    @property
-    def template(self) -> str:
-        """The chat template; several of them, as some models have, in one text; "" if none."""
-        template = self._tokenizer.chat_template
-        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
-
-    def template_knows(self, name: str, template: str | None = None) -> bool:
-        """Whether the chat template, or that of a client, has such a variable."""
-        return name in variables(template or self.template)
+    def variables(self, template: str | None = None) -> frozenset[str]:
+        """The variables of the chat template, or of a client's."""
+        return variables(template or self.template)
 
     @cached_property
     def closed_kwargs(self) -> frozenset[str]:
-        """Names of `template_kwargs` that are refused: they would control or break the library."""
+        """Names of `template_kwargs` that are refused: they would control or break transformers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         steps = (self._tokenizer.apply_chat_template, render_jinja_template)
         return _TEMPLATE_GLOBALS.union(*(inspect.signature(step).parameters for step in steps))
 
     def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to an answer's text: none for a special token."""
+        """The bytes that a token adds to an answer's text; none for a special token."""
         return b"" if token_id in self._special else self.token_bytes(token_id)
 
     def bad_words(self, words: Sequence[str], shown: Callable[[int], bytes]) -> BadWords:
-        """What an answer must not contain; the first call takes about a second."""
+        """Words that an answer must not contain, for the sampler; the first call takes a second."""
         return BadWords(words, self._token_texts, shown)
 
     @cached_property
@@ -240,12 +242,12 @@ class Tokenizer:
         return TokenTexts(list(map(self.token_bytes, range(self.vocab_size))))
 
     def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
-        """`text_bytes`, but these special tokens are text."""
+        """Returns a `text_bytes` for which these special tokens are text."""
         hidden = self._special - {self.added_tokens.get(marker) for marker in markers}
         return lambda token: b"" if token in hidden else self.token_bytes(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's own bytes, which need not be valid UTF-8; a special token's name."""
+        """A token's bytes, maybe no valid UTF-8; a special token's name; b"" for an unused id."""
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
@@ -256,7 +258,7 @@ class Tokenizer:
             return piece.encode()
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text, with special ones."""
+        """Tokens as text, including special tokens."""
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
@@ -287,7 +289,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Characters of a byte-level vocabulary: printable bytes themselves, others from U+0100 on."""
+    """The byte of each character of a byte-level vocabulary (GPT-2's bytes_to_unicode).
+
+    Printable bytes stand for themselves, others are characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -295,7 +300,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _damaged_file(path: Path) -> Path | None:
-    """The file that a directory's tokenizer can't be loaded for, if one stands out."""
+    """The first of a directory's files that can't be read, if any."""
     from tokenizers import Tokenizer as Backend
     from transformers import AutoConfig
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.radix_tree import Fetch, Node, PrefixTree, root_key
-from mlx_mtp.prefix.segments import Segment, join
+from mlx_mtp.prefix.segments import Segment, join_segments
 
 ROOT = root_key(None)
 FINGERPRINT = "f" * 64
@@ -68,7 +68,7 @@ def is_whole(found: object, *tokens: int, start: int = 0) -> bool:
     if isinstance(found, Fetch):
         return False
     *segments, states = found
-    rest = start == len(tokens) or same(join(segments, start), segment(tokens, start))
+    rest = start == len(tokens) or same(join_segments(segments, start), segment(tokens, start))
     return rest and same(states, snapshot(tokens))
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from mlx_mtp.errors import UsageError
 from mlx_mtp.prefix import directory as prefix_files
-from mlx_mtp.prefix.directory import fingerprint
+from mlx_mtp.prefix.directory import kv_fingerprint
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.prefix.segments import Segment
@@ -304,7 +304,7 @@ def test_keys_and_the_fingerprint_follow_all_they_are_made_of(tmp_path, monkeypa
 
     def mark(config: int = 1, **more: object) -> str:
         (path,) = tmp_path.iterdir()
-        return fingerprint({"a": config}, [path], **facts | more)
+        return kv_fingerprint({"a": config}, [path], **facts | more)
 
     marks = [mark(), mark(config=2), *(mark(**{name: 8}) for name in facts)]
     monkeypatch.setattr(prefix_files, "_HASH_BLOCK", 1 << 20)

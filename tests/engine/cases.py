@@ -16,11 +16,11 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.models.model import DraftHead, LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.speculative.draft_policy import Choice, DecodeStep, DraftRow
+from mlx_mtp.speculative.draft_policy import Choice, DraftRow
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from tests.cache.prefixes import flush
 from tests.grammars import compiled
-from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
+from tests.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 EOS = 1
@@ -109,7 +109,7 @@ def make_requests(kind: str) -> list[Request]:
     return requests
 
 
-def proposer_for(
+def drafter_for(
     drafts: str, model: LoadedModel, references: dict[str, Plain], requests: list[Request]
 ):
     """The model's own head, over all tokens or half of them, or drafts of a known acceptance."""
@@ -120,13 +120,13 @@ def proposer_for(
     answers = {
         r.request_id: (*r.prompt_token_ids, *references[r.request_id].tokens) for r in requests
     }
-    return OracleProposer(answers, VOCAB, {"reject": 0.0, "force": 1.0, "mixed": 0.6}[drafts])
+    return OracleDrafter(answers, VOCAB, {"reject": 0.0, "force": 1.0, "mixed": 0.6}[drafts])
 
 
 class Erratic:
-    """A policy: other drafts at every step and for each row, often none, and copies now and then.
+    """A policy: other drafts at every step and for each row, often none, now and then the host's.
 
-    What a row copies is its own run, or nonsense where it has none.
+    These are the row's own run, or nonsense if it has none.
     """
 
     def __init__(self, seed: int) -> None:
@@ -134,7 +134,6 @@ class Erratic:
         self.choices: dict[int, float] = {}
         self.reason = None
         self.planned: list[int] = []
-        self.steps: list[DecodeStep] = []
 
     def choose(self, rows: list[DraftRow], *, steady: bool) -> Choice:
         assert rows
@@ -143,19 +142,20 @@ class Erratic:
         head = [first if even else self.depth(steady) for _ in rows]
         head = [own if row.fixed is None else row.fixed for row, own in zip(rows, head)]
         self.planned.append(max(head))
-        return Choice(tuple(head), tuple(map(self.copied, rows)))
+        return Choice(tuple(head), tuple(map(self.on_host, rows)))
 
     def depth(self, steady: bool) -> int:
         return self.random.choice((0, 0, 0, 1, 2, 3, 5, 8))
 
-    def copied(self, row: DraftRow) -> int:
-        if row.copier is None or self.random.random() < 0.5:
+    def on_host(self, row: DraftRow) -> int:
+        if not row.host or self.random.random() < 0.5:
             return 0
-        row.copier.run = row.copier.run or (5, 6)
+        ((row.source, drafter),) = row.host.items()
+        drafter.run = drafter.run or (5, 6)
         return self.random.randint(1, 16)
 
-    def observe(self, step: DecodeStep) -> None:
-        self.steps.append(step)
+    def observe(self, rows, shape, seconds) -> None:
+        pass
 
 
 class RandomChunks(PrefillScheduler):
@@ -179,14 +179,14 @@ def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
     driver.run()
     prompt = next(s.prompt for s in batch.sequences if s.request_id == name)
     text = [*prompt, *driver.tokens(name)][: held + 1]
-    proposer = MTPDrafter(model)
+    drafter = MTPDrafter(model)
     cache = model.make_cache(1)
-    state = proposer.make_state(["reference"], [()], cache)
+    state = drafter.make_state(cache)
     cache.reserve([held])
     hidden = model.causal_lm.model(mx.array([text[:-1]]))
     packing = Packing(cache.layout, mx.array([0]), [held])
     whole = Computed(hidden[0], mx.array(text[1:]), mx.array([held - 1]), packing, cache)
-    proposer.propose(state, whole, [0], batch.sampler)
+    drafter.propose(state, whole, [0], batch.sampler)
     state.settle(cache)
     for mine, theirs in zip(ours, cache.head.row(cache.layout.places[0]), strict=True):
         np.testing.assert_allclose(mine, np.array(theirs[:, :held]), atol=1e-3)

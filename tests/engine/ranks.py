@@ -72,7 +72,7 @@ def main(path: Path, folder: Path, depth: int | str, kind: str) -> None:
     model = load_model(path, enable_mtp=True, part=(ranks.rank, ranks.size))
     links = connect(ranks, {"model": str(path)}, 1 << 30, _give_up)
     if isinstance(links, Link):
-        follow(model, "mtp", links)
+        follow(model, links)
     else:
         found = answers(model, depth, kind, links=links, few=True, cache=1 << 24)
         (folder / "answers.json").write_text(json.dumps(found))

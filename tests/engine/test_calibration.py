@@ -4,35 +4,31 @@ import dataclasses
 import itertools
 import json
 import os
+import time
 
 import pytest
 
 from mlx_mtp.build import build_engine
 from mlx_mtp.calibration import cost_file
-from mlx_mtp.calibration.calibrator import (
-    Calibration,
-    Calibrator,
-    Cell,
-    cells_to_measure,
-)
-from mlx_mtp.calibration.chunks import ChunkCalibration
-from mlx_mtp.calibration.cost_file import fingerprint
+from mlx_mtp.calibration.calibrator import Calibrator, steps_to_measure
+from mlx_mtp.calibration.cost_file import CostFile, fingerprint
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import engine as engine_module
-from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.speculative.costs import CHUNK, CONTEXT, HOST, MTP, CostKey, PrefillCosts, StepCosts
 from mlx_mtp.speculative.drafter import MTPDrafter
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
 from tests.engine.test_engine import Client
-from tests.harness import greedy, plain, request
+from tests.harness import curve, greedy, plain, request
 from tests.tiny_models import VOCAB
 from tests.waiting import wait_until
 
-TABLE = {1: {HEAD: {0: 1.0, 3: 2.0}, COPY: {16: 3.0}}, 16: {HEAD: {0: 1.0}}}
-CHUNKS = {64: 2e-4, 512: 1e-4}, 1e-9
+STEPS = curve(MTP, 1, {0: 1.0, 3: 2.0}) | curve(HOST, 1, {16: 3.0}) | curve(MTP, 16, {0: 1.0})
+CHUNKS = curve(CHUNK, 1, {64: 2e-4, 128: 1e-4}) | curve(CONTEXT, 1, {1: 1e-9})
 MARK = "a" * 64
-CELLS = [Cell(1, 0), Cell(1, 2), Cell(1, 16, COPY), Cell(3, 0), Cell(3, 1)]
+CELLS = [CostKey(MTP, 1, 0), CostKey(MTP, 1, 2), CostKey(HOST, 1, 16), CostKey(MTP, 3, 0)]
+CELLS.append(CostKey(MTP, 3, 1))
+LONGEST = 128
 
 
 @pytest.fixture
@@ -41,54 +37,87 @@ def runner(tiny_models) -> ModelRunner:
     return ModelRunner(model, MTPDrafter(model), VOCAB)
 
 
-def keeper(folder, table=None, mark=MARK, **more) -> Calibrator:
-    costs, chunks = StepCosts(), PrefillCosts(512)
-    costs.load(table or {})
-    chunks.load(*CHUNKS if table else ({}, 0.0))
-    config = EngineConfig()
-    return Calibrator(costs, ChunkCalibration(chunks, config), config, folder, mark, **more)
+class Calibration(Calibrator):
+    """Its own costs, and unlimited time for cells of steps, for chunks, or for both."""
+
+    def __init__(self, cells=(), folder=None, mark=MARK, table=None, clock=None, **settings):
+        self.steps, self.chunks = StepCosts(), PrefillCosts(LONGEST)
+        settings = {"calibration_seconds": 1e9, "prefill_step_size": LONGEST} | settings
+        clock = {} if clock is None else {"clock": clock}
+        config = EngineConfig(**settings)
+        super().__init__(self.steps, self.chunks, config, folder, mark, **clock)
+        self._cells = [cell for cell in self._cells if cell.kind == CHUNK] + [*cells]
+        for each in (self.steps, self.chunks) if table else ():
+            each.load(table)
+
+    def run(self, runner) -> set[CostKey]:
+        """Measure all; what has been measured then."""
+        while self.busy:
+            self.step(runner)
+        return {*self.steps.table(), *self.chunks.table()}
 
 
-def measured(costs: StepCosts) -> set[Cell]:
-    table = costs.table()
-    return {Cell(n, x, s) for n, row in table.items() for s, curve in row.items() for x in curve}
+def ticking(seconds: float):
+    """A clock that moves so much each time it is read."""
+    ticks = itertools.count()
+    return lambda: seconds * next(ticks)
 
 
 def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner, monkeypatch):
-    costs, texts, original = StepCosts(), set(), EngineCore.add
+    texts, original = set(), Scheduler.add
 
-    def add(core, sequence):
+    def add(scheduler, sequence):
         texts.add(sequence.prompt)
-        if sequence.drafting.copier is not None:
-            texts.add(tuple(sequence.drafting.copier.run))
-        original(core, sequence)
+        texts.update(tuple(drafter.run) for drafter in sequence.drafting.host.values())
+        original(scheduler, sequence)
 
-    monkeypatch.setattr(EngineCore, "add", add)
-    config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
-    work = Calibration(costs, config, CELLS)
+    monkeypatch.setattr(Scheduler, "add", add)
+    work = Calibration(CELLS)
     for number in itertools.count():
-        if work.over:
+        if not work.busy:
             break
         work.step(runner)
         if number % 29 == 28:  # A request comes.
-            work.leave()
+            work.pause()
             assert not runner.batches.prefilling and not runner.batches.ready
             assert runner.batches.decoding is None
         assert number < 400
-    assert measured(costs) == set(CELLS)
+    table = work.steps.table()
+    assert {*table} == set(CELLS)
     # Equal tokens would share their experts, and cost less than those of requests.
     assert len(texts) == 4 and all(len(set(text)) > 4 for text in texts)
-    assert all(seconds > 0 for row in costs.table()[1].values() for seconds in row.values())
+    assert all(seconds > 0 for seconds in table.values())
 
 
-def test_its_time_is_bounded_and_a_failure_ends_it(runner, monkeypatch):
-    """By a clock that moves a tenth of a second each time it is read."""
-    ticks, costs = itertools.count(), StepCosts()
-    config = EngineConfig(calibration_seconds=8.0)
-    work = Calibration(costs, config, CELLS, clock=lambda: 0.1 * next(ticks))
-    while not work.over:
-        work.step(runner)
-    assert 8.0 < 0.1 * next(ticks) < 16.0  # a step reads it more than once
+@pytest.mark.parametrize(
+    ("settings", "tick", "lengths"),
+    [
+        ({"max_decode_pause": 1e9}, None, [16, 32, 64, 128]),
+        ({"max_decode_pause": 1e-6}, None, [16, 32]),  # which are measured in any case
+        ({"max_decode_pause": 0.0}, None, []),
+        ({"max_decode_pause": 1e9, "exact": True}, None, []),
+        ({"max_decode_pause": 1e9, "calibration_seconds": 0.0}, None, []),
+        # Chunks have a quarter of the time: a chunk takes 5 to 10 readings of the clock.
+        ({"max_decode_pause": 1e9, "calibration_seconds": 12.0}, 0.1, [16]),
+    ],
+)
+def test_chunks_are_measured_as_far_as_they_are_used_and_time_allows(
+    runner, settings, tick, lengths
+):
+    work = Calibration(clock=tick and ticking(tick), **settings)
+    assert sorted(cell.size for cell in work.run(runner)) == lengths
+    assert not runner.batches.all
+    if lengths == [16, 32, 64, 128]:
+        assert not Calibration(table=work.chunks.table(), **settings).run(runner) - {
+            *work.chunks.table()
+        }
+
+
+def test_its_time_is_bounded_and_a_failure_ends_what_is_like_it(runner, monkeypatch):
+    clock = ticking(0.1)
+    work = Calibration(CELLS, calibration_seconds=8.0, clock=clock)
+    work.run(runner)
+    assert 8.0 < clock() < 16.0  # a step reads it more than once
     calls, original = itertools.count(), MTPDrafter.propose
 
     def failing(self, *parts):
@@ -97,33 +126,34 @@ def test_its_time_is_bounded_and_a_failure_ends_it(runner, monkeypatch):
         return original(self, *parts)
 
     monkeypatch.setattr(MTPDrafter, "propose", failing)
-    costs = StepCosts()
-    work = Calibration(costs, EngineConfig(calibration_seconds=3600.0), CELLS)
-    while not work.over:
-        work.step(runner)
-    assert measured(costs) < set(CELLS)
+    measured = Calibration(CELLS, max_decode_pause=1e9).run(runner)
+    assert {cell.kind for cell in measured} >= {CHUNK} and not measured >= set(CELLS)
+    monkeypatch.setattr(PrefillCosts, "observe", lambda *_: 1 / 0)
+    dying = Calibration(CELLS, max_decode_pause=1e9)
+    with pytest.raises(ZeroDivisionError):
+        dying.step(runner)
+    dying.reset()
+    assert not dying.busy
 
 
 def test_what_an_earlier_run_measured_is_not_measured_again_but_for_one_row():
-    every = cells_to_measure({}, 32, (HEAD, COPY))
-    known: dict = {}
-    for rows, drafts, source in every:
-        known.setdefault(rows, {}).setdefault(source, {})[drafts] = 1.0
-    assert {cell.rows for cell in cells_to_measure(known, 32, (HEAD, COPY))} == {1}
-    del known[4][HEAD][3]
-    again = cells_to_measure(known, 32, (HEAD, COPY))
+    both = (MTP, HOST)
+    every = steps_to_measure({}, 32, both)
+    known = dict.fromkeys(every, 1.0)
+    assert {cell.rows for cell in steps_to_measure(known, 32, both)} == {1}
+    del known[CostKey(MTP, 4, 3)]
+    again = steps_to_measure(known, 32, both)
     assert {cell for cell in again if cell.rows == 4} == {cell for cell in every if cell.rows == 4}
-    assert max(cell.rows for cell in cells_to_measure({}, 3, (HEAD, COPY))) == 2
-    assert all(every.count(cell) == 3 for cell in every if cell.drafts)
-    without = cells_to_measure({}, 32, (COPY,))
-    assert {cell.drafts for cell in without if cell.source == HEAD} == {0}
-    assert COPY not in {cell.source for cell in cells_to_measure({}, 32, (HEAD,))}
-    for table, sources in (({}, (HEAD, COPY)), ({}, (COPY,)), (known, (HEAD,))):
-        cells = cells_to_measure(table, 32, sources)
+    assert max(cell.rows for cell in steps_to_measure({}, 3, both)) == 2
+    assert all(every.count(cell) == 3 for cell in every if cell.size)
+    assert {cell.size for cell in steps_to_measure({}, 32, (HOST,)) if cell.kind == MTP} == {0}
+    assert HOST not in {cell.kind for cell in steps_to_measure({}, 32, (MTP,))}
+    for table, kinds in (({}, both), ({}, (HOST,)), (known, (MTP,))):
+        cells = steps_to_measure(table, 32, kinds)
         assert all(one != following for one, following in itertools.pairwise(cells))
         # Each kind has plain steps of as many rows before and after it.
         for before, cell, behind in zip(cells, cells[1:], cells[2:]):
-            plain = Cell(cell.rows, 0)
+            plain = CostKey(MTP, cell.rows, 0)
             assert cell == plain or before == behind == plain
 
 
@@ -195,11 +225,11 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     assert list(tmp_path.iterdir()) == []  # A fixed depth measures and keeps nothing.
     serve(60)
     (kept,) = tmp_path.iterdir()
-    mark = fingerprint(tiny_models["qwen3_5"])
-    assert list(keeper(tmp_path, mark=mark).file.load().steps) == [1]
+    mark = fingerprint(tiny_models["qwen3_5"], None, ("mtp", "copy"))
+    assert {cell.rows for cell in CostFile(tmp_path, mark).load()} == {1}
     kept.write_text("{")
     serve()
-    assert json.loads(kept.read_text())["steps"]
+    assert json.loads(kept.read_text())["costs"]
     serve(folder=kept / "folder")
     assert "Step costs are not kept" in caplog.text
 
@@ -207,19 +237,20 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
 def test_costs_of_other_models_and_draft_vocabularies_are_kept_apart(tiny_models):
     model = tiny_models["qwen3_5"]
     changed = dataclasses.replace(model, config=model.config | {"quantization": {"bits": 4}})
-    marks = {fingerprint(each) for each in (*tiny_models.values(), changed)}
-    marks |= {fingerprint(model, 20), fingerprint(model, 30), fingerprint(model, None, ("other",))}
+    marks = {fingerprint(each, None, ("mtp",)) for each in (*tiny_models.values(), changed)}
+    more = ((20, ("mtp",)), (30, ("mtp",)), (None, ("other",)))
+    marks |= {fingerprint(model, *settings) for settings in more}
     assert len(marks) == len(tiny_models) + 4
 
 
 def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_ignored(
     tmp_path, caplog, monkeypatch
 ):
-    now = [0.0]
-    kept = keeper(tmp_path / "not" / "there", TABLE, clock=lambda: now[0])
+    now, folder, table = [0.0], tmp_path / "not" / "there", STEPS | CHUNKS
+    kept = Calibration(folder=folder, table=table, clock=lambda: now[0])
     path = kept.file.path
     kept.save_periodically()
-    assert not any(kept.file.load())
+    assert not kept.file.load()
     with monkeypatch.context() as patch:
         patch.setattr(cost_file.os, "replace", lambda source, target: os.stat("missing"))
         kept.save()
@@ -227,19 +258,21 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
     now[0] = 1000.0
     kept.save_periodically()
     assert os.listdir(path.parent) == [path.name]
-    assert kept.file.load() == (TABLE, *CHUNKS)
-    assert keeper(tmp_path / "not" / "there", mark=MARK[:-1] + "b").file.load() == ({}, {}, 0.0)
+    assert kept.file.load() == table
+    again = Calibration(folder=folder)
+    assert again.steps.table() == STEPS and again.chunks.table() == CHUNKS
+    assert CostFile(folder, MARK[:-1] + "b").load() == {}
     good = path.read_text()
     damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
-    row = {"mtp": {"0": 1.0}}
-    steps = [[], {"1": 3}, {"1": {"mtp": 3}}, {"one": row}, {"0": row}, {"1": {"mtp": {"-1": 1}}}]
-    steps.append({"1" + "0" * 400: row})  # more than a float holds
+    costs = [3, {}, [3], [["mtp", 1, 0]], [["mtp", "one", 0, 1.0]], [["mtp", 0, 0, 1.0]]]
+    costs += [[["mtp", 1, -1, 1.0]], [["mtp", 10**400, 0, 1.0]]]  # more than a float holds
     bad = (0.0, 1e-300, 1e300, float("nan"), float("inf"), "fast")
-    steps += [{"1": {"mtp": {"0": value}}} for value in bad]
+    costs += [[[kind, 1, 16, value]] for kind in (MTP, CHUNK, CONTEXT) for value in bad]
     changes = [{"format": 0}, {"fingerprint": "c" * 64}, {"saved_at": "yesterday"}]
-    changes += [{"saved_at": 0.0}, {"saved_at": 1e12}, *({"steps": each} for each in steps)]
-    changes += [{"chunks": {"64": value}} for value in bad] + [{"per_context": -1.0}]
+    changes += [{"saved_at": 0.0}, {"saved_at": 1e12}, *({"costs": each} for each in costs)]
     damaged += [json.dumps(json.loads(good) | change) for change in changes]
+    old = {"format": 3, "steps": {"1": {"mtp": {"0": 1.0}}}, "chunks": {}, "per_context": 0.0}
+    damaged.append(json.dumps({"fingerprint": MARK, "saved_at": time.time()} | old))
     damaged.append(good + " " * cost_file._LARGEST)
     path.unlink()
     for content in (None, *(text.encode() for text in damaged), b"\xff\xfe\x00"):
@@ -249,5 +282,5 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
             path.unlink()
             path.write_bytes(content)
         caplog.clear()
-        assert not any(kept.file.load()), content and content[:80]
+        assert not kept.file.load(), content and content[:80]
         assert str(path) in caplog.text and "_File" not in caplog.text

@@ -42,7 +42,7 @@ def test_a_grammar_that_meets_a_limit_ends_its_own_request_alone(tiny_models, re
     assert got["good"] == list(plain(model, limited[1], VOCAB, (EOS,)).tokens)
     for name in ("r0", "r1", "r2", "r3"):
         assert tuple(got[name]) == reference[name].tokens
-    assert driver.core.stats().num_requests_running == 0
+    assert driver.core.scheduler.stats().num_requests_running == 0
 
 
 def test_a_first_token_that_cannot_be_masked_is_an_error_of_its_row_alone(tiny_models, references):
@@ -86,7 +86,7 @@ def test_a_panic_of_llguidance_ends_its_step_alone(tiny_models, references, monk
             assert tuple(got[each]) == reference.tokens[: len(got[each])]
         else:
             assert tuple(got[each]) == reference.tokens
-    assert driver.core.stats().num_requests_running == 0
+    assert driver.core.scheduler.stats().num_requests_running == 0
 
 
 def test_only_a_batch_with_a_grammar_goes_without_look_ahead(tiny_models):
@@ -115,7 +115,7 @@ def test_drafts_are_masked_so_that_they_are_accepted(tiny_models):
     driver = drive(tiny_models["qwen3_5"], 4)
     driver.add(request("a", [5, 6, 7], greedy(30), compiled(words)))
     driver.run()
-    stats = driver.core.stats()
+    stats = driver.core.scheduler.stats()
     # 11 tokens in windows of 5: a random head's drafts would hardly ever be right.
     assert stats.num_drafts <= 3
     assert stats.num_accepted_tokens >= 7

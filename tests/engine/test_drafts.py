@@ -1,4 +1,4 @@
-"""Where drafts come from: sources by name, and a reduced draft vocabulary."""
+"""The head's drafts from a reduced vocabulary."""
 
 import pytest
 
@@ -6,43 +6,16 @@ from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.model import DraftHead
-from mlx_mtp.speculative.draft_sources import SOURCES
 from mlx_mtp.speculative.drafter import MTPDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
-from tests.engine.cases import EOS, make_requests, proposer_for
-from tests.engine.test_engine import Client
+from tests.engine.cases import EOS
 from tests.harness import SamplingParams as Sampling
 from tests.harness import Ties, greedy, plain, request
 from tests.test_demo_model import DATA, drive
 from tests.test_demo_model import EOS as DEMO_EOS
 from tests.test_demo_model import VOCAB as DEMO_VOCAB
 from tests.tiny_models import VOCAB
-
-
-@pytest.mark.parametrize("depth", [2, "auto"])
-def test_another_source_drafts_without_a_head(tiny_models, references, monkeypatch, depth):
-    """A source is a factory and a line in `SOURCES`; prefixes from the cache are used with it."""
-    model, requests = tiny_models["qwen3_next"].without_head(), make_requests("sampled")
-    reference = references("qwen3_next", "sampled")
-    oracle = proposer_for("mixed", model, reference, requests)
-    monkeypatch.setitem(SOURCES, "oracle", lambda model, draft_ids: oracle)
-    config = EngineConfig(
-        num_draft_tokens=depth, draft_source="oracle", prefix_cache_size=1 << 30, max_num_seqs=4
-    )
-    client = Client(build_engine(model, config, VOCAB, (EOS,)))
-    assert client.engine.info.mtp_enabled
-    for _ in range(2):
-        client.outputs.clear()
-        for each in requests:
-            client.engine.submit(each)
-        client.wait(*(each.request_id for each in requests))
-        for name, expected in reference.items():
-            assert tuple(client.tokens(name)) == expected.tokens
-    stats = client.engine.stats()
-    client.engine.stop()
-    assert stats.num_accepted_tokens > 0
-    assert stats.prefix_cache.hits > 0
 
 
 def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
@@ -60,7 +33,7 @@ def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
         driver, ties = drive(demo_model, requests, MTPDrafter(demo_model, head)), Ties()
         for name, tokens in driver.run().items():
             ties.check(f"bundled model {name}", tokens, answers[name])
-        return driver.core.stats().num_accepted_tokens
+        return driver.core.scheduler.stats().num_accepted_tokens
 
     given = {token for answer in answers.values() for token in answer.tokens}
     everything = accepted(None)
@@ -71,7 +44,7 @@ def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
     assert accepted(sorted(given)) > 0.9 * everything
 
 
-def test_wrong_draft_ids_and_sources_are_refused(tiny_models, caplog):
+def test_wrong_draft_ids_are_refused(tiny_models, caplog):
     caplog.set_level("INFO", logger="mlx_mtp")
     model = tiny_models["qwen3_5"]
     for ids, more, message in (
@@ -80,8 +53,7 @@ def test_wrong_draft_ids_and_sources_are_refused(tiny_models, caplog):
         ([True], {}, "token True"),
         ([4, 5, 4], {}, "token 4 twice"),
         ([1, 2], {"model": model.without_head()}, "doesn't draft here"),
-        ([1, 2], {"proposer": object()}, "doesn't draft here"),
-        (None, {"config": EngineConfig(draft_source="magic")}, "'magic'; it must be one of mtp"),
+        ([1, 2], {"drafter": object()}, "doesn't draft here"),
     ):
         given = {"model": model, "config": EngineConfig(), "draft_ids": ids} | more
         with pytest.raises(UsageError, match=message):

@@ -14,10 +14,9 @@ from mlx_mtp import build as build_module
 from mlx_mtp.build import build_engine, plan_for
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import engine as engine_module
-from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import acquire_restart
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.request import Request, RequestOptions, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, UsageError
@@ -139,7 +138,10 @@ def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
         (Request("b", (5,), greedy(-1)), "max_tokens"),
         (Request("b", (5,), greedy(1, logit_bias=((VOCAB, 1.0),))), "logit_bias"),
         (Request("b", (5,), greedy(1, stop_token_ids=(VOCAB,))), "stop_token_ids"),
-        (Request("b", (5,), greedy(1), num_draft_tokens=9), "mtp.num_draft_tokens"),
+        (
+            Request("b", (5,), greedy(1), options=RequestOptions(num_draft_tokens=9)),
+            "mtp.num_draft_tokens",
+        ),
         (Request("b", (5,), greedy(3, grammar=SPECS[0])), None),
         (request("b", [5], greedy(3, ignore_eos=True), compiled(SPECS[0])), "ignore_eos"),
     ):
@@ -248,16 +250,16 @@ def test_what_nothing_catches_ends_all_requests_and_the_same_thread_goes_on(
 
 def test_an_end_that_was_read_but_not_told_when_the_thread_died_is_told(client, monkeypatch):
     served = client()
-    stats = EngineCore.stats
+    stats = Scheduler.stats
     ended: list[bool] = []
 
-    def broken(core: EngineCore):
-        if core.idle and not ended:
+    def broken(scheduler: Scheduler):
+        if scheduler.idle and not ended:
             ended.append(True)
             raise RuntimeError("a bug behind the step")
-        return stats(core)
+        return stats(scheduler)
 
-    monkeypatch.setattr(EngineCore, "stats", broken)
+    monkeypatch.setattr(Scheduler, "stats", broken)
     served.engine.submit(request("a", [5, 6], greedy(3, ignore_eos=True)))
     served.wait("a")
     assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)

@@ -8,10 +8,10 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import PrefillScheduler
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.kernels import attention
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.speculative.host_sources import HostSources
 from tests.engine.cases import (
     EOS,
     FACTORS,
@@ -21,11 +21,11 @@ from tests.engine.cases import (
     RandomChunks,
     check_head_cache,
     covering,
+    drafter_for,
     make_requests,
-    proposer_for,
 )
 from tests.grammars import compiled
-from tests.harness import Driver, OracleProposer, greedy, plain, request
+from tests.harness import Driver, OracleDrafter, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 CASES = covering(FACTORS)
@@ -53,14 +53,17 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
             prefill_step_size=STEP,
             overlap=case["overlap"],
         ),
-        proposer=proposer_for(case["drafts"], model, reference, requests),
+        drafter=drafter_for(case["drafts"], model, reference, requests),
         depth=erratic,
-        copies=NgramPool(1 << 20) if erratic else None,
+        host_sources=HostSources(["copy"], 1 << 20) if erratic else None,
         prefills=RandomChunks if case["chunks"] == "random" else PrefillScheduler,
     )
     if erratic:
         wanted = itertools.cycle((None, 0, None, 1, None, 2, None, 4))
-        requests = [dataclasses.replace(r, num_draft_tokens=n) for r, n in zip(requests, wanted)]
+        requests = [
+            dataclasses.replace(r, options=RequestOptions(num_draft_tokens=n))
+            for r, n in zip(requests, wanted)
+        ]
     gone: list[str] = []
     if case["arrivals"] == "alone":
         for each in (requests[6], requests[1]):
@@ -82,7 +85,7 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
         else:
             ties.check(f"{case} {name}", tokens, reference[name])
     # Forced drafts are all accepted up to the end of an answer, spoiled ones never.
-    stats, depth = driver.core.stats(), case["depth"]
+    stats, depth = driver.core.scheduler.stats(), case["depth"]
     outputs = [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens >= sum(o.num_draft_tokens for o in outputs)
     assert sum(map(sum, stats.num_accepted_tokens_per_pos.values())) == stats.num_accepted_tokens
@@ -97,14 +100,14 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
             assert stats.num_accepted_tokens >= stats.num_draft_tokens - cut
 
 
-def forced(model, requests) -> tuple[dict[str, list[int]], OracleProposer]:
+def forced(model, requests) -> tuple[dict[str, list[int]], OracleDrafter]:
     """Plain answers, and drafts that are always right."""
     alone = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=0))
     for each in requests:
-        alone.add(dataclasses.replace(each, num_draft_tokens=None))
+        alone.add(dataclasses.replace(each, options=RequestOptions()))
     plain = alone.run()
     answers = {r.request_id: (*r.prompt_token_ids, *plain[r.request_id]) for r in requests}
-    return plain, OracleProposer(answers, VOCAB, 1.0, length=512)
+    return plain, OracleDrafter(answers, VOCAB, 1.0, length=512)
 
 
 def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
@@ -112,16 +115,20 @@ def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
     model = tiny_models["qwen3_5"]
     requests = [request(f"r{n}", [5 + n, 9], greedy(25, ignore_eos=True)) for n in range(5)]
     wanted = (None, 0, 1, 3, None)
-    requests = [dataclasses.replace(r, num_draft_tokens=n) for r, n in zip(requests, wanted)]
-    plain, proposer = forced(model, requests)
-    driver = Driver(model, vocab_size=VOCAB, proposer=proposer)
+    requests = [
+        dataclasses.replace(r, options=RequestOptions(num_draft_tokens=n))
+        for r, n in zip(requests, wanted)
+    ]
+    plain, drafter = forced(model, requests)
+    driver = Driver(model, vocab_size=VOCAB, drafter=drafter)
     assert driver.run_arrivals({0: requests}) == plain
     for number, depth in enumerate((2, 0, 1, 3, 2)):
         outputs = driver.outputs[f"r{number}"][1:-1]
         assert {o.num_draft_tokens for o in outputs} == {depth}
         assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
         assert all(len(o.token_ids) == o.num_draft_tokens + 1 for o in outputs)
-    stats, outputs = driver.core.stats(), [o for outs in driver.outputs.values() for o in outs]
+    stats = driver.core.scheduler.stats()
+    outputs = [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens == sum(o.num_draft_tokens for o in outputs)
 
 
@@ -137,9 +144,9 @@ def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_mode
     # Long enough that what attention reads and what is allocated have to grow.
     requests = [request(f"r{i}", [5 + i] * 40, greedy(40, ignore_eos=True)) for i in range(2)]
     requests.append(request("r2", [5] * 230, greedy(40, ignore_eos=True)))
-    plain, proposer = forced(model, requests)
+    plain, drafter = forced(model, requests)
     config = EngineConfig(overlap=overlap, drafts="mtp")
-    driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer, depth=policy)
+    driver = Driver(model, vocab_size=VOCAB, config=config, drafter=drafter, depth=policy)
     assert driver.run_arrivals({0: requests[:1], 5: requests[1:]}) == plain
     outputs = [o for outs in driver.outputs.values() for o in outs[1:-1]]
     assert all(o.num_accepted_tokens == o.num_draft_tokens for o in outputs)
@@ -152,10 +159,10 @@ def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
     model, prompt, cuts = tiny_models["qwen3_5"], [5, 6, 7], range(1, 12)
     full = plain(model, request("x", prompt, greedy(30)), VOCAB).tokens
     names = [f"{how} {cut}" for cut in cuts for how in ("stop", "length")]
-    right = OracleProposer(dict.fromkeys(names, (*prompt, *full)), VOCAB, 1.0)
+    right = OracleDrafter(dict.fromkeys(names, (*prompt, *full)), VOCAB, 1.0)
     config = EngineConfig(num_draft_tokens=5, overlap=overlap)
-    for proposer in (None, right):
-        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+    for drafter in (None, right):
+        driver = Driver(model, vocab_size=VOCAB, config=config, drafter=drafter)
         for cut in cuts:
             stops = greedy(30, stop_token_ids=(full[cut], 90))
             driver.add(request(f"stop {cut}", prompt, stops))
@@ -230,10 +237,10 @@ def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_
         request("masked", [5, 6, 7], greedy(12, top_logprobs=2), compiled(SPECS[0])),
         request("b", [5, 6], greedy(15)),
     ]
-    _, proposer = forced(model, wanted)
+    _, drafter = forced(model, wanted)
     for depth in (0, 3):
         config = EngineConfig(num_draft_tokens=depth)
-        driver = Driver(model, vocab_size=VOCAB, config=config, proposer=proposer)
+        driver = Driver(model, vocab_size=VOCAB, config=config, drafter=drafter)
         driver.run_arrivals({0: wanted})
         got = {name: [p for o in outs for p in o.logprobs] for name, outs in driver.outputs.items()}
         assert [len(got[name]) for name in ("a", "masked", "b")] == [15, 12, 0]

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, cuts, save_points, turns
+from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, chunk_ends, message_ends, save_points
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
@@ -25,7 +26,7 @@ TEXTS = st.lists(st.sampled_from([END, 5, 5, 5, 6]), min_size=1, max_size=80)
 
 
 def cuts_of(prompt, step=STEP, gain=GAIN):
-    return cuts(len(prompt), turns(prompt, {END}), step, gain)
+    return chunk_ends(len(prompt), message_ends(prompt, {END}), step, gain)
 
 
 @given(TEXTS, TEXTS, TEXTS)
@@ -36,13 +37,15 @@ def test_what_follows_a_cut_does_not_move_it(start, one, other):
     )
     assert first == second
     for low, high in pairwise([0, *first]):
-        ends = [p for p in turns(start, {END}) if low + GAIN <= p <= low + STEP]
+        ends = [p for p in message_ends(start, {END}) if low + GAIN <= p <= low + STEP]
         assert high == min([low + STEP, *ends])
 
 
 @given(TEXTS, st.integers(0, 60))
 def test_prefixes_are_saved_at_cuts_alone(prompt, start):
-    saved = save_points(len(prompt), start, turns(prompt, {END}), STEP, GAIN, cuts_of(prompt))
+    saved = save_points(
+        len(prompt), start, message_ends(prompt, {END}), STEP, GAIN, cuts_of(prompt)
+    )
     assert {*saved} <= {cut for cut in cuts_of(prompt) if cut > start}
     assert saved == sorted(saved)
     if (last := max(cuts_of(prompt), default=0)) > start:
@@ -62,8 +65,8 @@ def test_prefixes_are_saved_at_cuts_alone(prompt, start):
     ],
 )
 def test_points_where_a_prompt_is_saved(prompt, points):
-    ends = turns(prompt, {END})
-    where = cuts(len(prompt), ends, 512)
+    ends = message_ends(prompt, {END})
+    where = chunk_ends(len(prompt), ends, 512)
     assert save_points(len(prompt), 0, ends, 512, MIN_GAIN, where) == points
 
 
@@ -83,8 +86,9 @@ class Exact(World):
     def step(self, fail: bool = False):
         plan = super().step(fail)
         assert len(plan.chunk) <= 1 and not plan.together
-        for row, start, length in plan.chunk:
-            self.chunks.setdefault(row.request_id, []).append((start, start + length))
+        for row in plan.chunk:
+            span = row.start, row.start + row.length
+            self.chunks.setdefault(row.sequence.request_id, []).append(span)
         return plan
 
 
@@ -158,8 +162,15 @@ def kinds(name, prompt):
         request(name, prompt, replace(own, optimistic=0.3)),
         request(name, prompt, replace(own, allowed_token_ids=(5, 6, 7))),
         request(name, prompt, own, compiled(cases.SPECS[3])),
-        replace(request(name, prompt, own), num_draft_tokens=3, cache_salt="other"),
-        replace(request(name, prompt, own), bad_words=bad_words("ab"), progress=True),
+        replace(
+            request(name, prompt, own),
+            options=RequestOptions(num_draft_tokens=3, cache_salt="other"),
+        ),
+        replace(
+            request(name, prompt, own),
+            bad_words=bad_words("ab"),
+            options=RequestOptions(progress=True),
+        ),
     ]
 
 
@@ -174,8 +185,9 @@ class Noted(Driver):
 
         def noted(plan):
             assert len(plan.chunk) <= 1
-            for row, start, length in plan.chunk:
-                self.chunks.setdefault(row.request_id, []).append((start, start + length))
+            for row in plan.chunk:
+                span = row.start, row.start + row.length
+                self.chunks.setdefault(row.sequence.request_id, []).append(span)
             return run(plan)
 
         self.runner.run = noted

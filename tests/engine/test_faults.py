@@ -108,7 +108,7 @@ PLACES: dict[str, Patch] = {
     "the device in both": on_the_device(LoadedModel, "hidden", is_shared),
     "logits": before(LoadedModel, "logits"),
     "sampling": before(Sampler, "draw"),
-    "accept": before(runner_module, "accept"),
+    "verify_window": before(runner_module, "verify_window"),
     "propose": before(MTPDrafter, "propose"),
     "a row's first state": before(MTPDrafter, "make_state"),
     "a new cache": before(LoadedModel, "make_cache"),
@@ -149,7 +149,7 @@ def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, 
             assert driver.reason(name) == "length"
     # Those that waited have never been in a step with it.
     assert 1 <= len(hit) <= 4
-    assert driver.core.stats().num_requests_running == 0
+    assert driver.core.scheduler.stats().num_requests_running == 0
     driver.core.release()
     assert driver.runner.batches.decoding is None
 

@@ -14,7 +14,7 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from tests.engine.cases import EOS, STEP
 from tests.grammars import bad_words, compiled, ids, texts
-from tests.harness import Driver, OracleProposer, Plain, PlainMask, greedy, request, slow_scores
+from tests.harness import Driver, OracleDrafter, Plain, PlainMask, greedy, request, slow_scores
 from tests.tiny_models import VOCAB
 
 ANSWER = 24
@@ -117,7 +117,7 @@ def test_tokens_equal_the_slow_reference(tiny_models, answers, ties, depth, draf
         vocab_size=VOCAB,
         stop_ids=(EOS,),
         config=EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP),
-        proposer=None if rate is None else OracleProposer(known, VOCAB, rate),
+        drafter=None if rate is None else OracleDrafter(known, VOCAB, rate),
     )
     threes = {n: [r for r, *_ in answers[3 * n : 3 * n + 3]] for n in range(10)}
     got = driver.run_arrivals(threes)

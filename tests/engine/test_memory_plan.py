@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks import prefill_memory
+from benchmarks import prompt_memory
 from mlx_mtp.build import build_engine, plan_for
 from mlx_mtp.cache.specs import AttentionSpec, CacheMemory, GatedDeltaSpec, MLPSpec
 from mlx_mtp.config import EngineConfig
@@ -39,7 +39,7 @@ LARGE = Footprint(
 
 
 def plan(nbytes: int, shape: Footprint = LARGE, **more: int | None) -> MemoryPlan:
-    given = {"allowed": 262_144, "wanted": None, "prefill_step_size": 512} | more
+    given = {"allowed": 262_144, "max_model_len": None, "prefill_step_size": 512} | more
     return plan_memory(shape, MemoryLimit(nbytes, "a test"), **given)
 
 
@@ -93,7 +93,7 @@ def test_the_context_is_cut_to_what_one_row_has_memory_for():
     assert 4096 < found.max_model_len < 262_144
     assert found.num_rows(found.max_model_len, 32) == 1
     assert found.usage([found.max_model_len + 100]) > 1
-    assert plan(54 * GB, wanted=found.max_model_len) == replace(found, reduced=False)
+    assert plan(54 * GB, max_model_len=found.max_model_len) == replace(found, reduced=False)
     assert "less than the model allows" in found.lines(32)[1]
     assert plan(54 * GB, prefill_step_size=64).max_model_len > found.max_model_len
     assert plan(54 * GB, prefix_cache=GB).max_model_len < found.max_model_len
@@ -104,14 +104,18 @@ def test_the_context_is_cut_to_what_one_row_has_memory_for():
     [
         (
             54 * GB,
-            {"wanted": 262_144},
+            {"max_model_len": 262_144},
             r"262,144 tokens needs \d+\.\d GB\. Of 54\.0 GB .* 46\.0 GB",
         ),
-        (54 * GB, {"wanted": 262_144, "prefix_cache": 2 * GB}, r"the prefix cache 2\.0 GB\."),
+        (
+            54 * GB,
+            {"max_model_len": 262_144, "prefix_cache": 2 * GB},
+            r"the prefix cache 2\.0 GB\.",
+        ),
         (40 * GB, {}, r"Of 40\.0 GB \(a test\) the weights take 46\.0 GB.*`mlx-mtp models`"),
         (46 * GB + MOST_TEXT_BYTES + 10**6, {"prefix_cache": None}, "512 tokens needs"),
         (60 * GB, {"prefix_cache": 14 * GB}, "512 tokens needs"),
-        (52 * GB, {"wanted": 80_000, "prefix_cache": None}, "80,000 tokens needs"),
+        (52 * GB, {"max_model_len": 80_000, "prefix_cache": None}, "80,000 tokens needs"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_flags_each_of_which_would_do(limit, given, told):
@@ -119,8 +123,8 @@ def test_what_does_not_fit_is_refused_with_flags_each_of_which_would_do(limit, g
         plan(limit, **given)
     advice = dict(re.findall(r"--([a-z-]+) ([\d.]+[MG]?B?)", str(caught.value)))
     assert "memory-limit" in advice
-    assert ("max-model-len" in advice) == (given.get("wanted") is not None)
-    names = {"max-model-len": "wanted", "prefix-cache-size": "prefix_cache"}
+    assert ("max-model-len" in advice) == (given.get("max_model_len") is not None)
+    names = {"max-model-len": "max_model_len", "prefix-cache-size": "prefix_cache"}
     for name, value in advice.items():
         if name == "memory-limit":
             plan(size(value), **given)
@@ -161,13 +165,14 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers(demo_model):
 def test_no_more_is_used_than_was_planned(tmp_path):
     """Prefill, join and growth of real rows against the formulas, and these not absurdly high."""
     write_checkpoint(tmp_path, Layout("qwen3_5"))
-    found = footprint(load_model(tmp_path, enable_mtp=True), prefill_memory.DEPTH)
+    found = footprint(load_model(tmp_path, enable_mtp=True), prompt_memory.DEPTH)
     tokens, step = 1500, 256
     chunk = found.chunk(step, tokens)
-    longest = tokens + prefill_memory.ANSWER
-    short = prefill_memory.SHORT_PROMPT + prefill_memory.SHORT_ANSWER
-    for used in prefill_memory.measure_apart(tmp_path, [(tokens, 0), (tokens, 4)], step):
-        rows = sum(map(found.row, [longest, *[short] * used.rows]))
+    longest = tokens + prompt_memory.ANSWER
+    short = prompt_memory.SHORT_PROMPT + prompt_memory.SHORT_ANSWER
+    for beside in (0, 4):
+        used = prompt_memory.measure_apart(tmp_path, tokens, beside, step)
+        rows = sum(map(found.row, [longest, *[short] * beside]))
         assert used.prefill <= rows + chunk
         assert used.joined <= rows
         assert used.prefill > (found.row(longest) + chunk) / 5

@@ -10,17 +10,17 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.request import Request
-from mlx_mtp.speculative.ngram import NgramPool
+from mlx_mtp.engine.request import Request, RequestOptions
+from mlx_mtp.speculative.host_sources import HostSources
 from tests.engine.cases import (
     EOS,
     STEP,
     Erratic,
     ask,
     check_head_cache,
+    drafter_for,
     driver,
     make_requests,
-    proposer_for,
     words,
 )
 from tests.harness import TIE, Driver, PlainMask, greedy, request, slow_scores
@@ -81,14 +81,16 @@ def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, dept
     model, reference = tiny_models[family], references(family, kind)
     plainly = make_requests(kind)
     shares = itertools.cycle((0.5, 0.0, 1e-3, 0.9))
-    requests = [optimistic(r, x, trace=True) for r, x in zip(plainly, shares)]
+    requests = [
+        optimistic(r, x, options=RequestOptions(trace=True)) for r, x in zip(plainly, shares)
+    ]
     requests[4] = replace(requests[4], sampling=replace(requests[4].sampling, min_tokens=9))
     requests = [replace(r, sampling=replace(r.sampling, top_logprobs=0)) for r in requests]
-    requests[8] = replace(requests[8], num_draft_tokens=1)
+    requests[8] = replace(requests[8], options=RequestOptions(num_draft_tokens=1, trace=True))
     erratic = Erratic(3) if depth == "erratic" else None
     config = EngineConfig(0 if erratic else depth, prefill_step_size=STEP, overlap=depth != 1)
-    copies = NgramPool(1 << 20) if erratic else None
-    settings = {"config": config, "depth": erratic, "copies": copies, "stop_ids": (EOS,)}
+    sources = HostSources(["copy"], 1 << 20) if erratic else None
+    settings = {"config": config, "depth": erratic, "host_sources": sources, "stop_ids": (EOS,)}
     run = Driver(model, vocab_size=VOCAB, **settings)
     run.run_arrivals({0: requests[:5], 4: requests[5:]})
     found = {}
@@ -98,7 +100,7 @@ def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, dept
         if not wanted.sampling.optimistic:
             ties.check(name, run.tokens(name), reference[name])
             assert found[name] == 0
-    assert sum(found.values()) == run.core.stats().num_optimistic_tokens > 3
+    assert sum(found.values()) == run.core.scheduler.stats().num_optimistic_tokens > 3
     if erratic:
         outputs = [o for outs in run.outputs.values() for o in outs]
         assert any(o.optimistic and o.draft_source == "copy" for o in outputs)
@@ -117,12 +119,15 @@ def test_wrong_drafts_are_accepted_where_almost_anything_is(tiny_models, referen
     """Of drafts that are always wrong none is accepted without it."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", "greedy")
     for share in (0.0, 1e-30):
-        requests = [optimistic(r, share, trace=True) for r in make_requests("greedy")]
-        proposer = proposer_for("reject", model, reference, requests)
-        settings = {"config": EngineConfig(3), "proposer": proposer, "stop_ids": (EOS,)}
+        requests = [
+            optimistic(r, share, options=RequestOptions(trace=True))
+            for r in make_requests("greedy")
+        ]
+        drafter = drafter_for("reject", model, reference, requests)
+        settings = {"config": EngineConfig(3), "drafter": drafter, "stop_ids": (EOS,)}
         run = Driver(model, vocab_size=VOCAB, **settings)
         run.run_arrivals({0: requests})
-        stats = run.core.stats()
+        stats = run.core.scheduler.stats()
         for wanted in requests:
             replay(model, wanted, run.outputs[wanted.request_id])
         if not share:
@@ -137,14 +142,17 @@ def test_the_heads_cache_has_the_tokens_that_were_emitted(tiny_models):
     run.add(request("b", [5], greedy(30, ignore_eos=True)))
     for _ in range(9):
         run.step()
-    assert run.core.stats().num_optimistic_tokens > 0
+    assert run.core.scheduler.stats().num_optimistic_tokens > 0
     check_head_cache(run, model, "a")
 
 
 def test_what_is_computed_is_shared_among_optimistic_requests_alone(tiny_models):
     """Prefixes, under the same salt and others; none copies from earlier answers."""
     run, prompt = driver(tiny_models["qwen3_next"], "auto"), words(8, 40)
-    base = replace(request("first", prompt, greedy(12, ignore_eos=True)), cache_salt="s")
+    base = replace(
+        request("first", prompt, greedy(12, ignore_eos=True)),
+        options=RequestOptions(cache_salt="s"),
+    )
     ask(run, optimistic(base, 0.3))
     text = (*prompt, *run.tokens("first"), 5)
     for name, share, salt, reused in (
@@ -152,7 +160,9 @@ def test_what_is_computed_is_shared_among_optimistic_requests_alone(tiny_models)
         ("other", 0.3, "", 0),
         ("alike", 0.7, "s", len(text) - 2),
     ):
-        asked = replace(base, request_id=name, prompt_token_ids=text, cache_salt=salt)
+        asked = replace(
+            base, request_id=name, prompt_token_ids=text, options=RequestOptions(cache_salt=salt)
+        )
         run.add(optimistic(asked, share))
         run.run()
         assert run.reused(name) == reused

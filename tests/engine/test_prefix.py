@@ -68,7 +68,7 @@ def test_grammars_and_penalties_on_a_cached_prompt(tiny_models, ties):
     wanted = [request(f"choice {i}", words(7, 50), s) for i, s in enumerate(sampling)]
     ask(warm, *wanted)
     check(warm, model, ties, *wanted)
-    assert warm.core.stats().prompt_tokens == 50
+    assert warm.core.scheduler.stats().prompt_tokens == 50
 
 
 @pytest.mark.parametrize(("family", "depth"), [("qwen3_next", 3), ("qwen3_5", 0)])

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_mtp.build import prefix_store
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.errors import UsageError
 from mlx_mtp.prefix import directory as prefix_files
-from mlx_mtp.prefix.disk import PrefixStore
+from mlx_mtp.prefix.disk import PrefixStore, open_store
 from tests.cache.prefixes import FINGERPRINT, flush, keep
 from tests.engine.cases import EOS, ROOM, SAMPLED, ask, check, driver, words
 from tests.harness import Driver, greedy, request
@@ -49,7 +48,11 @@ def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, st
     history = [*words(1, SYSTEM - 1), EOS, *words(2, 30), EOS, 5]
     first = start(model)
     asked = request("first", history, greedy(13, ignore_eos=True))
-    ask(first, asked, Request("salted", (*history, 9), greedy(2), cache_salt="mine"))
+    ask(
+        first,
+        asked,
+        Request("salted", (*history, 9), greedy(2), options=RequestOptions(cache_salt="mine")),
+    )
     told = first.tokens("first")
 
     second = start(model)
@@ -60,8 +63,8 @@ def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, st
         request("branch", [*history[:40], *words(4, 12)], SAMPLED[2]),
         request("goes on", more, greedy(9)),
         request("again", history, SAMPLED[1]),
-        Request("mine", (*history, 9), greedy(3), cache_salt="mine"),
-        Request("other", (*history, 9), greedy(3), cache_salt="other"),
+        Request("mine", (*history, 9), greedy(3), options=RequestOptions(cache_salt="mine")),
+        Request("other", (*history, 9), greedy(3), options=RequestOptions(cache_salt="other")),
     ]
     for each in wanted:
         ask(second, each)
@@ -98,14 +101,14 @@ def test_other_settings_files_are_ignored_and_removed(demo_model, tmp_path):
         (base, "bfloat16"),
     ]
     for config, dtype in settings:
-        with closing(prefix_store(demo_model, config, dtype, path, 1 << 30)) as store:
+        with closing(open_store(demo_model, config, dtype, path, 1 << 30)) as store:
             assert store.stats().num_files == 0
             keep(store, 1, 2)
             assert flush(store)
-    with closing(prefix_store(demo_model, *settings[-1], path, 1 << 30)) as store:
+    with closing(open_store(demo_model, *settings[-1], path, 1 << 30)) as store:
         assert store.stats().num_files == 2
     with pytest.raises(UsageError, match="prefix_cache_size is 0"):
-        prefix_store(demo_model, EngineConfig(), "float32", path, 1 << 30)
+        open_store(demo_model, EngineConfig(), "float32", path, 1 << 30)
 
 
 def test_a_start_that_chose_other_operations_restores_nothing(tiny_models, tmp_path):
@@ -118,7 +121,7 @@ def test_a_start_that_chose_other_operations_restores_nothing(tiny_models, tmp_p
         folder = tmp_path / f"{exact}"
         for number, expected in enumerate(reused):
             layer.__class__ = kinds[number % 2]
-            store = prefix_store(model, EngineConfig(2, **given), "float32", folder, 1 << 30)
+            store = open_store(model, EngineConfig(2, **given), "float32", folder, 1 << 30)
             with closing(store):
                 run = driver(model, store=store, **given)
                 ask(run, request("r", prompt, greedy(2)))

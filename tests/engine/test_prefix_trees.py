@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.engine.prefill import PrefillScheduler
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import SamplingParams
 from tests.cache.prefixes import FINGERPRINT, flush
@@ -75,13 +75,18 @@ def play(
         prompt = [*history, *text(turn["text"], turn["message"])][:LONGEST] or [5]
         kind = turn["sampling"]
         sampling = SAMPLED[kind] if kind < 5 else greedy(4 + kind)
-        wanted = Request(f"turn {number}", tuple(prompt), sampling, cache_salt=turn["salt"])
+        wanted = Request(
+            f"turn {number}",
+            tuple(prompt),
+            sampling,
+            options=RequestOptions(cache_salt=turn["salt"]),
+        )
         asked.append(wanted)
         warm.add(wanted)
         for _ in range(turn["steps"]):
             warm.step()
         if turn["then"] == "cancel":
-            warm.core.cancel(wanted.request_id)
+            warm.core.scheduler.cancel(wanted.request_id)
             left.add(wanted.request_id)
         elif turn["then"] == "clear":
             warm.prefixes.clear()

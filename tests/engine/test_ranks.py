@@ -21,16 +21,15 @@ from mlx_mtp import distributed
 from mlx_mtp.build import build_engine
 from mlx_mtp.calibration import calibrator
 from mlx_mtp.calibration.calibrator import Calibrator
-from mlx_mtp.calibration.chunks import ChunkCalibration
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.distributed import World
+from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.errors import EngineStoppedError, ModelError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.ranks import launch, links
 from mlx_mtp.ranks.messages import Compare
-from mlx_mtp.speculative.costs import StepCosts
-from mlx_mtp.speculative.prefill_costs import PrefillCosts
+from mlx_mtp.speculative.costs import PrefillCosts, StepCosts
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.engine.cases import EOS, make_requests
 from tests.engine.ranks import answers, requests_of
@@ -86,7 +85,10 @@ def test_optimistic_acceptance(tmp_path, monkeypatch, tiny_models, family):
     write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     shares = itertools.cycle((0.5, 0.0, 1e-3))
-    requests = [optimistic(*each, trace=True) for each in zip(make_requests("sampled"), shares)]
+    requests = [
+        optimistic(*each, options=RequestOptions(trace=True))
+        for each in zip(make_requests("sampled"), shares)
+    ]
 
     def work(together):
         run = Driver(models[0], vocab_size=VOCAB, stop_ids=(EOS,), links=together)
@@ -155,22 +157,23 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
 
     def work(together):
         run = Driver(models[0], vocab_size=VOCAB, stop_ids=(EOS,), config=config, links=together)
-        keeper = Calibrator(costs, ChunkCalibration(chunks, config), config, None, "")
+        calibration = Calibrator(costs, chunks, config, None, "")
         for number, each in enumerate(requests, 1):
             for _ in range(7 * number):
-                keeper.step(run.runner)
-            keeper.leave()
+                calibration.step(run.runner)
+            calibration.pause()
             run.add(each)
             run.run()
             run.core.release()
-        while keeper.busy:
-            keeper.step(run.runner)
+        while calibration.busy:
+            calibration.step(run.runner)
         return {each.request_id: run.tokens(each.request_id) for each in requests}
 
     found = led(monkeypatch, models, work)
     for name, tokens in found.items():
         ties.check(name, tokens, references("qwen3_next", "sampled")[name])
-    assert set(costs.table()) == {1, 2} and list(chunks.table()[0]) == [16, 32, 64]
+    assert {cell.rows for cell in costs.table()} == {1, 2}
+    assert [cell.size for cell in chunks.table()] == [16, 32, 64]
 
 
 def check(ties, wanted, found) -> None:

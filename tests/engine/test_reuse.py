@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence, Status
-from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
+from mlx_mtp.engine.step import InFlightStep, StepPlan
 from mlx_mtp.errors import StepError
-from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, save_points, turns
+from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, message_ends, save_points
 from mlx_mtp.prefix.radix_tree import Fetch, PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
@@ -37,7 +37,9 @@ class World:
 
     def add(self, name: str, prompt, salt: str = "", client: str = "") -> Sequence:
         sampling = SamplingParams(max_tokens=2)
-        wanted = Request(name, tuple(prompt), sampling, cache_salt=salt, client=(client,))
+        wanted = Request(
+            name, tuple(prompt), sampling, options=RequestOptions(cache_salt=salt, client=(client,))
+        )
         sequence = Sequence(wanted, (END,), 2)
         self.policy.add(sequence)
         return sequence
@@ -56,27 +58,28 @@ class World:
     def step(self, fail: bool = False) -> StepPlan:
         plan = self.policy.schedule()
         steps = []
-        for row, start, length in plan.chunk:
+        for planned in plan.chunk:
+            row, length = planned.sequence, planned.length
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
             row.launched(length)
             if fail:
-                failed = StepError("broken")
-                steps.append(InFlightStep([StepRow(row, length, error=failed)], error=failed))
+                steps.append(InFlightStep([planned]))
+                steps[-1].fail(StepError("broken"))
                 continue
             self.computed[row.request_id] = self.computed.get(row.request_id, 0) + length
-            end = start + length
-            if end in row.save_points:
+            end = planned.start + length
+            if end in row.prefix.save_points:
                 if self.saves:
-                    put(self.tree, row.key[:end], row.salt)
-                row.saved(end)
-            tokens = (7,) if end == row.num_prompt else ()
-            computed = StepRow(row, length, num_cached=length, token_ids=tokens)
-            steps.append(InFlightStep([computed], is_prefill=True))
-        for row in plan.decode:
-            row.launched(1)
-            read = {"num_cached": 1, "token_ids": (7,), "finished": len(row.output) >= 1}
-            steps.append(InFlightStep([StepRow(row, 1, **read)]))
+                    put(self.tree, row.prefix.cache_key[:end], row.prefix.salt)
+                row.prefix.saved(end)
+            planned.num_cached, planned.token_ids = length, (7,) if planned.is_last else ()
+            steps.append(InFlightStep([planned], is_prefill=True))
+        for planned in plan.decode:
+            planned.sequence.launched(1)
+            planned.length, planned.num_cached, planned.token_ids = 1, 1, (7,)
+            planned.finished = len(planned.sequence.output) >= 1
+            steps.append(InFlightStep([planned]))
         self.policy.update(steps)
         return plan
 
@@ -121,7 +124,7 @@ def messages(*lengths: int) -> list[int]:
     ],
 )
 def test_save_points(prompt, start, step, points):
-    assert save_points(len(prompt), start, turns(prompt, {END}), step) == points
+    assert save_points(len(prompt), start, message_ends(prompt, {END}), step) == points
 
 
 def test_a_burst_that_was_held_back_does_not_go_before_other_clients():
@@ -271,7 +274,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
         assert sequence.finished
         computed = world.computed.get(sequence.request_id)
         if sequence.output and computed is not None:
-            assert computed + sequence.num_reused == sequence.num_prompt
+            assert computed + sequence.prefix.num_reused == sequence.num_prompt
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])

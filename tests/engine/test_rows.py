@@ -6,17 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks.full_shape import decoding_core
+from benchmarks.decoding import decoding_core
 from mlx_mtp.cache import layout
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import runner
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.radix_tree import root_key
-from mlx_mtp.speculative.costs import COPY
 from tests.engine.cases import EOS, ROOM, SAMPLED, SPECS, Erratic, words
 from tests.grammars import compiled
-from tests.harness import Driver, OracleProposer, Plain, Ties, greedy, plain, request
+from tests.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
 from tests.tiny_models import FAMILIES, VOCAB
 
 
@@ -39,7 +38,7 @@ def make_requests(random: np.random.Generator, count: int, longest: int, most: i
         depth = (None, 8, None, 0, None, 3, 1)[number % 7]
         prompt = tuple(texts[int(random.integers(3))][: min(length, longest)])
         wanted = request(f"r{number}", prompt, sampling, grammar)
-        yield dataclasses.replace(wanted, num_draft_tokens=depth)
+        yield dataclasses.replace(wanted, options=RequestOptions(num_draft_tokens=depth))
 
 
 def play(
@@ -57,33 +56,33 @@ def play(
         vocab_size=VOCAB,
         stop_ids=(EOS,),
         config=EngineConfig(prefill_step_size=128, prefix_cache_size=ROOM, overlap=bool(seed % 2)),
-        proposer=OracleProposer(answers, VOCAB, 0.8, longest + most + 9) if oracle else None,
+        drafter=OracleDrafter(answers, VOCAB, 0.8, longest + most + 9) if oracle else None,
         depth=Erratic(seed),
     )
     left = int(random.integers(12, 25))
-    accept = runner.accept
+    verify_window = runner.verify_window
 
     def failing(*given, **more):
         nonlocal left
         left -= 1
         if left == 0:
             raise ValueError("a bug")
-        return accept(*given, **more)
+        return verify_window(*given, **more)
 
-    monkeypatch.setattr(runner, "accept", failing)
+    monkeypatch.setattr(runner, "verify_window", failing)
     arrivals: dict[int, list[Request]] = {}
     for wanted in requests:
         arrivals.setdefault(int(random.integers(0, 40)), []).append(wanted)
     gone = [r.request_id for r in requests[:2]]
     for name in list(known)[::2]:  # as if given before, so that they are copied
-        driver.copies.keep(root_key(None), known[name].tokens)
+        driver.host_sources.keep(root_key(None), known[name].tokens)
     driver.run_arrivals(arrivals, {int(random.integers(5, 60)): gone})
     for name, reference in known.items():
         got = driver.tokens(name)
         if not driver.outputs[name] or driver.reason(name) in (None, "error"):
             reference = Plain(reference.tokens[: len(got)], reference.gaps)
         ties.check(f"{seed} {name}", got, reference)
-    for source, accepted in driver.core.stats().num_accepted_tokens_per_pos.items():
+    for source, accepted in driver.core.scheduler.stats().num_accepted_tokens_per_pos.items():
         ties.num_accepted[source] += sum(accepted)
     return driver
 
@@ -97,7 +96,7 @@ def test_ragged_rows(tiny_models, family, ties, monkeypatch):
     number = FAMILIES.index(family)
     driver = play(tiny_models[family], number, 600, 40, ties, monkeypatch, oracle=number == 0)
     assert driver.reuse.num_hits > 0
-    assert ties.num_accepted[COPY] > 0
+    assert ties.num_accepted["copy"] > 0
     assert sum(out.finish_reason == "error" for outs in driver.outputs.values() for out in outs)
 
 

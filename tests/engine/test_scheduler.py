@@ -7,22 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.core import StepTimer
-from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.core import StepClock
+from mlx_mtp.engine.request import Request, RequestOptions, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import Shape
-from mlx_mtp.speculative.draft_policy import DecodeStep, FixedDrafts, Outcome
+from mlx_mtp.speculative.costs import StepShape
+from mlx_mtp.speculative.draft_policy import FixedDrafts
 
 
 def sequence(
     name: str, num_prompt: int, max_tokens: int = 5, drafts: int | None = None
 ) -> Sequence:
     request = Request(
-        name, (3,) * num_prompt, SamplingParams(max_tokens=max_tokens), num_draft_tokens=drafts
+        name,
+        (3,) * num_prompt,
+        SamplingParams(max_tokens=max_tokens),
+        options=RequestOptions(num_draft_tokens=drafts),
     )
     return Sequence(request, (1,), max_tokens)
 
@@ -36,30 +39,23 @@ def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
 def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
     """What a runner would report of a plan's chunk: a first token where a prompt ends."""
     assert plan.chunk
-    rows = []
-    for row, at, length in plan.chunk:
-        row.launched(length)
-        tokens = (7,) if row.num_prompt == at + length else ()
-        rows.append(StepRow(row, length, num_cached=length, token_ids=tokens))
-    return policy.update([InFlightStep(rows, is_prefill=True)])
+    for row in plan.chunk:
+        row.sequence.launched(row.length)
+        row.num_cached, row.token_ids = row.length, (7,) if row.is_last else ()
+    return policy.update([InFlightStep(plan.chunk, is_prefill=True)])
 
 
 def finish_decode(policy: Scheduler, plan: StepPlan, *, stop: bool) -> list[RequestOutput]:
     """What a runner would report of a plan's rows: a token each, the last where they must end."""
-    rows = []
     for row in plan.decode:
-        row.launched(3)
-        end = stop or len(row.output) + 1 == row.max_new_tokens
-        rows.append(StepRow(row, 3, num_cached=1, token_ids=(7,), finished=end))
-    return policy.update([InFlightStep(rows)])
+        row.sequence.launched(3)
+        row.length, row.num_cached, row.token_ids = 3, 1, (7,)
+        row.finished = stop or len(row.sequence.output) + 1 == row.sequence.max_new_tokens
+    return policy.update([InFlightStep(plan.decode)])
 
 
 def names(rows) -> list[str]:
-    return [row.request_id for row in rows]
-
-
-def chunk_names(plan: StepPlan) -> list[str]:
-    return names(row for row, _, _ in plan.chunk)
+    return [row.sequence.request_id for row in rows]
 
 
 def add(policy: Scheduler, **lengths: int) -> None:
@@ -73,7 +69,7 @@ def test_short_prompts_share_a_chunk_within_its_size_and_long_ones_do_not():
     groups = []
     for _ in range(3):
         plan = policy.schedule()
-        groups.append(chunk_names(plan))
+        groups.append(names(plan.chunk))
         finish_chunk(policy, plan)
     assert groups == [["a", "b", "c"], ["d"], ["e"]]
 
@@ -89,7 +85,7 @@ def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
     for _ in range(4):
         plan = policy.schedule()
         assert names(plan.decode)[:1] == ["first"]
-        planned += chunk_names(plan)
+        planned += names(plan.chunk)
     assert "short" in planned[:2]
     assert planned.count("long") >= 2
 
@@ -98,7 +94,7 @@ def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
     """Rows with two windows of 3 positions in flight."""
     add(policy, **dict.fromkeys(names, 4))
     finish_chunk(policy, policy.schedule())
-    rows = policy.schedule().decode
+    rows = tuple(row.sequence for row in policy.schedule().decode)
     for row in (*rows, *rows):
         row.launched(3)
     return rows
@@ -108,13 +104,13 @@ def test_finish_reasons_and_output_after_the_end():
     policy = scheduler()
     rows = a, b, c = decoding(policy, "abc")
     first = [
-        StepRow(a, 3, num_cached=2, token_ids=(5, 1), finished=True),
-        StepRow(b, 3, num_cached=2, token_ids=(5, 6), finished=True),
-        StepRow(c, 3, error=StepError("broken")),
+        StepRow(a, length=3, num_cached=2, token_ids=(5, 1), finished=True),
+        StepRow(b, length=3, num_cached=2, token_ids=(5, 6), finished=True),
+        StepRow(c, length=3, error=StepError("broken")),
     ]
     outputs = policy.update([InFlightStep(first)])
     assert [o.finish_reason for o in outputs] == ["stop", "length", "error"]
-    late = InFlightStep([StepRow(row, 3, num_cached=1, token_ids=(9,)) for row in rows])
+    late = InFlightStep([StepRow(row, length=3, num_cached=1, token_ids=(9,)) for row in rows])
     assert policy.update([late]) == []
     assert policy.idle
     assert policy.schedule().live == frozenset()
@@ -126,10 +122,11 @@ class Watched(FixedDrafts):
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.seen: list[DecodeStep] = []
+        self.seen: list[tuple[list[tuple[str, int, int]], StepShape, float | None]] = []
 
-    def observe(self, step: DecodeStep) -> None:
-        self.seen.append(step)
+    def observe(self, rows, shape, seconds) -> None:
+        rows = [(row.sequence.request_id, row.num_verified, row.num_cached) for row in rows]
+        self.seen.append((rows, shape, seconds))
 
 
 def test_the_policy_learns_of_decode_steps_alone():
@@ -138,24 +135,22 @@ def test_the_policy_learns_of_decode_steps_alone():
     a, b, c, d = decoding(policy, "abcd")
     assert depth.seen == []
     # b ends with a draft, d with what replaced one.
-    drafted = {"num_positions": 3, "num_drafts": 2, "num_proposed": 2, "num_accepted": 1}
+    drafted = {"length": 3, "num_drafts": 2, "num_proposed": 2, "num_accepted": 1}
     first = [
         StepRow(a, **drafted, num_cached=2, token_ids=(5, 6)),
         StepRow(b, **drafted, num_cached=1, token_ids=(1,), finished=True),
-        StepRow(c, 3, num_proposed=2, error=StepError("broken")),
+        StepRow(c, length=3, num_proposed=2, error=StepError("broken")),
         StepRow(d, **drafted, num_cached=2, token_ids=(5, 1), finished=True),
     ]
     # A row that had ended before brings nothing, but its window was computed.
-    second = [StepRow(a, 3, num_cached=1, token_ids=(5,)), StepRow(b, 3)]
-    policy.update([InFlightStep(first, cost=0.5)])
+    second = [StepRow(a, length=3, num_cached=1, token_ids=(5,)), StepRow(b, length=3)]
+    policy.update([InFlightStep(first, seconds=0.5)])
     policy.update([InFlightStep(second)])
-    one, other = depth.seen
     # The size of the window counts for the cost; of what failed nothing is known.
-    assert (one.shape, one.seconds) == (Shape(3, 6, 2), 0.5)
-    brought = ((a, 2), (b, 1), (d, 2))
-    assert one.outcomes == [Outcome(row.drafting, "mtp", 2, tokens) for row, tokens in brought]
-    assert (other.shape, other.seconds) == (Shape(2, 4, 0), None)
-    assert other.outcomes == [Outcome(a.drafting, "mtp", 2, 1), Outcome(b.drafting, "mtp", 2, 0)]
+    assert depth.seen == [
+        ([("a", 2, 2), ("b", 2, 1), ("d", 2, 2)], StepShape(3, 6, 2), 0.5),
+        ([("a", 2, 1), ("b", 2, 0)], StepShape(2, 4, 0), None),
+    ]
     stats = policy.stats()
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
     assert stats.num_accepted_tokens_per_pos == {"mtp": (3, 0)}
@@ -183,12 +178,13 @@ def test_every_prompt_token_is_computed_once_and_every_request_ends(prompts, ste
         assert policy.stats().num_requests_running <= rows
         outputs = []
         if plan.chunk:
-            longest = max(length for _, _, length in plan.chunk)
+            longest = max(row.length for row in plan.chunk)
             assert len(plan.chunk) == 1 or longest * len(plan.chunk) <= step
-            for row, start, length in plan.chunk:
-                assert start // step == (start + length - 1) // step
-                assert (start + length) % step == 0 or start + length == row.num_prompt
-                computed[row.request_id] += range(start, start + length)
+            for row in plan.chunk:
+                end = row.start + row.length
+                assert row.start // step == (end - 1) // step
+                assert end % step == 0 or row.is_last
+                computed[row.sequence.request_id] += range(row.start, end)
             outputs += finish_chunk(policy, plan)
         if plan.decode:
             outputs += finish_decode(policy, plan, stop=data.draw(st.booleans()))
@@ -244,18 +240,21 @@ class Clock:
 
 
 def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
-    return [InFlightStep([StepRow(s, window + 1, num_proposed=proposed) for s in rows], **more)]
+    return [
+        InFlightStep([StepRow(s, length=window + 1, num_proposed=proposed) for s in rows], **more)
+    ]
 
 
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
     """Each step takes one second longer than the one before it; the time that counts of each."""
     clock = Clock()
-    timer, times = StepTimer(clock), []
-    steps = tuple(list(map(copy.copy, step)) for step in steps)  # the timer tells them apart
+    timer, times = StepClock(clock), []
+    steps = tuple(list(map(copy.copy, step)) for step in steps)  # the clock tells them apart
     for number, read in enumerate(steps):
         clock.now += number
         following = steps[number + 1] if number + 1 < len(steps) else []
-        times.append(timer.lap(read, following if overlap else read))
+        timer.end_round(read, following if overlap else read)
+        times.append(read[-1].seconds if read else None)
     return times
 
 
@@ -267,7 +266,7 @@ def test_steps_in_an_unbroken_row_are_timed():
     assert laps(*change, overlap=False) == [None, 1, 2, 3, 4, 5, 6]
 
 
-PREFILL = [InFlightStep([StepRow(ROWS[0], 9)], is_prefill=True)]
+PREFILL = [InFlightStep([StepRow(ROWS[0], length=9)], is_prefill=True)]
 BREAKS = {
     "idle": [],
     "chunk": [*PREFILL, *decode(2, 2)],

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mlx_mtp.config import EngineConfig
-from tests.engine.cases import EOS, STEP, make_requests, proposer_for
+from mlx_mtp.engine.request import RequestOptions
+from tests.engine.cases import EOS, STEP, drafter_for, make_requests
 from tests.harness import Driver
 from tests.tiny_models import VOCAB
 
@@ -15,17 +16,20 @@ from tests.tiny_models import VOCAB
 def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
     """Every other row wants a trace; each draft that counted is told, and the first n came out."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", kind)
-    requests = [replace(r, trace=n % 2 == 0) for n, r in enumerate(make_requests(kind))]
+    requests = [
+        replace(r, options=RequestOptions(trace=n % 2 == 0))
+        for n, r in enumerate(make_requests(kind))
+    ]
     config = EngineConfig(num_draft_tokens=depth, prefill_step_size=STEP)
-    proposer = proposer_for("mixed", model, reference, requests)
-    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, proposer=proposer)
+    drafter = drafter_for("mixed", model, reference, requests)
+    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, drafter=drafter)
     driver.run_arrivals({0: requests[:5], 4: requests[5:]})
     rejected = 0
     for wanted in requests:
         name = wanted.request_id
         ties.check(name, driver.tokens(name), reference[name])
         for output in driver.outputs[name]:
-            if not wanted.trace:
+            if not wanted.options.trace:
                 assert output.drafts is None
                 continue
             drafts, accepted = output.drafts, output.num_accepted_tokens
@@ -36,7 +40,7 @@ def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
                 rejected += 1
                 assert drafts[accepted] != output.token_ids[accepted]
     assert (rejected > 0) == (depth != 0)
-    stats = driver.core.stats()
+    stats = driver.core.scheduler.stats()
     tried, passed = stats.num_draft_tokens_per_pos, stats.num_accepted_tokens_per_pos
     assert sum(map(sum, tried.values())) == stats.num_draft_tokens
     assert all(a <= t for source in tried for a, t in zip(passed[source], tried[source]))

@@ -46,9 +46,9 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
     expected = reference.drafts(np.array(hidden[0]), tokens[1:].tolist(), DEPTH)
 
     # Ours: the same rows in three windows of different lengths, the last with a rejected tail.
-    proposer, sampler = MTPDrafter(model), RecordingSampler()
+    drafter, sampler = MTPDrafter(model), RecordingSampler()
     cache = model.make_cache(1)
-    state = proposer.make_state(["a"], [()], cache)
+    state = drafter.make_state(cache)
     start = 0
     for length, kept in ((6, 6), (1, 1), (8, 6)):
         rows = [min(start + j, 12) for j in range(length)]
@@ -60,7 +60,7 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
             packing=Packing(cache.layout, mx.array([start]), [length]),
             cache=cache,
         )
-        proposer.propose(state, window, [DEPTH], sampler)
+        drafter.propose(state, window, [DEPTH], sampler)
         start += kept
     # Thirteen rows kept, so the next token is at 13 and the drafts, with its noise, follow it.
     assert sampler.positions[-DEPTH:] == [14, 15, 16]

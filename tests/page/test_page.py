@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.engine.request import Progress, Request
+from mlx_mtp.engine.request import PrefillProgress, Request
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server import page
 from mlx_mtp.server.page import FOLDER
@@ -70,7 +70,7 @@ def check_with_axe(tab: Any, where: str) -> None:
 
 
 def test_the_page_is_small_and_needs_nothing_else() -> None:
-    files = [FOLDER / name for name in page.files() if not name.endswith(".txt")]
+    files = [FOLDER / name for name in page.page_files() if not name.endswith(".txt")]
     assert sum(len(gzip.compress(path.read_bytes())) for path in files) < MOST_BYTES
     named = "".join(path.read_text("utf-8") for path in files if path.parent == FOLDER)
     assert set(re.findall(r"https?://[\w.]+", named)) <= {"http://www.w3.org", "https://"}
@@ -172,7 +172,7 @@ def test_a_tool_call_is_answered(serve: Serve, tokenizer: Tokenizer, opened: Ope
 @browsed
 def test_a_long_prompt_shows_how_much_of_it_is_computed(serve: Serve, opened: Open) -> None:
     def script(_: Request) -> Iterator[Output]:
-        yield out(progress=Progress(9000, 1000, 4000, time.perf_counter()))
+        yield out(progress=PrefillProgress(9000, 1000, 4000, time.perf_counter()))
         while True:
             yield None
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.sampling.grammar import Budget
+from mlx_mtp.sampling.grammar import ThinkingBudget
 from mlx_mtp.sampling.grammar_masks import Constraint, GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, mask_out
@@ -103,7 +103,7 @@ def test_a_limit_met_by_a_draft_counts_only_if_the_answer_comes_there(drafts):
 def test_a_budgets_end_always_comes_in_time(data, limit, length):
     """Whatever is said before it, its tokens are forced after `limit` tokens at the latest."""
     end = tuple(range(length))
-    state, said = Budget(limit, end), []
+    state, said = ThinkingBudget(limit, end), []
     while not state.over:
         token = state.forced
         token = data.draw(st.integers(0, 3)) if token is None else token

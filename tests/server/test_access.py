@@ -245,7 +245,7 @@ def test_keys_share_no_prefixes_unless_they_may() -> None:
             for key, fields in itertools.product(keys, ({}, {"cache_salt": "x"})):
                 asked = GOOD[TEXT] | fields
                 client.post(TEXT, json=asked, headers={"x-api-key": key}).raise_for_status()
-        return [request.cache_salt for request in engine.submitted]
+        return [request.options.cache_salt for request in engine.submitted]
 
     assert len(set(salts("one", OTHER))) == 4
     assert salts(OTHER) == ["", "x"]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_mtp.errors import (
+    UNKNOWN_RETRY_SECONDS,
     DrainingError,
     EngineHungError,
     EngineStoppedError,
@@ -17,14 +18,13 @@ from mlx_mtp.errors import (
 from mlx_mtp.server.http.admission import (
     MAX_RETRY_SECONDS,
     MIN_RETRY_SECONDS,
-    UNKNOWN_RETRY_SECONDS,
     RequestLimiter,
 )
-from mlx_mtp.server.routes import ROUTES
+from mlx_mtp.server.http.record import record_of
+from mlx_mtp.server.routes import find_route
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 
 Scope = dict[str, Any]
-PATHS = frozenset(path for _, path, _, generates in ROUTES if generates)
 
 
 class Clock:
@@ -40,7 +40,9 @@ def limiter(rows: int = 2, queue: int = 3, clock: Clock | None = None) -> Reques
 
 
 def scope(path: str = "/v1/messages", method: str = "POST") -> Scope:
-    return {"method": method, "path": path}
+    scope = {"method": method, "path": path}
+    record_of(scope).route = find_route(path)
+    return scope
 
 
 def reserved(limits: RequestLimiter, count: int) -> Scope:
@@ -62,11 +64,11 @@ def test_places_are_never_lost_nor_exceeded(
     for turn, size in enumerate(sizes):
         full = rf"{limits.held} answers.*{queue} may wait"
         if limits.held < most:
-            limits.check(PATHS, scope())
+            limits.check_admission(scope())
         else:
             refused += 1
             with pytest.raises(QueueFullError, match=full):
-                limits.check(PATHS, scope())
+                limits.check_admission(scope())
         if limits.held + size <= most:
             held.append((reserved(limits, size), size))
         elif size > most:
@@ -91,7 +93,7 @@ def test_the_wait_follows_the_rate_of_ends() -> None:
 
     def wait() -> int | None:
         with pytest.raises(QueueFullError) as caught:
-            limits.check(PATHS, scope())
+            limits.check_admission(scope())
         return caught.value.retry_after
 
     def replace(times: int, seconds: float) -> None:
@@ -109,7 +111,7 @@ def test_the_wait_follows_the_rate_of_ends() -> None:
     assert wait() == MIN_RETRY_SECONDS
 
 
-GENERATING = [("POST", path) for path in ("/v1/messages", "/v1/messages/", "/v1/responses//")]
+GENERATING = [("POST", path) for path in ("/v1/messages", "/v1/messages/", "/responses/")]
 MONITORING = [
     *(("GET", "/health"), ("HEAD", "/health/"), ("GET", "/metrics"), ("HEAD", "/")),
     *(("GET", "/live"), ("DELETE", "/live/x"), ("GET", "/page/app.js")),
@@ -129,10 +131,10 @@ def test_what_is_open_while_it_drains_or_hangs() -> None:
         passing = MONITORING if kind is DrainingError else MONITORING + OTHERS
         for method, path in GENERATING + MONITORING + OTHERS:
             if (method, path) in passing:
-                limits.check(PATHS, scope(path, method))
+                limits.check_admission(scope(path, method))
                 continue
             with pytest.raises(kind, match=word) as refused:
-                limits.check(PATHS, scope(path, method))
+                limits.check_admission(scope(path, method))
             assert refused.value.retry_after == retry_after
 
     engine.hang_reason = "the engine hangs"

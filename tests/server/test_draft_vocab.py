@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp import factories
+from mlx_mtp import build
 from mlx_mtp.cli import main as cli
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import count_or_path
-from mlx_mtp.text.draft_vocab import draft_vocabulary, read_wanted
+from mlx_mtp.text.draft_vocab import draft_vocabulary, read_draft_vocab
 from mlx_mtp.text.tokenizer import Tokenizer
 
 VOCAB = 4096
@@ -79,7 +79,7 @@ def test_files_that_are_wrong(tmp_path: Path, content: bytes | None, message: st
     if content is not None:
         (tmp_path / "ids.txt").write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read_wanted(tmp_path / "ids.txt")
+        read_draft_vocab(tmp_path / "ids.txt")
     assert message in str(caught.value)
 
 
@@ -92,7 +92,7 @@ def test_the_flag(
     file = tmp_path / "ids.txt"
     file.write_text("17\n 300 \r\n5\n")
     # The added tokens are in even if the file lacks them.
-    wanted = read_wanted(count_or_path(str(file)))
+    wanted = read_draft_vocab(count_or_path(str(file)))
     assert draft_vocabulary(wanted, tokenizer, VOCAB) == (5, 17, 300, *ADDED)
     assert count_or_path("32768") == 32768
     for text in ("ids.txt", "12k", "1.5"):
@@ -103,7 +103,7 @@ def test_the_flag(
     assert cli.main(["serve", "--no-enable-mtp", "--mtp-draft-vocab", "1000"], {}) == 2
     assert "MTP is off: leave out --no-enable-mtp" in capsys.readouterr().err
     # A missing file ends every command before the load.
-    monkeypatch.setattr(factories, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("it was loaded"))
     serve = ["serve", "--port", "0"]
     for command in (serve, ["generate", "x"], ["bench", "offline"]):
         assert cli.main([*command, "--mtp-draft-vocab", "none.txt"], {}) == 2

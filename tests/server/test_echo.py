@@ -110,10 +110,10 @@ def test_vllms_form_of_prompt_logprobs(
             )
         return found
 
-    for most in (0, 1, 3):
+    for most, count in ((0, {"n": 2}), (1, {"best_of": 2}), (3, {"n": 2, "best_of": 2})):
         engine.submitted.clear()
         prompts = [tokenizer.encode("Once upon a"), tokenizer.encode("x")]
-        body = ask(client, TEXT, prompt=prompts, n=2, prompt_logprobs=most)
+        body = ask(client, TEXT, prompt=prompts, **count, prompt_logprobs=most)
         wanted = [expected(prompt, most) for prompt in prompts for _ in range(2)]
         assert [choice["prompt_logprobs"] for choice in body["choices"]] == wanted
         assert [choice["logprobs"] for choice in body["choices"]] == [None] * 4

@@ -109,7 +109,10 @@ def asked(engine: FakeEngine, tokenizer: Tokenizer) -> Any:
         if (sampling["grammar"] or {}).get("kind") == "lark":
             sampling["grammar"]["value"] = "*"  # Others test what is in it.
         fields |= {key: value for key, value in sampling.items() if value != neutral[key]}
-        fields |= {"num_draft_tokens": request.num_draft_tokens, "salt": request.cache_salt}
+        fields |= {
+            "num_draft_tokens": request.options.num_draft_tokens,
+            "salt": request.options.cache_salt,
+        }
         found.append({key: value for key, value in fields.items() if value not in (None, "", [])})
     return found
 

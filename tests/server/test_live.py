@@ -150,10 +150,12 @@ def test_a_trace_in_a_stream_tells_what_the_text_is_made_of(tokenizer: Tokenizer
     def script(request: Request) -> Iterator[Output]:
         for start in range(0, len(ids), 3):
             window = ids[start : start + 3]
-            more = {"drafts": (*window[:2], 300, 301)} if request.trace else {}
+            more = {"drafts": (*window[:2], 300, 301)} if request.options.trace else {}
             more |= {"num_draft_tokens": 4, "num_accepted_tokens": 2, "draft_source": "mtp"}
             yield out(*window, **more)
-        yield out(EOS, finish="stop", num_draft_tokens=4, drafts=() if request.trace else None)
+        yield out(
+            EOS, finish="stop", num_draft_tokens=4, drafts=() if request.options.trace else None
+        )
 
     with in_process(FakeEngine(script)) as client:
         plain = events(client, mtp={"trace": False}, stop="here")

@@ -9,10 +9,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_mtp.engine.request import Progress
-from mlx_mtp.engine.stats import EngineStats, PrefixCacheStats
+from mlx_mtp.engine.request import PrefillProgress
+from mlx_mtp.engine.stats import EngineStats
+from mlx_mtp.prefix.policy import PrefixCacheStats
+from mlx_mtp.server import context
 from mlx_mtp.server.generation.generation import Dispatcher
-from mlx_mtp.server.http import body
 from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
@@ -44,7 +45,7 @@ STATS = json.loads("""{
     "num_accepted_tokens_per_pos": {"mtp": [8, 9], "copy": [4]},
     "depths": [[1, 3], [16, 0]], "parked": true
 }""")
-STATS["prefills"] = {"a": Progress(50, 0, 20, 0.0), "b": Progress(1, 0, 1, 0.0)}
+STATS["prefills"] = {"a": PrefillProgress(50, 0, 20, 0.0), "b": PrefillProgress(1, 0, 1, 0.0)}
 REASONS = ("queue_full", "draining", "engine", "connections", "bytes")
 PROMISED = {f"requests_rejected_total{{reason={reason}}}": 0 for reason in REASONS} | {
     "num_requests_running": 1,
@@ -133,7 +134,7 @@ def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPat
 
     for owner, name in names:
         watch(owner, name)
-    monkeypatch.setattr(body, "LARGE_BODY", 0)
+    monkeypatch.setattr(context, "LARGE_BODY", 0)
     with in_process(FakeEngine(answer([300] * 3))) as client:
         for path in GENERATING:
             for more in ({}, {"stream": True}, {"another": 1}):

@@ -56,6 +56,8 @@ def calls(*given: Any) -> Fields:
 LARGE = {"x": [[]] * (1 << 16)}
 DEEP = json.loads('{"a":' * 200 + "1" + "}" * 200)
 KWARGS = {"chat_template_kwargs": {str(i): [] for i in range(65)}}
+NAMED = {"type": "function", "function": {"name": "g"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
 HUGE = {"format": {"type": "json_schema", "name": "x", "schema": {"minimum": 10**400}}}
 # Fields over the route's good body, the param that is named, and a part of the message. Those of
 # common sizes are among the recorded exchanges, in the group that says "(refused)".
@@ -74,6 +76,7 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (TEXT, INVALID, {"max_tokens": 0}, "max_tokens", "is 0"),
     (TEXT, INVALID, {"max_tokens": 3, "min_tokens": 4}, "min_tokens", "3 tokens at most"),
     (CHAT, INVALID, {"metadata": {"x" * 513: "a"}}, "metadata." + "x" * 111 + "...", "512 char"),
+    (CHAT, INVALID, {"tool_choice": ALLOWED}, "tool_choice", "names 'g', which is not one"),
     (CHAT, INVALID, tool(DEEP), "tools[0].function.parameters", "128 levels"),
     # Each item is wrong too, which would be reported if one of them were looked at.
     (CHAT, INVALID, {"messages": [WRONG] * 4097}, "messages", "at most 4096"),

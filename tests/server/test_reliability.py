@@ -171,12 +171,12 @@ def test_a_client_is_the_key_that_let_it_in_and_its_address(
         body = GOOD[CHAT] | {"store": True}
         made = [client.post(CHAT, json=body, headers=headers).json() for headers in requests]
         stored = [client.get(CHAT, headers=headers).json()["data"] for headers in requests]
-    assert len({each.client for each in engine.submitted}) == count
+    assert len({each.options.client for each in engine.submitted}) == count
     assert len({json.dumps(chats) for chats in stored}) == count
     assert sum(len(chats) for chats in stored) == len(made) * (len(requests) if count == 1 else 1)
     for each in engine.submitted:
-        assert each.client[0].endswith("@127.0.0.1")
-        assert not any(key in str(each.client) for key in keys)
+        assert each.options.client[0].endswith("@127.0.0.1")
+        assert not any(key in str(each.options.client) for key in keys)
 
 
 def test_within_a_client_users_and_agents_are_told_apart() -> None:
@@ -188,7 +188,7 @@ def test_within_a_client_users_and_agents_are_told_apart() -> None:
         post(client, RESPONSES, user="ben")
         post(client)
         client.post(CHAT, json=GOOD[CHAT], headers={"User-Agent": "other" * 100})
-    *annas, ben, first, agent = (each.client for each in engine.submitted)
+    *annas, ben, first, agent = (each.options.client for each in engine.submitted)
     assert {client[0] for client in (*annas, ben, first, agent)} == {"@127.0.0.1"}
     assert (len(annas), len(set(annas))) == (3, 1)
     assert len({annas[0], ben, first, agent}) == 4

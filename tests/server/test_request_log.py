@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from mlx_mtp import logs
-from mlx_mtp.engine.request import Progress as Prefill
+from mlx_mtp.engine.request import PrefillProgress as Prefill
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.errors import StepError
-from mlx_mtp.server.progress import Progress
+from mlx_mtp.server.progress_log import ProgressLog
 from mlx_mtp.server.routes import ROUTES
 from tests.server.conftest import Serve, tokenizer_with
 from tests.server.fake_engine import FakeEngine, answer, out
@@ -107,7 +107,7 @@ def test_every_get_has_its_head_and_watchers_are_not_logged(
 ) -> None:
     quiet = "/health", "/metrics", "/page/{name:path}"
     with in_process() as client:
-        for methods, path, _, _ in ROUTES:
+        for methods, path, *_ in ROUTES:
             if "GET" in methods and path != "/live":  # which doesn't end
                 full, head = client.get(path), client.head(path)
                 assert (head.status_code, head.headers.get("content-type")) == (
@@ -213,7 +213,7 @@ def test_a_templates_words_reach_client_and_log_as_text(
 
 
 def test_progress_every_ten_seconds_while_there_is_work() -> None:
-    progress = Progress(EngineStats(), 0.0)
+    progress = ProgressLog(EngineStats(), 0.0)
     busy = EngineStats(
         num_requests_running=2,
         num_requests_waiting=1,
@@ -237,7 +237,7 @@ def test_progress_every_ten_seconds_while_there_is_work() -> None:
 
 
 def test_a_long_prefill_is_told_every_five_seconds_and_a_short_one_never() -> None:
-    progress = Progress(EngineStats(), 0.0)
+    progress = ProgressLog(EngineStats(), 0.0)
     found = {
         now: [fields for _, fields in progress.lines(stats, float(now))]
         for now in range(1, 9)

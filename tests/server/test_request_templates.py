@@ -11,7 +11,7 @@ import pytest
 
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.text.plain_text import _compiled
+from mlx_mtp.text.plain_text import _patterns_of
 from mlx_mtp.text.template_variables import variables
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
@@ -183,7 +183,7 @@ def test_a_tokenizer_whose_tokens_hide_in_other_texts_cannot_keep_them_text(
 
 def test_a_hostile_tokenizers_names_take_bounded_memory() -> None:
     names = frozenset(f"{'<' * 31}{number:04}{'>' * 29}" for number in range(500))
-    found = _compiled(names)
+    found = _patterns_of(names)
     assert len(found.begun | found.ended | found.inner) < 500 * 150
 
 

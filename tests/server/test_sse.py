@@ -13,7 +13,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.api.openai.protocol import ChatRequest
 from mlx_mtp.server.api.openai.routes import ChatWriter
 from mlx_mtp.server.context import Context
-from mlx_mtp.server.generation.job import Admitted
+from mlx_mtp.server.generation.job import Job
 from mlx_mtp.server.generation.writer import new_id
 from mlx_mtp.server.http.sse import stream_events
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -41,10 +41,10 @@ class Stream:
     async def open(self) -> None:
         body = chat_body(stream=True, stream_options={"include_usage": True})
         asked = ChatRequest.model_validate(body)
-        admitted = Admitted(self._context, asked, self.name, ("", ""), asked.options(), PARAMS, {})
-        generation = await admitted.chat(asked.conversation())
+        job = Job(self._context, {}, asked, self.name, asked.options(), PARAMS)
+        generation = await job.chat(asked.conversation())
         generation.__enter__()
-        writer = ChatWriter(admitted, generation)
+        writer = ChatWriter(job, generation)
         self.pieces: AsyncIterator[bytes] = stream_events(writer, patience=30.0)
 
     def step(self, *tokens: int, finish: Any = None) -> None:

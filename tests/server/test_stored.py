@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from mlx_mtp.server.api import stored
 from mlx_mtp.server.api.schema import MAX_MESSAGES
-from mlx_mtp.server.api.stored import Store, Stored
+from mlx_mtp.server.api.stored import Store, StoredAnswer
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
 from tests.server.fake_engine import FakeEngine, FakeInfo, answer, endless
@@ -141,7 +141,7 @@ def test_the_oldest_make_room_counted_in_bytes_too() -> None:
     kept = Store(max_count=3, max_bytes=10)
 
     def after(name: str, size: int) -> list[str]:
-        kept.keep(Stored(name, "m", {}, b"x" * (size - 1), (("i", b"y"),)))
+        kept.keep(StoredAnswer(name, "m", {}, b"x" * (size - 1), (("i", b"y"),)))
         return [chat.id for chat in kept.all()]
 
     assert after("a", 4) == ["a"]
@@ -177,7 +177,7 @@ def test_a_chat_that_is_deleted_while_it_is_labelled_stays_deleted(
 def test_what_may_be_large_is_joined_and_packed_off_the_event_loop(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_loop: dict[str, list[bool]] = {"_page": [], "_stored": []}
+    on_loop: dict[str, list[bool]] = {"_page": [], "_make_stored": []}
 
     def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -193,7 +193,7 @@ def test_what_may_be_large_is_joined_and_packed_off_the_event_loop(
     listed(client)
     for path in (f"{CHAT}/{chat['id']}/messages", f"{RESPONSES}/{response['id']}/input_items"):
         assert len(client.get(path).json()["data"]) == 1
-    assert on_loop == {"_page": [False] * 3, "_stored": [False] * 3}
+    assert on_loop == {"_page": [False] * 3, "_make_stored": [False] * 3}
 
 
 def test_the_key_guards_what_is_stored() -> None:

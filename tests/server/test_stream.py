@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.engine.request import Progress, Request
+from mlx_mtp.engine.request import PrefillProgress, Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
@@ -103,7 +103,12 @@ def test_where_nothing_is_drafted_no_drafts_can_be_asked_for() -> None:
             error = refused.json()["error"]
             assert (refused.status_code, error["param"]) == (400, f"mtp.{name}")
             assert words in error["message"]
-    assert [request.num_draft_tokens for request in engine.submitted] == [0, None, None, None]
+    assert [request.options.num_draft_tokens for request in engine.submitted] == [
+        0,
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +181,12 @@ def test_the_progress_of_the_prompt(path: str) -> None:
         began = time.perf_counter() - 2.0
         reused = 30 if request.sampling.choice == 0 else 50
         for done in (reused, 40):
-            if request.progress:
-                yield out(progress=Progress(50, reused, done, began))
-        yield out(300, progress=Progress(50, reused, 50, began) if request.progress else None)
+            if request.options.progress:
+                yield out(progress=PrefillProgress(50, reused, done, began))
+        yield out(
+            300,
+            progress=PrefillProgress(50, reused, 50, began) if request.options.progress else None,
+        )
         yield out(EOS, finish="stop")
 
     engine = FakeEngine(script)
@@ -186,9 +194,9 @@ def test_the_progress_of_the_prompt(path: str) -> None:
         fields = {"prompt": "hi"} if path == TEXT else {}
         fields |= {"n": 2, "return_token_ids": True}
         plain = events(client, path, **fields)
-        assert not any(request.progress for request in engine.submitted)
+        assert not any(request.options.progress for request in engine.submitted)
         ask(client, path, **fields, return_progress=True)
-        assert not any(request.progress for request in engine.submitted)
+        assert not any(request.options.progress for request in engine.submitted)
         options = {"include_usage": True, "include_progress": True}
         for more in ({"return_progress": True}, {"stream_options": options}):
             chunks = events(client, path, **fields, **more)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.conversation import Conversation, Message, Tool, ToolCall
 from mlx_mtp.server.generation.prompting import Prompter
+from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.text.parsing.formats import OutputFormat
 from tests.server.conftest import tokenizer_with
 from tests.server.in_process import in_process
@@ -103,7 +104,8 @@ SCHEMA = {
 @pytest.fixture(scope="module", params=TEMPLATES)
 def prompter(request: pytest.FixtureRequest) -> Prompter:
     tokenizer = tokenizer_with(TEMPLATES[request.param])
-    return Prompter(tokenizer, OutputFormat.choose(tokenizer.template), 10)
+    form = OutputFormat.choose(tokenizer.template)
+    return Prompter(tokenizer, form, tokenizer, FairExecutor(1))
 
 
 def test_agents_chats_are_rendered(prompter: Prompter) -> None:

@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any], set[str]]] = [
         {"messages": [*CALLED, {"role": "tool", "tool_call_id": "1", "content": "1"}]},
         {"parsing", "encoding"},
     ),
-    (CHAT, {"messages": HI, "metadata": {"a": "b"}, "user": LONG}, {"parsing"}),
+    (CHAT, {"messages": HI, "metadata": {"a": "b"}, "user": LONG}, {"parsing", "encoding"}),
     (TOKENIZE, {"prompt": LONG}, {"parsing", "encoding", "packing"}),
     (DETOKENIZE, {"tokens": FEW_IDS}, set()),
     (DETOKENIZE, {"tokens": MANY_IDS}, {"packing"}),
@@ -58,7 +58,7 @@ def test_what_is_long_takes_turns(
         names = {
             "parsing": limiter.parsing,
             "packing": limiter.packing,
-            "encoding": context.prompter._large,
+            "encoding": context.prompter.executor,
         }
         assert {name for name, each in names.items() if each in taken} == turns
 

@@ -10,8 +10,8 @@ from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
 from mlx_mtp.server.api.schema import SAMPLING, Float
-from mlx_mtp.server.generation.params import RequestOptions, model_defaults, sampling_params
-from tests.server.fake_engine import FakeEngine, answer
+from mlx_mtp.server.generation.params import AnswerOptions, model_defaults, sampling_params
+from tests.server.fake_engine import FakeEngine, FakeInfo, answer
 from tests.server.in_process import GOOD, MESSAGES, RESPONSES, in_process
 
 NEUTRAL = model_defaults({})
@@ -29,7 +29,7 @@ def completion(**fields: Any) -> CompletionRequest:
 def sampled(
     body: ChatRequest, defaults: SamplingParams = NEUTRAL, seed: int | None = None
 ) -> SamplingParams:
-    return sampling_params(body.options(), defaults, random.Random(seed), vocab_size=100)
+    return sampling_params(body.options(), defaults, random.Random(seed), FakeInfo(vocab_size=100))
 
 
 def test_explicit_nulls_mean_absent_everywhere() -> None:
@@ -87,11 +87,11 @@ def test_defaults_that_make_no_sense_are_an_error_of_the_model(config: dict[str,
 def test_the_answer_gets_the_room_that_is_left() -> None:
     for wanted, cut, room in ((None, False, 7), (7, False, 7), (9, True, 7), (6, True, 6)):
         sampling = {} if wanted is None else {"max_tokens": wanted}
-        assert RequestOptions(sampling, cut_to_context=cut).room(3, 10) == room
+        assert AnswerOptions(sampling, cut_to_context=cut).room(3, 10) == room
     with pytest.raises(ContextLengthError, match=r"10 tokens, but 11 .* 3 .* 8"):
-        RequestOptions({"max_tokens": 8}).room(3, 10)
+        AnswerOptions({"max_tokens": 8}).room(3, 10)
     for sampling in ({"min_tokens": 8}, {"min_tokens": 4, "max_tokens": 3}):
         with pytest.raises(InvalidRequestError, match=r"min_tokens is \d, but .* [73] tokens"):
-            RequestOptions(sampling).room(3, 10)
+            AnswerOptions(sampling).room(3, 10)
     with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
-        RequestOptions({}, cut_to_context=True).room(10, 10)
+        AnswerOptions({}, cut_to_context=True).room(10, 10)

@@ -6,14 +6,15 @@ import random
 import pytest
 
 from mlx_mtp.speculative.acceptance_rates import HeadRates, NgramRates
-from mlx_mtp.speculative.costs import COPY, HEAD, KNOTS, Shape, StepCosts
+from mlx_mtp.speculative.costs import HOST, KNOTS, MTP, CostKey, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import DraftRow
+from tests.harness import curve
 
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
 
 
-def even(size: int, depth: int) -> Shape:
-    return Shape(size, size * depth, depth)
+def even(size: int, depth: int) -> StepShape:
+    return StepShape(size, size * depth, depth)
 
 
 def stay(costs: StepCosts, size: int, depth: int, seconds: float | None, steps: int = 9) -> None:
@@ -23,7 +24,7 @@ def stay(costs: StepCosts, size: int, depth: int, seconds: float | None, steps: 
 
 
 def relative(costs: StepCosts, size: int) -> list[float]:
-    return [costs.prices(size).cost(size * depth, depth) for depth in range(len(TRUE))]
+    return [costs.of_batch(size).cost(size * depth, depth) for depth in range(len(TRUE))]
 
 
 def measured(size: int) -> StepCosts:
@@ -43,7 +44,7 @@ def test_what_was_measured_is_reported_and_unknown_times_change_nothing():
     assert fresh == sorted(set(fresh))
     stay(costs, 2, 2, None, 50)
     assert relative(costs, 2) == pytest.approx(TRUE, rel=0.01)
-    assert costs.table() == {2: {HEAD: pytest.approx(dict(enumerate(TRUE)), rel=0.01)}}
+    assert costs.table() == pytest.approx(curve(MTP, 2, dict(enumerate(TRUE))), rel=0.01)
     again = StepCosts()
     again.load(costs.table())
     assert relative(again, 2) == pytest.approx(TRUE, rel=0.01)
@@ -66,7 +67,7 @@ def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_lear
 def test_noisy_prices_are_mended_by_those_beside_them_and_quiet_ones_stay():
     steps = (1.0, 1.05, 1.13, 1.08, 1.2)
     costs = StepCosts()
-    costs.load({1: {HEAD: dict(enumerate(steps))}})
+    costs.load(curve(MTP, 1, dict(enumerate(steps))))
     assert relative(costs, 1) == pytest.approx(steps, rel=0.015)
     own = priced = 0.0
     for seed in range(30):
@@ -75,13 +76,13 @@ def test_noisy_prices_are_mended_by_those_beside_them_and_quiet_ones_stay():
             for each in (0, depth):
                 stay(costs, 1, each, 0.01 * TRUE[each] * chance.lognormvariate(0.0, 0.1))
         for depth, price in enumerate(relative(costs, 1)):
-            own += abs(costs.table()[1][HEAD][depth] / TRUE[depth] - 1.0)
+            own += abs(costs.table()[CostKey(MTP, 1, depth)] / TRUE[depth] - 1.0)
             priced += abs(price / TRUE[depth] - 1.0)
     assert priced < 0.8 * own
 
 
 def test_rows_that_differ_cost_their_tokens_and_the_passes_of_the_deepest():
-    prices = measured(4).prices(4)
+    prices = measured(4).of_batch(4)
     assert prices.cost(4, 1) < prices.cost(4, 3) < prices.cost(12, 3)
     between = (prices.cost(4, 2) + prices.cost(8, 2)) / 2
     assert prices.cost(6, 2) == pytest.approx(between, rel=0.02)
@@ -89,16 +90,17 @@ def test_rows_that_differ_cost_their_tokens_and_the_passes_of_the_deepest():
 
 def test_windows_without_the_heads_passes_have_prices_of_their_own():
     costs = measured(1)
-    assert 1.0 < costs.prices(1).cost(4, 0) < TRUE[4]
+    assert 1.0 < costs.of_batch(1).cost(4, 0) < TRUE[4]
     for _ in range(12):
         stay(costs, 1, 0, 0.01)
         for _ in range(9):
-            costs.observe(Shape(1, 16, 0), 0.03)
+            costs.observe(StepShape(1, 16, 0), 0.03)
         costs.end_reading()
-    assert costs.prices(1).cost(16, 0) == pytest.approx(3.0, rel=0.05)
+    assert costs.of_batch(1).cost(16, 0) == pytest.approx(3.0, rel=0.05)
     assert relative(costs, 1) == pytest.approx(TRUE, rel=0.05)
-    assert costs.table()[1][COPY][16] == pytest.approx(3.0, rel=0.05)
-    assert set(costs.table()[1][COPY]) <= set(KNOTS)
+    table = costs.table()
+    assert table[CostKey(HOST, 1, 16)] == pytest.approx(3.0, rel=0.05)
+    assert {key.size for key in table if key.kind == HOST} <= set(KNOTS)
 
 
 def test_a_position_counts_only_where_those_before_it_were_right():
@@ -106,7 +108,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     for accepted in [0] * 300 + [2] * 300:
         pool.observe(4, accepted)
         pool.fade(1)
-    chances = pool.chances(1.0)
+    chances = pool.cumulative_acceptance(1.0)
     rates = [chances[0], *(b / a for a, b in itertools.pairwise(chances))]
     assert min(rates[:2]) > 0.95
     assert rates[2] < 0.05
@@ -114,7 +116,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     assert rates[3:] == pytest.approx([0.95 * rates[2], 0.95**2 * rates[2]])
     for _ in range(5000):
         pool.fade(1)
-    assert pool.chances(1.0)[2] > 0.4 > chances[2]
+    assert pool.cumulative_acceptance(1.0)[2] > 0.4 > chances[2]
 
 
 def test_a_row_is_as_much_better_than_all_as_it_was():
@@ -123,21 +125,21 @@ def test_a_row_is_as_much_better_than_all_as_it_was():
         for row, accepted in zip(rows, (4, number % 2)):
             row.observe(accepted < 4, pool.observe(4, accepted))
         pool.fade(2)
-    good, bad = (pool.chances(row.misses) for row in rows)
+    good, bad = (pool.cumulative_acceptance(row.miss_ratio) for row in rows)
     assert good[3] > 0.9
     assert bad[0] == pytest.approx(0.5, abs=0.1)
     for _ in range(300):
         rows[1].observe(False, pool.observe(0, 0))
-    assert rows[1].misses == pytest.approx(1.0, abs=0.01)
+    assert rows[1].miss_ratio == pytest.approx(1.0, abs=0.01)
 
 
-def test_copies_are_rated_by_the_length_of_the_match_before_them():
+def test_ngram_drafts_are_rated_by_the_length_of_the_match_before_them():
     row, pool = NgramRates(0.97), NgramRates(0.99)
-    first = row.chances(3, 16, pool)
+    first = row.cumulative_acceptance(3, 16, pool)
     assert first == sorted(first, reverse=True)
-    assert row.chances(40, 16, pool)[-1] > first[-1]
+    assert row.cumulative_acceptance(40, 16, pool)[-1] > first[-1]
     for _ in range(50):
-        pool.observe(3, 0, failed=True)  # Short matches are chance,
-        pool.observe(20, 16, failed=False)  # long ones go on.
-    assert row.chances(3, 1, pool)[0] < 0.1
-    assert row.chances(20, 16, pool)[-1] > 0.9
+        pool.observe(3, 0, missed=True)  # Short matches are chance,
+        pool.observe(20, 16, missed=False)  # long ones go on.
+    assert row.cumulative_acceptance(3, 1, pool)[0] < 0.1
+    assert row.cumulative_acceptance(20, 16, pool)[-1] > 0.9

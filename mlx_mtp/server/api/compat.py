@@ -1,17 +1,17 @@
-"""Parameters that clients send for other servers: what is dropped, renamed, refused or noted."""
+"""Parameters of other servers that clients send: dropped, renamed, refused or noted."""
 
 import re
 from typing import Any
 
 ANY = object()  # a neutral value: whatever it is, nothing of the answer changes
-MAX_IGNORED = 16  # names that are reported of one request
+MAX_IGNORED = 16  # names per request that are reported
 MAX_NAME = 64
 _NOT_SHOWN = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
-# Values that change nothing, and the parameters that they are neutral for. A field within an object
-# has the path to it.
+# Values that change nothing, and the parameters for which they are neutral; a field within an
+# object is named by its path.
 _NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
-    # Samplers of other servers, turned off; and what has an effect only where they are on.
+    # Samplers of other servers, turned off, and parameters that have an effect only with them.
     ((0,), "mirostat top_a epsilon_cutoff eta_cutoff xtc_probability dry_multiplier"),
     ((0,), "dynatemp_range smoothing_factor n_probs min_keep"),
     ((1,), "tfs_z typical_p typical length_penalty num_beams best_of"),
@@ -24,7 +24,7 @@ _NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     # The whole context, and no limit (llama.cpp, Ollama, LM Studio).
     ((-1,), "repeat_last_n max_tokens max_completion_tokens max_output_tokens n_predict"),
     ((-1,), "num_predict"),
-    # Features that are not asked for, or that every answer has.
+    # Features that are turned off, or that every answer has.
     (([],), "functions mcp_servers tools documents lora logits_processors transforms plugins"),
     (([],), "messages[].images"),
     (({},), "extra_body"),
@@ -52,7 +52,7 @@ _NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((ANY,), "prompt_cache_retention prompt_cache_options service_tier guided_decoding_backend"),
     ((ANY,), "messages[].cache_control messages[].tool_calls[].cache_control"),
     ((ANY,), "content[].cache_control tools[].cache_control tools[].function.cache_control"),
-    # Labels of the client's own, and parts of earlier answers that no prompt has.
+    # Clients' labels, and parts of earlier answers that no prompt has.
     ((ANY,), "request_id rid id chat_id session_id message_id trace messages[].id"),
     ((ANY,), "messages[].status messages[].model messages[].metadata messages[].timestamp"),
     ((ANY,), "messages[].created messages[].created_at messages[].createdAt"),
@@ -66,7 +66,7 @@ NEUTRAL = {name: values for values, names in _NEUTRAL_VALUES for name in names.s
 _FORM = "the form of the answer can't be enforced by this name here; chats take response_format"
 _MEDIA = "this server takes and gives text only"
 _ELSEWHERE = "it is not a parameter of this route, and would be missing in the prompt"
-# Without these an answer would be wrong, not just different.
+# If these were dropped, an answer would be wrong, not just different.
 REFUSED: dict[str, str] = {
     "functions": "send `tools`",
     "function_call": "send `tool_choice`",
@@ -104,7 +104,7 @@ REFUSED: dict[str, str] = {
     ),
 }
 
-# One parameter's names; on each route the first that it has is meant.
+# Names of one parameter; a route takes them for the first that it has.
 _SAME = (
     ("repetition_penalty", "repeat_penalty"),
     (
@@ -125,7 +125,7 @@ def is_neutral(name: str, value: object) -> bool:
 
 
 def note(ignored: list[str], name: str) -> None:
-    """Add a name that clients chose to those that are reported: bounded, and safe in a header."""
+    """Add a client's name of a parameter to those reported: shortened, and safe in a header."""
     name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1]) or "?"
     name = name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
     if name not in ignored and len(ignored) < MAX_IGNORED:

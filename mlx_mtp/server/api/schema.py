@@ -1,4 +1,4 @@
-"""What the request bodies of all APIs are made of: limits, types, refusals and shared models."""
+"""What all APIs' request bodies are made of: limits, types, refusals and shared models."""
 
 import json
 from abc import abstractmethod
@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from mlx_mtp.bounded_json import JSONBoundError, check_value
 from mlx_mtp.sampling.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from mlx_mtp.sampling.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -30,31 +31,30 @@ from mlx_mtp.sampling.params import (
 )
 from mlx_mtp.server.api.compat import REFUSED, SYNONYMS, is_neutral, note
 from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.text.characters import has_half_character
 
-MAX_MESSAGES = 4096  # of a chat, and parts of a message: far above what fits a context
+MAX_MESSAGES = 4096  # of a chat, and parts of a message: far more than fit a context
 MAX_TOOLS = 1024  # of a chat, and tool calls of a message
 MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
-MAX_LEVELS = 128  # of objects and lists there: whoever writes them recurses
 MAX_FIELDS = 100  # of an object of the API
 MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LABEL_CHARACTERS = 512
 MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
 
-FORM = "\0"  # begins the tag of a union's form, which pydantic puts among the names of fields
+FORM = "\0"  # begins the tag of a union's form, which pydantic puts among field names in errors
 UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
 
 
 def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:
-    """An error for a validator to raise; `unsupported`: for what this server does not offer."""
+    """The error for a validator to raise; `unsupported` for what this server does not offer."""
     kind = UNSUPPORTED if unsupported else "refused"
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Count the items of a list or object before any is validated; `max_length` does so after."""
+    """Count the items of a list or object before any is validated, unlike `max_length`."""
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -64,14 +64,14 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_PLACES: dict[type, tuple[type, str]] = {}  # the model and the field that each model is in
+_PLACES: dict[type, tuple[type, str]] = {}  # of each model, the model and field that have it
 
 
 class WireModel(BaseModel):
-    """Strict: no coercion; an explicit null means that the field is absent.
+    """A strict model: no coercion, and an explicit null means that the field is absent.
 
-    What is no field is dropped where it is neutral. Other names are errors, or, where the
-    validation's context is a list, noted in it.
+    An unknown field is dropped if its value is neutral (`compat`). Otherwise it is an error, or, if
+    the validation's context is a list, dropped and noted in this list.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -81,7 +81,7 @@ class WireModel(BaseModel):
         for name, field in cls.model_fields.items():
             for inner, mark in _models_in(field.annotation):
                 _PLACES.setdefault(inner, (cls, f"{field.alias or name}{mark}."))
-        _place.cache_clear()  # A model may be made, as a default, before the one that it is in.
+        _place.cache_clear()  # A default's model is used before the model that has the field.
 
     @model_validator(mode="before")
     @classmethod
@@ -90,7 +90,7 @@ class WireModel(BaseModel):
             raise refusal("Input should be a valid dictionary")
         if len(data) > MAX_FIELDS:
             raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
-        known, place = _names(cls), _place(cls)
+        known, place = _field_names(cls), _place(cls)
         given: dict[str, Any] = {}
         for key, value in data.items():
             if value is None or (not place and is_neutral(key, value)):
@@ -99,8 +99,8 @@ class WireModel(BaseModel):
                 given[key] = value
                 continue
             name = key if place else _synonym(key, known)
-            said = (data.get(name), given.get(name)) if name != key else ()
-            if any(other not in (None, value) for other in said):
+            others = (data.get(name), given.get(name)) if name != key else ()
+            if any(other not in (None, value) for other in others):
                 raise refusal(f"differs from {name}; give one of them", field=key)
             if name in known or not is_foreign(place + key, value, info.context, key):
                 given[name] = value
@@ -108,7 +108,7 @@ class WireModel(BaseModel):
 
 
 def is_foreign(place: str, value: object, ignored: list[str] | None, field: str) -> bool:
-    """Whether a parameter that is not known may be dropped; a refusal: it must not be."""
+    """Whether an unknown parameter may be dropped; raises a refusal if it must not be."""
     if is_neutral(place, value):
         return True
     if place in REFUSED:
@@ -119,7 +119,7 @@ def is_foreign(place: str, value: object, ignored: list[str] | None, field: str)
 
 
 @cache
-def _names(kind: type[WireModel]) -> frozenset[str]:
+def _field_names(kind: type[WireModel]) -> frozenset[str]:
     """A model's fields as clients write them."""
     names: set[str] = set()
     for name, field in kind.model_fields.items():
@@ -130,7 +130,7 @@ def _names(kind: type[WireModel]) -> frozenset[str]:
 
 @cache
 def _place(kind: type) -> str:
-    """The fields that lead to a model; where several do, the first."""
+    """The path of fields to a model; the first of several."""
     outer, name = _PLACES.get(kind, (None, ""))
     return name if outer is None else _place(outer) + name
 
@@ -147,17 +147,11 @@ def _synonym(name: str, known: Container[str]) -> str:
 
 
 def few_values(value: Any) -> Any:
-    """Bound what a template has to write as JSON, which holds up every thread while it lasts."""
-    left, level, depth = MAX_VALUES, [value], 0
-    while level:
-        if depth > MAX_LEVELS:
-            raise refusal(f"is nested more than {MAX_LEVELS} levels deep")
-        inner = [each for each in level if isinstance(each, dict | list)]
-        left -= sum(map(len, inner))
-        if left < 0:
-            raise refusal(f"has too many values in it; at most {MAX_VALUES} are allowed")
-        level = [v for each in inner for v in (each.values() if isinstance(each, dict) else each)]
-        depth += 1
+    """Bound a value that a template may write as JSON, which holds up every thread meanwhile."""
+    try:
+        check_value(value, max_values=MAX_VALUES)
+    except JSONBoundError as error:
+        raise refusal(str(error)) from None
     return value
 
 
@@ -168,56 +162,65 @@ def _whole_characters(arguments: str) -> str:
 
 
 def is_id(value: object) -> bool:
-    """Whether this may be a token id, of whatever model."""
+    """Whether a value may be a token id of some model."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def joined_text(value: object, kinds: Container[str], info: ValidationInfo) -> object:
-    """The text of a list of text parts, refusals among them; other media are refused by name."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in kinds:
-            message = f"part {number} has type {json.dumps(kind)[:80]}"
-            raise refusal(f"{message}, but this server takes text only", unsupported=True)
-        key = "refusal" if kind == "refusal" else "text"
-        given = {
-            name
-            for name, inner in part.items()
-            if inner is not None
-            and (
-                name in ("type", key)
-                or not is_foreign(f"content[].{name}", inner, info.context, name)
-            )
-        }
-        if given != {"type", key} or not isinstance(part[key], str):
-            form = f'{{"type": "{kind}", "{key}": "..."}}'
-            raise refusal(f"part {number} must have the form {form}")
-        texts.append(part[key])
-    return "".join(texts)
+def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValidator:
+    """Join a list of parts of these types, which are text; other media are refused by name.
+
+    Messages of role assistant may also have the parts `of_assistants`.
+    """
+
+    def joined(value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, list):
+            return value
+        known = (*kinds, *of_assistants) if info.data.get("role") == "assistant" else kinds
+        texts = []
+        for number, part in enumerate(value):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in known:
+                message = f"part {number} has type {json.dumps(kind)[:80]}"
+                raise refusal(f"{message}, but this server takes text only", unsupported=True)
+            key = "refusal" if kind == "refusal" else "text"
+            given = {
+                name
+                for name, inner in part.items()
+                if inner is not None
+                and (
+                    name in ("type", key)
+                    or not is_foreign(f"content[].{name}", inner, info.context, name)
+                )
+            }
+            if given != {"type", key} or not isinstance(part[key], str):
+                form = f'{{"type": "{kind}", "{key}": "..."}}'
+                raise refusal(f"part {number} must have the form {form}")
+            texts.append(part[key])
+        return "".join(texts)
+
+    return BeforeValidator(joined)
 
 
 def known_only(*kinds: str) -> BeforeValidator:
-    """Drop a list's items that are, or have as their `type`, none of these; and note that."""
+    """Drop and note a list's items that are, or whose `type` is, none of `kinds`."""
 
     def known(value: object, info: ValidationInfo) -> object:
         if not isinstance(value, list) or info.context is None:
             return value
-        found = [each.get("type") if isinstance(each, dict) else each for each in value]
-        for kind in found:
+        items = []
+        for item in value:
+            kind = item.get("type") if isinstance(item, dict) else item
             if isinstance(kind, str) and kind not in kinds:
                 note(info.context, f"{info.field_name}[].{kind}")
-        return [
-            each for each, kind in zip(value, found) if not isinstance(kind, str) or kind in kinds
-        ]
+            else:
+                items.append(item)
+        return items
 
     return BeforeValidator(known)
 
 
 def only(neutral: object) -> AfterValidator:
-    """Let the value through that changes nothing; refuse the feature by its name."""
+    """Refuse all values but the one that changes nothing."""
 
     def check(value: Any) -> Any:
         if value != neutral:
@@ -238,10 +241,10 @@ Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
 OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
 ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
-# Exact ranges are the sampler's to check; this keeps longer integers out of messages too.
+# The sampler checks exact ranges; this range keeps longer integers out of errors too.
 Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
-ModelName = Annotated[str, Field(max_length=256)]  # "" is the served model, by whatever name
+ModelName = Annotated[str, Field(max_length=256)]  # "" means the served model
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -279,20 +282,20 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
     return with_fields
 
 
-class GenerateRequest(WireModel):
-    """What all bodies that ask for an answer have."""
+class AnswerRequest(WireModel):
+    """What all requests for an answer have."""
 
     model: ModelName = ""
     stream: bool = False
     cache_salt: CacheSalt | None = None
 
     def sampling(self, **more: Any) -> dict[str, Any]:
-        # What is given of `SamplingParams`; `more` has other names in this API.
+        # The given values of `SamplingParams`; `more` are those with other names in this API.
         same = {name: getattr(self, name, None) for name in SAMPLING}
         return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
     @abstractmethod
-    def options(self) -> RequestOptions: ...
+    def options(self) -> AnswerOptions: ...
 
 
 class TextFields(WireModel):
@@ -305,7 +308,7 @@ class TextFields(WireModel):
 
 
 class OpenAILabels(WireModel):
-    """Labels, which mean nothing to a model: OpenAI's own servers act on none of them either."""
+    """Labels, which change no answer; OpenAI's own servers act on none of them either."""
 
     user: str | None = None
     metadata: Labels | None = None
@@ -324,8 +327,10 @@ class Function(WireModel):
         return conversation.Tool(self.name, self.description, self.parameters, self.strict)
 
 
-def one_of(message: str, *, word: str | None = None, role: str | None = None) -> Discriminator:
-    """Finds the form of an object by its `type`, or by having a `role`; `word`: of other values."""
+def form_by_type(
+    message: str, *, word: str | None = None, role: str | None = None
+) -> Discriminator:
+    """Tell a union's form by `type`; `role` is the form of objects with a role, `word` of words."""
 
     def form(value: object) -> str | None:
         if isinstance(value, dict):
@@ -337,20 +342,20 @@ def one_of(message: str, *, word: str | None = None, role: str | None = None) ->
     return Discriminator(form, custom_error_type=UNSUPPORTED, custom_error_message=message)
 
 
-Named = TypeVar("Named", bound=WireModel)
-Allowed = TypeVar("Allowed", bound=WireModel)
+NamedToolT = TypeVar("NamedToolT", bound=WireModel)
+AllowedToolsT = TypeVar("AllowedToolsT", bound=WireModel)
 _CHOICES = 'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"'
-# Of OpenAI's two APIs, which differ in how deep the tools' names are in the objects.
-ToolChoice = Annotated[
+# For OpenAI's two APIs, which differ in how deep tools' names are nested.
+OpenAIToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
-    | Annotated[Named, Tag(FORM + "function")]
-    | Annotated[Allowed, Tag(FORM + "allowed_tools")],
-    one_of(_CHOICES, word="word"),
+    | Annotated[NamedToolT, Tag(FORM + "function")]
+    | Annotated[AllowedToolsT, Tag(FORM + "allowed_tools")],
+    form_by_type(_CHOICES, word="word"),
 ]
 
 
 def tool_choice(choice: Any) -> conversation.ToolChoice:
-    """A `ToolChoice` as the server knows it."""
+    """The choice as the server knows it, whichever API it came through."""
     if isinstance(choice, str):
         return conversation.ToolChoice(choice)  # type: ignore[arg-type]
     if choice.type == "function":

@@ -1,4 +1,4 @@
-"""Answers that are kept in memory (`store`), chat completions and responses, and their routes."""
+"""Chat completions and responses that are stored in memory (`store`), and their routes."""
 
 import asyncio
 import json
@@ -19,23 +19,21 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.api.schema import Labels, WireModel
-from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.context import context_of, read_request
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly
-from mlx_mtp.server.http.access import key_of
-from mlx_mtp.server.http.admission import client_of
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.server.http.sse import Keep
+from mlx_mtp.server.http.record import client_of, record_of
+from mlx_mtp.server.http.sse import StoreAnswer
 from mlx_mtp.text.characters import cut
 
-# Of JSON that are kept for all keys together, in equal parts.
-MAX_STORED_BYTES = 64 << 20
+MAX_STORED_BYTES = 64 << 20  # of JSON, for all API keys together, in equal parts
 _LABEL = re.compile(r"metadata\[(.*)\]")
 Inputs = tuple[tuple[str, bytes], ...]  # messages or items, each with its id
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """An answer and what it was asked for with, as the JSON that clients get."""
+class StoredAnswer:
+    """An answer and the inputs that led to it, as the JSON that clients get."""
 
     id: str
     model: str
@@ -47,15 +45,17 @@ class Stored:
     def size(self) -> int:
         return len(self.answer) + size_of(self.inputs)
 
-    def relabelled(self, metadata: Mapping[str, str]) -> "Stored":
+    def relabelled(self, metadata: Mapping[str, str]) -> "StoredAnswer":
         body = self.answer.removesuffix(_ending(self.metadata))
         return replace(self, metadata=metadata, answer=body + _ending(metadata))
 
 
-def _stored(answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs) -> Stored:
+def _make_stored(
+    answer: dict[str, Any], metadata: Mapping[str, str], inputs: Inputs
+) -> StoredAnswer:
     fields = {name: value for name, value in answer.items() if name != "metadata"}
     packed = packed_slowly(fields)[:-1].encode() + _ending(metadata)
-    return Stored(answer["id"], answer["model"], metadata, packed, inputs)
+    return StoredAnswer(answer["id"], answer["model"], metadata, packed, inputs)
 
 
 def _ending(metadata: Mapping[str, str]) -> bytes:
@@ -63,7 +63,7 @@ def _ending(metadata: Mapping[str, str]) -> bytes:
     return b"," + packed_json({"metadata": dict(metadata)})[1:].encode()
 
 
-def _packed(items: Iterable[dict[str, Any]]) -> Inputs:
+def _pack_items(items: Iterable[dict[str, Any]]) -> Inputs:
     return tuple((item["id"], packed_json(item).encode()) for item in items)
 
 
@@ -77,12 +77,12 @@ class Store:
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         self.max_bytes, self._max_count, self._size = max_bytes, max_count, 0
-        self._answers: dict[str, Stored] = {}
+        self._answers: dict[str, StoredAnswer] = {}
         self.all = self._answers.values
         self.find = self._answers.get
 
-    def keep(self, answer: Stored) -> bool:
-        """Keep an answer, or its new labels; False: it alone is too large, and nothing changes."""
+    def keep(self, answer: StoredAnswer) -> bool:
+        """Store an answer, or its new metadata; False if it alone is too large: nothing changes."""
         if answer.size > self.max_bytes:
             return False
         before = self.find(answer.id)
@@ -102,13 +102,13 @@ def _store(request: Request) -> Store:
     most = min(MAX_STORED_BYTES, config.max_held_bytes // 8)
     share = most // max(1, len(config.api_keys))
     empty = Store(config.max_stored_completions, share)
-    found: Store = context.stored.setdefault(key_of(request.scope), empty)
-    return found
+    store: Store = context.stored.setdefault(record_of(request.scope).key, empty)
+    return store
 
 
-async def _in_turn(request: Request, page: Callable[[], Response]) -> Response:
-    # A page may be as large as all that is stored.
-    return await context_of(request).limiter.packing.run(client_of(request.scope, None), page)
+async def _respond_in_turn(request: Request, page: Callable[[], Response]) -> Response:
+    # A page may be as large as the whole store.
+    return await context_of(request).limiter.packing.run(client_of(request.scope), page)
 
 
 async def keeper(
@@ -117,10 +117,10 @@ async def keeper(
     metadata: Mapping[str, str] | None,
     inputs: Callable[[], Iterable[dict[str, Any]]],
     earlier: Inputs = (),
-) -> Keep | None:
-    """Return what stores the answer and its inputs, or None if it will not be stored.
+) -> StoreAnswer | None:
+    """Return a function that stores the answer with its inputs, or None if it isn't to be stored.
 
-    `store` None stores it if that is possible. Raises RequestError if it must be, and can't.
+    If `store` is None, the answer is stored if possible; if True and it can't be, RequestError.
     """
     if store is False:
         return None
@@ -129,7 +129,7 @@ async def keeper(
             return None
         message = "store: this server keeps no answers (--max-stored-completions 0)."
         raise UnsupportedParameterError(message, param="store")
-    packed = earlier + await asyncio.to_thread(lambda: _packed(inputs()))
+    packed = earlier + await asyncio.to_thread(lambda: _pack_items(inputs()))
     size, most = size_of(packed), _store(request).max_bytes
     if size > most:
         if store is None:
@@ -141,38 +141,42 @@ async def keeper(
         )
 
     async def keep(answer: dict[str, Any]) -> None:
-        _store(request).keep(await asyncio.to_thread(_stored, answer, metadata or {}, packed))
+        _store(request).keep(await asyncio.to_thread(_make_stored, answer, metadata or {}, packed))
 
     return keep
 
 
 async def continued(request: Request, name: str) -> Inputs:
-    """What led to a stored response, and its output; raises PreviousResponseError."""
-    found = RESPONSES.find(request, name)
-    if found is None:
+    """What led to a stored response, and its output; raises PreviousResponseError.
+
+    It counts as a part of the request's body.
+    """
+    stored = RESPONSES.find(request, name)
+    if stored is None:
         raise PreviousResponseError(RESPONSES.missing(name), param="previous_response_id")
-    answer = found.answer
-    output = await asyncio.to_thread(lambda: _packed(json.loads(answer)["output"]))
-    return found.inputs + output
+    answer = stored.answer
+    output = await asyncio.to_thread(lambda: _pack_items(json.loads(answer)["output"]))
+    record_of(request.scope).body_bytes += size_of(stored.inputs + output)
+    return stored.inputs + output
 
 
-class _Labels(WireModel):
+class _LabelsBody(WireModel):
     metadata: Labels = Field({})
 
 
 class _PageQuery(WireModel):
-    after: str | None = None  # The id of the last item of the page before this one.
+    after: str | None = None  # the id of the last item of the page before this one
     limit: Annotated[int, Field(strict=False, ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "asc"
 
 
 class _ItemsQuery(_PageQuery):
     order: Literal["asc", "desc"] = "desc"
-    # The items have all that they were sent with.
+    # Without effect: items always have all their fields.
     include: str | None = Field(None, validation_alias=AliasChoices("include", "include[]"))
 
 
-class _ChatsQuery(_PageQuery, _Labels):
+class _ChatsQuery(_PageQuery, _LabelsBody):
     model: str | None = None
 
 
@@ -180,16 +184,16 @@ Query = TypeVar("Query", bound=_PageQuery)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of answers, and the routes that are the same for all kinds."""
+class StoredKind:
+    """A kind of stored answers, with the routes that all kinds have."""
 
-    prefix: str  # of its ids
-    noun: str
-    unasked: str  # how one is made that isn't stored
-    deleted: str  # what the answer to DELETE calls itself
-    query: type[_PageQuery]  # of the list of its inputs
+    prefix: str  # of the ids
+    noun: str  # in errors
+    unasked: str  # how an answer is made that isn't stored, in errors
+    deleted: str  # the `object` of the answer to DELETE
+    query: type[_PageQuery]  # for the list of inputs
 
-    def find(self, request: Request, name: str) -> Stored | None:
+    def find(self, request: Request, name: str) -> StoredAnswer | None:
         return _store(request).find(name) if name.startswith(self.prefix) else None
 
     def missing(self, name: str) -> str:
@@ -198,12 +202,12 @@ class Kind:
         )
         return f"There is no stored {self.noun} {cut(name)!r}: {made}."
 
-    def named(self, request: Request) -> Stored:
+    def named(self, request: Request) -> StoredAnswer:
         name = request.path_params["name"]
-        found = self.find(request, name)
-        if found is None:
+        answer = self.find(request, name)
+        if answer is None:
             raise NotFoundError(self.missing(name))
-        return found
+        return answer
 
     async def get(self, request: Request) -> Response:
         """GET {id}."""
@@ -219,16 +223,16 @@ class Kind:
         return JSONResponse({"object": self.deleted, "id": name, "deleted": True})
 
     async def inputs(self, request: Request) -> Response:
-        """GET {id}/messages or input_items: what was asked."""
+        """GET {id}/messages or {id}/input_items."""
         query = _query(request, self.query)
-        return await _in_turn(request, partial(_page, self.named(request).inputs, query))
+        return await _respond_in_turn(request, partial(_page, self.named(request).inputs, query))
 
 
-CHATS = Kind(
+CHATS = StoredKind(
     *("chatcmpl-", "chat completion", "without `store: true`", "chat.completion.deleted"),
     _PageQuery,
 )
-RESPONSES = Kind("resp_", "response", "with `store: false`", "response", _ItemsQuery)
+RESPONSES = StoredKind("resp_", "response", "with `store: false`", "response", _ItemsQuery)
 
 
 async def list_chats(request: Request) -> Response:
@@ -246,13 +250,13 @@ async def list_chats(request: Request) -> Response:
         ]
         return _page(chats, query)
 
-    return await _in_turn(request, page)
+    return await _respond_in_turn(request, page)
 
 
 async def label_chat(request: Request) -> Response:
-    """POST /v1/chat/completions/{id}: only the metadata changes."""
-    _, body = await read(request, _Labels)
-    # Nothing is awaited between the two: the chat may be deleted meanwhile.
+    """POST /v1/chat/completions/{id}, which changes the metadata."""
+    _, body = await read_request(request, _LabelsBody)
+    # Nothing is awaited between finding and storing the chat: it could be deleted meanwhile.
     chat = CHATS.named(request).relabelled(body.metadata)
     if not _store(request).keep(chat):
         message = f"metadata: with it the answer is {chat.size} bytes, too large to be kept."
@@ -285,7 +289,7 @@ def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
         raise InvalidRequestError(message, param="after")
     first = 0 if query.after is None else ids.index(query.after) + 1
     last = first + query.limit
-    # The ids are strings even where the page is empty.
+    # The ids of an empty page are strings too.
     shown = ids[first:last] or [""]
     ends = {"first_id": shown[0], "last_id": shown[-1], "has_more": len(listed) > last}
     items = [piece for _, packed in listed[first:last] for piece in (b",", packed)][1:]

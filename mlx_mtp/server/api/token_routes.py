@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the model's own tokenizer."""
+"""POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.server.api.openai.protocol import Message, TemplateFields, Tool
+from mlx_mtp.server.api.openai.protocol import OpenAIMessage, OpenAITool, TemplateFields
 from mlx_mtp.server.api.schema import (
     MAX_PROMPT_IDS,
     Many,
@@ -22,23 +22,23 @@ from mlx_mtp.server.api.schema import (
     is_id,
     refusal,
 )
-from mlx_mtp.server.context import context_of, read
+from mlx_mtp.server.context import context_of, read_request
 from mlx_mtp.server.generation.conversation import Conversation
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly
-from mlx_mtp.server.http.admission import client_of
+from mlx_mtp.server.http.record import client_of
 from mlx_mtp.server.http.sse import until_disconnect
 
-_TOKEN_CHARACTERS = 8  # About as many are written for each token.
+_TOKEN_CHARACTERS = 8  # that an answer has per token, about
 
 
 class TokenizeRequest(TemplateFields):
-    """POST /tokenize: a text, or a chat as its template writes it."""
+    """The body of /tokenize: a text, or a chat as its template writes it."""
 
     model: ModelName = ""
     prompt: str | None = None
     content: str | None = None
-    messages: Many[Message] = Field([])
-    tools: ManyTools[Tool] = Field([])
+    messages: Many[OpenAIMessage] = Field([])
+    tools: ManyTools[OpenAITool] = Field([])
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -64,7 +64,7 @@ class TokenizeRequest(TemplateFields):
 
 
 def _ids_only(tokens: list[Any]) -> list[int]:
-    # Not by pydantic, which lets no other thread run while it looks at a million of them.
+    # pydantic would let no other thread run while it checks a million tokens.
     for number, token in enumerate(tokens):
         if not is_id(token):
             raise refusal(f"entry {number} is not a token id")
@@ -72,43 +72,49 @@ def _ids_only(tokens: list[Any]) -> list[int]:
 
 
 class DetokenizeRequest(WireModel):
-    """POST /detokenize."""
+    """The body of /detokenize."""
 
     model: ModelName = ""
     tokens: Annotated[list[Any], at_most(MAX_PROMPT_IDS), AfterValidator(_ids_only)]
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize, in vLLM's form, which llama.cpp's is a part of."""
-    context, body = await read(request, TokenizeRequest)
+    """POST /tokenize, answered in vLLM's form, of which llama.cpp's is a part."""
+    context, body = await read_request(request, TokenizeRequest)
     tokenizer = context.tokenizer
     text = body.content if body.prompt is None else body.prompt
-    client = client_of(request.scope, None)
+    client = client_of(request.scope)
     async with context.in_time(request.scope):
         if text is None:
-            prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
+            prompt = await context.prompter.prompt(
+                body.conversation(), MAX_PROMPT_IDS, request.scope, client
+            )
             ids = prompt.token_ids
         else:
-            param = "content" if body.prompt is None else "prompt"
-            options: dict[str, Any] = {"add_special_tokens": body.add_special_tokens}
-            work = partial(context.prompter.encode, text, param, limit=MAX_PROMPT_IDS, **options)
-            ids = await context.prompter.in_turn(len(text), client, work)
+            work = partial(
+                context.prompter.text.encode,
+                text,
+                param="content" if body.prompt is None else "prompt",
+                limit=MAX_PROMPT_IDS,
+                add_special_tokens=body.add_special_tokens,
+            )
+            ids = await context.prompter.in_turn(request.scope, client, work)
 
     def content() -> str:
-        found = {
+        fields = {
             "count": len(ids),
             "max_model_len": context.engine.info.max_model_len,
             "tokens": ids,
             "token_strs": list(map(tokenizer.token_text, ids)) if body.return_token_strs else None,
         }
-        return packed_slowly(found)
+        return packed_slowly(fields)
 
-    return await _written(request, len(ids), content)
+    return await _respond(request, len(ids), content)
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize; the text goes by vLLM's name and by llama.cpp's."""
-    context, body = await read(request, DetokenizeRequest)
+    """POST /detokenize, answered with the text by vLLM's name and by llama.cpp's."""
+    context, body = await read_request(request, DetokenizeRequest)
     most = context.config.max_body_bytes
 
     def content() -> str:
@@ -121,11 +127,11 @@ async def detokenize(request: Request) -> Response:
         text = packed_json(raw.decode(errors="replace"))
         return f'{{"prompt":{text},"content":{text}}}'
 
-    return await _written(request, len(body.tokens), content)
+    return await _respond(request, len(body.tokens), content)
 
 
-async def _written(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
-    """The answer's JSON, in its client's turn and if it has not left by then."""
-    size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope, None)
+async def _respond(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
+    """Answer with the JSON that `content` makes, in the client's turn and while it stays."""
+    size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope)
     work = context_of(request).limiter.packing.run_by_size(size, client, content)
     return Response(await until_disconnect(request.receive, work), media_type="application/json")

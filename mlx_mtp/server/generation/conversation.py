@@ -1,4 +1,4 @@
-"""A chat as the server knows it, whichever API it came through."""
+"""A chat in the server's own form, whichever API it came through."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import GrammarSpec
 
 Role = Literal["system", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
-"""Most tokens to think at an effort; at the higher ones the model thinks as long as it likes."""
-_BUDGET = "thinking_budget"
-_BUDGET_FIELD = f"chat_template_kwargs.{_BUDGET}"
-_MAX_BUDGET = 1 << 31
+"""Most tokens to think at an effort; at higher ones the model thinks as long as it likes."""
 _BETWEEN = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One tool call of an earlier answer; its arguments are JSON text, if the model wrote any."""
+    """A tool call of an earlier answer; its arguments are JSON text, or what the model wrote."""
 
     name: str
     arguments: str
     id: str | None = None
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
-        """The call; an object's text becomes the object, other text its field if `as_object`."""
+        """The call, with an object for its text; other text is a field of one if `as_object`."""
         arguments = object_or_text(self.arguments)
         if as_object and isinstance(arguments, str):
             arguments = {"arguments": arguments}
@@ -40,7 +36,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; a message of role tool answers the call `tool_call_id`."""
+    """A message; one of role tool answers the call `tool_call_id`."""
 
     role: Role
     content: str = ""
@@ -51,13 +47,14 @@ class Message:
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
         calls = [call.for_template(as_object=as_object) for call in self.tool_calls]
-        more = _given(
-            name=self.name,
-            reasoning_content=self.reasoning,
-            tool_call_id=self.tool_call_id,
-            tool_calls=calls or None,
-        )
-        return {"role": self.role, "content": self.content, **more}
+        more = {
+            "name": self.name,
+            "reasoning_content": self.reasoning,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+        }
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"role": self.role, "content": self.content, **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +67,13 @@ class Tool:
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as the client described it, in the usual order of fields."""
-        more = _given(description=self.description, parameters=self.parameters)
-        return {"type": "function", "function": {"name": self.name, **more}}
+        """The tool as the client described it, with its fields in the usual order."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,74 +81,50 @@ class ToolChoice:
     """Whether the model may, must or can't call tools."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    names: frozenset[str] | None = None  # the only ones; None: all
-    field: str = "tool_choice"  # of the request that says so
+    names: frozenset[str] | None = None  # of the tools that it may call; None: all
+    field: str = "tool_choice"  # the name in the request, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the model is asked."""
+    """What the model is asked, and how it may answer."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
-    parallel_tool_calls: bool = True  # one answer may have several
+    parallel_tool_calls: bool = True  # one answer may have several calls
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the client's own
-    thinking: bool | None = None  # None: as the template does by itself
+    thinking: bool | None = None  # None: as the template has it
     thinking_budget: int | None = None  # most tokens to think; then the think block is closed
     response: GrammarSpec | None = None  # the form of an answer that is no tool call
-    response_field: str = "response_format"  # of the request that says so
+    response_field: str = "response_format"  # the name in the request, for errors
     effort: str | None = None  # how much to think, for templates that know OpenAI's word
     continue_final: bool = False  # the last message is the beginning of the answer
     generation_prompt: bool = True  # the prompt ends with the beginning of an answer
     template: str | None = None  # the client's own
 
     @property
-    def size(self) -> int:
-        """Characters of all texts that a template may write."""
-        texts: list[Any] = [self.template, self.template_kwargs]
-        for message in self.messages:
-            texts += message.content, message.reasoning
-            texts += (call.arguments for call in message.tool_calls)
-        for tool in self.tools:
-            texts += tool.name, tool.description, tool.parameters
-        return sum(map(_size, texts))
-
-    @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the prompt describes; only their calls are read."""
+        """The tools that the prompt describes; calls of others are text."""
         if self.tool_choice.mode == "none":
             return []
         names = self.tool_choice.names
         return [tool for tool in self.tools if names is None or tool.name in names]
 
     def with_effort(self, effort: Effort | None) -> Conversation:
-        """The same, with as much thinking as OpenAI's `reasoning_effort` asks for."""
+        """The same chat with as much thinking as OpenAI's `reasoning_effort` asks for."""
         if effort is None:
             return self
         budget = BUDGETS.get(effort) if self.thinking_budget is None else self.thinking_budget
         return replace(self, thinking=effort != "none", thinking_budget=budget, effort=effort)
 
 
-def split_template_kwargs(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """The kwargs that are the template's, and the thinking budget, which is the server's."""
-    rest = dict(kwargs)
-    budget = rest.pop(_BUDGET, None)
-    if budget is None:
-        return rest, None
-    if isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget < _MAX_BUDGET:
-        raise InvalidRequestError(
-            f"{_BUDGET_FIELD} must be a number of tokens, 0 or more.", param=_BUDGET_FIELD
-        )
-    return rest, budget
-
-
 def folded(messages: Iterable[Message]) -> list[Message]:
-    """The same chat with at most one message of role system, the first: Qwen's templates take no
-    other, but agents send them.
+    """The same chat with at most one message of role system, the first.
 
-    Others become part of the user's message before them, or one of their own: a first message that
-    changed with each turn would spoil the prefix cache.
+    Agents send more of them, and Qwen's templates take no other. A later one becomes a part of the
+    user's message before it, or a user's message: if the first message changed with each turn, no
+    prefix could be reused.
     """
     chat: list[Message] = []
     for message in messages:
@@ -161,21 +138,8 @@ def folded(messages: Iterable[Message]) -> list[Message]:
     return chat
 
 
-def _size(value: Any) -> int:
-    """Characters of a JSON value's strings, and one for each other value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(name) + _size(inner) for name, inner in value.items())
-    return sum(map(_size, value)) if isinstance(value, list | tuple) else 1
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def object_or_text(text: str) -> Any:
-    """A JSON object's value; no text at all is an object without fields; other text stays."""
+    """The value of an object's JSON text, {} for blank text; other text as it is."""
     if not text.strip():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""From the engine's outputs to the deltas, counts and times of one HTTP request's answers."""
+"""From the engine's outputs to the deltas and counts of one HTTP request's answers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlx_mtp.engine.request import Progress, Request, RequestOutput
+from mlx_mtp.engine.request import PrefillProgress, Request, RequestOutput
 from mlx_mtp.errors import EngineStoppedError, MlxMtpError, RequestTimeoutError
-from mlx_mtp.server.metrics import Metrics
+from mlx_mtp.server.metrics import Metrics, SequenceTimes
 from mlx_mtp.text.stream import Delta, OutputStream
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
-    """The error of a request that took too long."""
+    """The error of a request that took longer than `seconds`."""
     return RequestTimeoutError(
         f"The request has waited and run for more than the {seconds:g} seconds that this server "
         f"allows (--request-timeout); {num_tokens} tokens had been generated."
@@ -32,9 +30,9 @@ def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
 
 
 class Dispatcher:
-    """Starts and stops the engine, and passes its outputs to generations, one call a step.
+    """Starts and stops the engine, and passes each step's outputs to generations.
 
-    Only the event loop calls it, apart from `_deliver`.
+    Only the event loop calls it, but for `_deliver`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -47,7 +45,7 @@ class Dispatcher:
         self._engine.start(self._deliver)
 
     async def stop(self, timeout: float | None = None) -> None:
-        # Joining the engine's thread takes up to a step, and its last outputs need this loop.
+        # Joining the engine's thread takes up to a step, and this loop must take its last outputs.
         await asyncio.to_thread(self._engine.stop, timeout)
         self.end_all()
 
@@ -76,7 +74,7 @@ class Dispatcher:
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None
-        # On the engine's thread. The loop may have been closed by force.
+        # Runs on the engine's thread. The loop may have been closed by force.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
 
@@ -87,22 +85,13 @@ class Dispatcher:
                 continue
             try:
                 generation.put(at, output)
-            except Exception as error:  # The other requests' outputs must still arrive.
+            except Exception as error:  # Other requests must still get their outputs.
                 logger.exception("an output could not be passed on")
                 generation.fail(error)
 
 
-@dataclass(slots=True)
-class _Times:
-    """Of one sequence, by `perf_counter`."""
-
-    admitted: float
-    first: float  # token
-    last: float  # token
-
-
 class Generation:
-    """The choices of one HTTP request; entering it submits them, leaving it cancels the rest."""
+    """The choices of one HTTP request. Entering submits them, leaving cancels those that run."""
 
     def __init__(
         self,
@@ -112,7 +101,7 @@ class Generation:
         streams: Sequence[OutputStream],
         num_choices: int = 1,  # of each prompt
         timeout: float = 0.0,  # in seconds; 0: none
-        arrived: float | None = None,  # by `perf_counter`; by default it arrives now
+        arrived: float | None = None,  # when the request arrived, by `perf_counter`; None: now
     ) -> None:
         self.streams = streams
         self.prompts = [request.prompt_token_ids for request in requests[::num_choices]]
@@ -125,13 +114,14 @@ class Generation:
         self.error: Exception | None = None  # that ended it
         self._wakeup = asyncio.Event()
         self._arrived_at = time.perf_counter() if arrived is None else arrived
-        self._began = self._last = 0.0
-        self._times: dict[str, _Times] = {}
-        self._first: float | None = None
-        self._first_tokens = 0
+        # By `perf_counter`: when it was submitted, and when its first and its last tokens came.
+        self.began = self.last = 0.0
+        self.first: float | None = None
+        self.first_tokens = 0  # how many came first
+        self._times: dict[str, SequenceTimes] = {}  # of those that have tokens
 
     def __enter__(self) -> Generation:
-        self._began = self._last = time.perf_counter()
+        self.began = self.last = time.perf_counter()
         self._dispatcher.submit(self.requests, self)
         return self
 
@@ -142,27 +132,21 @@ class Generation:
             self._metrics.count("request_success", stream.finish_reason or unfinished)
             times = self._times.get(request.request_id)
             if stream.finish_reason is not None and times is not None:
-                for name, value in (
-                    ("e2e_request_latency_seconds", times.last - self._began),
-                    ("request_queue_time_seconds", times.admitted - self._began),
-                    ("request_prefill_time_seconds", times.first - times.admitted),
-                    ("request_decode_time_seconds", times.last - times.first),
-                    ("request_prompt_tokens", len(request.prompt_token_ids)),
-                    ("request_generation_tokens", stream.num_tokens),
-                ):
-                    self._metrics.observe(name, value)
+                num_prompt = len(request.prompt_token_ids)
+                self._metrics.observe_sequence(times, num_prompt, stream.num_tokens)
 
     @property
     def key(self) -> str:
-        return self.requests[0].client[0].partition("@")[0]
+        """The start of the digest of the API key that it was asked with."""
+        return self.requests[0].options.client[0].partition("@")[0]
 
     def row(self, request_id: str, now: float) -> dict[str, Any]:
-        """One of its choices, in numbers alone."""
+        """One of the choices for /live, in numbers alone."""
         stream, times = self._by_id[request_id], self._times.get(request_id)
         seconds = 0.0 if times is None else times.last - times.first
         return {
             "id": request_id,
-            "age": now - self._began,
+            "age": now - self.began,
             "prompt_tokens": len(self.requests[stream.index].prompt_token_ids),
             "cached_tokens": stream.num_reused_tokens,
             "tokens": stream.num_tokens,
@@ -198,27 +182,27 @@ class Generation:
         return arrived
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
-        """What is new, as it comes, until all is finished; nothing after `patience` seconds."""
+        """Yield what is new until all choices are finished, [] after each `patience` seconds."""
         while not self.is_finished:
             arrived = await self._receive(min(patience, self._seconds_left()))
             if not arrived:
-                self._seconds_left()  # Raise on timeout instead of reporting a silence.
+                self._seconds_left()  # raises on timeout
                 yield []
-            found: list[Delta] = []
+            deltas: list[Delta] = []
             for at, output in arrived:
                 if output.progress is not None:
-                    found.append(self._progress(at, output, output.progress))
+                    deltas.append(self._progress(at, output, output.progress))
                     if not output.token_ids:
                         continue
                 try:
                     delta = await self._push(at, output)
                 except MlxMtpError as error:
-                    self.error = error  # Raised as soon as what came before it has been sent.
+                    self.error = error  # Raised once the deltas before it have been sent.
                     break
                 if delta.events or delta.finish_reason is not None:
-                    found.append(delta)
-            if found:
-                yield found
+                    deltas.append(delta)
+            if deltas:
+                yield deltas
 
     def _seconds_left(self) -> float:
         if not self._timeout:
@@ -233,10 +217,10 @@ class Generation:
     async def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
-            return Delta(stream.index)  # Arrived with the step that completed a stop.
-        self._last = at
+            return Delta(stream.index)  # a step that was running when a stop string ended
+        self.last = at
         before = stream.num_tokens
-        if output.prompt_logprobs:  # There may be many; all but the text stays on the event loop.
+        if output.prompt_logprobs:  # There may be many. All else stays on the event loop.
             delta = await asyncio.to_thread(stream.push, output)
         else:
             delta = stream.push(output)
@@ -246,31 +230,32 @@ class Generation:
             self._dispatcher.cancel([output.request_id])
         return delta
 
-    def _progress(self, at: float, output: RequestOutput, made: Progress) -> Delta:
+    def _progress(self, at: float, output: RequestOutput, made: PrefillProgress) -> Delta:
         """In llama.cpp's form, where the last token of a prompt comes with the answer's first."""
         before = made.total - 1
-        told = {
+        progress = {
             "total": made.total,
             "cache": min(made.reused, before),
             "processed": made.total if output.token_ids else min(made.done, before),
             "time_ms": max(round(1e3 * (at - made.began)), 0),
         }
-        return Delta(self._by_id[output.request_id].index, progress=told)
+        return Delta(self._by_id[output.request_id].index, progress=progress)
 
     def _note_times(self, at: float, output: RequestOutput, count: int) -> None:
         times = self._times.get(output.request_id)
         if times is None:
-            self._metrics.observe("time_to_first_token_seconds", at - self._began)
-            admitted = max(output.admitted_at, self._began)
-            times = self._times[output.request_id] = _Times(admitted, at, at)
+            self._metrics.observe("time_to_first_token_seconds", at - self.began)
+            admitted = max(output.admitted_at, self.began)
+            times = SequenceTimes(self.began, admitted, at, at)
+            self._times[output.request_id] = times
         else:
             between = (at - times.last) / count
             for _ in range(count):
                 self._metrics.observe("inter_token_latency_seconds", between)
         times.last = at
-        self._first = at if self._first is None else self._first
-        if at == self._first:
-            self._first_tokens += count
+        self.first = at if self.first is None else self.first
+        if at == self.first:
+            self.first_tokens += count
 
     @property
     def is_finished(self) -> bool:
@@ -289,42 +274,6 @@ class Generation:
         total, n = 0, self._num_choices
         for first in range(0, len(self.streams), n):
             reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
-            # Never a prompt's last one: clients take a prompt of no tokens for a fault.
+            # At least one token was computed: clients take a prompt of none for a fault.
             total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total
-
-    def _draft_sources(self) -> dict[str, dict[str, list[int]]]:
-        """Drafts and accepted ones by source, and by position in the window."""
-        drafts = sum((stream.drafts for stream in self.streams), Counter[tuple[str, int]]())
-        accepted = sum((stream.accepted for stream in self.streams), Counter[tuple[str, int]]())
-        told: dict[str, dict[str, list[int]]] = {}
-        for place in sorted(drafts):
-            lists = told.setdefault(place[0], {"draft_n": [], "draft_n_accepted": []})
-            lists["draft_n"].append(drafts[place])
-            lists["draft_n_accepted"].append(accepted[place])
-        return told
-
-    def timings(self) -> dict[str, Any]:
-        """The times, in llama.cpp's form; up to the first step's end they are the prompt's."""
-        first = self._last if self._first is None else self._first
-        prompt, predicted = first - self._began, self._last - first
-        cached = self.cached_tokens
-        computed = self.prompt_tokens - cached
-
-        def rate(count: int, seconds: float) -> float:
-            return count / seconds if seconds > 0 else 0.0
-
-        optimistic = {"draft_n_optimistic": sum(s.num_optimistic for s in self.streams)}
-        return {
-            "cache_n": cached,
-            "prompt_n": computed,
-            "prompt_ms": prompt * 1e3,
-            "prompt_per_second": rate(computed, prompt),
-            "predicted_n": self.completion_tokens,
-            "predicted_ms": predicted * 1e3,
-            "predicted_per_second": rate(self.completion_tokens - self._first_tokens, predicted),
-            "draft_n": sum(stream.drafts.total() for stream in self.streams),
-            "draft_n_accepted": sum(stream.accepted.total() for stream in self.streams),
-            **(optimistic if self.requests[0].sampling.optimistic else {}),
-            "draft_sources": self._draft_sources(),
-        }

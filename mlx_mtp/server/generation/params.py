@@ -1,29 +1,32 @@
-"""From a request body, the model's defaults and the room in the context to engine requests."""
+"""From a body's options, the model's defaults and the room in the context to engine requests."""
 
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlx_mtp.engine.request import Request, check_num_draft_tokens
+from mlx_mtp.engine.request import Request, RequestOptions, check_num_draft_tokens
+from mlx_mtp.engine.stats import EngineInfo
 from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, Range, SamplingParams
 
-MAX_SEQUENCES = 128  # most prompts times choices in one request
-MAX_PROMPT_LOGPROBS = 1 << 16  # of one request: those of the prompts' tokens, alternatives included
-_SEED_BITS = 53  # of seeds that we choose: exact in clients whose numbers are doubles
+MAX_SEQUENCES = 128  # prompts times choices of one request
+MAX_PROMPT_LOGPROBS = 1 << 16  # of one request, alternatives included
+_ALL = -1  # vLLM's top_k that keeps all tokens, which is 0 here and in transformers
+_SEED_BITS = 53  # of seeds that the server draws: exact in clients whose numbers are doubles
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """How an answer is made, whichever API it was asked through."""
+class AnswerOptions:
+    """What a body asks of its answers, whichever API it came through."""
 
     # The values of `SamplingParams` that the client gave; the tokens of `logit_bias` are texts.
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    engine: RequestOptions = field(default_factory=RequestOptions)  # `admit` adds client and salt
     max_tokens_field: str = "max_tokens"  # the API's name for the most tokens of an answer
-    cut_to_context: bool = False  # where there is no room for `max_tokens`, fewer will do
+    cut_to_context: bool = False  # where `max_tokens` don't fit the context, fewer will do
     num_prompts: int = 1
     n: int = 1  # choices for each prompt
     echo: bool = False  # each choice begins with its prompt
@@ -31,50 +34,36 @@ class RequestOptions:
     include_stop: bool = False  # the text ends with the stop string or stop token, if it has text
     skip_special_tokens: bool = True  # leave them out of the text
     bad_words: Sequence[str] = ()
-    num_draft_tokens: int | None = None
-    trace: bool = False  # the stream has the drafts of each step
-    progress: bool = False  # and says how much of the prompt is computed
     user: str | None = None  # the client's name for its end user
-    cache_salt: str | None = None
-
-    def check(self, max_choices: int, *, mtp_enabled: bool, drafts: bool) -> None:
-        if not 1 <= self.n <= max_choices:
-            raise InvalidRequestError(f"n is {self.n}, but must be 1 to {max_choices}.", param="n")
-        if self.num_prompts * self.n > MAX_SEQUENCES:
-            asked = f"{self.num_prompts} prompts times n = {self.n}"
-            most = f"the {MAX_SEQUENCES} answers that one request may ask for"
-            raise InvalidRequestError(f"{asked} are more than {most}.", param="prompt")
-        check_num_draft_tokens(self.num_draft_tokens, mtp_enabled=mtp_enabled)
-        if (share := self.sampling.get("optimistic")) and not drafts:
-            message = (
-                f"mtp.optimistic is {share}, but this server drafts nothing: only 0 is possible."
-            )
-            raise InvalidRequestError(message, param="mtp.optimistic")
 
     def room(self, prompt_tokens: int, max_model_len: int) -> int:
         """Most tokens that the answer to a prompt may have; ContextLengthError if too few."""
-        wanted = self.sampling.get("max_tokens")
+        max_tokens = self.sampling.get("max_tokens")
         left = max_model_len - prompt_tokens
         length = f"This model's maximum context length is {max_model_len} tokens"
         if left <= 0:
             fault = f"The prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum."
             raise ContextLengthError(f"{fault} {length}, the answer included.")
-        if wanted is not None and wanted > left and not self.cut_to_context:
-            parts = f"{prompt_tokens} of prompt and {wanted} of answer"
-            message = f"{length}, but {prompt_tokens + wanted} were asked for: {parts}."
+        if max_tokens is not None and max_tokens > left and not self.cut_to_context:
+            parts = f"{prompt_tokens} of prompt and {max_tokens} of answer"
+            message = f"{length}, but {prompt_tokens + max_tokens} were asked for: {parts}."
             raise ContextLengthError(message, param=self.max_tokens_field)
-        most = left if wanted is None else min(wanted, left)
-        least = self.sampling.get("min_tokens", 0)
-        if least > most:
-            message = f"min_tokens is {least}, but the answer can have {most} tokens at most."
+        room = left if max_tokens is None else min(max_tokens, left)
+        min_tokens = self.sampling.get("min_tokens", 0)
+        if min_tokens > room:
+            message = f"min_tokens is {min_tokens}, but the answer can have {room} tokens at most."
             raise InvalidRequestError(message, param="min_tokens")
-        return most
+        return room
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     """The model's own values, or neutral ones; raises ModelError for what no sampler could use."""
-    given = {name: generation_config.get(name) for name, r in RANGES.items() if r.from_model}
-    given = _all_kept({name: value for name, value in given.items() if value is not None})
+    names = [name for name, values in RANGES.items() if values.from_model]
+    given: dict[str, Any] = {
+        name: generation_config[name] for name in names if generation_config.get(name) is not None
+    }
+    if given.get("top_k") == _ALL:
+        given["top_k"] = 0
     if generation_config.get("do_sample") is False:
         given["temperature"] = 0.0
     try:
@@ -88,10 +77,26 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def sampling_params(
-    options: RequestOptions, defaults: SamplingParams, seeds: random.Random, vocab_size: int
+    options: AnswerOptions,
+    defaults: SamplingParams,
+    seeds: random.Random,
+    info: EngineInfo,
+    max_choices: int = 1,
 ) -> SamplingParams:
-    """The client's values over the model's defaults; InvalidRequestError: one is out of range."""
-    values = _all_kept(options.sampling)
+    """The client's values over the model's defaults; InvalidRequestError: an option is wrong."""
+    n, values = options.n, dict(options.sampling)
+    if not 1 <= n <= max_choices:
+        raise InvalidRequestError(f"n is {n}, but must be 1 to {max_choices}.", param="n")
+    if options.num_prompts * n > MAX_SEQUENCES:
+        product = f"{options.num_prompts} prompts times n = {n}"
+        most = f"the {MAX_SEQUENCES} answers that one request may ask for"
+        raise InvalidRequestError(f"{product} are more than {most}.", param="prompt")
+    check_num_draft_tokens(options.engine.num_draft_tokens, mtp_enabled=info.mtp_enabled)
+    if (share := values.get("optimistic")) and not info.draft_sources:
+        message = f"mtp.optimistic is {share}, but this server drafts nothing: only 0 is possible."
+        raise InvalidRequestError(message, param="mtp.optimistic")
+    if values.get("top_k") == _ALL:
+        values["top_k"] = 0
     if "seed" not in values:
         values["seed"] = seeds.getrandbits(_SEED_BITS)
     bias = values.get("logit_bias", {}).items()
@@ -99,10 +104,11 @@ def sampling_params(
     for name in {"stop_token_ids", "allowed_token_ids"} & values.keys():
         values[name] = tuple(values[name])
     params = replace(defaults, **values)
-    prompt_alone = options.echo or params.prompt_logprobs is not None  # Then it will do.
-    allowed = Range(0 if prompt_alone else 1, RANGES["max_tokens"].high)
-    allowed.check(options.max_tokens_field, params.max_tokens)
-    params.validate(vocab_size)
+    # What asks for something of the prompt may do without an answer.
+    least = 0 if options.echo or params.prompt_logprobs is not None else 1
+    max_tokens = Range(least, RANGES["max_tokens"].high)
+    max_tokens.check(options.max_tokens_field, params.max_tokens)
+    params.validate(info.vocab_size)
     return params
 
 
@@ -110,12 +116,11 @@ def engine_requests(
     answer_id: str,
     prompts: Sequence[tuple[int, ...]],
     params: SamplingParams,
-    options: RequestOptions,
+    options: AnswerOptions,
     max_model_len: int,
     *,
     grammar: Grammar | None = None,
     bad_words: BadWords | None = None,
-    client: tuple[str, ...] = (),
 ) -> list[Request]:
     """One engine request for each prompt and choice, in the order of the answer's choices."""
     requests: list[Request] = []
@@ -123,30 +128,28 @@ def engine_requests(
         if not prompt:
             raise InvalidRequestError("The prompt has no tokens.")
         room = options.room(len(prompt), max_model_len)
-        requests += [
-            Request(
-                f"{answer_id}-{len(requests) + choice}",
+        for choice in range(options.n):
+            # The first choice's logprobs of the prompt are all choices', unless each has an echo;
+            # and its progress is theirs, as they wait for its prefix.
+            is_first = choice == 0
+            reported = params.prompt_logprobs if options.echo or is_first else None
+            request = Request(
+                f"{answer_id}-{len(requests)}",
                 prompt,
                 replace(params, max_tokens=room, choice=choice, prompt_logprobs=reported),
-                num_draft_tokens=options.num_draft_tokens,
+                options=options.engine if is_first else replace(options.engine, progress=False),
                 grammar=grammar,
                 bad_words=bad_words,
-                client=client,
-                cache_salt=options.cache_salt or "",
-                trace=options.trace,
-                progress=options.progress and choice == 0,  # The others wait for its prefix.
             )
-            for choice in range(options.n)
-            # Those of one choice will do where they are no part of the choices.
-            for reported in [params.prompt_logprobs if options.echo or choice == 0 else None]
-        ]
-    _check_prompt_logprobs(requests)
+            requests.append(request)
+    if params.prompt_logprobs is not None:
+        _check_prompt_logprobs(requests)
     return requests
 
 
 def _check_prompt_logprobs(requests: Sequence[Request]) -> None:
-    asked = [r for r in requests if r.sampling.prompt_logprobs is not None]
-    count = sum(len(r.prompt_token_ids) * (1 + (r.sampling.prompt_logprobs or 0)) for r in asked)
+    reported = [(r, r.sampling.prompt_logprobs) for r in requests]
+    count = sum(len(r.prompt_token_ids) * (1 + top) for r, top in reported if top is not None)
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
             f"{count} logprobs of prompts are asked for, alternatives included; one request may "
@@ -154,11 +157,6 @@ def _check_prompt_logprobs(requests: Sequence[Request]) -> None:
             "alternatives.",
             param="prompt_logprobs",
         )
-
-
-def _all_kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    # vLLM's -1 for "keep all tokens", which is 0 here and in transformers.
-    return {**values, "top_k": 0} if values.get("top_k") == -1 else dict(values)
 
 
 def _token_id(key: str) -> int:

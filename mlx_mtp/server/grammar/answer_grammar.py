@@ -1,6 +1,6 @@
-"""What an answer must look like, from all that a request says of it: in llguidance's Lark.
+"""The grammar of an answer, from its form, tools and thinking budget, in llguidance's Lark.
 
-There an added token such as `<tool_call>` is a symbol that no string and no text pattern matches.
+An added token such as `<tool_call>` is a symbol there, which no string and no pattern matches.
 """
 
 import json
@@ -23,7 +23,7 @@ _VALUE_END = r"/\n<\/parameter>\n/"
 
 
 def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
-    """Raise InvalidRequestError or UnsupportedParameterError for what no answer could fulfil."""
+    """Raise InvalidRequestError or UnsupportedParameterError for tools that can't be used so."""
     choice, offered = conversation.tool_choice, conversation.offered_tools
     missing = sorted((choice.names or frozenset()) - {tool.name for tool in conversation.tools})
     if missing:
@@ -64,8 +64,8 @@ def answer_grammar(
 ) -> GrammarSpec | None:
     """The grammar of the answer; None leaves it free. RequestError: it can't be enforced.
 
-    If `thinking`, the answer begins within a think block, which is left free, within its budget.
-    If `as_standard`, JSON schemas mean what their standard says, and no less.
+    If `thinking`, the answer begins within a think block, which is free, up to its budget. If
+    `as_standard`, JSON schemas allow all that their standard allows.
     """
     grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"
@@ -94,7 +94,7 @@ def _lark(
     xml: bool,
     thinking: bool,
 ) -> str:
-    """The grammar of an answer that may have calls, as tags or as JSON."""
+    """The grammar of an answer that may have calls, whose arguments are tags (`xml`) or JSON."""
     calls = []
     if xml:
         rules["ANY_TEXT"] = xml_values.ANY_TEXT
@@ -111,7 +111,7 @@ def _lark(
         rules["answer"] = "calls" if required or response is None else _rule(response, rules)
         start = r"/\n{0,2}/ (calls | answer)" if thinking else "calls | answer"
     else:
-        # Calls may stand within text, or be missing.
+        # There may be text around calls, and no calls.
         if CALL not in added_tokens:
             raise UnsupportedParameterError(
                 "strict: true needs a model with a token for tool calls; use tool_choice "
@@ -126,7 +126,7 @@ def _lark(
 
 
 def _rule(response: GrammarSpec, rules: "_Rules") -> str:
-    """The form of an answer as the body of a rule in llguidance's Lark."""
+    """The form of an answer as the body of a rule."""
     if response.kind in ("json_schema", "json_object"):
         return rules.json(json.loads(response.value or '{"type": "object"}'), strict=True)
     if response.kind == "choice":
@@ -137,7 +137,7 @@ def _rule(response: GrammarSpec, rules: "_Rules") -> str:
 
 
 class _Rules(dict[str, str]):
-    """Bodies by name. Each parameter that is JSON has a copy of its tool's definitions."""
+    """Rules' bodies by name. Each parameter in JSON has a copy of its tool's definitions."""
 
     size = 0
 
@@ -146,7 +146,7 @@ class _Rules(dict[str, str]):
         self._as_standard = as_standard
 
     def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
-        """The body of a rule for a JSON value; if `strict`, its unknown keywords are an error."""
+        """The body of a rule for a JSON value; if `strict`, unknown keywords are an error."""
         made = styled(schema, as_standard=self._as_standard, lenient=not strict)
         return f"%json {json.dumps(made)}"
 
@@ -207,8 +207,10 @@ def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's parameters, where one that names none, as many clients write, allows
-    none (OpenAI: "Omitting `parameters` defines a function with an empty parameter list")."""
+    """The schema of a tool's parameters; a schema that names none allows none.
+
+    OpenAI: "Omitting `parameters` defines a function with an empty parameter list".
+    """
     schema = tool.parameters or {}
     says_more = (
         schema.get("type", "object") != "object"

@@ -1,4 +1,4 @@
-"""Grammars for requests: compiled off the event loop and off the engine's thread, and kept."""
+"""Compiles and caches requests' grammars, off the event loop and off the engine's thread."""
 
 import json
 import threading
@@ -12,22 +12,21 @@ from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar.json_schemas import styled
-from mlx_mtp.server.http.admission import Client
 from mlx_mtp.server.http.fair_executor import FairExecutor
-from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, check, checker, compile_grammar
+from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, checker, compile_grammar, try_grammar
 from mlx_mtp.text.tokenizer import Tokenizer
 
 MAX_CACHED = 16
-"""Grammars that are kept, those that are wrong among them. Their lexers grow as answers use them,
-and llguidance tells no size: some 64 MB with the 50,000 states that each may have. Of 399 real
-schemas 4 needed more than 5,000 and none more than 10,000."""
+"""Grammars that are cached, wrong ones included. Their lexers grow as answers use them, up to some
+64 MB with the 50,000 states that each may have (llguidance reports no size). Of 399 real schemas 4
+needed more than 5,000 states and none more than 10,000."""
 
 
 class Grammars:
-    """Compiles what requests ask for, one at a time, and keeps the latest.
+    """Compiles grammars one at a time, and keeps the latest.
 
-    Build it before anything is served: it takes up to a second, and holds up all threads meanwhile.
-    If `as_standard`, a JSON schema means what its standard says, and no less.
+    Construct it before serving: that takes up to a second and holds up all threads. If
+    `as_standard`, a JSON schema allows all that its standard allows.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Grammars:
         tokenizer_json = tokenizer.to_json()
         self._compiler: GrammarCompiler | None = None
         self._checker = checker(tokenizer_json, known)
-        self._kept: OrderedDict[GrammarSpec, Grammar | str] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, Grammar | str] = OrderedDict()
         self._missing = "this model names no token that ends an answer"
         if known:
             try:
@@ -46,30 +45,30 @@ class Grammars:
             except ValueError as error:
                 self._missing = f"llguidance can't use its tokenizer: {error}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
-        # Its thread has a larger stack than a checked grammar can need.
+        # The thread's stack is larger than a checked grammar can need.
         before = threading.stack_size(8 * STACK_BYTES)
         self._pool.submit(int).result()
         threading.stack_size(before)
         self._turns = FairExecutor(1, self._pool)
 
-    async def compile(self, spec: GrammarSpec, field: str, client: Client) -> Grammar:
-        """Compile a grammar, or find it; GrammarError: that of `field` is wrong or expensive."""
+    async def compile(self, spec: GrammarSpec, field: str, client: tuple[str, ...]) -> Grammar:
+        """Return the compiled grammar; GrammarError: that of `field` is wrong or too expensive."""
         if self._compiler is None:
             raise UnsupportedParameterError(
                 f"{field} needs a grammar, but {self._missing}.", param=field
             )
-        found = self._kept.get(spec)
-        if found is None:
-            # Another client may have asked for the same one meanwhile.
+        grammar = self._cache.get(spec)
+        if grammar is None:
+            # Another request may have compiled it meanwhile.
             compiled = partial(self._compile, self._compiler, spec)
-            found = await self._turns.run(client, lambda: self._kept.get(spec) or compiled())
-        self._kept[spec] = found
-        self._kept.move_to_end(spec)
-        if len(self._kept) > MAX_CACHED:
-            self._kept.popitem(last=False)
-        if isinstance(found, str):
-            raise GrammarError(f"{field} can't be enforced: {found}", param=field)
-        return found
+            grammar = await self._turns.run(client, lambda: self._cache.get(spec) or compiled())
+        self._cache[spec] = grammar
+        self._cache.move_to_end(spec)
+        if len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+        if isinstance(grammar, str):
+            raise GrammarError(f"{field} can't be enforced: {grammar}", param=field)
+        return grammar
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -81,7 +80,7 @@ class Grammars:
             text = json.dumps(styled(schema, as_standard=self._as_standard))
             spec = replace(spec, kind="json_schema", value=text)
         try:
-            check(self._checker, spec)
+            try_grammar(self._checker, spec)
             return compile_grammar(compiler, spec)
         except GrammarError as error:
             return str(error)

@@ -1,4 +1,4 @@
-"""JSON schemas as clients mean them: objects take no other properties, and JSON is on one line."""
+"""JSON schemas as clients mean them: no properties but those listed, and JSON on one line."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,19 +7,19 @@ from mlx_mtp.sampling.grammar import JSON_WHITESPACE
 from mlx_mtp.text.parsing.bare_values import resolved
 
 OPTIONS = "x-guidance"
-"""llguidance's options within a schema, which is taken as it is where a client gives its own."""
+"""The key of llguidance's options in a schema. A schema that has them is left as it is."""
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _WHITESPACE: Mapping[bool | None, dict[str, Any]] = {
     None: _ONE_LINE,
     True: {"whitespace_flexible": False},
     False: {"whitespace_pattern": JSON_WHITESPACE},
 }
-# Whose schemas apply to the same value as the one that they are in,
+# Keywords whose schemas apply to the same value as the schema that they are in.
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")
-# and which of them are one value's only schema where nothing else is said beside them.
+# Those whose schema is the value's only one if no other keyword stands beside them.
 _ALONE = ("allOf", "anyOf", "oneOf", "$ref")
 _NEGATIVE = ("not", "if")
-# With these an object may have properties that it does not list.
+# With one of these an object may have properties that it does not list.
 _OPEN = {
     *_SAME_VALUE,
     *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
@@ -41,10 +41,10 @@ def styled(
     as_standard: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """The schema with llguidance's options; `closed` and `no_whitespace` are as by default if None.
+    """The schema with llguidance's options; None for `closed` and `no_whitespace` is the default.
 
-    By default objects are closed, and a space may follow a colon or comma; `as_standard`: they are
-    open, and there may be other whitespace. `whitespace` is a pattern of the client's own.
+    By default objects are closed, and a space may follow a colon or comma; if `as_standard`, they
+    are open, and there may be other whitespace. `whitespace` is a client's pattern for it.
     """
     if OPTIONS in schema:
         return dict(schema)
@@ -60,25 +60,25 @@ def styled(
 
 
 def close(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, where objects that list properties and don't speak of others take no others.
+    """The schema, closed: an object that lists properties and doesn't mention others has no others.
 
-    An object that other schemas say something of too is left as it is.
+    An object to which other schemas apply too is left as it is.
     """
-    shared = _shared(schema)
+    shared = _sharing_schemas(schema)
     if shared is None:
         return dict(schema)
 
     def closed(node: Any) -> Any:
         if not isinstance(node, dict):
             return node
-        found = dict(node)
+        copy = dict(node)
         for key, inner in node.items():
             if key in _MAPS and isinstance(inner, dict):
-                found[key] = {name: closed(value) for name, value in inner.items()}
+                copy[key] = {name: closed(value) for name, value in inner.items()}
             elif isinstance(inner, list) and (key in _LISTS or key in _SAME_VALUE):
-                found[key] = [closed(value) for value in inner]
+                copy[key] = [closed(value) for value in inner]
             elif key in _SINGLE or key in _SAME_VALUE:
-                found[key] = closed(inner)
+                copy[key] = closed(inner)
         listed, required = node.get("properties"), node.get("required", [])
         if (
             isinstance(listed, dict)
@@ -87,14 +87,14 @@ def close(schema: Mapping[str, Any]) -> dict[str, Any]:
             and isinstance(required, list)
             and all(isinstance(name, str) and name in listed for name in required)
         ):
-            found["additionalProperties"] = False
-        return found
+            copy["additionalProperties"] = False
+        return copy
 
     return dict(closed(schema))
 
 
-def _shared(root: Mapping[str, Any]) -> set[int] | None:
-    """The ids of schemas that aren't alone in saying something of a value; None: who knows."""
+def _sharing_schemas(root: Mapping[str, Any]) -> set[int] | None:
+    """The `id()`s of schemas that share their value with other schemas; None if not known."""
     seen: set[tuple[int, bool, bool]] = set()
     left: list[tuple[Any, bool, bool]] = [(root, True, False)]
     while left:
@@ -102,7 +102,7 @@ def _shared(root: Mapping[str, Any]) -> set[int] | None:
         if not isinstance(node, dict) or (id(node), alone, counted) in seen:
             continue
         seen.add((id(node), alone, counted))
-        left += ((inner, not counted, counted) for inner in _parts(node))
+        left += ((inner, not counted, counted) for inner in _inner_schemas(node))
         beside = _OF_OBJECTS.intersection(node)
         for key in beside.intersection(_SAME_VALUE):
             given = node[key]
@@ -111,17 +111,17 @@ def _shared(root: Mapping[str, Any]) -> set[int] | None:
                 inner = [root if given == "#" else resolved(root, given)]
             elif key == "dependentSchemas" and isinstance(given, dict):
                 inner = [*given.values()]
-            # Where it counts that a schema does not hold, a stricter one could let more through.
+            # Where a schema must not hold, a stricter one could let more through.
             counts = counted or key in _NEGATIVE or (key == "oneOf" and "discriminator" not in node)
             one = key in _ALONE and beside == {key} and (key != "allOf" or len(inner) == 1)
             one = one and alone and not counts
             if inner == [None] and not one:
-                return None  # A reference to who knows what.
+                return None  # a reference that leads nowhere in the schema
             left += ((each, one, counts) for each in inner)
     return {node for node, alone, _ in seen if not alone}
 
 
-def _parts(node: Mapping[str, Any]) -> Iterator[Any]:
+def _inner_schemas(node: Mapping[str, Any]) -> Iterator[Any]:
     """The schemas of other values within a value."""
     for key, inner in node.items():
         if key in _MAPS and isinstance(inner, dict):

@@ -1,6 +1,6 @@
-"""What a value may be that is written as bare text, as Qwen3-Coder's format has it.
+"""Grammars for values that are written as bare text, as in Qwen3-Coder's format.
 
-Whatever is allowed here `bare_values` reads as a value that fits the schema.
+`text.parsing.bare_values` reads every text that they allow as a value that fits the schema.
 """
 
 import json
@@ -23,23 +23,23 @@ from mlx_mtp.text.parsing.bare_values import (
 from mlx_mtp.text.parsing.json_reader import loads
 
 _SPACE = r"[\s\x1c-\x1f]*"  # What Python takes for white space.
-# A text with these in it would be read as the end of the value, or of the whole call.
+# Texts that would be read as the end of the value, or of the whole call.
 _TAGS = (
     rf"<\/parameter>{_SPACE}(<parameter=|<\/function>)",
     rf"<\/function>{_SPACE}<\/tool_call>",
 )
 ANY_TEXT = " & ".join(["/(?s:.*)/", *(f"~/(?s:.*){tag}(?s:.*)/" for tag in _TAGS)])
-"""A terminal of llguidance's Lark: any text that does not end its value."""
+"""A terminal in llguidance's Lark: any text without these."""
 _JSON_BEGINS = {"integer": "[-0-9]", "number": "[-0-9]", "array": r"\[", "object": r"\{"}
 _JSON = frozenset(_JSON_BEGINS)
-# What is read as another type, or begins as its JSON: where both could go on, llguidance would
+# Texts that are read as another type, or begin as its JSON: if both could go on, llguidance would
 # take the text.
 _READ_AS = {kind: f"{begins}(?s:.*)" for kind, begins in _JSON_BEGINS.items()} | {
     "null": f"(None|null)?{_SPACE}",
     "boolean": f"(?i:true|false){_SPACE}",
 }
 
-_NAME = re.compile(r"(?!\s)[^<>\r\n]+(?<!\s)")  # In a tag, others can't be read.
+_NAME = re.compile(r"(?!\s)[^<>\r\n]+(?<!\s)")  # names that can be read from a tag
 _OF_PARAMETERS = ("type", "properties", "required", "additionalProperties")
 _FOLLOWED = ("enum", "const", "$ref", "allOf", "anyOf", "oneOf")
 _OF_ALL = ("not", "if", "$dynamicRef", "$recursiveRef")
@@ -53,14 +53,14 @@ BEYOND_TAGS = {
     *("maxProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     *("unevaluatedProperties", *_OF_ALL),
 }
-"""What a schema may say of an object that tags can't keep."""
+"""Keywords of an object's schema that tags can't enforce."""
 _MOST_LEVELS = 16
 _ALL, _SOME = object(), object()  # values of a type
 _Values = frozenset[tuple[str, Any]]  # a type with one of its values, or with all or some of them
 
 
 class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
-    """Grammar or parser can't keep to a keyword, which is the argument."""
+    """Grammar or parser can't enforce a keyword, which is the argument."""
 
 
 def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
-    """What a parameter may be: terminals of bare text, and the schema of what is JSON."""
+    """A parameter's forms: terminals for bare text, and the schema for JSON, if any."""
     part, types = schema["properties"][key], value_types(schema, key)
     if types and "string" not in types:
         return [], _whole({"type": sorted(types), **part}, schema)
@@ -105,7 +105,7 @@ def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[st
         json_types -= whole
         shut = [f"~/{_SPACE}{_READ_AS[kind]}/" for kind in sorted(read_as - whole)]
         terminals.append(" & ".join([ANY_TEXT, *shut]))
-    # A text that may be anything covers the words too.
+    # If any text is allowed, so are these words.
     words = [value for kind, value in fitting - amounts if not {"string", kind} <= whole]
     for value in sorted(words, key=str):
         text = value if isinstance(value, str) else json.dumps(value)
@@ -120,10 +120,10 @@ def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[st
 
 
 def _all_parts(root: Mapping[str, Any], part: object, *keywords: str) -> list[Mapping[str, Any]]:
-    found = list(parts(root, part, *keywords))
-    if len(found) == MOST_PARTS:
-        raise NotExpressible(keywords[0])  # The parser would not look at all of them.
-    return found
+    schemas = list(parts(root, part, *keywords))
+    if len(schemas) == MOST_PARTS:
+        raise NotExpressible(keywords[0])  # The parser would not look at all parts.
+    return schemas
 
 
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with all that it refers to."""
+    """A schema with the definitions that it refers to."""
     whole = schema | _definitions(root)
     if re.search(r'"\$ref": "(?!#/\$defs/|#/definitions/)', json.dumps(whole)):
         raise NotExpressible("$ref")
@@ -175,7 +175,7 @@ def _fitting(
             shared = {value for value in counts if counts[value] > 1 and keyword == "oneOf"}
             if any(kind not in _JSON and amount is not _SOME for kind, amount in shared):
                 raise NotExpressible(keyword)
-            # llguidance sees to it that JSON fits one schema alone.
+            # For JSON, llguidance enforces that only one schema fits.
             values = frozenset(counts) - {(kind, _ALL) for kind, _ in shared}
     return values
 

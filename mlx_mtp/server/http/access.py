@@ -1,7 +1,7 @@
-"""Who may call the server: API keys, the host names it answers to, and web pages.
+"""Who may call the server: API keys, the host names that it answers to, and web pages.
 
 Any web page in a browser on this machine reaches a server on 127.0.0.1. The Origin header names the
-page; one that lets its own name point to 127.0.0.1 (DNS rebinding) is found by the Host header.
+page. A page whose own host name resolves to 127.0.0.1 (DNS rebinding) has that name as Host header.
 """
 
 import hashlib
@@ -19,19 +19,21 @@ from starlette.types import Scope
 
 from mlx_mtp.errors import AuthenticationError, ForbiddenError, UsageError
 from mlx_mtp.flags import key_fault
+from mlx_mtp.server.http.record import record_of
 from mlx_mtp.text.characters import cut
 
 logger = logging.getLogger(__name__)
 
-_OPEN_PATHS = re.compile("/(health/?|page/.*)?")  # the page's files have nothing of the user's
 ANY = "*"
-_KEY = "mlx_mtp.key"
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
-    """The keys of --api-key and --api-key-file, or a UsageError: one a line, # begins a comment."""
+    """Return the keys of --api-key and of --api-key-file; raises UsageError.
+
+    The file has one key per line; # begins a comment.
+    """
     keys = [] if key is None else [key]
     if file is None:
         return tuple(keys)
@@ -45,19 +47,19 @@ def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
         raise UsageError(f"--api-key-file {path} is not valid UTF-8.") from None
     if mode & stat.S_IROTH:
         logger.warning("Every user of this machine can read %s; chmod 600 it.", path)
-    found = []
+    in_file = []
     for number, line in enumerate(map(str.strip, text.split("\n")), start=1):
         if line and not line.startswith("#"):
             if (fault := key_fault(line)) is not None:
                 raise UsageError(f"--api-key-file {path}: the key in line {number} {fault}.")
-            found.append(line)
-    if not found:
+            in_file.append(line)
+    if not in_file:
         raise UsageError(f"--api-key-file {path} has no key: write one per line.")
-    return tuple(dict.fromkeys([*keys, *found]))
+    return tuple(dict.fromkeys([*keys, *in_file]))
 
 
 def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> None:
-    """Log a warning if a server without a key can be used from elsewhere."""
+    """Log a warning if other machines or any web page can use a server without a key."""
     if not has_key and not _is_loopback(host):
         logger.warning(
             "Everyone who can reach %s on the network can use this server: it has no key. Add "
@@ -72,34 +74,32 @@ def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> 
 
 
 def digest_of(key: bytes) -> bytes:
-    """All digests have one length: to compare them does not reveal the keys' lengths either."""
+    """Return a key's SHA-256. As all have one length, comparing them tells nothing of the key's."""
     return hashlib.sha256(key).digest()
 
 
 def check_key(digests: Collection[bytes], scope: Scope) -> None:
-    """Raise AuthenticationError without one of the keys, on all but the open paths."""
-    if _OPEN_PATHS.fullmatch(scope["path"]):
+    """Raise AuthenticationError if the route needs a key and the request has none of these."""
+    record = record_of(scope)
+    if not record.route.needs_key:
         return
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    # Every given key with every valid one: the time must not reveal which came close.
+    # Each given key is compared with each valid one: the time must not tell which came close.
     for given in (headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""):
         for known in digests:
             if hmac.compare_digest(digest_of(given.strip().encode("latin-1")), known):
-                scope[_KEY] = known.hex()
-    if _KEY not in scope:
+                record.key = known.hex()
+    if not record.key:
         header = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
         raise AuthenticationError(f"This server requires its API key, as the header {header}.")
 
 
-def key_of(scope: Scope) -> str:
-    """A digest of the key that let a request in; empty on a server without keys."""
-    # Not of the headers: what they say beside that key is the client's invention.
-    return str(scope.get(_KEY, ""))
-
-
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """For the Host header: --host, `more`, and this machine's name if others reach that address."""
+    """Return the valid Host names: localhost, --host, `more`, and perhaps this machine's own.
+
+    The machine's names are among them if other machines can connect.
+    """
     names = {"localhost", host.lower(), *more}
     if not _is_loopback(host):
         full = socket.gethostname().lower()
@@ -109,9 +109,9 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
 
 
 def check_host(names: frozenset[str], scope: Scope) -> None:
-    """Raise ForbiddenError where the Host header has none of these names."""
-    # Every browser sends it, and an address only if the page itself came from there. On a status of
-    # 421 browsers would try again.
+    """Raise ForbiddenError if the Host header has none of these names, and no IP address."""
+    # Every browser sends the header, with an address only if the page itself came from there. After
+    # a 421 browsers would try again.
     host = Headers(scope=scope).get("host")
     if host is None or ANY in names:
         return
@@ -124,17 +124,17 @@ def check_host(names: frozenset[str], scope: Scope) -> None:
 
 
 def check_origin(origins: Collection[str], scope: Scope) -> None:
-    """Raise ForbiddenError for web pages that are neither ours nor in `origins`."""
+    """Raise ForbiddenError for web pages that are neither the server's own nor in `origins`."""
     # Programs send no Origin. A page's is compared by host and port alone: behind a proxy that
     # speaks TLS the server does not know its own scheme.
     headers = Headers(scope=scope)
-    given = headers.getlist("origin")
-    if not given or ANY in origins:
+    values = headers.getlist("origin")
+    if not values or ANY in origins:
         return
-    origin = given[0].lower()
-    if len(given) == 1 and (origin in origins or _is_same(origin, headers.get("host", ""))):
+    origin = values[0].lower()
+    if len(values) == 1 and (origin in origins or _is_same(origin, headers.get("host", ""))):
         return
-    shown = cut(given[0])
+    shown = cut(values[0])
     raise ForbiddenError(
         f"Web pages of the origin {shown!r} may not call this server. If they should, "
         f"start it with --cors-origin {shown if '://' in shown else 'ORIGIN'}."

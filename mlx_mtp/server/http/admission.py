@@ -1,97 +1,84 @@
-"""Rejects requests that can't be served now, before anything is computed for them."""
+"""What requests may take: slots of the engine, and memory for bodies and unread answers.
+
+A request that can't be served now is refused before anything is computed for it.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from mlx_mtp import errors
-from mlx_mtp.server.http.access import key_of
+from mlx_mtp.errors import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.server.http.fair_executor import FairExecutor
+from mlx_mtp.server.http.record import client_of, record_of
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
-UNKNOWN_RETRY_SECONDS = 2  # Before enough has ended to estimate it.
 REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # labels of the metric
-# What a client can't choose freely (API key and address), and what it says of itself (its agent).
-# Waiting clients take turns by the first, and only within it by the second (`engine.fair_queue`):
-# so agents on one machine are distinguished, and inventing names gains nothing.
-Client = tuple[str, str]
-
-_MONITORING = re.compile("/health|/metrics|(/live|/page)(/.*)?|")  # answered to the end
-_SLOTS = "mlx_mtp.slots"
+FULL = "mlx_mtp.full"  # In the state of a connection beyond the limit, with that as its value.
 PIECE = 64 << 10
-"""Bytes of an answer that are written at once; as many of each body and answer are not counted:
-they are bounded by the number of connections."""
-# Bytes that a body takes until its request ends, for each of its own: text with one character
-# beyond U+FFFF takes four; and for each of its objects, which become Python's.
+"""Bytes of an answer that are written at once. The first so many of each request, body and answer
+together, are not counted: the number of connections bounds them."""
+# Memory that a body takes until its request ends. Per byte: text with one character beyond U+FFFF
+# takes four. Per object: a Python dict.
 BODY_BYTES, OBJECT_BYTES = 4, 512
-_HELD = "mlx_mtp.held"
-
-
-def client_of(scope: Scope, user: str | None) -> Client:
-    """The client that an HTTP request belongs to; a `user` in its body replaces its agent."""
-    address = scope["client"][0] if scope.get("client") else ""
-    agent = _digest(Headers(scope=scope).get("user-agent", ""))
-    return f"{key_of(scope)[:16]}@{address}", f"user {_digest(user)}" if user else agent
-
-
-def salt_of(scope: Scope, salt: str | None) -> str:
-    """A request's `cache_salt`, such that the requests of different keys share no prefixes."""
-    return f"{key_of(scope)} {salt or ''}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
 
 
 class RequestLimiter:
-    """Holds as many sequences as the engine computes at once and `max_queue` more.
+    """Bounds the sequences that are running or waiting, over all HTTP requests.
 
-    They are counted over all HTTP requests, from their check to their end.
+    There are as many slots as the engine computes sequences at once, and `max_queue` more. A
+    request holds its slots from its check to its end.
     """
 
     def __init__(
         self, engine: Engine, max_queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.capacity = engine.info.max_num_seqs + max_queue
-        self.held = 0
+        self.held = 0  # slots
         self.rejected: Counter[str] = Counter()
+        self.draining = False
         # Large bodies are parsed, and large answers written, one at a time.
         self.parsing, self.packing = FairExecutor(1), FairExecutor(1)
         self._drain_until = math.inf
         self._engine, self._max_queue, self._clock = engine, max_queue, clock
-        self._ends: deque[tuple[float, int]] = deque(maxlen=64)
+        self._ends: deque[tuple[float, int]] = deque(maxlen=64)  # times, and slots freed
 
     def drain(self, seconds: float) -> None:
-        self._drain_until = self._clock() + seconds
+        """Refuse new requests; those that run have so many seconds to end."""
+        self.draining, self._drain_until = True, self._clock() + seconds
 
     @property
     def drain_seconds(self) -> float:
         return self._drain_until - self._clock()
 
-    @property
-    def draining(self) -> bool:
-        return self._drain_until < math.inf
+    def check_connection(self, scope: Scope) -> None:
+        """Raise ConnectionLimitError on a connection for which there was no room."""
+        limit = scope.get("state", {}).get(FULL)
+        if limit is not None and not record_of(scope).route.when_full:
+            self.rejected["connections"] += 1
+            raise errors.ConnectionLimitError(
+                f"{limit} clients are connected and busy; there is no room for more.",
+                retry_after=UNKNOWN_RETRY_SECONDS,
+            )
 
-    def check(self, generating: Container[str], scope: Scope) -> None:
-        path = scope["path"].rstrip("/")
-        if self.draining and not _MONITORING.fullmatch(path):
+    def check_admission(self, scope: Scope) -> None:
+        """Raise the error of a request that can't be served now; nothing is reserved."""
+        route = record_of(scope).route
+        if self.draining and not route.while_draining:
             self.rejected["draining"] += 1
-            left = _retry(self.drain_seconds)
+            left = _retry_after(self.drain_seconds)
             raise errors.DrainingError("The server is shutting down.", retry_after=left)
-        if scope["method"] != "POST" or path not in generating:
+        if scope["method"] != "POST" or not route.generates:
             return
         if not self._engine.healthy:
             self.rejected["engine"] += 1
@@ -105,20 +92,24 @@ class RequestLimiter:
             raise self._queue_full(1)
 
     def reserve(self, scope: Scope, count: int) -> None:
+        """Take all the slots of a request, or raise QueueFullError."""
         if count > self.capacity:
-            asked = f"The request is for {count} answers (prompts times n), but this server holds"
+            answers = f"The request is for {count} answers (prompts times n), but this server holds"
             raise errors.InvalidRequestError(
-                f"{asked} {self.capacity} at most, running and waiting ones together."
+                f"{answers} {self.capacity} at most, running and waiting ones together."
             )
         if self.held + count > self.capacity:
             raise self._queue_full(count)
         self.held += count
-        scope[_SLOTS] = count
+        record_of(scope).num_slots = count
 
     def release(self, scope: Scope) -> None:
-        if count := scope.pop(_SLOTS, 0):
-            self.held -= count
-            self._ends.append((self._clock(), count))
+        """Free a request's slots; a second call does nothing."""
+        record = record_of(scope)
+        if record.num_slots:
+            self.held -= record.num_slots
+            self._ends.append((self._clock(), record.num_slots))
+            record.num_slots = 0
 
     def _queue_full(self, count: int) -> errors.QueueFullError:
         self.rejected["queue_full"] += 1
@@ -127,57 +118,56 @@ class RequestLimiter:
             missing = self.held + count - self.capacity
             # The first end only starts the clock; the time since the last counts too.
             ended = sum(size for _, size in self._ends) - self._ends[0][1]
-            retry_after = _retry(missing * (self._clock() - self._ends[0][0]) / ended)
+            retry_after = _retry_after(missing * (self._clock() - self._ends[0][0]) / ended)
         message = f"The server is busy: {self.held} answers are running or waiting, and no more"
         message += f" than {self._max_queue} may wait (--max-queue). Try again later."
         return errors.QueueFullError(message, retry_after=retry_after)
 
 
 class HeldBytes:
-    """What requests' bodies and unread answers take in memory: bounded in all, and for a client.
+    """Bounds the memory of bodies and unread answers: in all, and three quarters for one client.
 
-    It is held until the request's end. BytesLimitError: others leave too little for it.
+    A request holds its bytes to its end.
     """
 
-    def __init__(self, most: int, rejected: Counter[str]) -> None:
-        self.most, self.total = most, 0
-        self._of: Counter[str] = Counter()
+    def __init__(self, limit: int, rejected: Counter[str]) -> None:
+        self.limit, self.total = limit, 0
+        self._per_client: Counter[str] = Counter()
         self._rejected = rejected
 
-    def take_body(self, scope: Scope, piece: bytes) -> None:
-        """Count a piece of a body."""
-        self.take(scope, BODY_BYTES * len(piece) + OBJECT_BYTES * piece.count(b"{"))
+    def reserve(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
+        """Count more bytes of a request, or raise BytesLimitError if others leave too little.
 
-    def take(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
-        """Count more bytes of a request; `always`: whatever others hold."""
-        client, own = client_of(scope, None)[0], _counted(scope)
-        scope[_HELD] = scope.get(_HELD, 0) + nbytes
-        more = _counted(scope) - own
-        for held, most in ((self.total, self.most), (self._of[client], self.most * 3 // 4)):
-            # A request alone is bounded by the longest body.
-            if more and held > own and held + more > most and not always:
-                scope[_HELD] -= nbytes
+        If `always`, they are counted whatever others hold.
+        """
+        record, client = record_of(scope), client_of(scope)[0]
+        before = max(0, record.num_bytes - PIECE)
+        added = max(0, record.num_bytes + nbytes - PIECE) - before
+        for held, limit in (
+            (self.total, self.limit),
+            (self._per_client[client], self.limit * 3 // 4),
+        ):
+            # The longest body bounds a request that is alone.
+            if added and held > before and held + added > limit and not always:
                 self._rejected["bytes"] += 1
                 raise errors.BytesLimitError(
                     "The bodies and unread answers of other requests take all memory that there "
                     "is for them. Try again later.",
                     retry_after=UNKNOWN_RETRY_SECONDS,
                 )
-        self.total += more
-        self._of[client] += more
+        record.num_bytes += nbytes
+        self.total += added
+        self._per_client[client] += added
 
-    def give_back(self, scope: Scope) -> None:
-        client, own = client_of(scope, None)[0], _counted(scope)
-        scope.pop(_HELD, None)
-        self.total -= own
-        self._of[client] -= own
-        if not self._of[client]:
-            del self._of[client]
-
-
-def _counted(scope: Scope) -> int:
-    return max(0, int(scope.get(_HELD, 0)) - PIECE)
+    def release(self, scope: Scope) -> None:
+        """Free a request's bytes; a second call does nothing."""
+        record, client = record_of(scope), client_of(scope)[0]
+        counted, record.num_bytes = max(0, record.num_bytes - PIECE), 0
+        self.total -= counted
+        self._per_client[client] -= counted
+        if not self._per_client[client]:
+            del self._per_client[client]
 
 
-def _retry(seconds: float) -> int:
+def _retry_after(seconds: float) -> int:
     return min(max(math.ceil(seconds), MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)

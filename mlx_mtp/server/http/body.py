@@ -1,7 +1,7 @@
-"""A request's body as a validated model: whatever bytes a client sends, the answer is no 500.
+"""A request's body, from its bytes to a validated model: whatever a client sends, it is no 500.
 
-The JSON parser lets no other thread run: eight million bytes of text take it 10 ms, but of empty
-lists a second. So the body's parts are counted before it is parsed.
+The JSON parser lets no other thread run: it takes 10 ms for eight million bytes of text, but a
+second for as many of empty lists. So a body's parts are counted before it is parsed.
 """
 
 import asyncio
@@ -9,56 +9,42 @@ import gc
 import json
 import math
 import threading
-from collections import Counter
-from collections.abc import Awaitable, Callable
 from email.message import Message
-from itertools import accumulate
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from mlx_mtp.bounded_json import (
+    DuplicateNameError,
+    JSONBoundError,
+    check_text,
+    unique_names,
+)
 from mlx_mtp.errors import (
     BodyTimeoutError,
     InvalidRequestError,
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
-from mlx_mtp.server.api.schema import WireModel
+from mlx_mtp.server.api.schema import Model as Model
+from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.server.http.request_log import record_of
 from mlx_mtp.text.characters import cut, has_half_character
 
-Model = TypeVar("Model", bound=WireModel)
-
-LARGE_BODY = 256 << 10  # Longer bodies, in bytes, are parsed off the event loop.
-MAX_DEPTH = 256  # Most objects and lists within each other, the body's own included.
-MAX_PARTS = 1 << 17  # Most objects, lists and strings (names included); agents send thousands.
-MAX_ITEMS = 9 << 17  # Most values; numbers are cheap, and a prompt may be a million token ids.
+LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
+MAX_DEPTH = 256  # levels of objects and lists, the body's own included
+MAX_PARTS = 1 << 17  # objects, lists and strings, names included; agents send thousands
+MAX_ITEMS = 9 << 17  # values; numbers are cheap, and a prompt may be a million token ids
 _TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
-_SMALL = 64 << 10
-_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # 1 more than what they change.
-_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
+_SMALL = 64 << 10  # characters that are parsed without switching off garbage collection
 _one_at_a_time = threading.Lock()
 
 
-async def read_body(
-    request: Request,
-    model: type[Model],
-    max_bytes: int,
-    max_seconds: float,
-    take: Callable[[bytes], None] = lambda _: None,
-    parse: Callable[[Callable[[], Model]], Awaitable[Model]] = asyncio.to_thread,
-    *,
-    lenient: bool = False,
-) -> Model:
-    """Read, parse and validate the body; raises RequestError.
-
-    `take` is called with each piece, and `parse` runs the parsing of a large body on a thread. If
-    `lenient`, unknown parameters are no error, but noted in the request's record.
-    """
+async def read_body(request: Request, max_bytes: int, max_seconds: float, held: HeldBytes) -> bytes:
+    """Return the body's bytes, which `held` counts; raises RequestError."""
     _check_headers(request.headers, max_bytes)
     body = bytearray()
     try:
@@ -67,20 +53,12 @@ async def read_body(
                 body += chunk
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)
-                take(chunk)
+                nbytes = BODY_BYTES * len(chunk) + OBJECT_BYTES * chunk.count(b"{")
+                held.reserve(request.scope, nbytes)
     except TimeoutError:
         message = f"The request's body did not arrive within {max_seconds:g} seconds."
         raise BodyTimeoutError(message) from None
-
-    ignored = record_of(request.scope).ignored if lenient else None
-
-    def validated() -> Model:
-        try:
-            return model.model_validate(parse_json(bytes(body)), context=ignored)
-        except ValidationError as error:
-            raise from_validation(error) from None
-
-    return await parse(validated) if len(body) > LARGE_BODY else validated()
+    return bytes(body)
 
 
 def _check_headers(headers: Headers, max_bytes: int) -> None:
@@ -88,14 +66,14 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     if encoding not in ("", "identity"):
         message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
         raise UnsupportedMediaTypeError(message)
-    # Old scripts leave the header out, and `curl -d` puts its own.
+    # Old scripts leave the header out, and `curl -d` sends that of a form.
     if (given := headers.get("content-type")) is not None:
-        kind = Message()
-        kind["content-type"] = given
-        name, charset = kind.get_content_type(), kind.get_param("charset", "utf-8")
+        header = Message()
+        header["content-type"] = given
+        name, charset = header.get_content_type(), header.get_param("charset", "utf-8")
         if name not in _TYPES and not name.endswith("+json"):
-            wanted = "the body must be JSON, with the header `Content-Type: application/json`"
-            raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: {wanted}.")
+            rule = "the body must be JSON, with the header `Content-Type: application/json`"
+            raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: {rule}.")
         if str(charset).lower() not in _CHARSETS:
             raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
     length = headers.get("content-length", "")
@@ -108,22 +86,37 @@ def _too_long(max_bytes: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(message)
 
 
+def parse_body(body: bytes, model: type[Model], ignored: list[str] | None) -> Model:
+    """Parse and validate a body; raises RequestError.
+
+    Unknown parameters are an error, or, if `ignored` is a list, added to it.
+    """
+    try:
+        return model.model_validate(parse_json(body), context=ignored)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
 def parse_json(body: bytes) -> dict[str, Any]:
-    """One object within the bounds above, or InvalidRequestError."""
+    """Return the JSON object of a body within the bounds above; raises InvalidRequestError."""
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
-    _check_size(body)
     try:
+        check_text(body, MAX_DEPTH, MAX_PARTS, MAX_ITEMS)
         text = body.decode("utf-8")
-        value = _loads(text)
+        value = _DECODER.decode(text) if len(text) <= _SMALL else _decode_without_collections(text)
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"The body is not valid UTF-8: {error.reason}.") from None
     except RecursionError:
         raise InvalidRequestError("The body's JSON is nested too deeply.") from None
+    except JSONBoundError as error:
+        raise InvalidRequestError(f"The body's JSON {error}.") from None
+    except DuplicateNameError as error:
+        raise InvalidRequestError(str(error)) from None
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except ValueError:
-        # Python's own bound: without it the time would grow with the square of the digits.
+        # Python bounds the digits of an integer, as its time grows with their square.
         message = "The body's JSON has an integer of too many digits; no field takes more than 19."
         raise InvalidRequestError(message) from None
     if has_half_character(text, value):
@@ -133,9 +126,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _loads(text: str) -> Any:
-    if len(text) <= _SMALL:
-        return _DECODER.decode(text)
+def _decode_without_collections(text: str) -> Any:
     # Garbage collections would walk the new lists again and again, which took most of the time.
     # The lock makes sure that they are on again in the end, and bounds the memory too.
     with _one_at_a_time:
@@ -144,40 +135,6 @@ def _loads(text: str) -> Any:
             return _DECODER.decode(text)
         finally:
             gc.enable()
-
-
-def _check_size(body: bytes) -> None:
-    # Only the start of the text up to its first error counts right: the parser comes no further.
-    # What is escaped ends no string; in valid JSON there are backslashes in strings alone.
-    plain = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
-    parts = plain.count(b'"') // 2
-    _check_count(parts, MAX_PARTS, "objects, lists and strings")
-    outside = b"".join(plain.split(b'"')[::2])
-    opened = outside.count(b"[") + outside.count(b"{")
-    _check_count(parts + opened, MAX_PARTS, "objects, lists and strings")
-    _check_count(outside.count(b","), MAX_ITEMS, "values")
-    if opened > MAX_DEPTH:
-        # As many are closed as are opened; what is closed beyond that is an error.
-        brackets = outside.translate(_STEPS, _OTHERS)[: 2 * MAX_PARTS]
-        if max(accumulate(step - 1 for step in brackets)) > MAX_DEPTH:
-            message = "The body's JSON is nested too deeply"
-            raise InvalidRequestError(f"{message}; at most {MAX_DEPTH} levels are allowed.")
-
-
-def _check_count(count: int, limit: int, what: str) -> None:
-    if count > limit:
-        message = f"The body's JSON has too many {what}; at most {limit} are allowed."
-        raise InvalidRequestError(message)
-
-
-def each_name_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's value; InvalidRequestError: a name is twice in it."""
-    value = dict(pairs)
-    if len(value) < len(pairs):  # Other programs would read the first of two values, or the last.
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        message = f"The JSON has the name {cut(twice)!r} twice in one object."
-        raise InvalidRequestError(message)
-    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -192,5 +149,5 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(
-    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=each_name_once
+    parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=unique_names
 )

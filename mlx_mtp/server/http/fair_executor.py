@@ -1,54 +1,50 @@
-"""Work for requests beside the event loop, so much at once; the clients that wait take turns."""
+"""Threads for the long work of requests: a bounded number at once, and clients take turns."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 SMALL = 1 << 18
-"""Characters, or bytes, of a text that is read or written within milliseconds."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Waiting:
-    """What the queue of the engine knows of a request: here each costs its client a turn."""
-
-    client: tuple[str, ...]
-    begins: asyncio.Future[None]
-    num_prompt: int = QUANTUM - FLAT_COST
+"""Characters, or bytes, of a text that takes milliseconds to read or write."""
 
 
 class FairExecutor:
-    """Runs `free` pieces of work at once, on threads."""
+    """Runs at most `max_running` calls at once, on the executor or on the loop's default one.
 
-    def __init__(self, free: int, executor: Executor | None = None) -> None:
-        self._free, self._executor = free, executor
+    Texts of up to `small` characters take no turn.
+    """
+
+    def __init__(
+        self, max_running: int, executor: Executor | None = None, small: int = SMALL
+    ) -> None:
+        self._free, self._executor, self._small = max_running, executor, small
         self._queue: Any = FairQueue()
 
-    async def run_by_size(
-        self, size: int, client: tuple[str, ...], work: Callable[[], Result]
-    ) -> Result:
-        """Do work on a text of this many characters: in turn, or at once if it is small."""
-        if size <= SMALL:
+    async def run_by_size(self, size: int, client: tuple[str, ...], work: Callable[[], T]) -> T:
+        """Call `work` on a thread: in the client's turn, or at once if `size` is small."""
+        if size <= self._small:
             return await asyncio.to_thread(work)
         return await self.run(client, work)
 
-    async def run(self, client: tuple[str, ...], work: Callable[[], Result]) -> Result:
-        """Do some work in its client's turn.
+    async def run(self, client: tuple[str, ...], work: Callable[[], T]) -> T:
+        """Call `work` on a thread, in the client's turn.
 
-        The turn lasts until the work has ended, even if nobody waits for it any longer.
+        If the caller is cancelled meanwhile, the turn still lasts until the call has returned.
         """
         loop = asyncio.get_running_loop()
         if self._free:
             self._free -= 1
         else:
             begins = loop.create_future()
-            self._queue.add(_Waiting(client, begins))
+            # To the engine's queue each call looks like a prompt that costs one turn.
+            cost = QUANTUM - FLAT_COST
+            self._queue.add(SimpleNamespace(client=client, num_prompt=cost, begins=begins))
             try:
                 await begins
             except asyncio.CancelledError:
@@ -65,7 +61,7 @@ class FairExecutor:
 
     def _end(self, job: "asyncio.Future[Any]") -> None:
         if not job.cancelled():
-            job.exception()  # Nobody may be left to ask for it.
+            job.exception()  # Retrieved, so that asyncio logs nothing if the caller has left.
         self._next()
 
     def _next(self) -> None:

@@ -1,31 +1,25 @@
-"""One log line and one count for each HTTP request, at its end."""
+"""One log line and one count per HTTP request, at its end."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
-import uuid
-from collections.abc import Container
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_mtp.server.generation.timings import timings
+from mlx_mtp.server.http.record import record_of
+from mlx_mtp.server.http.routing import Route
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.text.characters import cut
-
-if TYPE_CHECKING:
-    from mlx_mtp.server.generation.generation import Generation
 
 logger = logging.getLogger(__name__)
 
 LEFT = 499  # nginx's status for a client that did not wait for the answer
 IGNORED, REQUEST_ID = "x-mlx-mtp-ignored", "x-request-id"  # headers of responses
-_RECORD = "mlx_mtp.record"
-# Asked every few seconds by programs that watch; and the page's files, a dozen at a time.
-_QUIET = re.compile("/(health|metrics|page/.*)/?")
-# What a line says of a request, as far as it is known. JSON has the same by name.
+# The parts of a line, by field; those of unknown fields are left out. JSON has the fields by name.
 _PARTS = {
     "client": "%(client)s",
     "method": " %(method)s",
@@ -46,64 +40,42 @@ _PARTS = {
 }
 
 
-@dataclass(slots=True)
-class RequestRecord:
-    """One HTTP request, as far as it has come; its handlers add what they know."""
-
-    ignored: list[str] = field(default_factory=list)  # parameters without effect, as in the body
-    id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex[:24]}")  # or the answer's
-    generation: Generation | None = None
-    reason: str | None = None  # why it failed
-    status: int = 0  # of the response, once there is one
-    began: float = field(default_factory=time.perf_counter)
-
-
-def record_of(scope: Scope) -> RequestRecord:
-    """The record of the request that this scope is of."""
-    record: RequestRecord | None = scope.get(_RECORD)
-    if record is None:
-        record = scope[_RECORD] = RequestRecord()
-    return record
-
-
 class RequestLog:
-    """ASGI middleware around everything else: names, counts and logs each request."""
+    """The outermost middleware: finds each request's route, names, counts and logs it."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Container[str]) -> None:
-        self._app, self._metrics, self._paths = app, metrics, paths
+    def __init__(self, app: ASGIApp, metrics: Metrics, find_route: Callable[[str], Route]) -> None:
+        self._app, self._metrics, self._find_route = app, metrics, find_route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         record = record_of(scope)
+        record.route = self._find_route(scope["path"])
 
-        async def send_noting(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
-                found = {REQUEST_ID: record.id, IGNORED: ", ".join(record.ignored)}
-                more = [(name.encode(), text.encode()) for name, text in found.items() if text]
+                headers = {REQUEST_ID: record.id, IGNORED: ", ".join(record.ignored)}
+                more = [(name.encode(), text.encode()) for name, text in headers.items() if text]
                 message["headers"] = [*message["headers"], *more]
                 self._metrics.count_ignored(record.ignored)
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noting)
+            await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            record.status = record.status or 500  # by the middleware that FastAPI puts around all
+            record.status = record.status or 500  # FastAPI's outermost layer will answer it.
             record.reason = record.reason or type(error).__name__
             raise
         finally:
-            route = getattr(scope.get("route"), "path", None) or scope["path"]
-            route = route.rstrip("/") or "/"
-            # A client's own text would make as many series as it likes.
-            route = route if route in self._paths else "other"
-            self._metrics.count("http_requests", route, str(record.status or LEFT))
-            if not _QUIET.fullmatch(scope["path"]):
+            # The label is the row's path: a client's own would make as many series as it likes.
+            self._metrics.count("http_requests", record.route.path, str(record.status or LEFT))
+            if record.route.is_logged:
                 log_request(scope, time.perf_counter() - record.began)
 
 
 def log_request(scope: Scope, seconds: float | None = None) -> None:
-    """Write the line of a request; the text is made where the log is written."""
+    """Write the line of a request; the log's handler formats it."""
     record = record_of(scope)
     generation, status, reason = record.generation, record.status or LEFT, record.reason
     fields: dict[str, Any] = {
@@ -117,19 +89,19 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
         "id": record.id,
     }
     if generation is not None:
-        timings = generation.timings()
-        fields |= {"prompt_tokens": generation.prompt_tokens, "cached_tokens": timings["cache_n"]}
-        fields["completion_tokens"] = timings["predicted_n"]
-        if timings["predicted_n"]:
-            fields["first_token_seconds"] = timings["prompt_ms"] / 1e3
-            fields["tokens_per_second"] = timings["predicted_per_second"]
-        if timings["draft_n"]:
-            fields["draft_tokens"] = timings["draft_n"]
-            fields["accepted_tokens"] = timings["draft_n_accepted"]
-            fields["optimistic_tokens"] = timings.get("draft_n_optimistic") or None
+        times = timings(generation)
+        fields |= {"prompt_tokens": generation.prompt_tokens, "cached_tokens": times["cache_n"]}
+        fields["completion_tokens"] = times["predicted_n"]
+        if times["predicted_n"]:
+            fields["first_token_seconds"] = times["prompt_ms"] / 1e3
+            fields["tokens_per_second"] = times["predicted_per_second"]
+        if times["draft_n"]:
+            fields["draft_tokens"] = times["draft_n"]
+            fields["accepted_tokens"] = times["draft_n_accepted"]
+            fields["optimistic_tokens"] = times.get("draft_n_optimistic") or None
             fields["draft_sources"] = ", ".join(
                 f"{source} {sum(counts['draft_n_accepted'])} of {sum(counts['draft_n'])}"
-                for source, counts in timings["draft_sources"].items()
+                for source, counts in times["draft_sources"].items()
             )
         if reason is None and not generation.is_finished:
             reason = "the client left" if generation.error is None else str(generation.error)

@@ -66,8 +66,8 @@ class AnswerParser:
         if self._call_at is None:
             self._dropped += self.pos
             self.text, self.pos = self.rest, 0
-        found, self._events = self._events, []
-        return found
+        emitted, self._events = self._events, []
+        return emitted
 
     def finish(self) -> list[Event]:
         """The answer is over: return what was held back."""
@@ -93,28 +93,28 @@ class AnswerParser:
 
     def match(self, pattern: Any) -> Reader[Any]:
         """Read what matches a pattern and stands next; None: nothing that does."""
-        while (found := pattern.match(self.text, self.pos, partial=True)) and found.partial:
+        while (match := pattern.match(self.text, self.pos, partial=True)) and match.partial:
             if self.over:
                 raise AnswerOver
             yield
-        if found:
-            self.pos = found.end()
-        return found
+        if match:
+            self.pos = match.end()
+        return match
 
     def expect(self, pattern: Any) -> Reader[Any]:
         """The same, but anything else breaks the call."""
-        found = yield from self.match(pattern)
-        if not found:
+        match = yield from self.match(pattern)
+        if not match:
             raise BrokenCall
-        return found
+        return match
 
     def until(self, pattern: Any, read_to: Callable[[int], None]) -> Reader[Any]:
         """Find a match, partial where the answer is over; `read_to` reads all before it."""
         while True:
-            found = pattern.search(self.text, self.pos, partial=True)
-            read_to(found.start())
-            if self.over or not found.partial:
-                return found
+            match = pattern.search(self.text, self.pos, partial=True)
+            read_to(match.start())
+            if self.over or not match.partial:
+                return match
             yield
 
     def emit(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Bare text to JSON by a schema: formats that write values as bare text leave their type to it."""
+"""Values as bare text to JSON, for formats that leave a value's type to the tool's schema."""
 
 import ast
 import json
@@ -14,11 +14,11 @@ JSON_TYPES = ("string", "null", *_TYPES.values())
 
 
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that a property of an object may have; empty: the schema doesn't say."""
+    """The JSON types that a property of an object may have; empty if the schema has none."""
     types: set[str] = set()
     properties = (part.get("properties") for part in parts(schema, schema, "allOf"))
-    found = (each[key] for each in properties if isinstance(each, Mapping) and key in each)
-    value = next(found, schema.get("additionalProperties"))
+    values = (each[key] for each in properties if isinstance(each, Mapping) and key in each)
+    value = next(values, schema.get("additionalProperties"))
     for part in parts(schema, value, "anyOf", "oneOf", "allOf"):
         names = as_list(part.get("type"))
         if names == [None]:
@@ -28,17 +28,17 @@ def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list of one value, or the list that it is."""
+    """The value if it is a list, else a list of it."""
     return value if isinstance(value, list) else [value]
 
 
 def constants(part: Mapping[str, Any]) -> list[Any]:
-    """The values that a schema lists."""
+    """The values that a schema lists (`const`, `enum`)."""
     return [part["const"]] if "const" in part else as_list(part.get("enum", []))
 
 
 def parts(root: Mapping[str, Any], part: object, *keywords: str) -> Iterator[Mapping[str, Any]]:
-    """A schema, and those within it that hold for the same value."""
+    """A schema and the schemas under these keywords within it, with references followed."""
     waiting: list[Any] = [part]
     followed: set[str] = set()
     for _ in range(MOST_PARTS):
@@ -57,7 +57,7 @@ def parts(root: Mapping[str, Any], part: object, *keywords: str) -> Iterator[Map
 
 
 def resolved(root: Mapping[str, Any], reference: object) -> Any:
-    """What `#/$defs/...` points at within the schema; None: nothing."""
+    """What `#/$defs/...` points at within the schema; None if nothing."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     place: Any = root
@@ -73,7 +73,7 @@ def type_of(value: object) -> str:
 
 
 def json_text(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value written as bare text, a string where it fits none of the types."""
+    """The JSON text of a value written as bare text; a string if it fits none of the types."""
     bare = text.strip()
     kind = _type_of_text(bare)
     if not types:
@@ -99,17 +99,17 @@ def _type_of_text(text: str) -> str:
 
 
 def _python_literal(text: str) -> str:
-    """{'a': True} as JSON: models that know more Python than JSON write such things."""
+    """A Python literal such as {'a': True}, which some models write, as JSON; "" for others."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Of the escapes in a model's text.
+            warnings.simplefilter("ignore")  # about escapes in the model's text
             return json.dumps(ast.literal_eval(text), allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return ""
 
 
 def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
-    """The same of a cut value; `certain` is its text without what may begin the tag after it."""
+    """As `json_text`, of a value that is cut; `certain` leaves out what may begin the next tag."""
     if text.strip()[:1] in ("{", "[") or (types and "string" not in types):
         for candidate in (text.strip(), certain.strip()):
             if candidate[:1] != '"' and (value := begun_value(candidate)) is not None:
@@ -118,5 +118,5 @@ def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
 
 
 def begun_string(text: str) -> str:
-    """The JSON text of a string that goes on."""
+    """The JSON text of a string, without its closing quote."""
     return json.dumps(text, ensure_ascii=False)[:-1]

@@ -1,4 +1,4 @@
-"""What a parser finds in an answer. Joined in order, nothing that the model wrote is lost."""
+"""What a parser finds in an answer: events whose texts, joined, are all that the model wrote."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class OutputToken:
     """A token with its logprobs; its text is characters `start` to `end` of the raw answer."""
 
     token_id: int
-    logprobs: TokenLogprobs | None  # None: the first of a prompt, which nothing precedes
+    logprobs: TokenLogprobs | None  # None for a prompt's first token
     start: int
     end: int
 
@@ -22,7 +22,7 @@ class Text:
 
     text: str
     start: int  # in characters of the raw answer
-    tokens: tuple[OutputToken, ...] = ()  # if logprobs were asked for: parsers leave them out
+    tokens: tuple[OutputToken, ...] = ()  # if logprobs were asked for; parsers leave them out
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolStart:
-    """The tool call of this number within the answer, from 0, begins: its function is known."""
+    """A tool call begins, whose function is known; `call` numbers the answer's calls from 0."""
 
     call: int
     name: str
@@ -65,7 +65,7 @@ class ToolCut:
 
 @dataclass(frozen=True, slots=True)
 class ToolBroken:
-    """A call that had begun is none; all of it is content after all. The rest is as in `Text`."""
+    """A call that had begun is no call; all of its text is content, with fields as in `Text`."""
 
     call: int
     text: str
@@ -76,13 +76,13 @@ class ToolBroken:
 Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut | ToolBroken
 
 
-def merged(events: Iterable[Event]) -> list[Event]:
+def merge_texts(events: Iterable[Event]) -> list[Event]:
     """The same events, with neighbouring pieces of one text joined."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
         match last, event:
-            # Where something between two texts is not shown, one start would not do for both.
+            # Between texts that are not adjacent something is hidden: they keep their own starts.
             case Text(before, at), Text(text, start) if start == at + len(before):
                 joined[-1] = Text(before + text, at)
             case Reasoning(before), Reasoning(text):

@@ -1,4 +1,4 @@
-"""Which format a model writes its reasoning and its tool calls in, and a parser for it."""
+"""The format in which a model writes its reasoning and its tool calls, and a parser for it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class OutputFormat:
 
     @classmethod
     def choose(cls, template: str, reasoning: str = AUTO, tools: str = AUTO) -> OutputFormat:
-        """The format that a chat template shows to the model, where a flag doesn't name another."""
+        """The format that a chat template teaches, unless flags name others."""
         if reasoning == AUTO:
             reasoning = GPT_OSS if "<|channel|>" in template else QWEN3
         if reasoning == GPT_OSS and tools != NONE:
-            tools = GPT_OSS  # The one format is for both.
+            tools = GPT_OSS  # One format has both.
         if tools == AUTO:
             tools = QWEN3_CODER if "<function=" in template else HERMES
         return cls(reasoning, tools)
@@ -45,7 +45,7 @@ class OutputFormat:
         return MARKERS if self.reasoning == GPT_OSS else (OPEN, CLOSE, CALL, CALL_END)
 
     def opens_thinking(self, prompt: str) -> bool:
-        """The template ended the prompt within a think block, so that the answer begins in it."""
+        """Whether the prompt ends within a think block, so that the answer begins in it."""
         return self.reasoning == QWEN3 and prompt.rstrip().endswith(OPEN)
 
     def parser(
@@ -55,7 +55,7 @@ class OutputFormat:
         schemas: Mapping[str, Mapping[str, Any]] | None,
         max_calls: int | None = None,
     ) -> AnswerParser:
-        """A parser for one answer; `thinking`: it begins within a think block."""
+        """A parser for one answer, which begins within a think block if `thinking`."""
         if self.reasoning == GPT_OSS:
             return HarmonyParser(schemas=schemas, max_calls=max_calls)
         return _PARSERS[self.tools](

@@ -1,4 +1,4 @@
-"""gpt-oss's own format, of which the first `<|start|>assistant` belongs to the prompt.
+"""The format of gpt-oss (Harmony), whose first `<|start|>assistant` belongs to the prompt.
 
 <|channel|>analysis<|message|>REASONING<|end|>
 <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
@@ -42,28 +42,28 @@ class HarmonyParser(AnswerParser):
                 self.pos = marker.end()
 
     def match(self, pattern: Any) -> Reader[Any]:
-        """As everywhere, but where a marker ends a call's message, that breaks it."""
+        """As in the base class, but a marker that ends a call's message breaks the call."""
         while self._call is not None:
-            found = _BODY_END.match(self.text, self.pos, partial=True)
-            if found and not found.partial:
+            match = _BODY_END.match(self.text, self.pos, partial=True)
+            if match and not match.partial:
                 raise BrokenCall
-            if found is None or self.over:
+            if match is None or self.over:
                 break
             yield
         return (yield from super().match(pattern))
 
     def _read_header(self) -> Reader[None]:
-        """Up to the message, which the header describes; of a call the message too."""
+        """Read up to the message, which the header describes; of a call also the message."""
         start = self.at
-        found = yield from self.until(_HEADER_END, lambda _: None)
-        if found.partial:
+        match = yield from self.until(_HEADER_END, lambda _: None)
+        if match.partial:
             self.emit_text(len(self.text))  # A header that is cut is kept as it is.
             raise AnswerOver
-        header = self.text[self.pos : found.start()]
+        header = self.text[self.pos : match.start()]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
         if recipient and not self.with_tools:
-            self.emit_text(found.end())
-        self.pos = found.end()
+            self.emit_text(match.end())
+        self.pos = match.end()
         if recipient and self.with_tools:
             yield from self.read_call(self._read_arguments(recipient[1]), start)
         elif not recipient:

@@ -1,4 +1,4 @@
-"""JSON as it arrives: what is emitted always begins a valid JSON text, as clients may parse it."""
+"""JSON as it arrives: what is emitted always is the beginning of a valid JSON text."""
 
 import json
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import Any
 import regex
 from pydantic_core import from_json
 
+from mlx_mtp.bounded_json import MAX_LEVELS, check_value
 from mlx_mtp.text.parsing.answer import AnswerOver, AnswerParser, BrokenCall, PlainParser, Reader
 
-MAX_DEPTH = 128  # objects and lists within each other: arguments may come back in a chat
 Emit = Callable[[str], object]
 
 _SPACE = r"[ \t\r\n]*"
 _SCALAR = r"true|false|null|-?(?:0|[1-9][0-9]{0,400})(?:\.[0-9]{1,400})?(?:[eE][+-]?[0-9]{1,9})?"
-# Half characters, such as \ud800 alone, can't be passed on.
+# Lone surrogates, such as \ud800, can't be passed on.
 _ESCAPE = (
     r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
@@ -30,23 +30,18 @@ _COMMA = regex.compile(f"{_SPACE},")
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text that can be passed on as JSON again.
+    """The value of a JSON text, if it can be passed on as JSON again.
 
-    ValueError: it is no JSON, or has infinite numbers, half characters or too many levels.
+    ValueError: it is no JSON, or has infinite numbers, lone surrogates or too many levels.
     """
     value = from_json(text, allow_inf_nan=False)
     json.dumps(value, allow_nan=False)  # A number as large as 1e999 has been read as infinite.
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        outer = [each for each in level if isinstance(each, dict | list)]
-        level = [v for each in outer for v in (each.values() if isinstance(each, dict) else each)]
-    if level:
-        raise ValueError("nested too deeply")
+    check_value(value)
     return value
 
 
 def loaded(text: str) -> Any:
-    """Like `loads`, but what can't be read breaks the call."""
+    """As `loads`, but a text that can't be read breaks the call."""
     try:
         return loads(text)
     except ValueError:
@@ -54,55 +49,57 @@ def loaded(text: str) -> Any:
 
 
 def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
-    """Read any value and `emit` it in pieces; text that is no JSON breaks the call."""
-    found = yield from _read(parser, emit, _VALUE)
-    if found["scalar"]:
+    """Read a value and `emit` it in pieces; a text that is no JSON breaks the call."""
+    match = yield from _read_token(parser, emit, _VALUE)
+    if match["scalar"]:
         return
-    opening = found[0][-1]
+    opening = match[0][-1]
     if opening == '"':
         return (yield from _read_string(parser, emit))
-    if depth == MAX_DEPTH:
+    if depth == MAX_LEVELS:  # Arguments may come back in a chat.
         raise BrokenCall
     closing = _CLOSING["}" if opening == "{" else "]"]
     comma = None
-    while not (yield from _read(parser, emit, closing, optional=True)):
+    while not (yield from _read_token(parser, emit, closing, optional=True)):
         if comma:
-            yield from _read(parser, emit, comma)
+            yield from _read_token(parser, emit, comma)
         comma = _COMMA
         if opening == "{":
-            yield from _read(parser, emit, _KEY)
+            yield from _read_token(parser, emit, _KEY)
             yield from _read_string(parser, emit)
-            yield from _read(parser, emit, _COLON)
+            yield from _read_token(parser, emit, _COLON)
         yield from read_value(parser, emit, depth + 1)
 
 
 def _read_string(parser: AnswerParser, emit: Emit) -> Reader[None]:
-    """The rest of a string; line breaks and the like in it are escaped."""
-    while (yield from _read(parser, emit, _IN_STRING))[0] != '"':
+    """Read the rest of a string, in which control characters are escaped."""
+    while (yield from _read_token(parser, emit, _IN_STRING))[0] != '"':
         pass
 
 
-def _read(parser: AnswerParser, emit: Emit, pattern: Any, *, optional: bool = False) -> Reader[Any]:
-    """A token; only where the answer ends is it emitted in part."""
+def _read_token(
+    parser: AnswerParser, emit: Emit, pattern: Any, *, optional: bool = False
+) -> Reader[Any]:
+    """Read and emit a JSON token, in part only if the answer ends within it."""
     try:
-        found = yield from parser.match(pattern)
+        match = yield from parser.match(pattern)
     except AnswerOver:
         emit(parser.rest)
         raise
-    if found:
-        if found.lastgroup == "scalar":
-            loaded(found["scalar"])
-        emit(json.dumps(found[0])[1:-1] if found.lastgroup == "control" else found[0])
+    if match:
+        if match.lastgroup == "scalar":
+            loaded(match["scalar"])
+        emit(json.dumps(match[0])[1:-1] if match.lastgroup == "control" else match[0])
     elif not optional:
         space = _BLANK.match(parser.text, parser.pos)
         parser.pos = space.end()
         emit(space[0])
         raise BrokenCall
-    return found
+    return match
 
 
 def begun_value(text: str) -> str | None:
-    """The JSON value that a text is the beginning of, as far as it goes; None: it begins none."""
+    """The text as the beginning of a JSON value; None if no JSON value begins so."""
     read: list[str] = []
     parser = PlainParser()
     parser.text, parser.over = text, True

@@ -62,26 +62,26 @@ class QwenParser(AnswerParser):
     def _read_reasoning(self) -> Reader[None]:
         yield from self.match(_NEWLINES)
         end = _CLOSE_OR_CALL if self.with_tools else _CLOSE
-        found = yield from self.until(end, self.emit_text)
-        if found.partial:
+        match = yield from self.until(end, self.emit_text)
+        if match.partial:
             self.emit_text(len(self.text))
             raise AnswerOver
-        is_call = found.lastgroup == "call"
-        self.pos, self.in_reasoning = found.start("call") if is_call else found.end(), False
+        is_call = match.lastgroup == "call"
+        self.pos, self.in_reasoning = match.start("call") if is_call else match.end(), False
         yield from self.match(_NEWLINES)
 
     def _read_calls(self) -> Reader[None]:
         tags = "|".join(map(regex.escape, self.openers()))
         opener = regex.compile(rf"(?:\G|(?<!\s))\s*({tags})")
         while True:
-            found = yield from self.until(opener, self.emit_text)
-            if found.partial:
+            match = yield from self.until(opener, self.emit_text)
+            if match.partial:
                 if self.rest.strip() or not self.num_calls:
                     self.emit_text(len(self.text))
                 return
             # With the white space before it: if the call breaks, all of it is content.
-            start, self.pos = self.at, found.end()
-            yield from self.read_call(self.read_body(found[1]), start)
+            start, self.pos = self.at, match.end()
+            yield from self.read_call(self.read_body(match[1]), start)
 
 
 class HermesParser(QwenParser):

@@ -69,15 +69,15 @@ class QwenXmlParser(QwenParser):
                 self.emit_arguments(begun_string(self.text[self.pos : end])[1:])
             self.pos = end
 
-        found = yield from self.until(_VALUE_END, read_to)
+        match = yield from self.until(_VALUE_END, read_to)
         value = self.text[start : self.pos]
-        if not found.partial or self.rest.removeprefix("\n").startswith(_PARAMETER_END):
+        if not match.partial or self.rest.removeprefix("\n").startswith(_PARAMETER_END):
             self.emit_arguments('"' if streamed else json_text(value, types))
         elif streamed:
             self.emit_arguments(begun_string(self.rest)[1:])
         else:
             self.emit_arguments(begun_json(self.text[start:], value, types))
-        if found.partial:
+        if match.partial:
             raise AnswerOver
-        self.pos = found.end()
-        return found["tag"]
+        self.pos = match.end()
+        return match["tag"]

@@ -1,9 +1,9 @@
 """A process that tries grammars out before the server compiles them itself.
 
 llguidance bounds neither its time nor the depth of its stack: some grammars of a few hundred
-characters take minutes, and others crash the process. Here each is tried in a fork of its own,
-which a timer kills when it takes too long; a crash ends only the fork. Its questions are specs, and
-the answers errors or null.
+characters take minutes, and others crash the process. This process tries each grammar in a fork,
+which a timer kills if it takes too long; a crash ends only the fork. A question is a spec; the
+answer is an error message or null.
 """
 
 import contextlib
@@ -20,10 +20,9 @@ from typing import IO, Any
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask
 
-from mlx_mtp.errors import GrammarError, UnavailableError, is_fault
+from mlx_mtp.errors import UNKNOWN_RETRY_SECONDS, GrammarError, UnavailableError, is_fault
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.http.admission import UNKNOWN_RETRY_SECONDS
 from mlx_mtp.text.sandbox.helper import (
     Helper,
     HelperError,
@@ -32,18 +31,18 @@ from mlx_mtp.text.sandbox.helper import (
 )
 
 MAX_COMPILE_SECONDS = 0.5
-"""Processor time that a grammar may take; of 2,500 real schemas the slowest takes some 0.1 s."""
+"""Processor time that a grammar may take; the slowest of 2,500 real schemas takes about 0.1 s."""
 MAX_WAIT_SECONDS = 10.0
-"""The same by the clock, for a machine that has no processor to spare."""
+"""Time by the clock that a grammar may take, on a machine whose processors are busy."""
 STACK_BYTES = 2 << 20
-"""Stack that a grammar may take here. The server's threads have several times as much, and 8,800
-real schemas need less than half."""
+"""Stack that a grammar may take in a trial. The server's thread for grammars has several times as
+much, and 8,800 real schemas need less than half of it."""
 _NO_VERDICT = ""
 _TRIAL_TOKENS = 32
 _SPARE_SECONDS = 2.0
 _TOO_SLOW = f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile."
 _CRASHED = "It is too deeply nested, or takes too much memory."
-# The system ended the trial, for want of memory, or the machine stood still: no verdict.
+# The system killed the trial for lack of memory, or the machine stood still: no verdict.
 _NOT_ITS_FAULT = (signal.SIGKILL, signal.SIGTERM, signal.SIGALRM)
 
 
@@ -58,18 +57,18 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
 
 
 def checker(tokenizer_json: str, eos_token_ids: Sequence[int]) -> Helper:
-    """The process, from the server's side."""
+    """The process, not yet started."""
     return Helper(__name__, [tokenizer_json, list(eos_token_ids)])
 
 
-def check(helper: Helper, spec: GrammarSpec) -> None:
-    """Try a grammar out, twice where the first trial gives no verdict.
+def try_grammar(helper: Helper, spec: GrammarSpec) -> None:
+    """Try a grammar, and once more if the first trial has no verdict.
 
-    GrammarError: the grammar is wrong, or takes too much. UnavailableError: no verdict.
+    GrammarError: the grammar is wrong or takes too much. UnavailableError: there is no verdict.
     """
     for _ in range(2):
         with contextlib.suppress(HelperError, HelperUnavailableError):
-            # What the fork's own timers don't end stops the process: not the grammar's fault.
+            # If the fork's timers don't end it, the process is stopped: not the grammar's fault.
             error = helper.ask(dataclasses.asdict(spec), MAX_WAIT_SECONDS + _SPARE_SECONDS)
             if error is None:
                 return
@@ -89,7 +88,7 @@ def _answers(header: tuple[str, list[int]]) -> Callable[[Any], str | None]:
 
 
 def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
-    """Return what is wrong with a grammar, or None; _NO_VERDICT: the child was killed."""
+    """Return what is wrong with a grammar, None if nothing, or _NO_VERDICT."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -124,7 +123,7 @@ def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None
 
 
 def _walk(grammar: Grammar) -> None:
-    """Some random tokens: what is expensive or deep may show only here, not in compiling."""
+    """Generate some random tokens: a grammar may compile fast and then be slow or deep here."""
     if grammar.matcher is None:
         return
     choose, matcher = random.Random(0), grammar.matcher.deep_copy()

@@ -9,21 +9,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from mlx_mtp import safe_path
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""In which a helper must be ready; importing its libraries takes seconds, and more where all else
-starts too."""
-_END_SECONDS = 2.0  # that a process may take to end which answers no more
+"""Within which a process must be ready. Importing its libraries takes seconds, and more while the
+server itself starts."""
+_END_SECONDS = 2.0  # for a process to end after it has closed its pipe
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class HelperError(Exception):
-    """The helper has ended over a question, with this status; the next one starts another."""
+    """The process has ended over a question; the next question starts another process.
+
+    `status` is as `subprocess` has it: below 0 it is a signal.
+    """
 
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
@@ -31,11 +34,7 @@ class HelperError(Exception):
 
 
 class HelperUnavailableError(Exception):
-    """No process can be asked now, or it was ended from outside: not the question's fault."""
-
-
-class _Ended(NamedTuple):
-    status: int  # as `subprocess` has it; below 0 it is a signal
+    """No process can be started, or it was killed from outside: not the question's fault."""
 
 
 class Helper:
@@ -48,7 +47,7 @@ class Helper:
         self.fault: str | None = None  # why the last start failed
 
     def start(self) -> None:
-        """Begin to start the process, unless one runs; HelperUnavailableError: it can't be."""
+        """Start the process without waiting, unless one runs; may raise HelperUnavailableError."""
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is not None:
@@ -65,17 +64,19 @@ class Helper:
                 start_new_session=True,
             )
             # A long header fills the pipe before the process reads it.
-            threading.Thread(target=_write, args=(self._process, self._header)).start()
+            threading.Thread(target=_send_lines, args=(self._process, self._header)).start()
         except (OSError, RuntimeError) as error:  # No files, no memory, no more threads.
             self.close()
             self._fail(str(error))
 
     def make_ready(self) -> None:
-        """Start the process and wait until it can answer; HelperUnavailableError: it can't."""
+        """Start the process and wait until it can answer; HelperUnavailableError if it can't."""
         self.start()
         if self._ready:
             return
-        if isinstance(self._read(START_SECONDS), _Ended):
+        try:
+            self._read(START_SECONDS)
+        except HelperError:
             self._fail("it ended before it was ready")
         if self.fault is not None:
             logger.info("The process %s runs again.", self._module)
@@ -84,17 +85,17 @@ class Helper:
     def ask(self, question: Any, seconds: float) -> Any:
         """Return the answer to a question, which is asked again if the process is killed.
 
-        A question ends the process itself where it takes too long. What has neither answered nor
-        ended after `seconds` was stopped, and is killed. HelperError: the question ended the
-        process. HelperUnavailableError: there is none to ask, or it was killed twice.
+        A process ends itself if a question takes too long. A process that has neither answered nor
+        ended after `seconds` is stopped, and is killed. HelperError: the question ended the
+        process. HelperUnavailableError: no process can be started, or it was killed twice.
         """
         for _ in range(2):
             self.make_ready()
-            answer = self._read(seconds, question)
-            if not isinstance(answer, _Ended):
-                return answer
-            if answer.status not in _KILLED:
-                raise HelperError(answer.status)
+            try:
+                return self._read(seconds, question)
+            except HelperError as error:
+                if error.status not in _KILLED:
+                    raise
         raise HelperUnavailableError(f"the process {self._module} was killed, or stopped")
 
     def _fail(self, reason: str) -> NoReturn:
@@ -111,7 +112,7 @@ class Helper:
         late = threading.Timer(seconds, self.kill)
         late.start()
         try:
-            _write(process, *questions)
+            _send_lines(process, *questions)
             with contextlib.suppress(OSError):
                 answer = process.stdout.readline()
         finally:
@@ -121,11 +122,11 @@ class Helper:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
             self.close()
-            return _Ended(process.returncode)
+            raise HelperError(process.returncode)
         return json.loads(answer)
 
     def kill(self) -> None:
-        """End it, and what it has started, from whatever thread."""
+        """Kill the process and what it has started. Thread-safe."""
         if (process := self._process) is not None:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -139,7 +140,7 @@ class Helper:
         self._ready = False
 
 
-def _write(process: "subprocess.Popen[str]", *lines: Any) -> None:
+def _send_lines(process: "subprocess.Popen[str]", *lines: Any) -> None:
     assert process.stdin is not None
     with contextlib.suppress(OSError, ValueError):  # It has ended, or was closed.
         for line in lines:
@@ -147,7 +148,7 @@ def _write(process: "subprocess.Popen[str]", *lines: Any) -> None:
 
 
 def answer_questions(answers: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """The process's side: `answers` makes of the header what answers questions, one at a time."""
+    """Run the process: `answers` takes the header and returns what answers a question."""
     source, sink = sys.stdin, os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # No library writes between the answers.
     signal.alarm(int(START_SECONDS))  # Who started it may have been killed, and ends it no more.

@@ -1,7 +1,7 @@
 """A process that renders chats and encodes texts with a model's own template and tokenizer.
 
-They are its author's programs: a template may take Python's lock for minutes in one call, and a
-tokenizer all memory. What takes too much of either ends its process, and no other request.
+They are its author's programs: a template may hold Python's lock for minutes in one call, and a
+tokenizer take all memory. What takes too much of either ends its process, and no other request.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -27,18 +28,21 @@ from mlx_mtp.text.sandbox.helper import (
 from mlx_mtp.text.tokenizer import Tokenizer
 
 NUM_WORKERS = 2
-MAX_WORKER_BYTES = 4 << 30  # beside what a worker takes when its tokenizer is loaded
+MAX_WORKER_BYTES = 4 << 30  # beyond what a process takes once its tokenizer is loaded
 MAX_ENCODE_SECONDS = 60.0
-_SPARE_SECONDS = 2.0  # By then a worker has ended itself, if it is not stopped.
+_SPARE_SECONDS = 2.0  # after which a worker has ended itself, unless it is stopped
 _WATCH_SECONDS = 0.05
 _RETRY_SECONDS = 1.0
 
 
 class TextWorkers:
-    """The processes, from the server's side; as many threads as `NUM_WORKERS` may use them."""
+    """The processes, with `Tokenizer`'s interface; `NUM_WORKERS` threads may call it at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, template_seconds: float) -> None:
         header = [str(path.absolute()), MAX_WORKER_BYTES]
+        self._template_seconds = template_seconds
+        # As `Tokenizer.variables`, which is asked only for a template that is new.
+        self.variables = lru_cache(maxsize=16)(self._variables_of)
         self._helpers = [Helper(__name__, header) for _ in range(NUM_WORKERS)]
         self._idle: SimpleQueue[Helper] = SimpleQueue()
         for helper in self._helpers:
@@ -50,28 +54,47 @@ class TextWorkers:
         faults = [helper.fault for helper in self._helpers]
         return faults[0] if all(faults) else None
 
-    def call(self, name: str, seconds: float, *args: Any, **more: Any) -> Any:
-        """Return what the tokenizer's method returns, or raise its RequestError.
+    def encode(self, text: str, *, param: str | None = None, **options: Any) -> tuple[int, ...]:
+        """As `Tokenizer.encode`; errors of the process name the field `param`."""
+        ids = self._ask("tokenizer", "encode", MAX_ENCODE_SECONDS, param, text, **options)
+        return tuple(ids)
 
-        TimeoutError: it took more than `seconds`. HelperError: it ended its process in another
-        way. HelperUnavailableError: no process can be started.
-        """
+    def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """As `Tokenizer.render_chat`."""
+        what, seconds = "chat template", self._template_seconds
+        return str(self._ask(what, "render_chat", seconds, "messages", messages, **options))
+
+    def _variables_of(self, template: str | None = None) -> frozenset[str]:
+        what, seconds = "chat template", self._template_seconds
+        return frozenset(self._ask(what, "variables", seconds, "messages", template))
+
+    def _ask(
+        self, what: str, method: str, seconds: float, param: str | None, *args: Any, **options: Any
+    ) -> Any:
+        """Call a method of a process's tokenizer; raises its RequestError, or one of our own."""
         helper = self._idle.get()
         try:
-            answer = helper.ask([name, seconds, args, more], seconds + _SPARE_SECONDS)
+            answer = helper.ask([method, seconds, args, options], seconds + _SPARE_SECONDS)
+        except HelperUnavailableError as error:
+            message = f"The model's {what} can't be used now: {error}."
+            raise errors.UnavailableError(
+                message, retry_after=errors.UNKNOWN_RETRY_SECONDS
+            ) from None
         except HelperError as error:
+            fault = "took too much memory on this, or broke"
             if error.status == -signal.SIGALRM:
-                raise TimeoutError from None
-            raise
+                fault = f"took more than {seconds:g} s on this"
+            message = f"The model's {what} {fault}."
+            raise errors.InvalidRequestError(message, param=param) from None
         finally:
             self._give_back(helper)
         if "error" in answer:
-            kind, message, param = answer["error"]
-            raise getattr(errors, kind)(message, param=param)
-        return answer["found"]
+            kind, message, its_param = answer["error"]
+            raise getattr(errors, kind)(message, param=its_param)
+        return answer["result"]
 
     async def keep_running(self) -> None:
-        """Start again what could not be started, until the server ends."""
+        """Start processes again that could not be started, until the server ends."""
         while True:
             await asyncio.sleep(_RETRY_SECONDS)
             if any(helper.fault for helper in self._helpers):
@@ -99,14 +122,15 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
     path, most_bytes = header
     tokenizer = Tokenizer.load(Path(path))
     _bound_memory(most_bytes)
-    tokenizer.encode("a")  # A normalizer that multiplies text may take all memory even here.
+    tokenizer.encode("a")  # Even this may take all memory, if a normalizer multiplies text.
 
     def answer(question: Sequence[Any]) -> dict[str, Any]:
-        name, seconds, args, more = question
-        # Its signal ends the process, whatever it does.
+        method, seconds, args, options = question
+        # The timer's signal ends the process, whatever it does.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            return {"found": getattr(tokenizer, name)(*args, **more)}
+            result = getattr(tokenizer, method)(*args, **options)
+            return {"result": list(result) if isinstance(result, frozenset) else result}
         except errors.MlxMtpError as error:
             return {"error": [type(error).__name__, str(error), error.param]}
         finally:
@@ -117,7 +141,7 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
 
 def _bound_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # Elsewhere the system takes no notice of this limit.
+    if sys.platform == "linux":  # Other systems ignore this limit.
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + most_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

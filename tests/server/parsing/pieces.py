@@ -14,7 +14,7 @@ from mlx_mtp.text.parsing.events import (
     ToolCut,
     ToolEnd,
     ToolStart,
-    merged,
+    merge_texts,
 )
 
 
@@ -24,7 +24,7 @@ def events_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Event]:
     for piece in pieces:
         events.extend(parser.feed(piece))
     events.extend(parser.finish())
-    return merged(events)
+    return merge_texts(events)
 
 
 def summary(events: Iterable[Event]) -> list[Any]:

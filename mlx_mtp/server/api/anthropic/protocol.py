@@ -7,15 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
 from mlx_mtp.server.api import schema as fields
+from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
-from mlx_mtp.server.api.structured_fields import schema_grammar
 from mlx_mtp.server.generation import conversation
 from mlx_mtp.server.generation.conversation import BUDGETS, Conversation, ToolCall
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.text.characters import unwrap
 
-# Claude Code's first system block begins so; its nonce changes with each turn.
+# Claude Code's first system block begins with it, and has a nonce that changes with each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
@@ -56,15 +55,17 @@ class _ToolUseBlock(WireModel):
 
 
 def _of_these(*names: str) -> Discriminator:
-    return fields.one_of(f"this server takes blocks of these types only: {', '.join(names)}")
+    return fields.form_by_type(f"this server takes blocks of these types only: {', '.join(names)}")
 
 
 def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-_Text = Annotated[_TextBlock, Tag(FORM + "text")]
-_Texts = Annotated[Many[Annotated[_Text, _of_these("text")]], BeforeValidator(_as_blocks)]
+_TaggedTextBlock = Annotated[_TextBlock, Tag(FORM + "text")]
+_Texts = Annotated[
+    Many[Annotated[_TaggedTextBlock, _of_these("text")]], BeforeValidator(_as_blocks)
+]
 
 
 class _ToolResultBlock(WireModel):
@@ -81,8 +82,8 @@ class _ToolResultBlock(WireModel):
         return conversation.Message("tool", content, tool_call_id=self.tool_use_id)
 
 
-_Block = Annotated[
-    _Text
+_ContentBlock = Annotated[
+    _TaggedTextBlock
     | Annotated[_ThinkingBlock, Tag(FORM + "thinking")]
     | Annotated[_RedactedThinkingBlock, Tag(FORM + "redacted_thinking")]
     | Annotated[_ToolUseBlock, Tag(FORM + "tool_use")]
@@ -94,14 +95,14 @@ _ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), _ToolResultBlock: "user"
 
 
 def _text_of(blocks: Iterable[WireModel]) -> str:
-    # A paragraph each, without Claude Code's billing header.
+    # Each text is a paragraph. Claude Code's billing header is left out.
     texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
     return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
 
-class _Message(WireModel):
+class _AnthropicMessage(WireModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Many[_Block], BeforeValidator(_as_blocks)]
+    content: Annotated[Many[_ContentBlock], BeforeValidator(_as_blocks)]
 
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> Self:
@@ -125,7 +126,7 @@ class _Message(WireModel):
             yield conversation.Message(self.role, text)
 
 
-class _Tool(fields.Function):
+class _AnthropicTool(fields.Function):
     parameters: fields.Schema = Field(alias="input_schema")
     type: Literal["custom"] = "custom"
     cache_control: _CacheControl | None = None
@@ -141,7 +142,7 @@ def _client_tool(value: object) -> object:
     return value
 
 
-class _ToolChoice(WireModel):
+class _AnthropicToolChoice(WireModel):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -159,7 +160,7 @@ class _ToolChoice(WireModel):
         return conversation.ToolChoice("none" if self.type == "none" else "auto")
 
 
-class _Thinking(WireModel):
+class _ThinkingOptions(WireModel):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
@@ -171,14 +172,14 @@ class _Thinking(WireModel):
         return self
 
 
-class _OutputFormat(WireModel):
+class _AnthropicFormat(WireModel):
     type: Literal["json_schema"]
-    json_schema: AnswerSchema = Field(alias="schema")
+    schema_: AnswerSchema = Field(alias="schema")
 
 
 class _OutputConfig(WireModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: _OutputFormat | None = None
+    format: _AnthropicFormat | None = None
 
 
 class _Metadata(WireModel):
@@ -186,7 +187,7 @@ class _Metadata(WireModel):
 
 
 class KeptThinking(WireModel):
-    """How many of the latest turns keep their thinking; errors name this class."""
+    """How many of the latest turns keep their thinking. Errors have this class's name."""
 
     type: Literal["thinking_turns", "all"]
     value: Annotated[int, Field(ge=1)] | None = None
@@ -210,19 +211,19 @@ class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
     model: fields.ModelName = ""
-    messages: OneOrMore[_Message]
+    messages: OneOrMore[_AnthropicMessage]
     system: _Texts = Field([])
-    tools: ManyTools[Annotated[_Tool, BeforeValidator(_client_tool)]] = Field([])
-    tool_choice: _ToolChoice = Field(_ToolChoice(type="auto"))
-    thinking: _Thinking = Field(_Thinking(type="disabled"))
+    tools: ManyTools[Annotated[_AnthropicTool, BeforeValidator(_client_tool)]] = Field([])
+    tool_choice: _AnthropicToolChoice = Field(_AnthropicToolChoice(type="auto"))
+    thinking: _ThinkingOptions = Field(_ThinkingOptions(type="disabled"))
     output_config: _OutputConfig = Field(default_factory=_OutputConfig)
-    output_format: _OutputFormat | None = None
+    output_format: _AnthropicFormat | None = None
     context_management: _ContextManagement | None = None
     cache_control: _CacheControl | None = None
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:
-        # The last message would be the beginning of the answer, and a call can't be gone on with.
+        # The last message is the beginning of the answer, and a model can't go on after a call.
         if any(isinstance(block, _ToolUseBlock) for block in self.messages[-1].content):
             message = "the last message has a tool_use block, and its result is missing: add a "
             message += "message of role user with a tool_result block, or leave the tool_use out"
@@ -242,14 +243,14 @@ class CountRequest(WireModel):
             parallel_tool_calls=not self.tool_choice.disable_parallel_tool_use,
             thinking={"enabled": True, "disabled": False}.get(thinking.type),
             thinking_budget=budget if thinking.budget_tokens is None else thinking.budget_tokens,
-            response=None if form is None else schema_grammar(form.json_schema),
+            response=None if form is None else schema_grammar(form.schema_),
             response_field="output_format" if self.output_format else "output_config.format",
             continue_final=bool(messages) and messages[-1].role == "assistant",
         )
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
-class MessagesRequest(CountRequest, fields.GenerateRequest):
+class MessagesRequest(CountRequest, fields.AnswerRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 63)]
@@ -257,12 +258,11 @@ class MessagesRequest(CountRequest, fields.GenerateRequest):
     metadata: _Metadata = Field(default_factory=_Metadata)
     diagnostics: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
-    def options(self) -> RequestOptions:
-        return RequestOptions(
+    def options(self) -> AnswerOptions:
+        return AnswerOptions(
             sampling=self.sampling(),
-            # "The absolute maximum": agents ask for more than small contexts have.
+            # An "absolute maximum": agents ask for more than fits small contexts.
             cut_to_context=True,
             stop=self.stop_sequences,
             user=self.metadata.user_id,
-            cache_salt=self.cache_salt,
         )

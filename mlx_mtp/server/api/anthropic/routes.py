@@ -1,7 +1,6 @@
 """Anthropic's routes, for any `anthropic-version`, and how their answers are worded."""
 
 import json
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -9,67 +8,63 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
 from mlx_mtp.server.api.schema import MAX_PROMPT_IDS
-from mlx_mtp.server.context import read
+from mlx_mtp.server.context import read_request
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
-from mlx_mtp.server.generation.writer import Block, Content, Kind, Writer, event
-from mlx_mtp.server.http.admission import client_of
+from mlx_mtp.server.generation.job import Job, admit
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import anthropic_error_body
+from mlx_mtp.server.http.record import client_of
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.characters import wrap
 
-# Clients send thinking blocks back only if they have a signature, which they don't look into.
+# Clients send thinking blocks back only if they have a signature, whatever it is.
 _SIGNATURE = "mlx-mtp"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class _MessageWriter(Writer):
     keep_alive = event({"type": "ping"}, "ping")
-    prefixes: ClassVar[dict[Kind, str]] = {"call": "toolu_"}
+    prefixes: ClassVar[dict[BlockKind, str]] = {"call": "toolu_"}
+    # Half a call, completed to an object, would look whole, and a client might write half a file.
+    # In a stream the input of such a call is left open.
+    cut_calls_are_text = True
 
-    def __init__(self, admitted: Admitted[MessagesRequest], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation)
-        self._model = admitted.body.model
-        self._seed = admitted.params.seed  # not of this API
-        self._omit_thinking = admitted.body.thinking.display == "omitted"
+    def __init__(self, job: Job[MessagesRequest], generation: Generation) -> None:
+        body = job.body
+        super().__init__(job.answer_id, generation, streams=body.stream)
+        self._model = body.model
+        self._seed = job.params.seed  # not of this API
+        self._omit_thinking = body.thinking.display == "omitted"
 
-    def opening(self) -> Iterable[bytes]:
+    def opening(self) -> list[bytes]:
         nothing = {"stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message=self._message([], nothing))
+        return [_event("message_start", message=self._message([], nothing))]
 
-    def ending(self) -> Iterable[bytes]:
-        usage = _usage(self.generation)
-        yield _event("message_delta", delta=self._reason(), usage=usage, seed=self._seed)
-        yield _event("message_stop")
+    def ending(self) -> list[bytes]:
+        fields = {"delta": self._reason(), "usage": _usage(self.generation), "seed": self._seed}
+        return [_event("message_delta", **fields), _event("message_stop")]
 
-    def failure(self, error: Exception) -> Iterable[bytes]:
-        yield event(anthropic_error_body(error), "error")
+    def failure(self, error: Exception) -> list[bytes]:
+        return [event(anthropic_error_body(error), "error")]
 
-    def start(self, block: Block) -> Iterable[bytes]:
-        yield self._block_event("start", content_block=self._content(block))
+    def start(self, block: Block) -> list[bytes]:
+        return [self._block_event("start", content_block=self._content(block))]
 
-    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+    def add(self, block: Block, content: Content) -> list[bytes]:
         if block.kind == "text":
-            yield self._delta("text_delta", text=content.text)
-        elif block.kind == "call":
-            yield self._delta("input_json_delta", partial_json=content.text)
-        elif not self._omit_thinking:
-            yield self._delta("thinking_delta", thinking=content.text)
+            return [self._delta("text_delta", text=content.text)]
+        if block.kind == "call":
+            return [self._delta("input_json_delta", partial_json=content.text)]
+        return [] if self._omit_thinking else [self._delta("thinking_delta", thinking=content.text)]
 
-    def stop(self, block: Block) -> Iterable[bytes]:
-        if block.kind == "reasoning":
-            yield self._delta("signature_delta", signature=self._content(block)["signature"])
-        yield self._block_event("stop")
+    def stop(self, block: Block) -> list[bytes]:
+        end = [self._block_event("stop")]
+        if block.kind != "reasoning":
+            return end
+        return [self._delta("signature_delta", signature=self._content(block)["signature"]), *end]
 
     def whole(self) -> dict[str, Any]:
-        content: list[dict[str, Any]] = []
-        for block in self.whole_blocks(0):
-            found = self._content(block)
-            if content and content[-1]["type"] == found["type"] == "text":
-                content[-1]["text"] += found["text"]
-            else:
-                content.append(found)
-        return self._message(content, self._reason())
+        return self._message(list(map(self._content, self.whole_blocks(0))), self._reason())
 
     def _content(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -77,12 +72,10 @@ class _MessageWriter(Writer):
             shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, _SIGNATURE)
             signature = "" if block.state == "open" else signature
             return {"type": "thinking", "thinking": shown, "signature": signature}
-        if block.kind == "call" and block.state != "cut":
+        if block.kind == "call":
             given = json.loads(block.text) if block.state == "complete" else {}
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
-        # An object made of half a call would look like a whole one, and a client write half a file.
-        # So a call that is cut is text; in a stream its input is left open.
-        return {"type": "text", "text": block.raw or block.text}
+        return {"type": "text", "text": block.text}
 
     def _message(self, content: list[dict[str, Any]], reason: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -127,15 +120,17 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 async def messages(request: Request) -> Response:
     """POST /v1/messages."""
-    admitted = await admit(request, MessagesRequest, "msg_")
-    generation = await admitted.chat(admitted.body.conversation())
-    return await respond(request, _MessageWriter(admitted, generation), admitted.body.stream)
+    job = await admit(request, MessagesRequest, "msg_")
+    generation = await job.chat(job.body.conversation())
+    return await respond(request, _MessageWriter(job, generation))
 
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
-    context, body = await read(request, CountRequest)
-    client = client_of(request.scope, None)
+    context, body = await read_request(request, CountRequest)
+    client = client_of(request.scope)
     async with context.in_time(request.scope):
-        prompt = await context.prompter.prompt(body.conversation(), MAX_PROMPT_IDS, client)
+        prompt = await context.prompter.prompt(
+            body.conversation(), MAX_PROMPT_IDS, request.scope, client
+        )
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

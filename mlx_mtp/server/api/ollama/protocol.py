@@ -1,4 +1,4 @@
-"""The bodies of Ollama's routes: what the other APIs take, by Ollama's names."""
+"""The bodies of Ollama's routes: the other APIs' parameters by Ollama's names."""
 
 import json
 from abc import abstractmethod
@@ -9,13 +9,12 @@ from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, m
 
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api import schema
+from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.openai import protocol as openai
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
-from mlx_mtp.server.api.structured_fields import schema_grammar
 from mlx_mtp.server.generation import conversation
 from mlx_mtp.server.generation.conversation import Conversation
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 
 
 def _text_only(value: object) -> object:
@@ -31,26 +30,26 @@ def _either(kind: type) -> Discriminator:
     return Discriminator(lambda value: FORM + ("kind" if isinstance(value, kind) else "word"))
 
 
-_Format = Annotated[
+_OllamaFormat = Annotated[
     Annotated[AnswerSchema, Tag(FORM + "kind")]
     | Annotated[Literal["", "json"], Tag(FORM + "word")],
     _either(dict),
 ]
-_Think = Annotated[
+_OllamaThink = Annotated[
     Annotated[bool, Tag(FORM + "kind")]
     | Annotated[Literal["low", "medium", "high", "max"], Tag(FORM + "word")],
     _either(bool),
 ]
 
 
-class _Function(WireModel):
+class _CalledFunction(WireModel):
     name: str
     arguments: schema.Schema = Field({})
     index: int | None = None
 
 
-class _ToolCall(WireModel):
-    function: _Function
+class _OllamaToolCall(WireModel):
+    function: _CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
 
@@ -59,12 +58,12 @@ class _ToolCall(WireModel):
         return conversation.ToolCall(self.function.name, arguments, self.id)
 
 
-class _Message(WireModel):
+class _OllamaMessage(WireModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
     images: _NoImages = Field([])
-    tool_calls: Annotated[list[_ToolCall], at_most(schema.MAX_TOOLS)] = Field([])
+    tool_calls: Annotated[list[_OllamaToolCall], at_most(schema.MAX_TOOLS)] = Field([])
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -81,18 +80,18 @@ class _Message(WireModel):
         return conversation.Message(self.role, self.content, self.thinking, calls, **names)
 
 
-class _Tool(openai.Tool):
+class _OllamaTool(openai.OpenAITool):
     type: Literal["function"] = "function"
 
 
 @schema.sampled(*(name for name in schema.SAMPLING if name != "max_tokens"))
-class _Request(schema.GenerateRequest):
+class _OllamaRequest(schema.AnswerRequest):
     stream: bool = True
-    format: _Format = ""
-    think: _Think | None = None
+    format: _OllamaFormat = ""
+    think: _OllamaThink | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
-    # Of `options`, beside those that have the names of all APIs; `max_tokens` is a synonym.
+    # Those of `options` that other APIs don't have; `max_tokens` is a synonym of num_predict.
     num_predict: schema.Int = -1
     stop: schema.Stops = Field([])
 
@@ -103,14 +102,12 @@ class _Request(schema.GenerateRequest):
             return data
         return options | {key: value for key, value in data.items() if key != "options"}
 
-    def options(self) -> RequestOptions:
+    def options(self) -> AnswerOptions:
         sampling = self.sampling(
             max_tokens=self.num_predict if self.num_predict > 0 else None,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
-        return RequestOptions(
-            sampling, cut_to_context=True, stop=self.stop, cache_salt=self.cache_salt
-        )
+        return AnswerOptions(sampling, cut_to_context=True, stop=self.stop)
 
     def grammar(self) -> GrammarSpec | None:
         if isinstance(self.format, dict):
@@ -127,11 +124,11 @@ class _Request(schema.GenerateRequest):
     def chat(self) -> Conversation: ...
 
 
-class ChatRequest(_Request):
+class OllamaChat(_OllamaRequest):
     """POST /api/chat."""
 
-    messages: Many[_Message] = Field([])
-    tools: ManyTools[_Tool] = Field([])
+    messages: Many[_OllamaMessage] = Field([])
+    tools: ManyTools[_OllamaTool] = Field([])
 
     def chat(self) -> Conversation:
         return Conversation(
@@ -140,8 +137,8 @@ class ChatRequest(_Request):
         )
 
 
-class TextRequest(_Request):
-    """POST /api/generate: a prompt by itself, or with `raw` a text to go on with."""
+class OllamaText(_OllamaRequest):
+    """POST /api/generate: a prompt as a chat's message, or with `raw` as plain text."""
 
     prompt: str = ""
     system: str = ""
@@ -164,7 +161,7 @@ class TextRequest(_Request):
         return Conversation(messages)
 
 
-class ShowRequest(WireModel):
+class OllamaShow(WireModel):
     """POST /api/show."""
 
     model: schema.ModelName = Field("", validation_alias=AliasChoices("model", "name"))

@@ -1,59 +1,60 @@
-"""Ollama's routes, for clients that know no other API, and how their answers are worded."""
+"""Ollama's routes, and how their answers are worded."""
 
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.server.api.ollama.protocol import ChatRequest, ShowRequest, TextRequest
+from mlx_mtp.server.api.ollama.protocol import OllamaChat, OllamaShow, OllamaText
 from mlx_mtp.server.api.openai.tokens import logprob_entries
-from mlx_mtp.server.context import Context, context_of, read
+from mlx_mtp.server.context import Context, context_of, read_request
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
+from mlx_mtp.server.generation.job import Job, admit
+from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json
 from mlx_mtp.server.http.errors import ollama_error_body
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.parsing.events import OutputToken
 
-_VERSION = "0.12.11"  # of Ollama, whose API this is; clients look for the least that they need
+_VERSION = "0.12.11"  # of Ollama; clients check that it is new enough
 _FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
 
 
 class _OllamaWriter(Writer):
     media_type = "application/x-ndjson"
-    keep_alive = b" "  # of the line that comes next: clients take an empty one for an error
+    cut_calls_are_text = True
+    keep_alive = b" "  # a part of the next line: clients take an empty line for an error
 
-    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation)
-        self._model = admitted.body.model
-        self._tokenizer = admitted.context.tokenizer
-        self._with_logprobs = admitted.params.top_logprobs is not None
+    def __init__(self, job: Job[Any], generation: Generation) -> None:
+        super().__init__(job.answer_id, generation, streams=job.body.stream)
+        self._model = job.body.model
+        self._tokenizer = job.context.tokenizer
+        self._with_logprobs = job.params.top_logprobs is not None
 
     @abstractmethod
-    def said(self, text: str, **more: Any) -> dict[str, Any]: ...
+    def text_fields(self, text: str, **more: Any) -> dict[str, Any]: ...
 
-    def add(self, block: Block, content: Content) -> Iterator[bytes]:
+    def add(self, block: Block, content: Content) -> list[bytes]:
         if block.kind == "text":
-            yield self._line(content.text, tokens=getattr(content, "tokens", ()))
-        elif block.kind == "reasoning":
-            yield self._line("", thinking=content.text)
+            return [self._line(content.text, tokens=getattr(content, "tokens", ()))]
+        return [self._line("", thinking=content.text)] if block.kind == "reasoning" else []
 
-    def stop(self, block: Block) -> Iterator[bytes]:
+    def stop(self, block: Block) -> list[bytes]:
         if block.kind == "call" and block.state == "complete":
-            yield self._line("", tool_calls=[_call(block)])
-        elif block.kind == "call" and block.state == "cut":
-            yield self._line(block.raw or block.text)
+            return [self._line("", tool_calls=[_call(block)])]
+        is_cut = block.kind == "call" and block.state == "cut"
+        return [self._line(block.raw or block.text)] if is_cut else []
 
-    def ending(self) -> Iterator[bytes]:
-        yield _packed(self._answer("") | self._costs())
+    def ending(self) -> list[bytes]:
+        return [_line_bytes(self._answer("") | self._costs())]
 
-    def failure(self, error: Exception) -> Iterator[bytes]:
-        yield _packed(ollama_error_body(error))
+    def failure(self, error: Exception) -> list[bytes]:
+        return [_line_bytes(ollama_error_body(error))]
 
     def whole(self) -> dict[str, Any]:
         text, thinking, calls, tokens = "", "", [], []
@@ -61,26 +62,26 @@ class _OllamaWriter(Writer):
             tokens += block.tokens
             if block.kind == "reasoning":
                 thinking += block.text
-            elif block.kind == "call" and block.state == "complete":
+            elif block.kind == "call":
                 calls.append(_call(block))
-            else:  # A cut call is text, as in Anthropic's API: arguments must be a whole object.
-                text += block.raw or block.text
+            else:
+                text += block.text
         answer = self._answer(text, tokens, thinking=thinking, tool_calls=calls)
         return answer | self._costs()
 
     def _line(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> bytes:
-        return _packed(self._answer(text, tokens, **more) | {"done": False})
+        return _line_bytes(self._answer(text, tokens, **more) | {"done": False})
 
     def _answer(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> dict[str, Any]:
         given = {key: value for key, value in more.items() if value}
-        fields = {"model": self._model, "created_at": _now(), **self.said(text, **given)}
+        fields = {"model": self._model, "created_at": _now(), **self.text_fields(text, **given)}
         if self._with_logprobs and tokens:
             fields["logprobs"] = logprob_entries(self._tokenizer, tokens)
         return fields
 
     def _costs(self) -> dict[str, Any]:
-        timings, generation = self.generation.timings(), self.generation
-        prompt, answer = (int(timings[f"{part}_ms"] * 1e6) for part in ("prompt", "predicted"))
+        times, generation = timings(self.generation), self.generation
+        prompt, answer = (int(times[f"{part}_ms"] * 1e6) for part in ("prompt", "predicted"))
         is_cut = generation.streams[0].finish_reason == "length"
         return {
             "done": True,
@@ -94,13 +95,13 @@ class _OllamaWriter(Writer):
         }
 
 
-class _ChatWriter(_OllamaWriter):
-    def said(self, text: str, **more: Any) -> dict[str, Any]:
+class _OllamaChatWriter(_OllamaWriter):
+    def text_fields(self, text: str, **more: Any) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, **more}}
 
 
-class _TextWriter(_OllamaWriter):
-    def said(self, text: str, **more: Any) -> dict[str, Any]:
+class _OllamaTextWriter(_OllamaWriter):
+    def text_fields(self, text: str, **more: Any) -> dict[str, Any]:
         return {"response": text, **more}
 
 
@@ -109,7 +110,7 @@ def _call(block: Block) -> dict[str, Any]:
     return {"id": block.id, "function": function}
 
 
-def _packed(line: dict[str, Any]) -> bytes:
+def _line_bytes(line: dict[str, Any]) -> bytes:
     return packed_json(line).encode() + b"\n"
 
 
@@ -119,32 +120,32 @@ def _now() -> str:
 
 async def chat(request: Request) -> Response:
     """POST /api/chat."""
-    admitted = await admit(request, ChatRequest, "ollama-")
-    body = admitted.body
+    job = await admit(request, OllamaChat, "ollama-")
+    body = job.body
     if not body.messages:
-        return _loaded(body.model, message={"role": "assistant", "content": ""})
-    generation = await admitted.chat(body.conversation())
-    return await respond(request, _ChatWriter(admitted, generation), body.stream)
+        return _model_is_loaded(body.model, message={"role": "assistant", "content": ""})
+    generation = await job.chat(body.conversation())
+    return await respond(request, _OllamaChatWriter(job, generation))
 
 
 async def generate(request: Request) -> Response:
     """POST /api/generate."""
-    admitted = await admit(request, TextRequest, "ollama-")
-    body = admitted.body
+    job = await admit(request, OllamaText, "ollama-")
+    body = job.body
     if not body.prompt:
-        return _loaded(body.model, response="")
+        return _model_is_loaded(body.model, response="")
     if body.raw:
         grammar = body.grammar()
         guided = None if grammar is None else ("format", grammar)
-        generation = await admitted.complete([body.prompt], guided)
+        generation = await job.complete([body.prompt], guided)
     else:
-        generation = await admitted.chat(body.conversation())
-    return await respond(request, _TextWriter(admitted, generation), body.stream)
+        generation = await job.chat(body.conversation())
+    return await respond(request, _OllamaTextWriter(job, generation))
 
 
-def _loaded(model: str, **said: Any) -> Response:
-    # Without a prompt Ollama loads the model, which is loaded here.
-    fields = {"model": model, "created_at": _now(), **said}
+def _model_is_loaded(model: str, **answer: Any) -> Response:
+    # Without a prompt Ollama loads the model. Here it is always loaded.
+    fields = {"model": model, "created_at": _now(), **answer}
     return JSONResponse(fields | {"done": True, "done_reason": "load"})
 
 
@@ -168,7 +169,7 @@ async def processes(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """POST /api/show: what the model can do."""
-    context, _ = await read(request, ShowRequest)
+    context, _ = await read_request(request, OllamaShow)
     info, form = context.engine.info, context.output_format
     able = {"tools": form.tools, "thinking": form.reasoning}
     kind = info.model_type
@@ -192,7 +193,7 @@ def _cards(context: Context) -> Iterable[dict[str, Any]]:
             "name": name,
             "model": name,
             "modified_at": context.created.isoformat(),
-            "size": 0,  # It is not known here.
+            "size": 0,  # unknown
             "digest": hashlib.sha256(name.encode()).hexdigest(),
             "details": _details(context),
         }

@@ -1,30 +1,28 @@
-"""OpenAI's two request bodies."""
+"""The bodies of /v1/chat/completions and /v1/completions."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS
+from mlx_mtp.engine.request import RequestOptions
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
+from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import GuidedFields
-from mlx_mtp.server.api.thinking_fields import ThinkingFields
 from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.conversation import Conversation, split_template_kwargs
-from mlx_mtp.server.generation.params import MAX_SEQUENCES, RequestOptions
+from mlx_mtp.server.generation.conversation import Conversation
+from mlx_mtp.server.generation.params import MAX_SEQUENCES, AnswerOptions
 
 MAX_TEMPLATE = 1 << 16  # characters
+_BUDGET = "thinking_budget"
 
 
-def _joined_text(value: object, info: ValidationInfo) -> object:
-    kinds = ("text", "refusal") if info.data.get("role") == "assistant" else ("text",)
-    return schema.joined_text(value, kinds, info)
-
-
-_Content = Annotated[str | None, BeforeValidator(_joined_text), at_most(schema.MAX_MESSAGES)]
+_join = schema.joined_text("text", of_assistants=("refusal",))
+_MessageText = Annotated[str | None, _join, at_most(schema.MAX_MESSAGES)]
 
 
 class _FunctionCall(WireModel):
@@ -33,7 +31,7 @@ class _FunctionCall(WireModel):
     parsed_arguments: schema.Parsed | None = None
 
 
-class _ToolCall(WireModel):
+class _OpenAIToolCall(WireModel):
     function: _FunctionCall
     type: Literal["function"] = "function"
     id: str | None = None
@@ -48,18 +46,18 @@ _OF_ASSISTANTS = (
 _ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), "tool_call_id": "tool"}
 
 
-class Message(WireModel):
+class OpenAIMessage(WireModel):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content = None
+    content: _MessageText = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # OpenRouter's and vLLM's name for it
     refusal: str | None = None
     annotations: Annotated[list[Any], at_most(schema.MAX_MESSAGES)] | None = None
     parsed: schema.Parsed | None = None
-    tool_calls: Annotated[list[_ToolCall], at_most(schema.MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[_OpenAIToolCall], at_most(schema.MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     provider_specific_fields: schema.Schema | None = None
 
@@ -70,8 +68,8 @@ class Message(WireModel):
                 raise refusal(f"belongs to messages of role {role}, not {self.role}", field=field)
         if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
             raise refusal("differs from reasoning_content; give one of them", field="reasoning")
-        said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
-        if all(text is None for text in said) and not self.tool_calls:
+        texts = (self.content, self.refusal, self.reasoning_content, self.reasoning)
+        if all(text is None for text in texts) and not self.tool_calls:
             more = " or tool_calls" if self.role == "assistant" else ""
             raise refusal(f"a message of role {self.role} needs content{more}", field="content")
         return self
@@ -90,7 +88,7 @@ class Message(WireModel):
         )
 
 
-class Tool(WireModel):
+class OpenAITool(WireModel):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -101,7 +99,7 @@ class _Name(WireModel):
     name: str
 
 
-class _NamedTool(WireModel):
+class _OpenAINamedTool(WireModel):
     type: Literal["function"]
     function: _Name
 
@@ -110,14 +108,14 @@ class _NamedTool(WireModel):
         return self.function.name
 
 
-class _AllowedTools(WireModel):
+class _OpenAIAllowedTools(WireModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
+    tools: Annotated[ManyTools[_OpenAINamedTool], Field(min_length=1)]
 
 
 class _AllowedToolsChoice(WireModel):
     type: Literal["allowed_tools"]
-    allowed_tools: _AllowedTools
+    allowed_tools: _OpenAIAllowedTools
 
 
 class _UsageOptions(WireModel):
@@ -134,14 +132,14 @@ class _MtpOptions(WireModel):
 
 
 @schema.sampled()
-class GenerateRequest(schema.GenerateRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
-    """What both endpoints take."""
+class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
+    """What both bodies have."""
 
     stream_options: _UsageOptions = _UsageOptions()
     stop: schema.Stops = Field([])
     n: schema.Int = 1
     prompt_logprobs: schema.Int | None = None
-    return_progress: bool = False  # llama.cpp's: of streams, and without an effect elsewhere
+    return_progress: bool = False  # llama.cpp's; has an effect on streams only
     mtp: _MtpOptions = _MtpOptions()
 
     @model_validator(mode="after")
@@ -154,8 +152,8 @@ class GenerateRequest(schema.GenerateRequest, schema.OpenAILabels, schema.TextFi
             raise refusal("needs stream: true", field="mtp.trace")
         return self
 
-    def options(self, **more: Any) -> RequestOptions:
-        return RequestOptions(
+    def options(self, **more: Any) -> AnswerOptions:
+        return AnswerOptions(
             sampling=self.sampling(
                 **{"prompt_logprobs": self.prompt_logprobs, "optimistic": self.mtp.optimistic}
                 | more
@@ -165,16 +163,18 @@ class GenerateRequest(schema.GenerateRequest, schema.OpenAILabels, schema.TextFi
             bad_words=self.bad_words,
             skip_special_tokens=self.skip_special_tokens,
             include_stop=self.include_stop_str_in_output,
-            num_draft_tokens=self.mtp.num_draft_tokens,
-            trace=self.mtp.trace,
-            progress=self.stream and (self.return_progress or self.stream_options.include_progress),
             user=self.user or self.safety_identifier,
-            cache_salt=self.cache_salt,
+            engine=RequestOptions(
+                num_draft_tokens=self.mtp.num_draft_tokens,
+                trace=self.mtp.trace,
+                progress=self.stream
+                and (self.return_progress or self.stream_options.include_progress),
+            ),
         )
 
 
 class TemplateFields(WireModel):
-    """What a chat template gets beside the messages, in vLLM's words."""
+    """vLLM's fields for what a chat template gets beside the messages."""
 
     chat_template: Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE)] | None = None
     chat_template_kwargs: schema.TemplateKwargs = Field({})
@@ -190,8 +190,13 @@ class TemplateFields(WireModel):
         return self
 
     def template_fields(self) -> dict[str, Any]:
-        """The same for a `Conversation`."""
-        kwargs, budget = split_template_kwargs(self.chat_template_kwargs)
+        """The same as fields of a `Conversation`; the server heeds the budget, no template."""
+        kwargs = dict(self.chat_template_kwargs)
+        budget, limit = kwargs.pop(_BUDGET, None), 1 << 31
+        if budget is not None and not (schema.is_id(budget) and 0 <= budget < limit):
+            field = f"chat_template_kwargs.{_BUDGET}"
+            message = f"{field} must be a number of tokens, 0 or more."
+            raise InvalidRequestError(message, param=field)
         return {
             "template": self.chat_template,
             "template_kwargs": kwargs,
@@ -201,15 +206,15 @@ class TemplateFields(WireModel):
         }
 
 
-class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
+class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
-    messages: OneOrMore[Message]
+    messages: OneOrMore[OpenAIMessage]
     max_completion_tokens: schema.Int | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
-    tools: ManyTools[Tool] = Field([])
-    tool_choice: schema.ToolChoice[_NamedTool, _AllowedToolsChoice] = "auto"
+    tools: ManyTools[OpenAITool] = Field([])
+    tool_choice: schema.OpenAIToolChoice[_OpenAINamedTool, _AllowedToolsChoice] = "auto"
     parallel_tool_calls: bool = True
     store: bool = False
 
@@ -226,7 +231,7 @@ class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
         for number, message in enumerate(self.messages):
             yield {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
 
-    def options(self, **_: Any) -> RequestOptions:
+    def options(self, **_: Any) -> AnswerOptions:
         top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         options = super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
         if self.max_completion_tokens is None:
@@ -235,7 +240,7 @@ class ChatRequest(GenerateRequest, ThinkingFields, TemplateFields):
 
     def conversation(self) -> Conversation:
         field, response = self.guided() or ("response_format", None)
-        wish, given = self.wish(), self.template_fields()
+        wish, given = self._wish, self.template_fields()
         if given["thinking_budget"] is None:
             given["thinking_budget"] = wish.get("budget")
         return Conversation(
@@ -269,14 +274,14 @@ def _as_prompts(value: object) -> object:
     return value
 
 
-class CompletionRequest(GenerateRequest):
+class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]  # texts or lists of token ids
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: schema.Int | None = None
     echo: bool = False
-    suffix: str = ""  # what follows the answer
+    suffix: str = ""  # the text after the answer
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> Self:
@@ -286,10 +291,10 @@ class CompletionRequest(GenerateRequest):
             raise refusal("can't be combined with suffix", field="echo", unsupported=True)
         return self
 
-    def options(self, **_: Any) -> RequestOptions:
-        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
-        most = max((top for top in asked if top is not None), default=None)
+    def options(self, **_: Any) -> AnswerOptions:
+        counts = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        most = max((top for top in counts if top is not None), default=None)
         made = super().options(top_logprobs=self.logprobs, prompt_logprobs=most)
-        # By itself `best_of` is `n`: all that is made is given.
+        # `best_of` alone means `n`: all answers that are made are returned.
         count = self.n if self.best_of is None else self.best_of
         return replace(made, num_prompts=len(self.prompt), n=count, echo=self.echo)

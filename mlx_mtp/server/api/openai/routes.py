@@ -1,18 +1,19 @@
-"""OpenAI's routes for chats and plain completions: whole answers and the chunks of streams."""
+"""OpenAI's routes for chats and completions, and how their answers are worded."""
 
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp import __version__
-from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from mlx_mtp.server.api.openai.tokens import (
-    Tokens,
+    OutputTokens,
     Trace,
     completion_logprobs,
     logprob_entries,
@@ -20,8 +21,9 @@ from mlx_mtp.server.api.openai.tokens import (
 )
 from mlx_mtp.server.api.stored import keeper
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
-from mlx_mtp.server.generation.writer import Block, Content, Kind, Writer, event
+from mlx_mtp.server.generation.job import Job, admit
+from mlx_mtp.server.generation.timings import timings
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.stream import Delta
@@ -31,46 +33,45 @@ class _OpenAIWriter(Writer):
     done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
-    chunk_key: str  # of the content in the choice of a chunk
-    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason alone
+    chunk_key: str  # of the content in a chunk's choice
+    empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason
+    _body: OpenAIRequest
 
-    def __init__(self, admitted: Admitted[Any], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation)
-        body: GenerateRequest = admitted.body
+    def __init__(self, job: Job[Any], generation: Generation) -> None:
+        body = self._body = job.body
+        super().__init__(job.answer_id, generation, streams=body.stream)
         self.record = not body.stream or getattr(body, "store", False)
         self._shared = {
             "created": int(time.time()),
             "model": body.model,
             "system_fingerprint": f"mlx-mtp-{__version__}",
-            "seed": admitted.params.seed,
+            "seed": job.params.seed,
         }
-        self._tokenizer = admitted.context.tokenizer
-        self._top, self._prompt_top = admitted.params.top_logprobs, body.prompt_logprobs
-        self.slow = admitted.params.prompt_logprobs is not None
-        self._num_choices = body.n
-        self._options = body.stream_options
-        self._with_ids = body.return_token_ids
+        self._tokenizer = job.context.tokenizer
+        self._top, self._num_choices = job.params.top_logprobs, job.options.n
+        self.slow = job.params.prompt_logprobs is not None
         self._num_sent: Counter[int] = Counter()  # token ids of each choice, in chunks
         self._traces = [
             Trace(self._tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
             for stream in generation.streams
         ]
 
-    def progress(self, choice: int, told: Mapping[str, int]) -> Iterable[bytes]:
+    def progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
         empty = {"index": choice, self.chunk_key: self.empty, "logprobs": None}
-        more = {"usage": None} if self._options.include_usage else {}
+        more = {"usage": None} if self._body.stream_options.include_usage else {}
         choices = [empty | {"finish_reason": None}]
-        yield event(self._fields(self.chunk_kind, choices, **more, prompt_progress=told))
+        return [event(self._fields(self.chunk_kind, choices, **more, prompt_progress=fields))]
 
-    def finish(self, delta: Delta) -> Iterable[bytes]:
-        yield self.chunk(delta.index, self.empty, None, delta.finish_reason)
+    def finish(self, delta: Delta) -> list[bytes]:
+        return [self.chunk(delta.index, self.empty, None, delta.finish_reason)]
 
-    def ending(self) -> Iterable[bytes]:
-        if self._options.include_usage:
-            yield event(self._fields(self.chunk_kind, [], **self._costs()))
+    def ending(self) -> list[bytes]:
+        if not self._body.stream_options.include_usage:
+            return []
+        return [event(self._fields(self.chunk_kind, [], **self._costs()))]
 
-    def failure(self, error: Exception) -> Iterable[bytes]:
-        yield event(error_body(error))
+    def failure(self, error: Exception) -> list[bytes]:
+        return [event(error_body(error))]
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -78,7 +79,7 @@ class _OpenAIWriter(Writer):
             blocks = self.whole_blocks(stream.index)
             tokens = [token for block in blocks for token in block.tokens]
             content = self.content(blocks)
-            if self._with_ids:
+            if self._body.return_token_ids:
                 content["token_ids"] = stream.token_ids
             choices.append(self._choice(stream.index, tokens, stream.finish_reason, **content))
         return self._fields(self.answer_kind, choices, **self.prompt_ids(), **self._costs())
@@ -90,20 +91,20 @@ class _OpenAIWriter(Writer):
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None: ...
+    def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None: ...
 
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """Those of a choice's prompt, which its first choice has, if they were asked for."""
-        if self._prompt_top is None:
+        """The logprobs of a choice's prompt, which its first choice has, if they were asked for."""
+        most = self._body.prompt_logprobs
+        if most is None:
             return {}
         first = index - index % self._num_choices
         token_ids = self.generation.requests[first].prompt_token_ids
         entries = self.generation.streams[first].prompt_logprobs
-        found = prompt_logprobs(self._tokenizer, token_ids, entries, self._prompt_top)
-        return {"prompt_logprobs": found}
+        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, token_ids, entries, most)}
 
     def _choice(
-        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+        self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
         logprobs = self.logprobs(tokens) if self._top is not None else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -112,18 +113,18 @@ class _OpenAIWriter(Writer):
         self,
         index: int,
         content: Any,
-        tokens: Tokens | None = None,
+        tokens: OutputTokens | None = None,
         reason: str | None = None,
         **more: Any,
     ) -> bytes:
-        # All chunks have a null in the place of the usage, which comes last, or the usage so far.
-        if self._options.include_usage:
-            so_far = _usage(self.generation) if self._options.continuous_usage_stats else None
-            more["usage"] = so_far
+        # The usage comes last. Until then each chunk has null, or the usage so far.
+        options = self._body.stream_options
+        if options.include_usage:
+            more["usage"] = _usage(self.generation) if options.continuous_usage_stats else None
         if reason is not None and self.generation.is_finished:
-            more["timings"] = self.generation.timings()
+            more["timings"] = timings(self.generation)
         choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
-        if self._with_ids and not self.prompt_ids().keys() & more.keys():
+        if self._body.return_token_ids and not self.prompt_ids().keys() & more.keys():
             ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
             choice["token_ids"], self._num_sent[index] = ids[sent:], len(ids)
         trace = self._traces[index]
@@ -135,7 +136,7 @@ class _OpenAIWriter(Writer):
         return {"id": self.answer_id, "object": kind, **self._shared, "choices": choices, **more}
 
     def _costs(self) -> dict[str, Any]:
-        return {"usage": _usage(self.generation), "timings": self.generation.timings()}
+        return {"usage": _usage(self.generation), "timings": timings(self.generation)}
 
 
 class ChatWriter(_OpenAIWriter):
@@ -145,42 +146,40 @@ class ChatWriter(_OpenAIWriter):
     chunk_kind = "chat.completion.chunk"
     chunk_key = "delta"
     empty: ClassVar[Any] = {}
-    prefixes: ClassVar[dict[Kind, str]] = {"call": "call_"}
+    prefixes: ClassVar[dict[BlockKind, str]] = {"call": "call_"}
+    _body: ChatRequest
 
-    def __init__(self, admitted: Admitted[ChatRequest], generation: Generation) -> None:
-        super().__init__(admitted, generation)
-        self._hides_reasoning = admitted.body.hides_reasoning
-
-    def opening(self) -> Iterable[bytes]:
-        for stream in self.generation.streams:
-            message = {"role": "assistant", "content": ""}
-            yield self.chunk(stream.index, message, **self.prompt_ids())
+    def opening(self) -> list[bytes]:
+        message = {"role": "assistant", "content": ""}
+        streams = self.generation.streams
+        return [self.chunk(stream.index, message, **self.prompt_ids()) for stream in streams]
 
     def prompt_ids(self) -> dict[str, Any]:
-        if not self._with_ids:
+        if not self._body.return_token_ids:
             return {}
         return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
 
-    def start(self, block: Block) -> Iterable[bytes]:
-        if block.kind == "call":
-            call = {"index": block.number, **_call(block)}
-            yield self.chunk(block.choice, {"tool_calls": [call]})
+    def start(self, block: Block) -> list[bytes]:
+        if block.kind != "call":
+            return []
+        call = {"index": block.number, **_call(block)}
+        return [self.chunk(block.choice, {"tool_calls": [call]})]
 
-    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+    def add(self, block: Block, content: Content) -> list[bytes]:
         text = content.text
-        found: dict[str, Any] = {"content": text}
+        delta: dict[str, Any] = {"content": text}
         if block.kind == "reasoning":
-            if self._hides_reasoning:
-                return
-            found = {"reasoning_content": text}
+            if self._body.hides_reasoning:
+                return []
+            delta = {"reasoning_content": text}
         elif block.kind == "call":
-            found = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
-        yield self.chunk(block.choice, found, getattr(content, "tokens", None))
+            delta = {"tool_calls": [{"index": block.number, "function": {"arguments": text}}]}
+        return [self.chunk(block.choice, delta, getattr(content, "tokens", None))]
 
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         text = "".join(block.text for block in blocks if block.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if any(block.kind == "reasoning" for block in blocks) and not self._hides_reasoning:
+        if any(block.kind == "reasoning" for block in blocks) and not self._body.hides_reasoning:
             thoughts = (block.text for block in blocks if block.kind == "reasoning")
             message["reasoning_content"] = "".join(thoughts)
         if any(block.kind == "call" for block in blocks):
@@ -191,31 +190,31 @@ class ChatWriter(_OpenAIWriter):
     def whole(self) -> dict[str, Any]:
         return super().whole() | self.prompt_logprobs(0)
 
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any] | None:
+    def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None:
         if tokens is None:
             return None
         return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
 
 
-class _TextWriter(_OpenAIWriter):
+class _CompletionWriter(_OpenAIWriter):
     answer_kind = chunk_kind = "text_completion"
     chunk_key = "text"
     empty = ""
 
     def _choice(
-        self, index: int, tokens: Tokens | None, reason: str | None, **content: Any
+        self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
-        if self._with_ids and not self._num_sent[index]:
+        if self._body.return_token_ids and not self._num_sent[index]:
             content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
         return super()._choice(index, tokens, reason, **content)
 
-    def add(self, block: Block, content: Content) -> Iterable[bytes]:
-        yield self.chunk(block.choice, content.text, getattr(content, "tokens", None))
+    def add(self, block: Block, content: Content) -> list[bytes]:
+        return [self.chunk(block.choice, content.text, getattr(content, "tokens", None))]
 
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         return {"text": "".join(block.text for block in blocks)}
 
-    def logprobs(self, tokens: Tokens | None) -> dict[str, Any]:
+    def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any]:
         return completion_logprobs(self._tokenizer, tokens or (), self._top or 0)
 
     def whole(self) -> dict[str, Any]:
@@ -243,16 +242,19 @@ def _call(block: Block) -> dict[str, Any]:
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
-    admitted = await admit(request, ChatRequest, "chatcmpl-")
-    body, name = admitted.body, admitted.answer_id
-    keep = await keeper(request, body.store, body.metadata, lambda: body.listed_messages(name))
-    generation = await admitted.chat(body.conversation())
-    return await respond(request, ChatWriter(admitted, generation), body.stream, keep)
+    job = await admit(request, ChatRequest, "chatcmpl-")
+    body, name = job.body, job.answer_id
+    keep = None
+    if body.store:
+        messages = partial(body.listed_messages, name)
+        keep = await keeper(request, True, body.metadata, messages)
+    generation = await job.chat(body.conversation())
+    return await respond(request, ChatWriter(job, generation), keep)
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
-    admitted = await admit(request, CompletionRequest, "cmpl-")
-    body = admitted.body
-    generation = await admitted.complete(body.prompt, body.guided(), body.suffix)
-    return await respond(request, _TextWriter(admitted, generation), body.stream)
+    job = await admit(request, CompletionRequest, "cmpl-")
+    body = job.body
+    generation = await job.complete(body.prompt, body.guided(), body.suffix)
+    return await respond(request, _CompletionWriter(job, generation))

@@ -1,5 +1,4 @@
-"""The fields about single tokens: log-probabilities in OpenAI's two forms and, for prompts, vLLM's;
-and the trace of drafts that `mtp: {"trace": true}` asks for."""
+"""Fields about single tokens: log-probabilities, and the trace for `mtp: {"trace": true}`."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -10,15 +9,15 @@ from mlx_mtp.text.parsing.events import OutputToken
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's, for an impossible token: JSON has no infinity
-Tokens = Sequence[OutputToken]
+OutputTokens = Sequence[OutputToken]
 
 
-def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]]:
-    """Of a chat's tokens, each with its alternatives."""
+def logprob_entries(tokenizer: Tokenizer, tokens: OutputTokens) -> list[dict[str, Any]]:
+    """OpenAI's entries for a chat's tokens, each with its alternatives."""
 
     def candidate(token_id: int, logprob: float) -> dict[str, Any]:
         text, content = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(content)}
+        return {"token": text, "logprob": _clamped(logprob), "bytes": list(content)}
 
     entries = []
     for token in tokens:
@@ -28,48 +27,54 @@ def logprob_entries(tokenizer: Tokenizer, tokens: Tokens) -> list[dict[str, Any]
     return entries
 
 
-def completion_logprobs(tokenizer: Tokenizer, tokens: Tokens, most: int) -> dict[str, Any]:
-    """Of a completion's tokens, those of an echoed prompt included, with `most` alternatives."""
+def completion_logprobs(tokenizer: Tokenizer, tokens: OutputTokens, most: int) -> dict[str, Any]:
+    """OpenAI's lists for a completion's tokens, an echo's included, with `most` alternatives."""
     name = tokenizer.token_text
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    logprobs: list[float | None] = []
+    alternatives: list[dict[str, float] | None] = []
     for token in tokens:
-        entry, own, top = token.logprobs, None, None
-        if entry is not None:
-            own = _finite(entry.logprob)
+        logprob, top = None, None
+        if token.logprobs is not None:
+            logprob = _clamped(token.logprobs.logprob)
             # The token itself is always among them, as OpenAI has it.
-            pairs = (*entry.top[:most], (token.token_id, own))
-            top = {name(other): _finite(value) for other, value in pairs}
-        for values, value in zip(found.values(), (name(token.token_id), own, top)):
-            values.append(value)
-    return {**found, "text_offset": [token.start for token in tokens]}
+            pairs = (*token.logprobs.top[:most], (token.token_id, logprob))
+            top = {name(other): _clamped(value) for other, value in pairs}
+        logprobs.append(logprob)
+        alternatives.append(top)
+    return {
+        "tokens": [name(token.token_id) for token in tokens],
+        "token_logprobs": logprobs,
+        "top_logprobs": alternatives,
+        "text_offset": [token.start for token in tokens],
+    }
 
 
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], most: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """Of a prompt's tokens: each token itself and `most` alternatives, by their ids."""
+    """vLLM's list for a prompt's tokens: each token and `most` alternatives, by their ids."""
 
     def candidate(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+        return {"logprob": _clamped(logprob), "rank": rank, "decoded_token": text}
 
-    found: list[dict[str, dict[str, Any]] | None] = [None]
+    listed: list[dict[str, dict[str, Any]] | None] = [None]
     for token_id, entry in zip(token_ids[1:], entries, strict=True):
         top = enumerate(entry.top[:most], start=1)
         ranked = {str(other): candidate(other, value, rank) for rank, (other, value) in top}
-        own = {str(token_id): candidate(token_id, entry.logprob, entry.rank)}
-        found.append(own | ranked | own)
-    return found
+        itself = {str(token_id): candidate(token_id, entry.logprob, entry.rank)}
+        listed.append(itself | ranked | itself)
+    return listed
 
 
-def _finite(logprob: float) -> float:
+def _clamped(logprob: float) -> float:
     return max(logprob, _LEAST_LOGPROB)
 
 
 class Trace:
-    """What the steps of one choice drafted, accepted and drew.
+    """What each step of one choice drafted, accepted and drew.
 
-    The texts of the tokens, joined, are the answer as the model wrote it.
+    The tokens' texts, joined, are the answer as the model wrote it.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], steps: list[RequestOutput]) -> None:
@@ -83,7 +88,7 @@ class Trace:
         return steps
 
     def _step(self, output: RequestOutput) -> dict[str, Any]:
-        # Drafts follow what came before the step, which may end within a character.
+        # Drafts follow the tokens before the step, which may end within a character.
         before = self._utf8.getstate()
         source = output.draft_source
         drafts = [{**self._token(each), "source": source} for each in output.drafts or ()]

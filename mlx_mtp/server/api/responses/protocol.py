@@ -15,17 +15,15 @@ from pydantic import (
 )
 
 from mlx_mtp.errors import InvalidRequestError
-from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api import schema as fields
+from mlx_mtp.server.api.forms import AnswerSchema, AnswerType, type_grammar
 from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.api.structured_fields import Schema as AnswerSchema
-from mlx_mtp.server.api.structured_fields import schema_grammar
 from mlx_mtp.server.generation.conversation import Conversation, Effort, Message, ToolCall
-from mlx_mtp.server.generation.params import RequestOptions
+from mlx_mtp.server.generation.params import AnswerOptions
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.text.characters import unwrap
 
-# Codex offers these to every server; the prompt describes only tools that the client runs.
+# Codex sends these to every server; the prompt describes only tools that the client runs.
 _IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")
 ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
@@ -33,18 +31,17 @@ _Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs
 
 _INCLUDED = get_args(_Included)
 
-_KINDS = {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
-_join = BeforeValidator(lambda value, info: fields.joined_text(value, _KINDS, info))
-_Text = Annotated[str, _join, at_most(fields.MAX_MESSAGES)]
+_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_JoinedText = Annotated[str, fields.joined_text(*_PARTS), at_most(fields.MAX_MESSAGES)]
 
 
 class _AnyItem(WireModel):
-    parts: ClassVar[Mapping[str, str]] = {}  # texts that the API lists in parts of these types
+    parts: ClassVar[Mapping[str, str]] = {}  # fields that the API lists as parts of these types
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def listed(self, name: str) -> dict[str, Any]:
-        """The item as the API lists it, with an id if it has none."""
+        """The item as the API lists it, with the id `name` if it has none."""
         fields = {
             "id": name,
             "status": "completed",
@@ -59,7 +56,7 @@ class _AnyItem(WireModel):
 class _MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text
+    content: _JoinedText
     phase: Literal["commentary", "final_answer"] | None = None
 
     def listed(self, name: str) -> dict[str, Any]:
@@ -74,7 +71,7 @@ class _MessageItem(_AnyItem):
 
 
 class _DirectCaller(WireModel):
-    type: Literal["direct"]  # by the model; of OpenAI's servers, a program may have called it
+    type: Literal["direct"]  # the model; with OpenAI's servers also a program
 
 
 class _CallItem(_AnyItem):
@@ -85,7 +82,7 @@ class _CallItem(_AnyItem):
     parsed_arguments: fields.Parsed | None = None
     namespace: str | None = None
     caller: _DirectCaller | None = None
-    # The openai package sends its own name of the field, which Python has a word for.
+    # `async` is a keyword of Python, for which the openai package sends `async_`.
     runs_async: fields.OnlyFalse = Field(False, validation_alias=AliasChoices("async", "async_"))
 
     def message(self) -> Message:
@@ -95,7 +92,7 @@ class _CallItem(_AnyItem):
 class _CallOutputItem(_AnyItem):
     type: Literal["function_call_output"]
     call_id: str
-    output: _Text
+    output: _JoinedText
     caller: _DirectCaller | None = None
 
     def message(self) -> Message:
@@ -105,8 +102,8 @@ class _CallOutputItem(_AnyItem):
 class _ReasoningItem(_AnyItem):
     parts: ClassVar[Mapping[str, str]] = {"summary": "summary_text", "content": "reasoning_text"}
     type: Literal["reasoning"]
-    summary: _Text = ""
-    content: _Text = ""
+    summary: _JoinedText = ""
+    content: _JoinedText = ""
     encrypted_content: str | None = None
 
     def message(self) -> Message:
@@ -115,22 +112,22 @@ class _ReasoningItem(_AnyItem):
 
 
 _TYPES = "message, function_call, function_call_output, reasoning"
-_Item = Annotated[
+InputItem = Annotated[
     Annotated[_MessageItem, Tag(FORM + "message")]
     | Annotated[_CallItem, Tag(FORM + "function_call")]
     | Annotated[_CallOutputItem, Tag(FORM + "function_call_output")]
     | Annotated[_ReasoningItem, Tag(FORM + "reasoning")],
-    fields.one_of(f"this server takes items of these types only: {_TYPES}", role="message"),
+    fields.form_by_type(f"this server takes items of these types only: {_TYPES}", role="message"),
 ]
 
 
-_ITEM: TypeAdapter[_Item] = TypeAdapter(_Item)
+_ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 
 
-def items_of(inputs: Iterable[bytes]) -> list[_Item]:
-    """Stored items; raises RequestError for what a client could not send either."""
+def items_of(inputs: Iterable[bytes]) -> list[InputItem]:
+    """Stored items as a request has them; RequestError if a client could not send them."""
     try:
-        # One by one: pydantic lets no other thread run meanwhile.
+        # One by one: other threads run only between pydantic's calls.
         return [_ITEM.validate_json(item) for item in inputs]
     except ValidationError as error:
         raise from_validation(error) from None
@@ -140,8 +137,8 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-def _messages(items: Iterable[_Item]) -> list[Message]:
-    # One message for all that one answer brought.
+def _messages(items: Iterable[InputItem]) -> list[Message]:
+    # The items of one answer become one message.
     turns: list[list[Message]] = []
     for message in (item.message() for item in items):
         if turns and _continues(turns[-1], message):
@@ -161,7 +158,7 @@ def _messages(items: Iterable[_Item]) -> list[Message]:
 
 
 def _continues(turn: Sequence[Message], part: Message) -> bool:
-    # Of an answer: reasoning comes before text, and both before calls.
+    # Within an answer reasoning comes before text, and both before calls.
     if part.role != "assistant" or turn[0].role != "assistant":
         return False
     if part.tool_calls or turn[-1].tool_calls:
@@ -176,43 +173,38 @@ def _without_ignored(value: object) -> object:
     return [tool for tool, kind in zip(value, kinds) if kind not in _IGNORED_TOOLS]
 
 
-class _NamedTool(WireModel):
+class _ResponsesNamedTool(WireModel):
     type: Literal["function"]
     name: str
 
 
-class _FunctionTool(fields.Function, _NamedTool):
+class _FunctionTool(fields.Function, _ResponsesNamedTool):
     defer_loading: bool | None = None
 
 
-class _AllowedTools(WireModel):
+class _ResponsesAllowedTools(WireModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[ManyTools[_NamedTool], Field(min_length=1)]
+    tools: Annotated[ManyTools[_ResponsesNamedTool], Field(min_length=1)]
 
 
-class _Reasoning(WireModel):
+class _ReasoningOptions(WireModel):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class _TextFormat(WireModel):
-    type: Literal["text", "json_object", "json_schema"] = "text"
+    type: AnswerType = "text"
     name: str | None = None
     description: str | None = None
-    json_schema: AnswerSchema | None = Field(default=None, alias="schema")
+    schema_: AnswerSchema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _a_schema_is_there(self) -> Self:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
+        if (self.schema_ is not None) != (self.type == "json_schema"):
             raise refusal("is only for type json_schema", field="schema")
         return self
-
-    def spec(self) -> GrammarSpec | None:
-        if self.type == "json_object":
-            return GrammarSpec("json_object")
-        return None if self.json_schema is None else schema_grammar(self.json_schema)
 
 
 class _TextConfig(WireModel):
@@ -224,47 +216,46 @@ def _no_conversations(_: object) -> object:
 
 
 class _StreamOptions(WireModel):
-    """Nothing that a stream carries beside the answer."""
+    """Without fields: a stream has nothing beside the answer."""
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
-class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
+class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     """POST /v1/responses."""
 
-    input: Annotated[OneOrMore[_Item], BeforeValidator(_as_items)]
+    input: Annotated[OneOrMore[InputItem], BeforeValidator(_as_items)]
     instructions: str | None = None
     stream_options: _StreamOptions | None = None
     max_output_tokens: fields.Int | None = None
     top_logprobs: fields.Int | None = None
     tools: Annotated[ManyTools[_FunctionTool], BeforeValidator(_without_ignored)] = Field([])
-    tool_choice: fields.ToolChoice[_NamedTool, _AllowedTools] = "auto"
+    tool_choice: fields.OpenAIToolChoice[_ResponsesNamedTool, _ResponsesAllowedTools] = "auto"
     parallel_tool_calls: bool = True
-    reasoning: _Reasoning = Field(default_factory=_Reasoning)
+    reasoning: _ReasoningOptions = Field(default_factory=_ReasoningOptions)
     text: _TextConfig = Field(default_factory=_TextConfig)
     include: Annotated[
         list[_Included], FailFast(), fields.known_only(*_INCLUDED), at_most(fields.MAX_LABELS)
     ] = Field([])
-    store: bool | None = None  # None: if the server can store it
+    store: bool | None = None  # None: stored if possible
     previous_response_id: str | None = None
     conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
-    max_tool_calls: fields.Int | None = None  # of tools that a server runs itself
+    max_tool_calls: fields.Int | None = None  # without effect: of tools that a server runs
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
-    def options(self) -> RequestOptions:
-        wanted = 0 if _LOGPROBS in self.include else None
-        top_logprobs = wanted if self.top_logprobs is None else self.top_logprobs
-        return RequestOptions(
+    def options(self) -> AnswerOptions:
+        default = 0 if _LOGPROBS in self.include else None
+        top_logprobs = default if self.top_logprobs is None else self.top_logprobs
+        return AnswerOptions(
             self.sampling(max_tokens=self.max_output_tokens, top_logprobs=top_logprobs),
             max_tokens_field="max_output_tokens",
             user=self.user or self.safety_identifier,
-            cache_salt=self.cache_salt,
         )
 
     def listed_input(self, answer_id: str) -> Iterator[dict[str, Any]]:
         for number, item in enumerate(self.input):
             yield item.listed(f"{answer_id}-{number}")
 
-    def chat(self, earlier: Sequence[_Item] = ()) -> Conversation:
+    def chat(self, earlier: Sequence[InputItem] = ()) -> Conversation:
         count, most = len(earlier) + len(self.input), fields.MAX_MESSAGES
         if count > most:
             message = f"The chat that is continued has {count} items; at most {most} are allowed."
@@ -277,6 +268,6 @@ class ResponsesRequest(fields.GenerateRequest, fields.OpenAILabels):
             tools=[tool.tool() for tool in self.tools],
             tool_choice=fields.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            response=self.text.format.spec(),
+            response=type_grammar(self.text.format.type, self.text.format.schema_),
             response_field="text.format",
         ).with_effort(self.reasoning.effort)

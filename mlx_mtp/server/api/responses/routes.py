@@ -1,4 +1,4 @@
-"""The route of responses, and how they are worded, whole and as the events of a stream."""
+"""The route of responses, and how they are worded."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,9 @@ from mlx_mtp.server.api.openai.tokens import logprob_entries
 from mlx_mtp.server.api.responses.protocol import ENCRYPTED, ResponsesRequest, items_of
 from mlx_mtp.server.api.stored import Inputs, continued, keeper, size_of
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Admitted, admit
-from mlx_mtp.server.generation.writer import Block, Content, Kind, Writer, event
+from mlx_mtp.server.generation.job import Job, admit
+from mlx_mtp.server.generation.timings import timings
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.characters import wrap
@@ -27,20 +28,20 @@ _TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
 
 
 class _ResponseWriter(Writer):
-    prefixes: ClassVar[dict[Kind, str]] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+    prefixes: ClassVar[dict[BlockKind, str]] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
-    def __init__(self, admitted: Admitted[ResponsesRequest], generation: Generation) -> None:
-        super().__init__(admitted.answer_id, generation)
-        self._echo = _echo(admitted.body, admitted.params)
-        self._tokenizer = admitted.context.tokenizer
-        self._with_logprobs = admitted.params.top_logprobs is not None
-        self._as_summary = admitted.body.reasoning.summary is not None
-        self._with_encrypted = ENCRYPTED in admitted.body.include
+    def __init__(self, job: Job[ResponsesRequest], generation: Generation) -> None:
+        super().__init__(job.answer_id, generation, streams=job.body.stream)
+        self._echo = _echo(job.body, job.params)
+        self._tokenizer = job.context.tokenizer
+        self._with_logprobs = job.params.top_logprobs is not None
+        self._as_summary = job.body.reasoning.summary is not None
+        self._with_encrypted = ENCRYPTED in job.body.include
         self._created = int(time.time())
         self._number = -1
 
     def whole(self) -> dict[str, Any]:
-        # Half a character of text has tokens, but is no message of a whole answer.
+        # An unfinished character has tokens but no text, and is no message of a whole answer.
         return self._ended(b for b in self.whole_blocks(0) if b.kind != "text" or b.text)
 
     def _ended(self, blocks: Iterable[Block]) -> dict[str, Any]:
@@ -48,8 +49,8 @@ class _ResponseWriter(Writer):
         fields = self._response(_CUT if is_cut else _DONE, blocks)
         if is_cut:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
-        timings = self.generation.timings()
-        return fields | {"usage": _usage(self.generation), "timings": timings}
+        usage = _usage(self.generation)
+        return fields | {"usage": usage, "timings": timings(self.generation)}
 
     def _response(self, status: str, blocks: Iterable[Block]) -> dict[str, Any]:
         return {
@@ -65,32 +66,31 @@ class _ResponseWriter(Writer):
             **self._echo,
         }
 
-    def opening(self) -> Iterable[bytes]:
+    def opening(self) -> list[bytes]:
         response = self._response("in_progress", [])
-        yield self._event("created", response=response)
-        yield self._event("in_progress", response=response)
+        return [self._event(kind, response=response) for kind in ("created", "in_progress")]
 
-    def ending(self) -> Iterable[bytes]:
+    def ending(self) -> list[bytes]:
         response = self._ended(self.blocks[0])
-        yield self._event(response["status"], response=response)
+        return [self._event(response["status"], response=response)]
 
-    def failure(self, error: Exception) -> Iterable[bytes]:
+    def failure(self, error: Exception) -> list[bytes]:
         fields = error_body(error)["error"]
         reason = {"code": fields["code"] or "server_error", "message": fields["message"]}
         ended = [block for block in self.blocks[0] if block.state != "open"]
-        yield self._event("failed", response=self._response("failed", ended) | {"error": reason})
+        return [self._event("failed", response=self._response("failed", ended) | {"error": reason})]
 
-    def start(self, block: Block) -> Iterable[bytes]:
-        yield self._item_event("output_item.added", item=self._item(block))
-        yield from self._part_event("added", block)
+    def start(self, block: Block) -> list[bytes]:
+        added = self._item_event("output_item.added", item=self._item(block))
+        return [added, *self._part_events("added", block)]
 
-    def add(self, block: Block, content: Content) -> Iterable[bytes]:
+    def add(self, block: Block, content: Content) -> list[bytes]:
         name, fields = self._place(block)
         if block.kind == "text":
             fields["logprobs"] = self._logprobs(getattr(content, "tokens", ()))
-        yield self._item_event(f"{name}.delta", item_id=block.id, delta=content.text, **fields)
+        return [self._item_event(f"{name}.delta", item_id=block.id, delta=content.text, **fields)]
 
-    def stop(self, block: Block) -> Iterable[bytes]:
+    def stop(self, block: Block) -> list[bytes]:
         name, fields = self._place(block)
         if block.kind == "call":
             fields |= {"name": block.name, "arguments": block.text}
@@ -98,24 +98,26 @@ class _ResponseWriter(Writer):
             fields["text"] = block.text
         if block.kind == "text":
             fields["logprobs"] = self._logprobs(block.tokens)
+        written = []
         if block.kind != "call" or block.state == "complete":
-            yield self._item_event(f"{name}.done", item_id=block.id, **fields)
-        yield from self._part_event("done", block)
-        yield self._item_event("output_item.done", item=self._item(block))
+            written = [self._item_event(f"{name}.done", item_id=block.id, **fields)]
+        written += self._part_events("done", block)
+        return [*written, self._item_event("output_item.done", item=self._item(block))]
 
     def _place(self, block: Block) -> tuple[str, dict[str, Any]]:
-        # The name of a block's events, and the fields that say where its text is in the item.
+        # Returns the name of a block's events, and where its text is within the item.
         if block.kind == "call":
             return "function_call_arguments", {}
         if block.kind == "reasoning" and self._as_summary:
             return "reasoning_summary_text", {"summary_index": 0}
         return "output_text" if block.kind == "text" else "reasoning_text", {"content_index": 0}
 
-    def _part_event(self, change: str, block: Block) -> Iterable[bytes]:
-        if block.kind == "text" or (block.kind == "reasoning" and self._as_summary):
-            part = "content_part" if block.kind == "text" else "reasoning_summary_part"
-            place = {"item_id": block.id, **self._place(block)[1]}
-            yield self._item_event(f"{part}.{change}", **place, part=self._part(block))
+    def _part_events(self, change: str, block: Block) -> list[bytes]:
+        if block.kind == "call" or (block.kind == "reasoning" and not self._as_summary):
+            return []
+        part = "content_part" if block.kind == "text" else "reasoning_summary_part"
+        place = {"item_id": block.id, **self._place(block)[1]}
+        return [self._item_event(f"{part}.{change}", **place, part=self._part(block))]
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         return self._event(kind, output_index=len(self.blocks[0]) - 1, **fields)
@@ -172,7 +174,7 @@ _ECHOED = {
 
 def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     dump = partial(body.model_dump, mode="json", by_alias=True)
-    # Without nulls: forms and tools of other kinds have such fields.
+    # Without nulls, which are fields of other kinds of forms and tools.
     forms = dump(include={"text", "tools"}, exclude_none=True)
     return {
         **dump(include=_ECHOED),
@@ -186,24 +188,24 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "truncation": "disabled",
         "background": False,
         "service_tier": "default",
-        # The one field that has no null in OpenAI's description.
+        # The only field that OpenAI's schema doesn't let be null.
         **({} if body.user is None else {"user": body.user}),
     }
 
 
 async def responses(request: Request) -> Response:
     """POST /v1/responses."""
-    admitted = await admit(request, ResponsesRequest, "resp_")
-    body, name = admitted.body, admitted.answer_id
+    job = await admit(request, ResponsesRequest, "resp_")
+    body, name = job.body, job.answer_id
     earlier: Inputs = ()
     items: Sequence[Any] = ()
     if body.previous_response_id is not None:
         earlier = await continued(request, body.previous_response_id)
         read = partial(items_of, [packed for _, packed in earlier])
-        parsing = admitted.context.limiter.parsing
-        items = await parsing.run_by_size(size_of(earlier), admitted.client, read)
+        parsing = job.context.limiter.parsing
+        items = await parsing.run_by_size(size_of(earlier), job.options.engine.client, read)
     listed = partial(body.listed_input, name)
     keep = await keeper(request, body.store, body.metadata, listed, earlier)
-    admitted = replace(admitted, body=body.model_copy(update={"store": keep is not None}))
-    generation = await admitted.chat(body.chat(items))
-    return await respond(request, _ResponseWriter(admitted, generation), body.stream, keep)
+    job = replace(job, body=body.model_copy(update={"store": keep is not None}))
+    generation = await job.chat(body.chat(items))
+    return await respond(request, _ResponseWriter(job, generation), keep)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_mtp import build
 from mlx_mtp.cli.generate import stream_answer
 from mlx_mtp.console import clean
-from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
 from tests.foreign_values import STEERING
@@ -63,7 +63,7 @@ def test_clean_text_is_readable_and_steers_nothing(pieces):
 
 
 def test_generate_ends_when_the_engine_dies_silently(tokenizer, monkeypatch):
-    monkeypatch.setattr(engine_module, "PATIENCE", 0.01)
+    monkeypatch.setattr(build, "PATIENCE", 0.01)
     engine = FakeEngine(lambda _: itertools.repeat(None))
     engine.unhealthy_reason = "the engine died: it was ill"
     with pytest.raises(EngineStoppedError, match="it was ill"):

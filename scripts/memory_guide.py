@@ -1,13 +1,16 @@
-"""Which model and context fit which Mac: computed, not measured.
+#!/usr/bin/env python
+"""Print the tables of which model and context fit which Mac: python scripts/memory_guide.py
 
-    python -m benchmarks.memory_guide
-
-Published shapes with their heads, planned as `serve` plans at its start; see `mlx-mtp models`. The
+They are computed, not measured: published shapes with their heads, planned as `serve` plans at its
+start; see `mlx-mtp models`. The
 first table is README's, the others are those of docs/memory.md.
 """
 
-import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.console import size_text
@@ -70,7 +73,8 @@ def tables() -> list[str]:
     most = EngineConfig().max_num_seqs
     plans = [(n, [of_name[name, 4].plan(mac_memory(n)) for name in _AGENTS]) for n in _LARGE]
     beside = [
-        (f"{n} GB", *(plan.rows_at_once(most) if plan else "-" for plan in own)) for n, own in plans
+        (f"{n} GB", *(plan.rows_at_once(most) if plan else "-" for plan in each))
+        for n, each in plans
     ]
     agents = (f"{name}, 4 bits" for name in _AGENTS)
     parts.append(_table(("your Mac", *agents), beside))
@@ -87,11 +91,5 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def main() -> None:
-    """Print all tables."""
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    print("\n\n".join(tables()))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n\n".join(tables()))

@@ -1,11 +1,11 @@
-"""Copies: the index against a slow search, what a request may copy, and the memory of answers."""
+"""N-gram drafts: the index against a slow search, what is offered, the memory of answers."""
 
 import random
 
 import pytest
 
 from mlx_mtp.config import MAX_RUN
-from mlx_mtp.speculative.ngram import GRAM, MOST_MATCH, OBJECTS, NgramIndex, NgramPool
+from mlx_mtp.speculative.ngram import GRAM, MOST_MATCH, OBJECTS, NgramIndex, NgramSource
 
 FILE = random.Random(1).sample(range(10, 5000), 200)
 
@@ -42,93 +42,93 @@ def test_the_longest_match_is_found_however_the_text_came(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_the_choices_of_a_prompt_share_its_index_while_one_of_them_is_left(seed, monkeypatch):
     """Their matches are those of prompt and answer as one text."""
-    chance, copies, built, build = random.Random(seed), NgramPool(0), [], NgramIndex._build
+    chance, source, built, build = random.Random(seed), NgramSource(0), [], NgramIndex._build
     prompt = tuple(chance.randrange(30) for _ in range(chance.choice([1, 100, 127, 128, 700])))
     monkeypatch.setattr(
         NgramIndex, "_build", lambda self: (built.append(len(self.tokens)), build(self))
     )
-    copiers = [(copies.of(prompt, "salt"), [*prompt]) for _ in range(3)]
+    drafters = [(source.drafter(prompt, "salt"), [*prompt]) for _ in range(3)]
     assert built.count(len(prompt)) == (len(prompt) > 256)
-    while copiers:
-        for copier, text in copiers:
+    while drafters:
+        for drafter, text in drafters:
             at = chance.randrange(len(text))
             tokens = [*text[at : at + chance.randrange(12)], chance.randrange(30)]
             text += tokens
-            copier.extend(tokens)
-            copier._look()
-            assert copier.match == slow(text) or slow(text) > copier.match >= 16
-            source = copier._source.tokens[: copier._at].tolist()
-            assert source[len(source) - copier.match :] == text[len(text) - copier.match :]
+            drafter.extend(tokens)
+            drafter._look()
+            assert drafter.match == slow(text) or slow(text) > drafter.match >= 16
+            before = drafter._source.tokens[: drafter._at].tolist()
+            assert before[len(before) - drafter.match :] == text[len(text) - drafter.match :]
         if chance.random() < 0.1:
-            copiers.pop(chance.randrange(len(copiers)))
-            copier = None
-    assert not copies._prompts
+            drafters.pop(chance.randrange(len(drafters)))
+            drafter = None
+    assert not source._prompts
 
 
 def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not():
-    copier = NgramPool(0).of(tuple(FILE), None)
-    copier.extend(FILE[20:24])
-    assert (copier.match, list(copier.run)) == (4, FILE[24:57])
-    copier.extend(FILE[24:40])
-    assert (copier.match, list(copier.run)) == (20, FILE[40:73])
-    certain = copier.chances(0)
+    drafter = NgramSource(0).drafter(tuple(FILE), None)
+    drafter.extend(FILE[20:24])
+    assert (drafter.match, list(drafter.run)) == (4, FILE[24:57])
+    drafter.extend(FILE[24:40])
+    assert (drafter.match, list(drafter.run)) == (20, FILE[40:73])
+    certain = drafter.cumulative_acceptance(0)
     assert len(certain) == 16 and certain[15] > 0.5
-    copier.extend([9999])
-    assert (copier.match, list(copier.run), copier.chances(0)) == (0, [], [])
-    copier.extend(FILE[42:46])
-    assert list(copier.run) == FILE[46:79]
+    drafter.extend([9999])
+    assert (drafter.match, list(drafter.run), drafter.cumulative_acceptance(0)) == (0, [], [])
+    drafter.extend(FILE[42:46])
+    assert list(drafter.run) == FILE[46:79]
     for number in range(60):  # Short matches that lead nowhere are soon offered no more.
-        copier.extend([6000 + number, *FILE[70:73]])
-    assert copier.match == 3
-    assert copier.chances(0) == []
+        drafter.extend([6000 + number, *FILE[70:73]])
+    assert drafter.match == 3
+    assert drafter.cumulative_acceptance(0) == []
 
 
 @pytest.mark.parametrize("cycle", [[7], [7, 8], [7, 8, 9], FILE[:15]])
 def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
     text = (cycle * 120)[:120]
-    copier = NgramPool(0).of(tuple(text[:9]), None)
+    drafter = NgramSource(0).drafter(tuple(text[:9]), None)
     at = 9
     for count in (1, 3, 17, 5, 2, 16, 30):
-        copier.extend(text[at : at + count])
+        drafter.extend(text[at : at + count])
         at += count
-    assert list(copier.run) == text[at : at + MAX_RUN]
+    assert list(drafter.run) == text[at : at + MAX_RUN]
 
 
 def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monkeypatch):
-    copies, built, build = NgramPool(1 << 20), [], NgramIndex._build
+    source, built, build = NgramSource(1 << 20), [], NgramIndex._build
     monkeypatch.setattr(
         NgramIndex, "_build", lambda self: (built.append(len(self.tokens)), build(self))
     )
     for number in range(40):
-        copies.keep(None, [1000 * number + n for n in range(300)])
+        source.keep(None, [1000 * number + n for n in range(300)])
     assert len(built) <= 10  # as the table of entries grows
-    copier = copies.of((1, 2, 3), None)
-    copier.extend([25_100, 25_101, 25_102])
-    assert list(copier.run) == [25_103 + n for n in range(MAX_RUN)]
+    drafter = source.drafter((1, 2, 3), None)
+    drafter.extend([25_100, 25_101, 25_102])
+    assert list(drafter.run) == [25_103 + n for n in range(MAX_RUN)]
 
 
 def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
-    copies = NgramPool(1 << 14)
-    copies.keep("a", FILE[:100])
-    copies.keep("b", FILE[100:])
+    source = NgramSource(1 << 14)
+    source.keep("a", FILE[:100])
+    source.keep("b", FILE[100:])
 
     def run(salt: str, *tokens: int) -> list[int]:
-        copier = copies.of((1, 2, 3), salt)
-        copier.extend(tokens)
-        return list(copier.run)
+        drafter = source.drafter((1, 2, 3), salt)
+        drafter.extend(tokens)
+        return list(drafter.run)
 
     assert run("a", *FILE[10:14]) == FILE[14 : 14 + MAX_RUN]
     assert run("a", *FILE[92:96]) == FILE[96:100]  # up to the answer's end
     assert run("b", *FILE[10:14]) == run("c", *FILE[10:14]) == []
     for number in range(60):
-        copies.keep("a", [1000 * number + n for n in range(120)])
-        copies.keep(number, FILE[:5])
-        assert copies.nbytes == sum(text.nbytes for text in copies._texts.values()) <= 1 << 14
+        source.keep("a", [1000 * number + n for n in range(120)])
+        source.keep(number, FILE[:5])
+        assert source.nbytes == sum(text.nbytes for text in source._texts.values()) <= 1 << 14
     assert run("a", 59_010, 59_011, 59_012)[0] == 59_013
     assert run("a", *FILE[10:14]) == []
-    copies.clear()
-    assert copies.nbytes == 0
+    source.clear()
+    assert source.nbytes == 0
     assert run("a", 59_010, 59_011, 59_012) == []
-    nothing = NgramPool(0)
+    nothing = NgramSource(0)
     nothing.keep("a", FILE)
     assert nothing.nbytes == 0

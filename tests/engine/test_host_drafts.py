@@ -8,19 +8,21 @@ import pytest
 from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
-from mlx_mtp.engine.sequence import Copy
-from mlx_mtp.speculative.costs import COPY, HEAD, StepCosts
+from mlx_mtp.engine.request import RequestOptions
+from mlx_mtp.engine.step import StepRow
+from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
 from tests.engine.cases import EOS, STEP, make_requests
 from tests.engine.test_engine import Client
-from tests.harness import Driver, greedy, plain, request
+from tests.harness import Driver, curve, greedy, plain, request
 from tests.tiny_models import VOCAB
 
 
 def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
     """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
     costs = StepCosts()
-    costs.load({1: {HEAD: {n: 1.0 + draft * n for n in (0, 1, 8)}, COPY: {4: 1.1, 16: 1.2}}})
+    head_costs = curve(MTP, 1, {n: 1.0 + draft * n for n in (0, 1, 8)})
+    costs.load({**head_costs, **curve(HOST, 1, {4: 1.1, 16: 1.2})})
     return AdaptiveDrafts(costs, 8 if head else 0)
 
 
@@ -38,16 +40,19 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
     )
     driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, depth=cheap(head))
     driver.run_arrivals({0: requests[:4], 3: requests[4:]})
-    copied = driver.core.stats().num_accepted_tokens_per_pos.get(COPY, (0,))
-    again = [dataclasses.replace(r, request_id=r.request_id + "+", trace=True) for r in requests]
+    copied = driver.core.scheduler.stats().num_accepted_tokens_per_pos.get("copy", (0,))
+    again = [
+        dataclasses.replace(r, request_id=r.request_id + "+", options=RequestOptions(trace=True))
+        for r in requests
+    ]
     driver.run_arrivals({0: again[:5], 4: again[5:]}, {6: [again[0].request_id]})
     for name, expected in reference.items():
         ties.check(name, driver.tokens(name), expected)
         if name + "+" != again[0].request_id:
             ties.check(name + "+", driver.tokens(name + "+"), expected)
-    stats = driver.core.stats()
-    assert sum(stats.num_accepted_tokens_per_pos[COPY]) > sum(copied) + 20
-    told = [o for r in again for o in driver.outputs[r.request_id] if o.draft_source == COPY]
+    stats = driver.core.scheduler.stats()
+    assert sum(stats.num_accepted_tokens_per_pos["copy"]) > sum(copied) + 20
+    told = [o for r in again for o in driver.outputs[r.request_id] if o.draft_source == "copy"]
     assert any(len(o.token_ids) > 4 for o in told)
     assert all(len(o.drafts) == o.num_draft_tokens for o in told)
 
@@ -61,14 +66,14 @@ def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, op
     driver = Driver(model, vocab_size=VOCAB, config=config, depth=cheap(head=False))
     bias = {"logit_bias": ((9, 45.0),), "optimistic": optimistic}
     asked = request("a", [*known, *secret, 5] if own else [5], greedy(20, ignore_eos=True, **bias))
-    sequence = driver.add(dataclasses.replace(asked, trace=True))
+    sequence = driver.add(dataclasses.replace(asked, options=RequestOptions(trace=True)))
     if not own:
-        driver.copies.keep(sequence.salt, [*known, *secret])
+        driver.host_sources.keep(sequence.prefix.salt, [*known, *secret])
     plans, run = [], driver.runner.run
     driver.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     driver.run()
-    outputs, stats = driver.outputs["a"], driver.core.stats()
-    tried = {token for plan in plans for each in plan.copies.values() for token in each.run}
+    outputs, stats = driver.outputs["a"], driver.core.scheduler.stats()
+    tried = {token for plan in plans for row in plan.decode for token in row.run}
     assert set(secret).isdisjoint(tried) == (not own and optimistic > 0)
     assert set(secret).isdisjoint(token for o in outputs for token in o.drafts) != own
     assert set(secret).isdisjoint(driver.tokens("a")) or (own and optimistic)
@@ -81,12 +86,12 @@ def test_a_request_that_fixed_its_drafts_copies_nothing(tiny_models):
     model = tiny_models["qwen3_5"]
     driver = Driver(model, vocab_size=VOCAB, config=EngineConfig("auto"), depth=cheap(draft=2.0))
     asked = request("a", [5, 6], greedy(60, ignore_eos=True, logit_bias=((9, 100.0),)))
-    driver.add(dataclasses.replace(asked, num_draft_tokens=1))
+    driver.add(dataclasses.replace(asked, options=RequestOptions(num_draft_tokens=1)))
     driver.add(dataclasses.replace(asked, request_id="b"))
     got = driver.run()
     assert tuple(got["a"]) == tuple(got["b"]) == plain(model, asked, VOCAB).tokens
-    assert {o.draft_source for o in driver.outputs["a"] if o.num_draft_tokens} == {HEAD}
-    assert COPY in {o.draft_source for o in driver.outputs["b"]}
+    assert {o.draft_source for o in driver.outputs["a"] if o.num_draft_tokens} == {"mtp"}
+    assert "copy" in {o.draft_source for o in driver.outputs["b"]}
 
 
 @pytest.mark.parametrize(
@@ -110,12 +115,14 @@ def test_a_run_goes_on_behind_what_the_window_in_flight_has_kept():
     batch = Batch.__new__(Batch)
     batch.sequences = ["head", "read", "all kept", "some kept"]
     batch.num_drafts, batch.drafts = [2, 0, 0, 0], mx.array([[7, 8], [0, 0], [0, 0], [0, 0]])
-    batch.kept = mx.array([1, 3, 3, 1], dtype=mx.int32)
-    batch.copy({
-        "read": Copy([10, 11], 0),
-        "all kept": Copy([20, 21, 22, 23, 24, 25], 3),
-        "some kept": Copy([30, 31, 32, 33, 34], 3),
-    })  # fmt: skip
+    batch.num_kept = mx.array([1, 3, 3, 1], dtype=mx.int32)
+    runs = {
+        "read": ([10, 11], 0),
+        "all kept": ([20, 21, 22, 23, 24, 25], 3),
+        "some kept": ([30, 31, 32, 33, 34], 3),
+    }
+    plans = [(name, *runs.get(name, ((), 0))) for name in batch.sequences]
+    batch.draft_on_host([StepRow(name, run=run, ahead=ahead) for name, run, ahead in plans])
     assert batch.num_drafts == [2, 2, 3, 2]
     found = [row[:count] for row, count in zip(batch.drafts.tolist(), batch.num_drafts)]
     assert found == [[7, 8], [10, 11], [23, 24, 25], [31, 32]]

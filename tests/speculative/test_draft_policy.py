@@ -5,27 +5,39 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.costs import COPY, HEAD, Prices, Shape, StepCosts
+from mlx_mtp.speculative.costs import HOST, MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import (
     AdaptiveDrafts,
     Choice,
-    DecodeStep,
     DraftPolicy,
     DraftRow,
     FixedDrafts,
-    Outcome,
     best_choice,
 )
+from tests.harness import curve
 
 Cost = Callable[[int, float], float]
 """(rows, drafts a row) -> seconds of a step where all rows have so many."""
 Rates = Callable[[], Sequence[float]]
 """The chance of each position's draft at present, given those before it."""
+
+
+class Window(NamedTuple):
+    """What a policy reads of a row of a step."""
+
+    drafting: DraftRow
+    source: str
+    num_verified: int
+    num_cached: int
+
+
+Observed = tuple[list[Window], StepShape, float | None]
 
 
 class Run:
@@ -34,7 +46,7 @@ class Run:
     def __init__(self, rates: Sequence[float]) -> None:
         self.rates = rates
 
-    def chances(self, ahead: int) -> list[float]:
+    def cumulative_acceptance(self, ahead: int) -> list[float]:
         return list(itertools.accumulate(self.rates, lambda a, b: a * b))
 
 
@@ -56,7 +68,7 @@ class Machine:
     answers: Sequence[int] = (1 << 30,)  # tokens, drawn; behind its answer's end nothing counts
     seconds: float = 0.0
     tokens: float = 0.0
-    seen: set[Shape] = field(default_factory=set)
+    seen: set[StepShape] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -71,22 +83,22 @@ class Machine:
         began, before = self.seconds, self.tokens
         window = policy.choose(rows, steady=False).head
         last: tuple[int, ...] = ()
-        unread: deque[DecodeStep] = deque()
+        unread: deque[Observed] = deque()
         for _ in range(num_steps):
             choice = policy.choose(rows, steady=True)
-            verified = [c or h for c, h in zip(choice.copied, window)]
+            verified = [c or h for c, h in zip(choice.host, window)]
             clean = last == window == choice.head
             unread.append(self._step(rows, verified, choice, clean=clean))
             while len(unread) > 1:
-                policy.observe(unread.popleft())
+                policy.observe(*unread.popleft())
             last, window = window, choice.head
             for row, count in zip(rows, verified):
                 row.ahead = count + 1
         for step in unread:
-            policy.observe(step)
+            policy.observe(*step)
         return (self.tokens - before) / (self.seconds - began)
 
-    def price(self, shape: Shape) -> float:
+    def price(self, shape: StepShape) -> float:
         """What a step really takes."""
         size, drafts, passes = shape
         plain = self.cost(size, 0)
@@ -96,8 +108,8 @@ class Machine:
 
     def _step(
         self, rows: list[DraftRow], verified: list[int], choice: Choice, *, clean: bool
-    ) -> DecodeStep:
-        shape = Shape(len(rows), sum(verified), max(choice.head))
+    ) -> Observed:
+        shape = StepShape(len(rows), sum(verified), max(choice.head))
         seconds = self.price(shape)
         self.seconds += seconds
         seconds *= self.random.lognormvariate(0.0, self.noise)
@@ -106,19 +118,19 @@ class Machine:
         if shape not in self.seen:
             self.seen.add(shape)
             seconds *= self.first
-        outcomes = []
-        for row, count, copied in zip(rows, verified, choice.copied):
-            rates = row.copier.rates if copied else self.rates_of(row)
+        windows = []
+        for row, count, copied in zip(rows, verified, choice.host):
+            rates = row.host[row.source].rates if copied else self.rates_of(row)
             if row not in self.left:
                 self.left[row] = self.lengths.choice(self.answers)
             left = self.left[row]
             kept = int(left > 0)
             while 0 < kept < min(count + 1, left) and self.random.random() < rates[kept - 1]:
                 kept += 1
-            outcomes.append(Outcome(row, COPY if copied else HEAD, count, kept))
+            windows.append(Window(row, "copy" if copied else MTP, count, kept))
             self.left[row] = left - kept
             self.tokens += _expected(rates[: min(count, left - 1)]) if left > 0 else 0.0
-        return DecodeStep(shape, outcomes, seconds if clean else None)
+        return windows, shape, seconds if clean else None
 
     def rates_of(self, row: DraftRow) -> Sequence[float]:
         return self.rates()
@@ -174,7 +186,8 @@ def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
 
 def worth(table: dict[int, dict[float, float]] | None = None) -> AdaptiveDrafts:
     costs = StepCosts()
-    costs.load({size: {HEAD: row} for size, row in (table or {}).items()})
+    for size, row in (table or {}).items():
+        costs.load(curve(MTP, size, row))
     return AdaptiveDrafts(costs)
 
 
@@ -302,9 +315,9 @@ def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) 
     for _ in range(steps):
         head = policy.choose(rows, steady=steady).head
         seen.add(head[1])
-        outcomes = [Outcome(row, HEAD, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
-        shape = Shape(len(rows), sum(head), max(head))
-        policy.observe(DecodeStep(shape, outcomes, 0.01 if steady else None))
+        windows = [Window(row, MTP, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
+        shape = StepShape(len(rows), sum(head), max(head))
+        policy.observe(windows, shape, 0.01 if steady else None)
     return seen
 
 
@@ -328,27 +341,28 @@ def test_requests_with_a_number_of_their_own_get_it():
 def test_a_run_that_pays_is_copied_soon_though_the_head_drafts(length, late):
     """A long one at once, a short one at the next review."""
     costs = StepCosts()
-    costs.load({1: {HEAD: {0: 1.0, 1: 1.3, 2: 1.6, 8: 4.0}, COPY: {4: 1.04, 16: 1.2}}})
+    head = curve(MTP, 1, {0: 1.0, 1: 1.3, 2: 1.6, 8: 4.0})
+    costs.load({**head, **curve(HOST, 1, {4: 1.04, 16: 1.2})})
     policy, row = AdaptiveDrafts(costs), DraftRow()
     drive(policy, [row, DraftRow(0)], 1, 100)
     assert any(policy.choose([row, DraftRow(0)], steady=True).head)
-    row.copier = Run([0.97] * length)
+    row.host["copy"] = Run([0.97] * length)
     choices = [policy.choose([row, DraftRow(0)], steady=True) for _ in range(late + 1)]
-    assert choices[-1].copied[0] >= 3
+    assert choices[-1].host[0] >= 3
 
 
-def exhaustive(price: Callable[[Shape], float], head, copies) -> float:
+def exhaustive(price: Callable[[StepShape], float], head, copies) -> float:
     """The speed of the best of all choices: each row so many of the head's drafts, or copies."""
     best, rows = 0.0, len(head)
-    options = [[(HEAD, n) for n in range(len(h) + 1)] + [(COPY, n) for n in range(1, len(c) + 1)]
+    options = [[(MTP, n) for n in range(len(h) + 1)] + [(HOST, n) for n in range(1, len(c) + 1)]
                for h, c in zip(head, copies)]  # fmt: skip
     for chosen in itertools.product(*options):
         tokens = sum(
-            1 + sum((head if source == HEAD else copies)[row][:n])
+            1 + sum((head if source == MTP else copies)[row][:n])
             for row, (source, n) in enumerate(chosen)
         )
-        passes = max((n for source, n in chosen if source == HEAD), default=0)
-        shape = Shape(rows, sum(n for _, n in chosen), passes)
+        passes = max((n for source, n in chosen if source == MTP), default=0)
+        shape = StepShape(rows, sum(n for _, n in chosen), passes)
         best = max(best, tokens / price(shape))
     return best
 
@@ -366,15 +380,15 @@ def test_the_greedy_choice_is_the_best_of_all(table):
             head.append([rate ** (n + 1) for n in range(4)])
             copies.append([share ** (n + 1) for n in range(6)] if share else [])
         costs = StepCosts()
-        costs.load({size: {HEAD: dict(enumerate(table[size])), COPY: {
-            k: machine.price(Shape(size, size * k, 0)) * 100 for k in range(17)
-        }}})  # fmt: skip
-        choice = best_choice(costs.prices(size), head, copies)
+        alone = {k: machine.price(StepShape(size, size * k, 0)) * 100 for k in range(17)}
+        head_costs = curve(MTP, size, dict(enumerate(table[size])))
+        costs.load({**head_costs, **curve(HOST, size, alone)})
+        choice = best_choice(costs.of_batch(size), head, copies)
         best = exhaustive(machine.price, head, copies)
-        shape = Shape(size, choice.verified, max(choice.head))
+        shape = StepShape(size, choice.verified, max(choice.head))
         tokens = sum(
             1 + sum(copies[row][:c] if c else head[row][:h])
-            for row, (h, c) in enumerate(zip(choice.head, choice.copied))
+            for row, (h, c) in enumerate(zip(choice.head, choice.host))
         )
         gained.append(tokens / machine.price(shape) / best)
     assert min(gained) > 0.97
@@ -401,13 +415,14 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     for number in range(size):
         row = MixedRow()
         row.true = [0.9] * K if number % 4 else [0.3] * K
-        row.copier = Run([0.97] * 16) if number % 2 else None
+        if number % 2:
+            row.host["copy"] = Run([0.97] * 16)
         rows.append(row)
     machine, policy = Mix(cost_of(table), list, noise=0.05), calibrated(table, 1, 4)
     machine.run(policy, size, 400, rows)
     speed = machine.run(policy, size, 300, rows)
     head = [list(itertools.accumulate(row.true, lambda a, b: a * b)) for row in rows]
-    runs = [row.copier.chances(0) if row.copier else [] for row in rows]
+    runs = [row.offer() for row in rows]
     prices = true_prices(machine, size)
     best = best_choice(prices, head, runs).speed / machine.cost(size, 0)
     assert speed > 0.97 * best
@@ -419,9 +434,43 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     assert size == 1 or speed > 1.4 * fixed
 
 
-def true_prices(machine: Machine, rows: int) -> Prices:
+def true_prices(machine: Machine, rows: int) -> BatchCosts:
     def more(drafts: int, passes: int) -> float:
-        return machine.price(Shape(rows, drafts, passes)) / machine.cost(rows, 0)
+        return machine.price(StepShape(rows, drafts, passes)) / machine.cost(rows, 0)
 
     verify = [more(n, 0) for n in range(16 * rows + 1)]
-    return Prices(verify, [more(0, n) - 1.0 for n in range(K + 1)])
+    return BatchCosts(verify, [more(0, n) - 1.0 for n in range(K + 1)])
+
+
+# The head's drafts of each row + the host's, x steps.
+RECORDED = (
+    "1 1 0 + 0 0 5 x 3; 0 0 0 + 0 0 5 x 1; 1 1 0 + 0 0 5 x 1; 0 0 0 + 0 0 5 x 2; 1 1 0 + 0 0 "
+    "5 x 3; 3 3 0 + 0 0 5 x 1; 1 1 0 + 0 0 5 x 1; 3 3 0 + 0 0 5 x 1; 0 0 0 + 0 0 5 x 138; 1 1 "
+    "1 + 0 0 0 x 8; 2 2 2 + 0 0 0 x 6; 1 1 1 + 0 0 0 x 2; 0 3 5 + 0 0 0 x 8; 1 1 1 + 0 0 0 x "
+    "32; 0 1 1 + 0 0 0 x 16; 0 2 2 + 0 0 0 x 8; 4 4 4 + 0 0 0 x 6; 1 4 5 + 0 0 0 x 10; 1 4 4 "
+    "+ 0 0 0 x 16; 1 3 4 + 0 0 0 x 8; 2 4 5 + 0 0 0 x 8; 1 4 5 + 0 0 0 x 8; 4 4 4 + 0 0 0 x "
+    "6; 1 3 4 + 0 0 0 x 2; 1 4 4 + 0 0 0 x 7"
+)
+
+
+def test_the_choices_of_a_recorded_run():
+    """From the same costs and outcomes the same choices; change this only to change the policy."""
+    rows, choices = [MixedRow() for _ in range(3)], []
+    for row, rate in zip(rows, (0.9, 0.6, 0.85)):
+        row.true = [rate] * K
+    rows[2].host["copy"] = Run([0.9] * 5)
+    policy = calibrated(GPU, 1, 4)
+    choose = policy.choose
+
+    def noted(rows, *, steady):
+        choice = choose(rows, steady=steady)
+        choices.append(" + ".join(" ".join(map(str, counts)) for counts in choice[:2]))
+        return choice
+
+    policy.choose = noted
+    machine = Mix(cost_of({3: GPU[4]}), list, noise=0.05)
+    machine.run(policy, 3, 150, rows)
+    rows[0].true, rows[2].host = [0.2] * K, {}
+    machine.run(policy, 3, 150, rows)
+    runs = ((each, len([*same])) for each, same in itertools.groupby(choices))
+    assert "; ".join(f"{each} x {count}" for each, count in runs) == RECORDED

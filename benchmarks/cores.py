@@ -1,0 +1,152 @@
+"""Engines without HTTP: stepped by hand, listened to, or with known drafts."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.engine import Engine
+from mlx_mtp.engine.request import Request, RequestOutput
+from mlx_mtp.engine.runner import ModelRunner
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.sampling.grammar_masks import TokenSampler
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.speculative.draft_policy import FixedDrafts
+from mlx_mtp.speculative.drafter import Computed, HeadState, MTPDrafter
+
+MakeRunner = Callable[[LoadedModel, MTPDrafter | None, int], ModelRunner]
+ENDLESS = 1 << 20
+_PATIENCE = 600.0
+
+
+def core_of(
+    model: LoadedModel,
+    depth: int | None,
+    *,
+    overlap: bool = True,
+    make_runner: MakeRunner = ModelRunner,
+    **config: Any,
+) -> EngineCore:
+    """An engine core of so many drafts a step (None: without a head) and an `EngineConfig`."""
+    drafter = None if depth is None else MTPDrafter(model)
+    scheduler = Scheduler(EngineConfig(**config), FixedDrafts(depth or 0))
+    runner = make_runner(model, drafter, model.vocab_size)
+    return EngineCore(scheduler, runner, overlap=overlap)
+
+
+def row_of(name: str, prompt: Many[int], max_tokens: int = ENDLESS, **sampling: Any) -> Sequence:
+    """A row that ends after `max_tokens` alone, greedy by default."""
+    params = SamplingParams(max_tokens, **{"temperature": 0.0, **sampling})
+    return Sequence(Request(name, tuple(prompt), params), (), max_tokens)
+
+
+def decode(core: EngineCore, rows: Many[Sequence]) -> None:
+    """Add rows, and step until all of them decode."""
+    for row in rows:
+        core.scheduler.add(row)
+    while any(row.status is not Status.DECODING for row in rows):
+        core.step()
+
+
+class Listener:
+    """An engine that runs, and when (`perf_counter`) the outputs of each request came."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.times: dict[str, list[float]] = {}
+        self.num_reused: dict[str, int] = {}
+        self._ended: set[str] = set()
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        engine.start(self._deliver)
+
+    def ask(self, name: str, prompt: Many[int], max_tokens: int) -> float:
+        """Submit a greedy request; returns when."""
+        self.times[name], self.num_reused[name] = [], 0
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        began = time.perf_counter()
+        self.engine.submit(Request(name, tuple(prompt), sampling))
+        return began
+
+    def wait(self, name: str, outputs: int | None = None) -> None:
+        """Until a request has so many outputs, or has ended; raises what one ended with."""
+
+        def there() -> bool:
+            has = name in self._ended if outputs is None else len(self.times[name]) >= outputs
+            return has or self._error is not None
+
+        with self._changed:
+            assert self._changed.wait_for(there, _PATIENCE), name
+        if self._error is not None:
+            raise self._error
+
+    def gaps(self, name: str, began: float, ended: float) -> list[float]:
+        """Seconds between two outputs of a request that overlap a time."""
+        times = self.times[name]
+        return [b - a for a, b in pairwise(times) if b > began and a < ended]
+
+    def _deliver(self, outputs: Many[RequestOutput]) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            for output in outputs:
+                self._error = self._error or output.error
+                if output.token_ids:
+                    self.times[output.request_id].append(now)
+                self.num_reused[output.request_id] += output.num_reused_tokens
+                if output.finish_reason:
+                    self._ended.add(output.request_id)
+            self._changed.notify_all()
+
+
+@contextmanager
+def listening(engine: Engine) -> Iterator[Listener]:
+    """Start an engine; it is stopped at the end, whatever it still computes."""
+    try:
+        yield Listener(engine)
+    finally:
+        engine.stop()
+
+
+class TellingDrafter(MTPDrafter):
+    """Drafts as the head does, then puts known tokens in their place at a rate, and wrong ones.
+
+    `texts` are prompts with their answers, by the requests' seeds.
+    """
+
+    def __init__(self, model: LoadedModel, texts: Many[Many[int]], rate: float) -> None:
+        super().__init__(model)
+        self.rate = rate
+        self.tell(texts)
+
+    def tell(self, texts: Many[Many[int]]) -> None:
+        longest = max(map(len, texts))
+        self.known = mx.array([[*text, *[0] * (longest - len(text))] for text in texts], mx.int32)
+        mx.eval(self.known)  # Here: the engines have threads of their own.
+
+    def at(self, positions: mx.array, sampler: TokenSampler) -> mx.array:
+        """The known tokens at int positions [B, T]."""
+        assert isinstance(sampler, Sampler)
+        known = self.known[mx.array([params.seed for params in sampler.params])]
+        return mx.take_along_axis(known, mx.minimum(positions, known.shape[1] - 1), axis=1)
+
+    def propose(
+        self, state: HeadState, window: Computed, num_drafts: Many[int], sampler: TokenSampler
+    ) -> mx.array:
+        drafts = super().propose(state, window, num_drafts, sampler)
+        positions = window.next_position[:, None] + mx.arange(drafts.shape[1])
+        is_right, right = (
+            (positions * 7919) % 1000 < int(self.rate * 1000),
+            self.at(positions, sampler),
+        )
+        # Computed from the head's own, so that it runs all the same.
+        return mx.where((drafts >= 0) & is_right, right, right ^ 1).astype(mx.int32)

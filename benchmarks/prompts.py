@@ -1,0 +1,245 @@
+"""Prompts: the time to their first token, the memory that they take, and what they delay."""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.generate import generate_step
+from mlx_lm.models.switch_layers import SwitchGLU
+
+from benchmarks import Row, Rows, row
+from benchmarks.cores import core_of, listening, row_of
+from benchmarks.shapes import build, shape_of
+from benchmarks.timed import profiled, shares, within
+from mlx_mtp.build import build_engine
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine import scheduler
+from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.models.model import LoadedModel
+
+_MLX_LM_STEP = 512
+_SHAPES = ("Qwen3.5-27B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.6-35B-A3B")
+_PROMPTS = (8192, 32768, 60_000, 1024)  # the figures that matter most first
+_TOGETHER = 8
+_KERNELS = 8  # that are printed
+_ALONE_SECONDS = 2.0
+
+
+def prefill(
+    shape: tuple[str, ...] = (),
+    layers: int = 8,
+    tiny: bool = False,
+    bits: Literal[4, 8] = 4,
+    prompts: tuple[int, ...] = (),
+    steps: tuple[int, ...] = (2048,),
+    profile: bool = False,
+    seconds: float = 540,
+) -> Rows:
+    """Seconds from a prompt to its first token: full-shape models on a GPU, or a CPU and mlx-lm.
+
+    On a GPU: random weights, one prompt alone and then eight together. Few layers are enough, of
+    both kinds in the model's proportion: a layer's time is what counts. "products" is the time that
+    the layers' matrix products take by themselves for as many tokens, and what else there is shows
+    in the ratio to it. --profile shows the GPU's milliseconds by part, and the kernels that took
+    most. On a CPU: the bundled model beside mlx-lm's loop on the same weights, both in chunks of
+    512; ours shorter where that is faster.
+
+    Args:
+        shape: names of published shapes (default on a GPU: the 27B, the 80B and the 35B)
+        prompts: tokens (default: 1,024 to 60,000, on a CPU 2,000 and 20,000)
+        steps: tokens of a chunk
+    """
+    if not shape and mx.default_device() != mx.gpu:
+        yield from _beside_mlx_lm(prompts or (2000, 20_000))
+        return
+    for each, end in shares(seconds, shape or _SHAPES):
+        model = build(shape_of(each, layers, tiny), bits)[0]
+        yield f"{each}, {bits} bit, {len(model.causal_lm.model.layers)} layers, no head"
+        yield from _full_shape(model, prompts or _PROMPTS, steps, profile, end)
+
+
+def _full_shape(
+    model: LoadedModel, prompts: tuple[int, ...], steps: tuple[int, ...], profile: bool, end: float
+) -> Iterator[Row]:
+    cores: dict[int, EngineCore] = {}
+    alone: dict[int, float] = {}  # seconds of the products by a chunk's tokens
+    lengths = [(count, tokens) for count in (1, _TOGETHER) for tokens in prompts]
+    for step, count, tokens in within(end, [(step, *each) for each in lengths for step in steps]):
+        total = count * tokens
+        chunk = min(step, total)
+        if step not in cores:
+            cores[step] = core_of(model, None, prefill_step_size=step)
+            _seconds(cores[step], _prompt(model, 2 * step))  # compiles kernels
+        if chunk not in alone:
+            alone[chunk] = _products_seconds(model, chunk)
+        core, ids = cores[step], _prompt(model, tokens)
+        products = alone[chunk] * total / chunk
+        seconds = min(_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
+        figures = 1e3 * seconds, total / seconds, 1e3 * products, seconds / products
+        names = "chunk | prompts | tokens | ms | tokens/s | products | ratio"
+        line, run = row(names, step, count, tokens, *figures), None
+        if profile and count == 1:
+            run = profiled(lambda: _seconds(core, ids))  # noqa: B023
+        if run is not None:
+            line |= {f"{part}, GPU ms": ms for part, ms in run.parts.items()}
+            line |= {"_kernels": run.kernels}
+            for name, ms, launches in run.kernels[:_KERNELS] if tokens == max(prompts) else ():
+                print(f"{ms:8.1f} ms {launches:6} {name[:100]}", file=sys.stderr)
+        yield line
+        mx.clear_cache()
+
+
+def _seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
+    """From adding so many prompts to the last one's first token."""
+    began = time.perf_counter()
+    for number in range(count):
+        core.scheduler.add(row_of(f"prompt {number}", ids, 1))
+    while count:
+        count -= sum(bool(output.token_ids) for output in core.step())
+    seconds = time.perf_counter() - began
+    while not core.idle:
+        core.step()
+    return seconds
+
+
+def _prompt(model: LoadedModel, tokens: int) -> list[int]:
+    ids = mx.random.randint(10, model.vocab_size, (tokens,), key=mx.random.key(tokens))
+    return list(map(int, ids))
+
+
+def _products_seconds(model: LoadedModel, tokens: int) -> float:
+    """Of the layers' products for so many tokens, all launched at once."""
+    inputs: dict[int, mx.array] = {}
+    used = getattr(model.causal_lm.args, "num_experts_per_tok", 0)
+    layers = [_products(each, tokens, used, inputs) for each in model.causal_lm.model.layers]
+    mx.eval(list(inputs.values()))
+    times = []
+    for _ in range(4):
+        mx.synchronize()
+        began = time.perf_counter()
+        for layer in layers:
+            mx.async_eval([call() for call in layer])
+        mx.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _products(
+    module: nn.Module, tokens: int, used: int, inputs: dict[int, mx.array]
+) -> list[Callable[[], mx.array]]:
+    if isinstance(module, SwitchGLU):
+        x = _input(inputs, tokens, module.gate_proj)
+        most = module.gate_proj.weight.shape[0]
+        chosen = mx.argsort(mx.random.uniform(shape=(tokens, most)), axis=-1)[:, :used]
+        chosen = chosen.astype(mx.uint32)[None]
+        mx.eval(chosen)
+        return [lambda: module(x, chosen)]
+    if isinstance(module, nn.QuantizedLinear):
+        x = _input(inputs, tokens, module)
+        return [lambda: module(x)]
+    children = module.children().values()
+    flat = (c for each in children for c in (each if isinstance(each, list) else [each]))
+    modules = (c for c in flat if isinstance(c, nn.Module))
+    return [call for c in modules for call in _products(c, tokens, used, inputs)]
+
+
+def _input(inputs: dict[int, mx.array], tokens: int, layer: nn.Module) -> mx.array:
+    """Random activations, one array for all layers of a width."""
+    width = layer.scales.shape[-1] * layer.group_size
+    if width not in inputs:
+        drawn = mx.random.normal((1, tokens, width), key=mx.random.key(width))
+        inputs[width] = drawn.astype(mx.bfloat16)
+    return inputs[width]
+
+
+def _beside_mlx_lm(prompts: tuple[int, ...]) -> Iterator[Row]:
+    """The bundled model and mlx-lm's own, which computes all of a prompt in a loop."""
+    model = load_model(BUNDLED_MODEL, enable_mtp=False)
+    plain, _ = mlx_lm_utils.load_model(BUNDLED_MODEL)
+    plain.set_dtype(mx.float32)  # On a CPU mlx runs experts in no other type.
+    core = core_of(model, None, prefill_step_size=_MLX_LM_STEP, max_decode_pause=100.0)
+    for tokens in (1100, *prompts):
+        ids = _prompt(model, tokens)
+        seconds = _seconds(core, ids)
+        began = time.perf_counter()
+        next(generate_step(mx.array(ids), plain, max_tokens=1, prefill_step_size=_MLX_LM_STEP))
+        theirs = time.perf_counter() - began
+        if tokens != 1100:  # The first compiles.
+            figures = seconds, tokens / seconds, theirs, theirs / seconds
+            yield row("prompt | s | tokens/s | mlx-lm, s | ratio", tokens, *figures)
+
+
+def pauses(
+    model: Path = BUNDLED_MODEL,
+    shape: str | None = None,
+    layers: int = 0,
+    tiny: bool = False,
+    streams: int = 8,
+    prompt: int = 8000,
+    pause: float = 100.0,
+    prefill_step_size: int = 512,
+) -> Rows:
+    """Pauses of running streams while a long prompt is computed, without and with a bound.
+
+    Streams decode; a long prompt arrives. Until its first token the milliseconds between two
+    outputs of each stream are counted. Without a bound chunks have --prefill-step-size tokens; with
+    one they are cut to it by what they cost, which each engine here learns anew; "together" is with
+    chunks of up to so many tokens and the streams' windows in one forward pass. "alone" is the
+    stream's usual time.
+
+    Args:
+        model: a checkpoint
+        shape: in place of --model a published shape, whose weights are random, on a GPU
+        streams: that decode
+        prompt: tokens of the long prompt
+        pause: the bound in milliseconds
+        prefill_step_size: tokens of a chunk, at most
+    """
+    if shape is not None:
+        loaded = build(shape_of(shape, layers, tiny), 4)[0].without_head()
+    else:
+        loaded = load_model(model, enable_mtp=False)
+    yield f"{streams} streams beside a prompt of {prompt:,} tokens"
+    step, few = prefill_step_size, scheduler.MOST_TOGETHER
+    for bound in (0.0, pause):  # compiles kernels, of each length of a chunk
+        _gaps(loaded, streams, min(8 * step, prompt), bound, step)
+    for bound, together in ((0.0, 0), (pause, 0), (pause, few)):
+        scheduler.MOST_TOGETHER = together
+        alone, beside, seconds = _gaps(loaded, streams, prompt, bound, step)
+        pauses = statistics.median(beside), statistics.quantiles(beside, n=20)[-1], max(beside)
+        ms = (1e3 * each for each in (statistics.median(alone), *pauses))
+        names = "bound, ms | together | alone, ms | p50 | p95 | most | prompt, s | tokens/s"
+        yield row(names, bound or None, together, *ms, seconds, prompt / seconds)
+
+
+def _gaps(
+    model: LoadedModel, streams: int, length: int, pause: float, step: int
+) -> tuple[list[float], list[float], float]:
+    """Gaps of the streams before the prompt comes and while it is computed, and its seconds."""
+
+    def prompt(number: int, length: int) -> list[int]:
+        return [(7919 * i + 31 * number) % 4000 + 10 for i in range(length)]
+
+    config = EngineConfig(prefill_step_size=step, max_decode_pause=pause, num_draft_tokens=0)
+    with listening(build_engine(model, config, model.vocab_size, ())) as listener:
+        names = [f"stream {number}" for number in range(streams)]
+        for number, name in enumerate(names):
+            listener.ask(name, prompt(number, 100), 100_000)
+        for name in names:
+            listener.wait(name, 1)
+        began = time.perf_counter()
+        time.sleep(_ALONE_SECONDS)
+        came = listener.ask("long", prompt(streams, length), 100_000)
+        listener.wait("long", 1)
+        ended = listener.times["long"][0]
+        alone = [gap for name in names for gap in listener.gaps(name, began, came)]
+        beside = [gap for name in names for gap in listener.gaps(name, came, ended)]
+    return alone, beside, ended - came

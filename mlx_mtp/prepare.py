@@ -1,0 +1,15 @@
+"""What a command does before it loads a model, and before anything imports mlx."""
+
+import argparse
+
+from mlx_mtp import backend, logs
+
+
+def prepare_command(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
+    """Set up logging, read the file of --mtp-draft-vocab and prepare mlx's backend."""
+    from mlx_mtp.text.draft_vocab import read_draft_vocab
+
+    logs.set_up(log_level, getattr(options, "log_format", "text"))
+    if "mtp_draft_vocab" in options:
+        options.mtp_draft_vocab = read_draft_vocab(options.mtp_draft_vocab)
+    return backend.prepare()
