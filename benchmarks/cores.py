@@ -16,7 +16,7 @@ from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
 from mlx_mtp.sampling.params import SamplingParams
@@ -54,7 +54,7 @@ def decode(core: EngineCore, rows: Many[Sequence]) -> None:
     """Add rows, and step until all of them decode."""
     for row in rows:
         core.scheduler.add(row)
-    while any(row.status is not Status.DECODING for row in rows):
+    while not all(row.output for row in rows):
         core.step()
 
 

@@ -289,13 +289,13 @@ class Driver:
 
 def tell_rows(runner: ModelRunner) -> None:
     """Before each `make_state`, give the drafter the ids of the requests in `new_rows`."""
-    original = runner._new_batch
+    original = runner._prefill
 
-    def new_batch(sequences):
-        runner._drafter.new_rows = [s.request_id for s in sequences]
-        return original(sequences)
+    def prefill(chunk):
+        runner._drafter.new_rows = [row.sequence.request_id for row in chunk]
+        return original(chunk)
 
-    runner._new_batch = new_batch
+    runner._prefill = prefill
 
 
 class OracleState:

@@ -13,7 +13,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepRow
-from mlx_mtp.sampling.grammar_masks import GrammarMasks
+from mlx_mtp.sampling.grammar_masks import NO_MASKS
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import HeadState
 
@@ -43,9 +43,11 @@ class Batch:
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing more
         self.last_hidden = mx.zeros((count, 1, 0))  # [B, 1, H], post-norm, of the last position
-        # int32 [B, S], S > 0, padded with -1
-        self.stop_ids = _padded([s.stop_ids for s in sequences])
-        self.masks = GrammarMasks(())  # of the step being launched; false if no row is masked
+        # int32 [B, S], S > 0, padded with -1; `verify_window` takes no empty array.
+        width = max(1, *(len(s.stop_ids) for s in sequences))
+        padding = [(-1,) * (width - len(s.stop_ids)) for s in sequences]
+        self.stop_ids = mx.array([s.stop_ids + more for s, more in zip(sequences, padding)])
+        self.masks = NO_MASKS  # of the step being launched; false if no row is masked
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -202,12 +204,6 @@ def hidden_states(batches: Batches) -> mx.array:
     assert batches.decoding is not None
     hidden = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
     return all_gather(hidden).reshape(-1, hidden.size)
-
-
-def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
-    width = max(1, *map(len, ids))  # `verify_window` takes no empty array.
-    rows = [(*values, *[-1] * (width - len(values))) for values in ids]
-    return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 
 
 def _widen(ids: mx.array, width: int, fill: int) -> mx.array:

@@ -74,7 +74,7 @@ class Truncation:
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         rows: dict[int, list[int]] = {}
         for row, p in enumerate(params):
-            if p.truncates and not p.greedy:
+            if not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0):
                 # By the row's parameters alone: its tokens must not depend on its neighbours.
                 rows.setdefault(_num_ordered(p, vocab_size), []).append(row)
         self._groups = [

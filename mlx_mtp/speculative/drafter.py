@@ -147,13 +147,15 @@ class MTPDrafter:
             lengths = [int(count > number) for count in num_drafts]
             packing = Packing(cache.layout, position, lengths)
             if m is None:
-                z = packing.flat(z[:, None])
+                z = packing.rectangle.flat(z[:, None])
             else:
-                z = self._write(cache, packing, packing.flat(m), packing.flat(drafts[-1]))
+                z = self._write(
+                    cache, packing, packing.rectangle.flat(m), packing.rectangle.flat(drafts[-1])
+                )
             out = self._head.run(z, cache.head, packing)
-            m = packing.rows(out)
+            m = packing.rectangle.fill(out)
             # The head's row p predicts the token at p + 2.
-            logits = packing.rows(self._model.logits(out, self._lm_head))
+            logits = packing.rectangle.fill(self._model.logits(out, self._lm_head))
             window = mx.concatenate([newest, *drafts], axis=1)
             drafts.append(sampler.draw(logits, position[:, None] + 2, window, ids=self._ids))
             position = position + 1
