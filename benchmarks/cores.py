@@ -143,7 +143,9 @@ class TellingDrafter(MTPDrafter):
         self, state: HeadState, window: Computed, num_drafts: Many[int], sampler: TokenSampler
     ) -> mx.array:
         drafts = super().propose(state, window, num_drafts, sampler)
-        positions = window.next_position[:, None] + mx.arange(drafts.shape[1])
+        positions = (window.packing.positions[window.last] + 2)[:, None] + mx.arange(
+            drafts.shape[1]
+        )
         is_right, right = (
             (positions * 7919) % 1000 < int(self.rate * 1000),
             self.at(positions, sampler),

@@ -334,7 +334,7 @@ class OracleDrafter:
         return OracleState(mx.array(table))
 
     def propose(self, state, window: Computed, num_drafts: Many[int], sampler) -> mx.array:
-        position = window.next_position[:, None] + mx.arange(max(num_drafts))
+        position = (window.packing.positions[window.last] + 2)[:, None] + mx.arange(max(num_drafts))
         where = mx.minimum(position, self.length - 1)
         right = mx.take_along_axis(state.known, where, axis=1)
         spoiled = (right + 1) % self.vocab_size

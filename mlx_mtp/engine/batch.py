@@ -25,7 +25,7 @@ class Batch:
         self,
         sequences: Many[Sequence],
         cache: BatchCache,
-        draft_state: HeadState | None,
+        draft_state: HeadState,
         vocab_size: int,
     ) -> None:
         count = len(sequences)
@@ -51,12 +51,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.sequences)
-
-    def draft_limits(self) -> mx.array | None:
-        """`num_drafts` as int32 [B]; None if every row has as many as `drafts` is wide."""
-        if min(self.num_drafts) == self.drafts.shape[1]:
-            return None
-        return mx.array(self.num_drafts, dtype=mx.int32)
 
     def draft_on_host(self, rows: Many[StepRow]) -> None:
         """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
@@ -85,8 +79,7 @@ class Batch:
 
     def settle(self) -> None:
         """Complete the caches before rows join, leave or are copied."""
-        if self.draft_state is not None:
-            self.draft_state.settle(self.cache)
+        self.draft_state.settle(self.cache)
 
     def filter(self, chosen: Callable[[Sequence], bool]) -> Batch:
         """A batch of the rows for which `chosen` is True; this batch if that is all of them."""
@@ -99,8 +92,7 @@ class Batch:
         batch.sequences = [self.sequences[i] for i in places]
         batch.cache = self.cache.select(places)
         batch.sampler = self.sampler.select(places)
-        if self.draft_state is not None:
-            batch.draft_state = self.draft_state.select(rows)
+        batch.draft_state = self.draft_state.select(rows)
         for name, array in self._row_arrays().items():
             setattr(batch, name, array[rows])
         batch.num_drafts = [self.num_drafts[i] for i in places]
@@ -114,8 +106,7 @@ class Batch:
         self.sequences += other.sequences
         self.cache.extend(other.cache)
         self.sampler.extend(other.sampler)
-        if self.draft_state is not None and other.draft_state is not None:
-            self.draft_state.extend(other.draft_state)
+        self.draft_state.extend(other.draft_state)
         self.num_drafts = self.num_drafts + other.num_drafts
         theirs, fill = other._row_arrays(), {"stop_ids": -1, "drafts": 0}
         for name, array in self._row_arrays().items():
@@ -130,8 +121,7 @@ class Batch:
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
-        if self.draft_state is not None:
-            yield from self.draft_state.arrays()
+        yield from self.draft_state.arrays()
 
     def _row_arrays(self) -> dict[str, mx.array]:
         return {name: v for name, v in vars(self).items() if isinstance(v, mx.array)}

@@ -33,7 +33,7 @@ from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.speculative.drafter import Computed, MTPDrafter
+from mlx_mtp.speculative.drafter import Computed, HeadState, MTPDrafter
 from mlx_mtp.speculative.verify import verify_window
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class ModelRunner:
         if batch is None:
             assert all(s.max_cached == s.prefix.num_reused for s in sequences), "they have run"
             cache = self._model.make_cache(len(sequences))
-            state = None if self._drafter is None else self._drafter.make_state(cache)
+            state = HeadState() if self._drafter is None else self._drafter.make_state(cache)
             batch = Batch(sequences, cache, state, self.vocab_size)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
@@ -257,7 +257,9 @@ class ModelRunner:
         logits = packing.rectangle.fill(self._model.logits(hidden))
         batch.masks = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + mx.arange(1, 1 + window.shape[1])
-        sampled = _sample(batch, logits, positions, window, batch.ended, batch.draft_limits())
+        is_padded = min(batch.num_drafts) < window.shape[1] - 1
+        num_drafts = mx.array(batch.num_drafts, dtype=mx.int32) if is_padded else None
+        sampled = _sample(batch, logits, positions, window, batch.ended, num_drafts)
         num_kept = sampled.accepted.num_kept
         batch.cache.commit(num_kept)
         last = packing.at(sampled.accepted.at_last)
@@ -274,9 +276,8 @@ class ModelRunner:
         batch.num_drafts = [row.num_proposed for row in step.rows]
         if self._drafter is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
-            state = batch.draft_state
-            assert state is not None
-            batch.drafts = self._drafter.propose(state, computed, batch.num_drafts, sampler)
+            given = computed, batch.num_drafts, sampler
+            batch.drafts = self._drafter.propose(batch.draft_state, *given)
         else:
             batch.drafts = batch.drafts[:, :0]
         mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt or ())

@@ -61,11 +61,6 @@ class Sequence:
         self.prefix.num_reused = self.num_computed = num_reused
         self.num_cached = self.max_cached = num_reused
 
-    def set_cached(self, num_cached: int) -> None:
-        """Set the positions in the caches before a step, as rank 0 has counted them."""
-        self.num_cached = self.max_cached = self.prefix.num_reused = num_cached
-        self._steps_in_flight = 0
-
     def launched(self, num_positions: int) -> None:
         self._steps_in_flight += 1
         self.max_cached += num_positions

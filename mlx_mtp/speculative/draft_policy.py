@@ -14,7 +14,6 @@ from operator import mul, truediv
 from typing import NamedTuple, Protocol
 
 from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS
-from mlx_mtp.speculative.acceptance_rates import AcceptanceRates
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.host_sources import HostDrafter
 
@@ -101,11 +100,16 @@ class DraftChoice(NamedTuple):
     tokens: tuple[float, ...]  # likewise
 
 
-class HeadRates(AcceptanceRates):
-    """Rates of the MTP head's drafts in all rows, by position in the window."""
+class HeadRates:
+    """Acceptance rates of the MTP head's drafts in all rows, by position in the window.
+
+    A draft is tried only if those before it were accepted, so rates are conditional, and their
+    running product is the cumulative acceptance: the probability that a window is accepted up to a
+    draft.
+    """
 
     def __init__(self, size: int) -> None:
-        super().__init__(size, 1.0)
+        self._tried, self._accepted = [0.0] * size, [0.0] * size
         self._rates: list[float] = []
         self.fade(1)
 
@@ -117,7 +121,9 @@ class HeadRates(AcceptanceRates):
         """
         num_tried = min(num_gained + 1, num_drafts)
         for position in range(num_tried):
-            self.count(position, position < num_gained)
+            self._tried[position] = self._tried[position] * self._memory + 1.0
+            is_accepted = position < num_gained
+            self._accepted[position] = self._accepted[position] * self._memory + is_accepted
         return num_tried - sum(self._rates[:num_tried])
 
     def fade(self, num_rows: int) -> None:
@@ -126,13 +132,13 @@ class HeadRates(AcceptanceRates):
         With many rows more trials are remembered. All counts fade a little, as a position that is
         not tried any more may have changed.
         """
-        self.memory = 1.0 - 0.02 / math.sqrt(num_rows)
+        self._memory = 1.0 - 0.02 / math.sqrt(num_rows)
         self._tried = [_FADE * tried for tried in self._tried]
         self._accepted = [_FADE * accepted for accepted in self._accepted]
         rates: list[float] = []
-        for position in range(len(self._tried)):
+        for tried, accepted in zip(self._tried, self._accepted):
             prior = _DECLINE * rates[-1] if rates else _FIRST_RATE
-            rates.append(self.rate(position, prior, _PRIOR_TRIALS))
+            rates.append((accepted + _PRIOR_TRIALS * prior) / (tried + _PRIOR_TRIALS))
         self._rates = rates
 
     def cumulative_acceptance(self, miss_ratio: float) -> list[float]:
