@@ -244,7 +244,7 @@ def build_engine(
         heartbeat,
         calibrator,
         warm if check else None,
-        disk_stats=dict if store is None else lambda: store.stats()._asdict(),
+        disk_stats=dict if store is None else store.stats,
         can_restart=not ranks.all,  # Other ranks can't begin anew.
         on_failure=ranks.fail,
         on_stop=[*([] if store is None else [store.close]), ranks.close],

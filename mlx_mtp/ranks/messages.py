@@ -154,7 +154,7 @@ class PlannedRow(NamedTuple):
         return cls(number, row.sequence.max_cached, *plan)
 
     def row(self, sequence: Sequence) -> StepRow:
-        sequence.set_cached(self.max_cached)
+        sequence.begin(self.max_cached)  # as rank 0 has counted
         return StepRow(sequence, self.start, self.length, self.num_proposed, self.run, self.ahead)
 
 

@@ -133,7 +133,7 @@ def test_trees_of_conversations(tiny_models, count):
                     used = store if max_bytes else None
                     warm = play(model, turns, shape, ties, used, reference)
                     assert flush(store)
-                    assert store.stats().file_nbytes <= max_bytes
+                    assert store.stats()["file_nbytes"] <= max_bytes
         queries.append(warm.reuse.num_queries)
         hits.append(warm.reuse.num_hits)
 

@@ -68,9 +68,8 @@ class Dispatcher:
                 self._engine.cancel(request_id)
 
     def engine_failure(self) -> MlxMtpError | None:
-        if self._engine.healthy:
-            return None
-        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
+        reason = self._engine.unhealthy_reason
+        return None if reason is None else EngineStoppedError(f"The engine has stopped: {reason}")
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None

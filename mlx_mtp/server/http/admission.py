@@ -80,13 +80,12 @@ class RequestLimiter:
             raise errors.DrainingError("The server is shutting down.", retry_after=left)
         if scope["method"] != "POST" or not route.generates:
             return
-        if not self._engine.healthy:
+        if (reason := self._engine.unhealthy_reason) is not None:
             self.rejected["engine"] += 1
-            reason = self._engine.unhealthy_reason
             raise errors.EngineStoppedError(f"The engine has stopped: {reason}")
-        if self._engine.hang_reason is not None:
+        if (reason := self._engine.hang_reason) is not None:
             self.rejected["engine"] += 1
-            message = f"No requests are accepted: {self._engine.hang_reason}."
+            message = f"No requests are accepted: {reason}."
             raise errors.EngineHungError(message, retry_after=UNKNOWN_RETRY_SECONDS)
         if self.held >= self.capacity:
             raise self._queue_full(1)

@@ -65,7 +65,7 @@ class FairExecutor:
         self._next()
 
     def _next(self) -> None:
-        while len(self._queue):
+        while self._queue.size:
             begins = self._queue.pop().begins
             if not begins.cancelled():
                 begins.set_result(None)
