@@ -18,7 +18,7 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.links import Links
-from mlx_mtp.ranks.messages import Answer
+from mlx_mtp.ranks.messages import Fetched
 from mlx_mtp.sampling import sampler
 
 
@@ -75,14 +75,14 @@ class Queue:
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.own_done = 0
-        self.answer = Answer(0, "")
-        self.on_answer: Callable[[], None] = lambda: None
+        self.num_done = 0
+        self.fetched = Fetched(0, "")
+        self.on_fetched: Callable[[], None] = lambda: None
 
     def send(self, message: object) -> None:
-        if isinstance(message, Answer):
-            self.answer = message
-            self.on_answer()
+        if isinstance(message, Fetched):
+            self.fetched = message
+            self.on_fetched()
         else:
             self.messages.put(pickle.dumps(message))
 

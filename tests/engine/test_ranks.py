@@ -206,7 +206,7 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     assert join(versions) == [told, told]
     lead, follower = join([{}, {}])
     assert lead.memory == follower.memory == 7 << 30
-    follower.own_done = 5
+    follower.num_done = 5
     lead.send({"a": 1})
     assert follower.receive() == {"a": 1}
     wait_until(lambda: "rank 1 5" in lead.progress())
@@ -435,7 +435,7 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
     monkeypatch.setattr(launch, "give_up", told.put)
     engine = SimpleNamespace(hang_reason=None, fail=told.put)
     together, other = links.Links(pytest.fail), Queue()
-    together.all, other.peer, other.num_done = [other], 1, 7
+    together.all, other.peer, other.peer_num_done = [other], 1, 7
     other.send("ready")
     launch.watch(engine, together)
     assert told.empty()
@@ -448,7 +448,10 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
     "where",
     [
         ("builtins", "eval"),
-        *(("mlx_mtp.ranks.messages", name) for name in ("Row.of", "Request", "__getattribute__")),
+        *(
+            ("mlx_mtp.ranks.messages", name)
+            for name in ("PlannedRow.of", "Request", "__getattribute__")
+        ),
     ],
     ids=str,
 )

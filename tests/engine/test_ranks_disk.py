@@ -14,7 +14,7 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.prefix.directory import PrefixDirectory
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks import segments
-from mlx_mtp.ranks.segments import LeadStore
+from mlx_mtp.ranks.segments import LeaderStore
 from tests.cache.prefixes import FINGERPRINT, flush
 from tests.conftest import DEMO
 from tests.engine.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
@@ -40,7 +40,7 @@ def serve(monkeypatch, folder: Path, models, *rounds, bits=None):
         other = stack.enter_context(closing(PrefixStore(folder / "1", FINGERPRINT, 1 << 30)))
 
         def work(together) -> Driver:
-            store = LeadStore(together, folder / "0", FINGERPRINT, 1 << 30)
+            store = LeaderStore(together, folder / "0", FINGERPRINT, 1 << 30)
             config = EngineConfig(
                 num_draft_tokens=2,
                 prefill_step_size=STEP,
