@@ -21,17 +21,16 @@ _FUSED_KEYS, _FUSED_POSITIONS, _FUSED_PAIRS, _FUSED_DIM = 4096, 8, 32, 256
 
 
 class RaggedKVCache:
-    """Keys and values of rows, each row's left-aligned in its slot.
+    """Keys and values of rows, each row's from the beginning of its slot on.
 
-    A window overwrites what lies behind a row's valid entries, so a rejection costs nothing.
+    A window overwrites what is behind a row's valid entries, so a rejection costs nothing.
     """
 
-    packing: Packing  # of the trunk's pass; the head's are arguments
+    packing: Packing  # of the target model's pass; the MTP head passes its own
 
     def __init__(self) -> None:
-        # Lines of keys, then of values, [2 * slots * heads * capacity, dim], made at the first
-        # write to a buffer. So a write is one launch, with one index: what mlx computes for each
-        # number grows with the axes and indices.
+        # Keys, then values, as lines [2 * slots * heads * capacity, dim]; made at the first write.
+        # So a write is one launch with one index: mlx's cost per number grows with the axes.
         self.buffers: dict[Buffer, mx.array] = {}
 
     def write(self, packing: Packing, entries: mx.array) -> None:
@@ -91,12 +90,12 @@ class RaggedKVCache:
         self.buffers = {b: self.buffers[b] for b in layout.buffers if b in self.buffers}
         for (keys, values), place in moved:
             self.put(place, 0, keys, values)
-        # Of long rows at once, so that copies of one layer exist at a time.
+        # Long rows at once, so that copies of only one layer exist at a time.
         long = {buffer for _, (buffer, _) in moved if most_slots(buffer.capacity) == 1}
         mx.eval([self.buffers[buffer] for buffer in long])
 
     def select(self, copies: Mapping[Buffer, Buffer]) -> RaggedKVCache:
-        """A cache of copies of these buffers; nothing is copied before it is written."""
+        """A cache with copies of these buffers; nothing is copied before a write."""
         selected = RaggedKVCache()
         pairs = copies.items()
         selected.buffers = {b: self.buffers[old] for b, old in pairs if old in self.buffers}
@@ -109,13 +108,13 @@ class RaggedKVCache:
         return list(self.buffers.values())
 
     def _writable(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
-        """A handle of our own: what a batch that was split off refers to stays as it is."""
+        """A buffer's array to write to. Copy on write: another batch may share the buffer."""
         if buffer in self.buffers:
-            own = copy.copy(self.buffers[buffer])
+            array = copy.copy(self.buffers[buffer])
         else:
-            own = mx.zeros((2 * buffer.slots * heads * buffer.capacity, dim), dtype=dtype)
-        self.buffers[buffer] = own
-        return own
+            array = mx.zeros((2 * buffer.slots * heads * buffer.capacity, dim), dtype=dtype)
+        self.buffers[buffer] = array
+        return array
 
 
 def _heads(buffer: Buffer, array: mx.array) -> int:
@@ -152,14 +151,14 @@ def _write(
     arrays: list[mx.array],  # of all buffers
 ) -> list[mx.array]:
     new, first = entries.reshape(-1, entries.shape[-1]), 0
-    for own, array in zip(lines, arrays, strict=True):
-        array[own] = new[first : first + len(own)]
-        first += len(own)
+    for index, array in zip(lines, arrays, strict=True):
+        array[index] = new[first : first + len(index)]
+        first += len(index)
     return arrays
 
 
-# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
-# key has the shapes because a compiled function keeps an entry for each as long as it lives.
+# With many buffers half of a step's launches are writes, and mlx repeats compiled ones fast. The
+# shapes are in the key because a compiled function keeps an entry per shape as long as it lives.
 @functools.lru_cache(maxsize=1024)
 def _compiled(*_shapes: Sequence[int]) -> Callable[..., list[mx.array]]:
     return mx.compile(lambda *inputs: _write(*inputs))

@@ -14,7 +14,7 @@ from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_
 from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Shape
 from mlx_mtp.kernels.self_check import Cases
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.selftest.timing import Launch, microseconds
+from mlx_mtp.selftest.timing import TimedLaunch, microseconds
 
 _LENGTH, _ROWS = 90, 3  # Of windows for the portable code: two chunks, the second one short.
 _TOKENS = 4  # that a kernel is timed with: what three drafts verify
@@ -24,7 +24,9 @@ class _Case(NamedTuple):
     name: str
     compare: Callable[[], float]
     applies: bool  # The kernel is made for the shape.
-    timed: tuple[Launch, Launch] | None = None  # The kernel, and what would run without it.
+    timed: tuple[TimedLaunch, TimedLaunch] | None = (
+        None  # The kernel, and what would run without it.
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,12 @@ def _fused_cases(model: LoadedModel) -> Iterator[_Case]:
 
 
 def _case(
-    name: str, kernel: gpu.Kernel, shape: Any, dtype: mx.Dtype, ours: Launch, theirs: Launch
+    name: str,
+    kernel: gpu.Kernel,
+    shape: Any,
+    dtype: mx.Dtype,
+    ours: TimedLaunch,
+    theirs: TimedLaunch,
 ) -> _Case:
     compare = partial(kernel.check, shape, dtype)
     return _Case(name, compare, kernel.applies(shape), (ours, theirs))

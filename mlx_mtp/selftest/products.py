@@ -23,10 +23,10 @@ from mlx_mtp.models.skinny_gemm import (
     with_kernel,
 )
 from mlx_mtp.selftest.kernels import name_of
-from mlx_mtp.selftest.timing import Launch, microseconds
+from mlx_mtp.selftest.timing import TimedLaunch, microseconds
 
 ROWS = (1, 2, 4, 8, 16)
-Timer = Callable[[Launch], float]
+Timer = Callable[[TimedLaunch], float]
 
 
 @dataclass(frozen=True, slots=True)

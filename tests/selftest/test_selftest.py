@@ -73,9 +73,9 @@ def test_without_time_little_is_done_and_a_wrong_token_is_found(selftest, monkey
     def credulous(targets, window, **more):
         # What the model draws after each position is made to be what was drafted there.
         drafted = mx.concatenate([window[:, 1:], targets[:, -1:]], axis=1)
-        return verify.accept(drafted, window, **more)
+        return verify.verify_window(drafted, window, **more)
 
-    monkeypatch.setattr("mlx_mtp.engine.runner.accept", credulous)
+    monkeypatch.setattr("mlx_mtp.engine.runner.verify_window", credulous)
     monkeypatch.setattr(reports, "computes_exactly", lambda _: True)
     monkeypatch.setattr(commands, "_DEPTHS", (0, 3, "auto"))
     status, out, err, found = selftest()
