@@ -1,7 +1,5 @@
 """The ranks behind rank 0: each runs the steps that rank 0 sends, and decides nothing."""
 
-from collections.abc import Sequence as Many
-
 import mlx.core as mx
 
 from mlx_mtp.engine.batch import hidden_states
@@ -13,7 +11,7 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import take
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.links import Link
-from mlx_mtp.ranks.messages import Begin, Compare, Poll, PrefixOp, Release, Step
+from mlx_mtp.ranks.messages import Begin, Compare, Poll, Step
 from mlx_mtp.ranks.segments import FollowerSegments
 from mlx_mtp.speculative.drafter import make_drafter
 
@@ -32,8 +30,6 @@ def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> 
             case Step():
                 follower.run(message)
                 link.num_done += 1
-            case Release(ops):
-                follower.release(ops)
             case Compare():
                 mx.eval(hidden_states(follower.runner.batches))
             case Poll():
@@ -51,7 +47,11 @@ class _Follower:
 
     def run(self, step: Step) -> None:
         """Launch a step, and wait for the step before it."""
-        self._run_ops(step.ops)
+        for op in step.ops:
+            if op[0] == "copy":
+                self._copy(*op[1:])
+            else:
+                self.segments.run(op)
         new = {key: sequence.sequence() for key, sequence in step.new.items()}
         sequences = self._sequences = {
             key: new[key] if key in new else self._sequences[key] for key in step.live
@@ -74,18 +74,8 @@ class _Follower:
         for each in ready:
             mx.eval([a for a in (each.done, each.sampled and each.sampled.tokens) if a is not None])
 
-    def release(self, ops: Many[PrefixOp]) -> None:
-        self._run_ops(ops)
-        self._sequences, self._in_flight = {}, []
-        self.runner.release()
-
-    def _run_ops(self, ops: Many[PrefixOp]) -> None:
-        for op in ops:
-            match op:
-                case "copy", key, start, end, bits, ids:
-                    sequence = self._sequences[key]
-                    batch = next(b for b in self.runner.batches.all if sequence in b.sequences)
-                    row = batch.sequences.index(sequence)
-                    self.segments.add(ids, take(batch, row, start, end, bits))
-                case _:
-                    self.segments.run(op)
+    def _copy(self, key: int, start: int, end: int, bits: int | None, ids: tuple[int, ...]) -> None:
+        sequence = self._sequences[key]
+        batch = next(b for b in self.runner.batches.all if sequence in b.sequences)
+        row = batch.sequences.index(sequence)
+        self.segments.add(ids, take(batch, row, start, end, bits))

@@ -24,7 +24,7 @@ from mlx_mtp.prefix.cache import PrefixCache, Rows, Save
 from mlx_mtp.prefix.policy import PrefixState
 from mlx_mtp.prefix.radix_tree import Node
 from mlx_mtp.ranks.links import Links
-from mlx_mtp.ranks.messages import Compare, NewSequence, PlannedRow, Release, Step
+from mlx_mtp.ranks.messages import Compare, NewSequence, PlannedRow, Step
 from mlx_mtp.ranks.segments import LeaderSegment, ids_of
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ class LeaderRunner(ModelRunner):
     _live: frozenset[Sequence] = frozenset()
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
-        self.prefixes.links.send(self._step(plan))
-        self._live = plan.live
+        self._send(plan)
         return self._checked(super().run(plan))
 
     def read(self, step: InFlightStep) -> list[InFlightStep]:
@@ -88,17 +87,16 @@ class LeaderRunner(ModelRunner):
             )
 
     def release(self) -> None:
-        self._live = frozenset()
-        self.prefixes.links.send(Release(self.prefixes.links.take_ops()))
+        self._send(StepPlan((), (), frozenset()))
         super().release()
 
-    def _step(self, plan: StepPlan) -> Step:
+    def _send(self, plan: StepPlan) -> None:
         starts = {row.sequence: row.sequence.prefix.node for row in plan.chunk}
         chunk, decode = (
             tuple(PlannedRow.of(_key(row.sequence), row) for row in rows)
             for rows in (plan.chunk, plan.decode)
         )
-        return Step(
+        step = Step(
             self.prefixes.links.take_ops(),
             {_key(s): NewSequence.of(s) for s in plan.live - self._live},
             {_key(s): ids_of(node.entry()) for s, node in starts.items() if node is not None},
@@ -107,6 +105,8 @@ class LeaderRunner(ModelRunner):
             decode,
             plan.together,
         )
+        self.prefixes.links.send(step)
+        self._live = plan.live
 
     def _checked(self, steps: list[InFlightStep]) -> list[InFlightStep]:
         for step in steps:

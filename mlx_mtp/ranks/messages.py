@@ -22,7 +22,7 @@ is the rank's prefix directory; `prefix` stands for a salt and tokens.
     "touch", prefix                             mark as used in the store
     "drop_snapshot", prefix                     remove from the store
     "fetch", number, prefix, start              read from the store, and answer with `Fetched`
-    "take", ids                                 give what was fetched these ids
+    "name_fetched", ids                         give what was fetched these ids
     "forget"                                    drop what is or was being fetched
 """
 
@@ -77,21 +77,15 @@ class PlannedRow(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Launch an `engine.step.StepPlan`, after operations on prefixes."""
+    """Run operations on prefixes, and then launch an `engine.step.StepPlan`."""
 
     ops: list[PrefixOp]
     new: dict[int, NewSequence]
     prefixes: dict[int, tuple[int, ...]]  # segments and a snapshot that sequences begin with
-    live: frozenset[int]
+    live: frozenset[int]  # all other sequences are dropped
     chunk: tuple[PlannedRow, ...]
     decode: tuple[PlannedRow, ...]
     together: bool
-
-
-class Release(NamedTuple):
-    """Drop all sequences, after operations on prefixes."""
-
-    ops: list[PrefixOp]
 
 
 class Compare(NamedTuple):

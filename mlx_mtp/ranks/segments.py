@@ -104,7 +104,7 @@ class LeaderStore(PrefixStore):
             self._links.record("forget")
         else:
             fetched = [LeaderSegment.of(part, self._links) for part in _joined(fetched, start)]
-            self._links.record("take", ids_of(fetched))
+            self._links.record("name_fetched", ids_of(fetched))
         return fetched
 
     @property
@@ -159,7 +159,7 @@ class FollowerSegments:
                 self._segments[part] = self._segments[whole].cut(start, end)
             case "free", segment:
                 del self._segments[segment]
-            case "take", ids:
+            case "name_fetched", ids:
                 self.add(ids, self._fetched)
                 self._fetched = []
             case _ if store is None:
