@@ -5,7 +5,7 @@ import mlx.core as mx
 from mlx_mtp.engine.batch import hidden_states
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import RankError
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import take
@@ -58,8 +58,10 @@ class _Follower:
         }
         for key, ids in step.prefixes.items():
             sequences[key].prefix.node = self.segments.prefix(ids)
+        for key, max_cached, _ in (*step.chunk, *step.decode):
+            sequences[key].set_cached(max_cached)
         chunk, decode = (
-            tuple(planned.row(sequences[planned.sequence]) for planned in rows)
+            tuple(StepRow(sequences[key], *plan) for key, _, plan in rows)
             for rows in (step.chunk, step.decode)
         )
         live = frozenset(sequences.values())

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_mtp.engine.batch import hidden_states
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import ModelError
 from mlx_mtp.prefix.cache import PrefixCache, Rows, Save
 from mlx_mtp.prefix.policy import PrefixState
@@ -92,17 +92,13 @@ class LeaderRunner(ModelRunner):
 
     def _send(self, plan: StepPlan) -> None:
         starts = {row.sequence: row.sequence.prefix.node for row in plan.chunk}
-        chunk, decode = (
-            tuple(PlannedRow.of(_key(row.sequence), row) for row in rows)
-            for rows in (plan.chunk, plan.decode)
-        )
         step = Step(
             self.prefixes.links.take_ops(),
             {_key(s): NewSequence.of(s) for s in plan.live - self._live},
             {_key(s): ids_of(node.entry()) for s, node in starts.items() if node is not None},
             frozenset(map(_key, plan.live)),
-            chunk,
-            decode,
+            [*map(_planned, plan.chunk)],
+            [*map(_planned, plan.decode)],
             plan.together,
         )
         self.prefixes.links.send(step)
@@ -118,3 +114,8 @@ class LeaderRunner(ModelRunner):
 
 def _key(sequence: Sequence) -> int:
     return id(sequence.prefix)
+
+
+def _planned(row: StepRow) -> PlannedRow:
+    plan = row.start, row.length, row.num_proposed, tuple(row.run), row.ahead
+    return _key(row.sequence), row.sequence.max_cached, plan

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import StepRow
 from mlx_mtp.sampling.params import SamplingParams
 
 PrefixOp = tuple[Any, ...]
@@ -25,6 +24,9 @@ is the rank's prefix directory; `prefix` stands for a salt and tokens.
     "name_fetched", ids                         give what was fetched these ids
     "forget"                                    drop what is or was being fetched
 """
+
+PlannedRow = tuple[int, int, tuple[int, int, int, tuple[int, ...], int]]
+"""The id of a sequence, its `max_cached`, and a `StepRow`'s fields from `start` to `ahead`."""
 
 
 class Begin(NamedTuple):
@@ -55,27 +57,6 @@ class NewSequence(NamedTuple):
         return Sequence(Request("", self.prompt, sampling), self.stop_ids, most)
 
 
-class PlannedRow(NamedTuple):
-    """The plan of an `engine.step.StepRow`."""
-
-    sequence: int
-    max_cached: int
-    start: int
-    length: int
-    num_proposed: int
-    run: tuple[int, ...]
-    ahead: int
-
-    @classmethod
-    def of(cls, sequence: int, row: StepRow) -> PlannedRow:
-        plan = row.start, row.length, row.num_proposed, tuple(row.run), row.ahead
-        return cls(sequence, row.sequence.max_cached, *plan)
-
-    def row(self, sequence: Sequence) -> StepRow:
-        sequence.set_cached(self.max_cached)
-        return StepRow(sequence, self.start, self.length, self.num_proposed, self.run, self.ahead)
-
-
 class Step(NamedTuple):
     """Run operations on prefixes, and then launch an `engine.step.StepPlan`."""
 
@@ -83,8 +64,8 @@ class Step(NamedTuple):
     new: dict[int, NewSequence]
     prefixes: dict[int, tuple[int, ...]]  # segments and a snapshot that sequences begin with
     live: frozenset[int]  # all other sequences are dropped
-    chunk: tuple[PlannedRow, ...]
-    decode: tuple[PlannedRow, ...]
+    chunk: list[PlannedRow]
+    decode: list[PlannedRow]
     together: bool
 
 

@@ -94,9 +94,7 @@ class LeaderStore(PrefixStore):
             return fetched
         if (others := self._others(request[0])) is not Fetch.HERE:
             return others if self.seconds_left > 0 else Fetch.LATE
-        self._request = (
-            None  # `PrefixStore.fetch` calls `forget`: the others are to forget nothing.
-        )
+        self._request = None  # or `forget`, which the base class calls, would tell the others
         fetched = super().fetch(*place, make_room)
         if fetched is Fetch.COMING:
             self._request = request

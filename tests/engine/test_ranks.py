@@ -451,7 +451,7 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
         ("builtins", "eval"),
         *(
             ("mlx_mtp.ranks.messages", name)
-            for name in ("PlannedRow.of", "Request", "__getattribute__")
+            for name in ("Step.count", "Request", "__getattribute__")
         ),
     ],
     ids=str,
