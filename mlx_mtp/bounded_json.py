@@ -1,5 +1,7 @@
 """Bounds of JSON that others wrote: of its text before it is parsed, and of the parsed value."""
 
+import json
+import re
 from collections import Counter
 from itertools import accumulate, count
 from typing import Any
@@ -9,6 +11,7 @@ MAX_LEVELS = 128
 what writes them as text recurses."""
 _MAX_ECHO = 120  # characters of a name in an error
 _STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # One more than the change of the level.
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -75,3 +78,17 @@ def check_value(value: Any, max_levels: int = MAX_LEVELS, max_values: int | None
             for each in containers
             for inner in (each.values() if isinstance(each, dict) else each)
         ]
+
+
+def has_half_character(source: str, value: object) -> bool:
+    r"""Whether the value of the JSON text `source` has a lone surrogate, which can't be encoded.
+
+    Only an escape in the text, such as \ud800, can bring one.
+    """
+    if not _SURROGATE_ESCAPE.search(source):
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -29,9 +29,16 @@ from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.logs import BackgroundLog
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http import access
-from mlx_mtp.server.http.middleware import Check, CheckMiddleware, WriteInPieces, on_error
+from mlx_mtp.server.http.middleware import (
+    IGNORED,
+    REQUEST_ID,
+    Check,
+    CheckMiddleware,
+    RequestLog,
+    WriteInPieces,
+    on_error,
+)
 from mlx_mtp.server.http.protocol import LimitedProtocol
-from mlx_mtp.server.http.request_log import IGNORED, REQUEST_ID, RequestLog
 from mlx_mtp.server.live import Live
 from mlx_mtp.server.routes import ROUTES, find_route
 from mlx_mtp.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from starlette.types import Scope
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
-from mlx_mtp.server.generation.params import model_defaults
+from mlx_mtp.server.generation.inputs import model_defaults
 from mlx_mtp.server.generation.prompting import make_prompter
 from mlx_mtp.server.grammar.grammars import Grammars
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter

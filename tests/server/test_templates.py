@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.generation.conversation import Conversation, Message, Tool, ToolCall
+from mlx_mtp.server.generation.inputs import Conversation, Message, Tool, ToolCall
 from mlx_mtp.server.generation.prompting import Prompter
-from mlx_mtp.server.http.fair_executor import FairExecutor
+from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.parsing.formats import OutputFormat
 from tests.server.conftest import tokenizer_with
 from tests.server.in_process import in_process

@@ -18,7 +18,7 @@ from mlx_mtp.bounded_json import unique_names
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api.schema import WireModel, at_most, few_values, refusal
-from mlx_mtp.server.generation.conversation import Effort
+from mlx_mtp.server.generation.inputs import Effort
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.text.parsing.json_reader import loads
 
@@ -160,13 +160,6 @@ class GuidedFields(WireModel):
     regex: GrammarText | None = None  # SGLang, outlines
     ebnf: GrammarText | None = None  # SGLang
     grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
-
-    @model_validator(mode="after")
-    def _at_most_one(self) -> Self:
-        given = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
-        if len(given) > 1:
-            raise refusal(f"can't be combined with {given[0]}", field=given[1])
-        return self
 
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
         """The name of the field that was given, and its grammar; None if none was given."""

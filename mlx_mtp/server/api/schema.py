@@ -1,6 +1,7 @@
 """What all APIs' request bodies are made of: limits, types, refusals and shared models."""
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator
 from functools import cache
@@ -21,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mlx_mtp.bounded_json import JSONBoundError, check_value
+from mlx_mtp.bounded_json import JSONBoundError, check_value, has_half_character
 from mlx_mtp.sampling.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from mlx_mtp.sampling.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -29,10 +30,9 @@ from mlx_mtp.sampling.params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from mlx_mtp.server.api.compat import REFUSED, SYNONYMS, is_neutral, note
-from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.params import AnswerOptions
-from mlx_mtp.text.characters import has_half_character
+from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED, SYNONYMS
+from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation.inputs import AnswerOptions
 
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far more than fit a context
 MAX_TOOLS = 1024  # of a chat, and tool calls of a message
@@ -64,6 +64,7 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_NOT_SHOWN = re.compile(r"[^\w.\[\]-]", re.ASCII)
 _PLACES: dict[type, tuple[type, str]] = {}  # of each model, the model and field that have it
 
 
@@ -118,6 +119,22 @@ def is_foreign(place: str, value: object, ignored: list[str] | None, field: str)
     return ignored is not None
 
 
+def is_neutral(name: str, value: object) -> bool:
+    """Whether a parameter with this value changes nothing."""
+    return name in NEUTRAL and any(
+        each is ANY or (each == value and isinstance(each, bool) == isinstance(value, bool))
+        for each in NEUTRAL[name]
+    )
+
+
+def note(ignored: list[str], name: str) -> None:
+    """Add a client's name of a parameter to those reported: shortened, and safe in a header."""
+    name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1]) or "?"
+    name = name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
+    if name not in ignored and len(ignored) < MAX_IGNORED:
+        ignored.append(name)
+
+
 @cache
 def _field_names(kind: type[WireModel]) -> frozenset[str]:
     """A model's fields as clients write them."""
@@ -156,7 +173,7 @@ def few_values(value: Any) -> Any:
 
 
 def _whole_characters(arguments: str) -> str:
-    if has_half_character(arguments, few_values(conversation.object_or_text(arguments))):
+    if has_half_character(arguments, few_values(inputs.object_or_text(arguments))):
         raise refusal("its JSON has half of a surrogate pair, which is no character")
     return arguments
 
@@ -323,8 +340,8 @@ class Function(WireModel):
     parameters: Schema | None = None
     strict: bool = False
 
-    def tool(self) -> conversation.Tool:
-        return conversation.Tool(self.name, self.description, self.parameters, self.strict)
+    def tool(self) -> inputs.Tool:
+        return inputs.Tool(self.name, self.description, self.parameters, self.strict)
 
 
 def form_by_type(
@@ -354,11 +371,11 @@ OpenAIToolChoice = Annotated[
 ]
 
 
-def tool_choice(choice: Any) -> conversation.ToolChoice:
+def tool_choice(choice: Any) -> inputs.ToolChoice:
     """The choice as the server knows it, whichever API it came through."""
     if isinstance(choice, str):
-        return conversation.ToolChoice(choice)  # type: ignore[arg-type]
+        return inputs.ToolChoice(choice)  # type: ignore[arg-type]
     if choice.type == "function":
-        return conversation.ToolChoice("required", frozenset({choice.name}))
+        return inputs.ToolChoice("required", frozenset({choice.name}))
     allowed = getattr(choice, "allowed_tools", choice)
-    return conversation.ToolChoice(allowed.mode, frozenset(tool.name for tool in allowed.tools))
+    return inputs.ToolChoice(allowed.mode, frozenset(tool.name for tool in allowed.tools))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -23,7 +22,7 @@ from mlx_mtp.server.api.schema import (
     refusal,
 )
 from mlx_mtp.server.context import context_of, read_request
-from mlx_mtp.server.generation.conversation import Conversation
+from mlx_mtp.server.generation.inputs import Conversation
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly
 from mlx_mtp.server.http.record import client_of
 from mlx_mtp.server.http.sse import until_disconnect
@@ -82,23 +81,21 @@ async def tokenize(request: Request) -> Response:
     """POST /tokenize, answered in vLLM's form, of which llama.cpp's is a part."""
     context, body = await read_request(request, TokenizeRequest)
     tokenizer = context.tokenizer
+    prompter, scope = context.prompter, request.scope
     text = body.content if body.prompt is None else body.prompt
-    client = client_of(request.scope)
-    async with context.in_time(request.scope):
+
+    def encode() -> tuple[int, ...]:
         if text is None:
-            prompt = await context.prompter.prompt(
-                body.conversation(), MAX_PROMPT_IDS, request.scope, client
-            )
-            ids = prompt.token_ids
-        else:
-            work = partial(
-                context.prompter.text.encode,
-                text,
-                param="content" if body.prompt is None else "prompt",
-                limit=MAX_PROMPT_IDS,
-                add_special_tokens=body.add_special_tokens,
-            )
-            ids = await context.prompter.in_turn(request.scope, client, work)
+            return prompter.prompt(body.conversation(), MAX_PROMPT_IDS).token_ids
+        return prompter.text.encode(
+            text,
+            param="content" if body.prompt is None else "prompt",
+            limit=MAX_PROMPT_IDS,
+            add_special_tokens=body.add_special_tokens,
+        )
+
+    async with context.in_time(scope):
+        ids = await prompter.in_turn(scope, client_of(scope), encode)
 
     def content() -> str:
         fields = {

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -166,28 +167,30 @@ class Generation:
         self.error = error
         self._wakeup.set()
 
-    async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
-        if self.error is None:
-            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
-            # the wakeup, and a client that left would never be cancelled.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._wakeup.wait()
-        self._wakeup.clear()
-        arrived, self._arrived = self._arrived, []
-        if not arrived:
-            self.error = self.error or self._dispatcher.engine_failure()
-            if self.error is not None:
-                raise self.error
-        return arrived
-
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
         """Yield what is new until all choices are finished, [] after each `patience` seconds."""
         while not self.is_finished:
-            arrived = await self._receive(min(patience, self._seconds_left()))
+            left = math.inf
+            if self._timeout:
+                left = self._arrived_at + self._timeout - time.perf_counter()
+            if left <= 0:
+                self._metrics.count("request_timeouts")
+                self.error = timeout_error(self._timeout, self.completion_tokens)
+                raise self.error
+            if self.error is None:
+                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes
+                # with the wakeup, and a client that left would never be cancelled.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(patience, left)):
+                        await self._wakeup.wait()
+            self._wakeup.clear()
+            arrived, self._arrived = self._arrived, []
             if not arrived:
-                self._seconds_left()  # raises on timeout
-                yield []
+                self.error = self.error or self._dispatcher.engine_failure()
+                if self.error is not None:
+                    raise self.error
+                if patience < left:  # Otherwise the request's time is over.
+                    yield []
             deltas: list[Delta] = []
             for at, output in arrived:
                 if output.progress is not None:
@@ -203,16 +206,6 @@ class Generation:
                     deltas.append(delta)
             if deltas:
                 yield deltas
-
-    def _seconds_left(self) -> float:
-        if not self._timeout:
-            return math.inf
-        left = self._arrived_at + self._timeout - time.perf_counter()
-        if left <= 0:
-            self._metrics.count("request_timeouts")
-            self.error = timeout_error(self._timeout, self.completion_tokens)
-            raise self.error
-        return left
 
     async def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
@@ -277,3 +270,35 @@ class Generation:
             # At least one token was computed: clients take a prompt of none for a fault.
             total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total
+
+    def timings(self) -> dict[str, Any]:
+        """Times and drafts in llama.cpp's form; the prompt's time lasts until the first tokens."""
+        first = self.last if self.first is None else self.first
+        prompt, predicted = first - self.began, self.last - first
+        cached, num_tokens = self.cached_tokens, self.completion_tokens
+        computed = self.prompt_tokens - cached
+        drafts = sum((stream.drafts for stream in self.streams), Counter[tuple[str, int]]())
+        accepted = sum((stream.accepted for stream in self.streams), Counter[tuple[str, int]]())
+        sources: dict[str, dict[str, list[int]]] = {}
+        for source, position in sorted(drafts):
+            counts = sources.setdefault(source, {"draft_n": [], "draft_n_accepted": []})
+            counts["draft_n"].append(drafts[source, position])
+            counts["draft_n_accepted"].append(accepted[source, position])
+        optimistic = {"draft_n_optimistic": sum(stream.num_optimistic for stream in self.streams)}
+        return {
+            "cache_n": cached,
+            "prompt_n": computed,
+            "prompt_ms": prompt * 1e3,
+            "prompt_per_second": _rate(computed, prompt),
+            "predicted_n": num_tokens,
+            "predicted_ms": predicted * 1e3,
+            "predicted_per_second": _rate(num_tokens - self.first_tokens, predicted),
+            "draft_n": drafts.total(),
+            "draft_n_accepted": accepted.total(),
+            **(optimistic if self.requests[0].sampling.optimistic else {}),
+            "draft_sources": sources,
+        }
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

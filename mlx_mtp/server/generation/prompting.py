@@ -9,9 +9,9 @@ from starlette.types import Scope
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, UsageError
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.generation.conversation import Conversation, folded
+from mlx_mtp.server.generation.inputs import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
-from mlx_mtp.server.http.fair_executor import FairExecutor, T
+from mlx_mtp.server.http.admission import FairExecutor, T
 from mlx_mtp.server.http.record import record_of
 from mlx_mtp.text.parsing.formats import QWEN3_CODER, OutputFormat
 from mlx_mtp.text.plain_text import marked
@@ -49,35 +49,25 @@ class Prompter:
     def workers(self) -> TextWorkers | None:
         return self.text if isinstance(self.text, TextWorkers) else None
 
-    async def prompt(
-        self,
-        conversation: Conversation,
-        limit: int,
-        scope: Scope,
-        client: tuple[str, ...],
-        *,
-        with_grammar: bool = False,
+    def prompt(
+        self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> ChatPrompt:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
-
-        def work() -> ChatPrompt:
-            text, mark = self.render(conversation)
-            token_ids = self.text.encode(
-                text, param="messages", limit=limit, add_special_tokens=False, mark=mark
+        text, mark = self.render(conversation)
+        token_ids = self.text.encode(
+            text, param="messages", limit=limit, add_special_tokens=False, mark=mark
+        )
+        thinking, spec = self.output_format.opens_thinking(text), None
+        is_free = conversation.response is None and conversation.thinking_budget is None
+        if with_grammar and (conversation.tools or not is_free):
+            spec = answer_grammar(
+                conversation,
+                self.output_format,
+                self.tokenizer.added_tokens,
+                thinking=thinking,
+                as_standard=self.as_standard,
             )
-            thinking, spec = self.output_format.opens_thinking(text), None
-            is_free = conversation.response is None and conversation.thinking_budget is None
-            if with_grammar and (conversation.tools or not is_free):
-                spec = answer_grammar(
-                    conversation,
-                    self.output_format,
-                    self.tokenizer.added_tokens,
-                    thinking=thinking,
-                    as_standard=self.as_standard,
-                )
-            return ChatPrompt(token_ids, thinking, spec)
-
-        return await self.in_turn(scope, client, work)
+        return ChatPrompt(token_ids, thinking, spec)
 
     async def in_turn(self, scope: Scope, client: tuple[str, ...], work: Callable[[], T]) -> T:
         """Do some work on a request's text off the event loop, in its client's turn."""

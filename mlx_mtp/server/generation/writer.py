@@ -122,7 +122,7 @@ class Writer(ABC):
 
     def _start(self, delta: Delta, kind: BlockKind, **fields: Any) -> list[bytes]:
         written = self._stop(delta, "complete")
-        block_id = new_id(self.prefixes[kind]) if kind in self.prefixes else ""
+        block_id = self.prefixes[kind] + uuid.uuid4().hex[:24] if kind in self.prefixes else ""
         block = Block(kind, delta.index, block_id, **fields)
         self.blocks[delta.index].append(block)
         return written + self.start(block) if self.streams else []
@@ -182,8 +182,3 @@ def event(fields: dict[str, Any], name: str | None = None) -> bytes:
     """The bytes of a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {packed_json(fields)}\n\n".encode()
-
-
-def new_id(prefix: str) -> str:
-    """Returns an id that no other answer or call has."""
-    return prefix + uuid.uuid4().hex[:24]

@@ -12,7 +12,7 @@ from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar.json_schemas import styled
-from mlx_mtp.server.http.fair_executor import FairExecutor
+from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, checker, compile_grammar, try_grammar
 from mlx_mtp.text.tokenizer import Tokenizer
 

@@ -20,6 +20,7 @@ from mlx_mtp.bounded_json import (
     DuplicateNameError,
     JSONBoundError,
     check_text,
+    has_half_character,
     unique_names,
 )
 from mlx_mtp.errors import (
@@ -31,7 +32,7 @@ from mlx_mtp.errors import (
 from mlx_mtp.server.api.schema import Model as Model
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.text.characters import cut, has_half_character
+from mlx_mtp.text.characters import cut
 
 LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included

@@ -17,8 +17,8 @@ from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.http.admission import FULL
 from mlx_mtp.server.http.errors import error_response
+from mlx_mtp.server.http.middleware import REQUEST_ID, log_request
 from mlx_mtp.server.http.record import record_of
-from mlx_mtp.server.http.request_log import REQUEST_ID, log_request
 
 MAX_HEADER_BYTES = 16 << 10  # request line and headers; node.js and h11 have the same bound
 MAX_HEADERS = 100

@@ -1,6 +1,7 @@
 """Anthropic's routes, for any `anthropic-version`, and how their answers are worded."""
 
 import json
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -128,9 +129,8 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
     context, body = await read_request(request, CountRequest)
-    client = client_of(request.scope)
-    async with context.in_time(request.scope):
-        prompt = await context.prompter.prompt(
-            body.conversation(), MAX_PROMPT_IDS, request.scope, client
-        )
+    scope, prompter = request.scope, context.prompter
+    work = partial(prompter.prompt, body.conversation(), MAX_PROMPT_IDS)
+    async with context.in_time(scope):
+        prompt = await prompter.in_turn(scope, client_of(scope), work)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

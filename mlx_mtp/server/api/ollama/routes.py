@@ -15,7 +15,6 @@ from mlx_mtp.server.api.openai.tokens import logprob_entries
 from mlx_mtp.server.context import Context, context_of, read_request
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Job, admit
-from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json
 from mlx_mtp.server.http.errors import ollama_error_body
 from mlx_mtp.server.http.sse import respond
@@ -80,7 +79,7 @@ class _OllamaWriter(Writer):
         return fields
 
     def _costs(self) -> dict[str, Any]:
-        times, generation = timings(self.generation), self.generation
+        times, generation = self.generation.timings(), self.generation
         prompt, answer = (int(times[f"{part}_ms"] * 1e6) for part in ("prompt", "predicted"))
         is_cut = generation.streams[0].finish_reason == "length"
         return {

@@ -13,9 +13,8 @@ from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.conversation import Conversation
-from mlx_mtp.server.generation.params import MAX_SEQUENCES, AnswerOptions
+from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation.inputs import MAX_SEQUENCES, AnswerOptions, Conversation
 
 MAX_TEMPLATE = 1 << 16  # characters
 _BUDGET = "thinking_budget"
@@ -74,13 +73,13 @@ class OpenAIMessage(WireModel):
             raise refusal(f"a message of role {self.role} needs content{more}", field="content")
         return self
 
-    def message(self) -> conversation.Message:
-        return conversation.Message(
+    def message(self) -> inputs.Message:
+        return inputs.Message(
             role="system" if self.role == "developer" else self.role,
             content=(self.content or "") + (self.refusal or ""),
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
             tool_calls=tuple(
-                conversation.ToolCall(call.function.name, call.function.arguments, call.id)
+                inputs.ToolCall(call.function.name, call.function.arguments, call.id)
                 for call in self.tool_calls or ()
             ),
             tool_call_id=self.tool_call_id,
@@ -143,7 +142,10 @@ class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields
     mtp: _MtpOptions = _MtpOptions()
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Self:
+    def _fields_go_together(self) -> Self:
+        forms = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+        if len(forms) > 1:
+            raise refusal(f"can't be combined with {forms[0]}", field=forms[1])
         if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("needs stream: true", field="stream_options")
         if self.prompt_logprobs is not None and self.stream:

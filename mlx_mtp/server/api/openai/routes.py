@@ -22,7 +22,6 @@ from mlx_mtp.server.api.openai.tokens import (
 from mlx_mtp.server.api.stored import keeper
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Job, admit
-from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.server.http.sse import respond
@@ -122,7 +121,7 @@ class _OpenAIWriter(Writer):
         if options.include_usage:
             more["usage"] = _usage(self.generation) if options.continuous_usage_stats else None
         if reason is not None and self.generation.is_finished:
-            more["timings"] = timings(self.generation)
+            more["timings"] = self.generation.timings()
         choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
         if self._body.return_token_ids and not self.prompt_ids().keys() & more.keys():
             ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
@@ -136,7 +135,7 @@ class _OpenAIWriter(Writer):
         return {"id": self.answer_id, "object": kind, **self._shared, "choices": choices, **more}
 
     def _costs(self) -> dict[str, Any]:
-        return {"usage": _usage(self.generation), "timings": timings(self.generation)}
+        return {"usage": _usage(self.generation), "timings": self.generation.timings()}
 
 
 class ChatWriter(_OpenAIWriter):

@@ -15,7 +15,6 @@ from mlx_mtp.server.api.responses.protocol import ENCRYPTED, ResponsesRequest, i
 from mlx_mtp.server.api.stored import Inputs, continued, keeper, size_of
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Job, admit
-from mlx_mtp.server.generation.timings import timings
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
 from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.server.http.sse import respond
@@ -50,7 +49,7 @@ class _ResponseWriter(Writer):
         if is_cut:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = _usage(self.generation)
-        return fields | {"usage": usage, "timings": timings(self.generation)}
+        return fields | {"usage": usage, "timings": self.generation.timings()}
 
     def _response(self, status: str, blocks: Iterable[Block]) -> dict[str, Any]:
         return {
