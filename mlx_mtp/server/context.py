@@ -19,7 +19,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
 from mlx_mtp.server.generation.inputs import model_defaults
-from mlx_mtp.server.generation.prompting import make_prompter
+from mlx_mtp.server.generation.prompting import Prompter
 from mlx_mtp.server.grammar.grammars import Grammars
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
 from mlx_mtp.server.http.body import LARGE_BODY, Model, parse_body, read_body
@@ -44,7 +44,7 @@ class Context:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.model_names = (config.model_name, *config.other_names)
         self.defaults = replace(model_defaults(defaults), optimistic=config.optimistic)
-        self.prompter = make_prompter(tokenizer, config)
+        self.prompter = Prompter(tokenizer, config)
         self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format
         # The bytes of a token in an answer's text.

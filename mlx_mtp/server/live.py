@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import __version__
+from mlx_mtp.bounded_json import cut
 from mlx_mtp.errors import (
     UNKNOWN_RETRY_SECONDS,
     ForbiddenError,
@@ -22,7 +23,6 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.writer import event
-from mlx_mtp.text.characters import cut
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineStats

@@ -69,7 +69,10 @@ class Detokenizer:
         # together the longer one hides more.
         stops = self._stops if self._too_early < 0 else ()
         matches = [
-            (at + len(stop), at, stop) for stop in stops if (at := self._find(stop, text)) >= 0
+            (at + len(stop), at, stop)
+            for stop in stops
+            # A match that ended before this text was too early.
+            if (at := text.find(stop, max(len(self._held) - len(stop) + 1, 0))) >= 0
         ]
         if matches:
             end, start, self.stop = min(matches)
@@ -78,10 +81,6 @@ class Detokenizer:
         sure = len(text) - max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[sure:]
         return text[:sure]
-
-    def _find(self, stop: str, text: str) -> int:
-        # A match that ended before this text was too early.
-        return text.find(stop, max(len(self._held) - len(stop) + 1, 0))
 
 
 class Echo(NamedTuple):
@@ -145,8 +144,14 @@ class OutputStream:
             raise output.error
         if output.finish_reason in ("error", "cancelled"):
             raise EngineError(f"The engine ended a sequence: {output.finish_reason}.")
-        for entries in (output.prompt_logprobs, output.logprobs):
-            _check_logprobs(entries)
+        for entry in (*output.prompt_logprobs, *output.logprobs):
+            # NaN fails this comparison too; an impossible token's -inf passes.
+            values = (entry.logprob, *(value for _, value in entry.top))
+            if not all(value < math.inf for value in values):
+                raise EngineError(
+                    "The model computed NaN: its weights are damaged, or its activations overflow "
+                    "the data type (try --dtype float32)."
+                )
         before = len(self.token_ids)
         events = [] if self._has_begun else self._begin(output.prompt_logprobs)
         shows_all = output.finish_reason != "stop" or self._detokenizer.include_stop
@@ -247,14 +252,3 @@ class OutputStream:
         while waiting and waiting[0].start < self._emitted:
             tokens.append(waiting.popleft())
         return tuple(tokens)
-
-
-def _check_logprobs(logprobs: Sequence[TokenLogprobs]) -> None:
-    for entry in logprobs:
-        # NaN fails this comparison too; an impossible token's -inf passes.
-        values = (entry.logprob, *(value for _, value in entry.top))
-        if not all(value < math.inf for value in values):
-            raise EngineError(
-                "The model computed NaN: its weights are damaged, or its activations overflow the "
-                "data type (try --dtype float32)."
-            )

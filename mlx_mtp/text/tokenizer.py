@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
+from mlx_mtp.bounded_json import cut
 from mlx_mtp.engine.request import prompt_too_long
 from mlx_mtp.errors import (
     InvalidRequestError,
@@ -21,7 +22,6 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.models.files import check_tokenizer
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
-from mlx_mtp.text.characters import cut
 
 TemplateMessage = dict[str, Any]
 
@@ -59,7 +59,8 @@ class Tokenizer:
         if isinstance(template, dict):  # Some models have several.
             template = "\n".join(template.values())
         self.template: str = template or ""
-        if self._backend is None or not _is_byte_level(self._backend):
+        decoder = None if self._backend is None else self._backend.decoder
+        if decoder is None or json.loads(decoder.__getstate__())["type"] != "ByteLevel":
             raise ModelError(
                 f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
             )
@@ -85,7 +86,10 @@ class Tokenizer:
             )
             raise ModelError(f"{fault}: {_one_line(error)}") from error
         loaded = cls(tokenizer, str(path))
-        _check_template(loaded.template, path)
+        try:
+            _syntax_of(loaded.template)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
         return loaded
 
     @cached_property
@@ -268,18 +272,6 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def _is_byte_level(backend: Any) -> bool:
-    decoder = backend.decoder
-    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
-
-
-def _check_template(template: str, path: Path) -> None:
-    try:
-        _syntax_of(template)
-    except (TemplateSyntaxError, RecursionError) as error:
-        raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
 
 
 def _syntax_of(template: str) -> nodes.Template:

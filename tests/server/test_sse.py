@@ -15,7 +15,7 @@ from mlx_mtp.server.api.openai.protocol import ChatRequest
 from mlx_mtp.server.api.openai.routes import ChatWriter
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.job import Job
-from mlx_mtp.server.http.sse import stream_events
+from mlx_mtp.server.generation.writer import stream_events
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import FakeEngine, endless, fake_logprobs, out

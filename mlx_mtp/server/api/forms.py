@@ -169,21 +169,17 @@ class GuidedFields(WireModel):
         value = getattr(self, field)
         if isinstance(value, ResponseFormat | StructuredOutputs):
             return field, value.spec()
-        return field, _spec(_KINDS.get(field, field.removeprefix("guided_")), value)
-
-
-_KINDS = {"guided_json": "json_schema", "ebnf": "grammar"}
+        return field, _spec(field.removeprefix("guided_"), value)
 
 
 def _spec(kind: str, value: Any) -> GrammarSpec:
-    if kind in ("regex", "grammar"):
-        return GrammarSpec("regex" if kind == "regex" else "lark", value)
+    if kind == "json_object":
+        return GrammarSpec("json_object")
     if kind == "choice":
         return GrammarSpec("choice", json.dumps(value))
-    return GrammarSpec("json_object") if kind == "json_object" else schema_grammar(value)
-
-
-_BudgetTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
+    if kind in ("regex", "grammar", "ebnf"):
+        return GrammarSpec("regex" if kind == "regex" else "lark", value)
+    return schema_grammar(value)
 
 
 class _ThinkingWish(WireModel):
@@ -192,7 +188,7 @@ class _ThinkingWish(WireModel):
     enabled: bool | None = None
     type: Literal["enabled", "disabled", "adaptive"] | None = None
     effort: Effort | None = None
-    max_tokens: _BudgetTokens | None = Field(
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
         default=None, validation_alias=AliasChoices("max_tokens", "budget_tokens")
     )
     exclude: bool = False  # think, but leave it out of the answer

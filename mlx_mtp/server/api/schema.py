@@ -3,7 +3,7 @@
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -99,7 +99,8 @@ class WireModel(BaseModel):
             if key in known:
                 given[key] = value
                 continue
-            name = key if place else _synonym(key, known)
+            same = () if place else SYNONYMS.get(key, ())
+            name = next((other for other in same if other in known), key)
             others = (data.get(name), given.get(name)) if name != key else ()
             if any(other not in (None, value) for other in others):
                 raise refusal(f"differs from {name}; give one of them", field=key)
@@ -157,10 +158,6 @@ def _models_in(annotation: Any, mark: str = "") -> Iterator[tuple[type, str]]:
         yield annotation, mark
     for inner in get_args(annotation):
         yield from _models_in(inner, "[]" if get_origin(annotation) is list else mark)
-
-
-def _synonym(name: str, known: Container[str]) -> str:
-    return next((other for other in SYNONYMS.get(name, ()) if other in known), name)
 
 
 def few_values(value: Any) -> Any:
@@ -269,6 +266,7 @@ Stops = Annotated[list[_Stop], at_most(MAX_STOPS), _one_or_more]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 AllowedTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_ALLOWED_TOKEN_IDS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+BadWordTexts = Annotated[list[_BadWord], FailFast(), at_most(MAX_BAD_WORDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]  # as OpenAI has it
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
@@ -313,15 +311,6 @@ class AnswerRequest(WireModel):
 
     @abstractmethod
     def options(self) -> AnswerOptions: ...
-
-
-class TextFields(WireModel):
-    """How an answer's tokens become text, in vLLM's words."""
-
-    bad_words: Annotated[list[_BadWord], FailFast(), at_most(MAX_BAD_WORDS)] = Field([])
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    return_token_ids: bool = False
 
 
 class OpenAILabels(WireModel):

@@ -23,9 +23,8 @@ from mlx_mtp.server.api.schema import (
 )
 from mlx_mtp.server.context import context_of, read_request
 from mlx_mtp.server.generation.inputs import Conversation
-from mlx_mtp.server.generation.writer import packed_json, packed_slowly
+from mlx_mtp.server.generation.writer import packed_json, packed_slowly, until_disconnect
 from mlx_mtp.server.http.record import client_of
-from mlx_mtp.server.http.sse import until_disconnect
 
 _TOKEN_CHARACTERS = 8  # that an answer has per token, about
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +24,7 @@ BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
 """Most tokens to think at an effort; at higher ones the model thinks as long as it likes."""
 _BETWEEN = "\n\n"
 MAX_PROMPT_LOGPROBS = 1 << 16  # of one request, alternatives included
+_MARK = "mlx-mtp:"
 _SEED_BITS = 53  # of seeds that the server draws: exact in clients whose numbers are doubles
 MAX_SEQUENCES = 128  # prompts times choices of one request
 ALL_TOKENS = -1  # vLLM's top_k that keeps all tokens, which is 0 here and in transformers
@@ -157,6 +160,21 @@ def object_or_text(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
+
+
+def wrap(text: str) -> str:
+    """Encode reasoning as a token that clients keep and send back, and don't take for text."""
+    return _MARK + base64.b64encode(text.encode()).decode()
+
+
+def unwrap(text: str) -> str:
+    """Decode what `wrap` returned; "" for any other text."""
+    if not text.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(text[len(_MARK) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

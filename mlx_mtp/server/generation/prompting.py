@@ -1,7 +1,6 @@
 """From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from starlette.types import Scope
@@ -33,21 +32,32 @@ class ChatPrompt(NamedTuple):
     grammar: GrammarSpec | None  # of the answer; None leaves it free
 
 
-@dataclass(frozen=True, slots=True)
 class Prompter:
-    """Renders and encodes chats with `text`: the tokenizer itself, or processes that have it."""
+    """Renders and encodes chats with `text`: the tokenizer itself, or processes that have it.
 
-    tokenizer: Tokenizer
-    output_format: OutputFormat
-    text: Tokenizer | TextWorkers
-    executor: FairExecutor
-    as_standard: bool = False  # JSON schemas mean what their standard says, and no less
-    request_templates: bool = False  # requests may bring their own
-    special_as_text: bool = False  # special tokens' names in a chat are text
+    Raises UsageError if the tokenizer doesn't allow the settings.
+    """
 
-    @property
-    def workers(self) -> TextWorkers | None:
-        return self.text if isinstance(self.text, TextWorkers) else None
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self.tokenizer = tokenizer
+        parsers = config.reasoning_parser, config.tool_call_parser
+        self.output_format = OutputFormat.choose(tokenizer.template, *parsers)
+        # A model's files are its author's programs, and a template a client's.
+        self.workers: TextWorkers | None = None
+        self.executor = FairExecutor(LARGE_AT_ONCE)
+        if config.text_workers is not None:
+            self.workers = TextWorkers(config.text_workers, config.template_seconds)
+            self.executor = FairExecutor(NUM_WORKERS, small=-1)
+        self.text = self.workers or tokenizer
+        self._as_standard = config.json_schemas == "standard"
+        self._request_templates = config.request_chat_template
+        self._special_as_text = config.special_tokens_in_messages == "text"
+        if self._special_as_text and (names := tokenizer.hidden_names):
+            raise UsageError(
+                "--special-tokens-in-messages text can't be kept with this model's tokenizer: it "
+                f"may make {len(names)} of its tokens of other texts than their names, such as "
+                f"{names[0]!r}."
+            )
 
     def prompt(
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
@@ -65,7 +75,7 @@ class Prompter:
                 self.output_format,
                 self.tokenizer.added_tokens,
                 thinking=thinking,
-                as_standard=self.as_standard,
+                as_standard=self._as_standard,
             )
         return ChatPrompt(token_ids, thinking, spec)
 
@@ -84,7 +94,7 @@ class Prompter:
         messages = [message.for_template(as_object=as_object) for message in chat]
         tools = [tool.for_template() for tool in conversation.offered_tools]
         template = conversation.template
-        if template is not None and not self.request_templates:
+        if template is not None and not self._request_templates:
             raise UnsupportedParameterError(
                 "This server takes no chat templates of requests (--request-chat-template).",
                 param="chat_template",
@@ -116,7 +126,7 @@ class Prompter:
             )
         chat_of: dict[str, Any] = {"messages": messages, "tools": tools, "template_kwargs": kwargs}
         mark = None
-        if self.special_as_text:
+        if self._special_as_text:
             chat_of, mark = marked(chat_of, self.tokenizer.added_tokens)
         text = self.text.render_chat(
             **chat_of,
@@ -125,31 +135,3 @@ class Prompter:
             continue_final=conversation.continue_final,
         )
         return text, mark
-
-
-def make_prompter(tokenizer: Tokenizer, config: ServerConfig) -> Prompter:
-    """The prompter for these settings; UsageError: the tokenizer doesn't allow them."""
-    special_as_text = config.special_tokens_in_messages == "text"
-    if special_as_text and (names := tokenizer.hidden_names):
-        raise UsageError(
-            "--special-tokens-in-messages text can't be kept with this model's tokenizer: it may "
-            f"make {len(names)} of its tokens of other texts than their names, such as "
-            f"{names[0]!r}."
-        )
-    # A model's files are its author's programs, and a template a client's.
-    if config.text_workers is None:
-        text: Tokenizer | TextWorkers = tokenizer
-        executor = FairExecutor(LARGE_AT_ONCE)
-    else:
-        text = TextWorkers(config.text_workers, config.template_seconds)
-        executor = FairExecutor(NUM_WORKERS, small=-1)
-    parsers = config.reasoning_parser, config.tool_call_parser
-    return Prompter(
-        tokenizer,
-        OutputFormat.choose(tokenizer.template, *parsers),
-        text,
-        executor,
-        as_standard=config.json_schemas == "standard",
-        request_templates=config.request_chat_template,
-        special_as_text=special_as_text,
-    )

@@ -20,6 +20,7 @@ from mlx_mtp.bounded_json import (
     DuplicateNameError,
     JSONBoundError,
     check_text,
+    cut,
     has_half_character,
     unique_names,
 )
@@ -32,7 +33,6 @@ from mlx_mtp.errors import (
 from mlx_mtp.server.api.schema import Model as Model
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.text.characters import cut
 
 LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included
@@ -88,18 +88,10 @@ def _too_long(max_bytes: int) -> PayloadTooLargeError:
 
 
 def parse_body(body: bytes, model: type[Model], ignored: list[str] | None) -> Model:
-    """Parse and validate a body; raises RequestError.
+    """Parse and validate a body within the bounds above; raises RequestError.
 
     Unknown parameters are an error, or, if `ignored` is a list, added to it.
     """
-    try:
-        return model.model_validate(parse_json(body), context=ignored)
-    except ValidationError as error:
-        raise from_validation(error) from None
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body within the bounds above; raises InvalidRequestError."""
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
     try:
@@ -124,7 +116,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
-    return value
+    try:
+        return model.model_validate(value, context=ignored)
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def _decode_without_collections(text: str) -> Any:

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_mtp import errors
+from mlx_mtp.bounded_json import cut
 from mlx_mtp.server.http.admission import PIECE, HeldBytes, RequestLimiter
 from mlx_mtp.server.http.errors import error_response, public
 from mlx_mtp.server.http.record import Route, record_of
 from mlx_mtp.server.metrics import Metrics
-from mlx_mtp.text.characters import cut
 
 logger = logging.getLogger(__name__)
 

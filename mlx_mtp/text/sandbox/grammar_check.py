@@ -14,7 +14,7 @@ import random
 import resource
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import IO, Any
 
 import numpy as np
@@ -54,11 +54,6 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
         if not is_fault(error):
             raise
         raise error if isinstance(error, GrammarError) else GrammarError(f"{error}.") from None
-
-
-def checker(tokenizer_json: str, eos_token_ids: Sequence[int]) -> Helper:
-    """The process, not yet started."""
-    return Helper(__name__, [tokenizer_json, list(eos_token_ids)])
 
 
 def try_grammar(helper: Helper, spec: GrammarSpec) -> None:

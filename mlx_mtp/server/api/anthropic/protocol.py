@@ -10,8 +10,7 @@ from mlx_mtp.server.api import schema as fields
 from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.generation import inputs
-from mlx_mtp.server.generation.inputs import BUDGETS, AnswerOptions, Conversation, ToolCall
-from mlx_mtp.text.characters import unwrap
+from mlx_mtp.server.generation.inputs import BUDGETS, AnswerOptions, Conversation, ToolCall, unwrap
 
 # Claude Code's first system block begins with it, and has a nonce that changes with each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"

@@ -131,7 +131,7 @@ class _MtpOptions(WireModel):
 
 
 @schema.sampled()
-class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
+class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, GuidedFields):
     """What both bodies have."""
 
     stream_options: _UsageOptions = _UsageOptions()
@@ -140,6 +140,11 @@ class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields
     prompt_logprobs: schema.Int | None = None
     return_progress: bool = False  # llama.cpp's; has an effect on streams only
     mtp: _MtpOptions = _MtpOptions()
+    # How an answer's tokens become text, in vLLM's words.
+    bad_words: schema.BadWordTexts = Field([])
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Self:
@@ -183,16 +188,12 @@ class TemplateFields(WireModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    @model_validator(mode="after")
-    def _no_message_is_begun_twice(self) -> Self:
-        both = {"continue_final_message", "add_generation_prompt"} <= self.model_fields_set
-        if both and self.continue_final_message and self.add_generation_prompt:
-            message = "can't be combined with add_generation_prompt: true"
-            raise refusal(message, field="continue_final_message")
-        return self
-
     def template_fields(self) -> dict[str, Any]:
         """The same as fields of a `Conversation`; the server heeds the budget, no template."""
+        both = {field := "continue_final_message", "add_generation_prompt"} <= self.model_fields_set
+        if both and self.continue_final_message and self.add_generation_prompt:
+            message = f"{field}: can't be combined with add_generation_prompt: true."
+            raise InvalidRequestError(message, param=field)
         kwargs = dict(self.chat_template_kwargs)
         budget, limit = kwargs.pop(_BUDGET, None), 1 << 31
         if budget is not None and not (schema.is_id(budget) and 0 <= budget < limit):
@@ -220,24 +221,20 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
     parallel_tool_calls: bool = True
     store: bool = False
 
-    @model_validator(mode="after")
-    def _fields_fit_together(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise refusal("needs logprobs: true", field="top_logprobs")
-        if len({self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}) > 1:
-            message = "differs from max_completion_tokens; give one of them"
-            raise refusal(message, field="max_tokens")
-        return self
-
     def listed_messages(self, answer_id: str) -> Iterator[dict[str, Any]]:
         for number, message in enumerate(self.messages):
             yield {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
 
     def options(self, **_: Any) -> AnswerOptions:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs: needs logprobs: true.", param="top_logprobs")
         top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        options = super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
-        if self.max_completion_tokens is None:
-            return options
+        if (limit := self.max_completion_tokens) is None:
+            return super().options(top_logprobs=top_logprobs)
+        if self.sampling().get("max_tokens", limit) != limit:
+            message = "max_tokens: differs from max_completion_tokens; give one of them."
+            raise InvalidRequestError(message, param="max_tokens")
+        options = super().options(max_tokens=limit, top_logprobs=top_logprobs)
         return replace(options, max_tokens_field="max_completion_tokens")
 
     def conversation(self) -> Conversation:
