@@ -138,7 +138,8 @@ class Live:
         generation = self._dispatcher.open.get(request_id)
         if generation is None:
             raise NotFoundError(f"No answer {cut(request_id)!r} is running; it may have ended.")
-        if generation.key != key[:16]:
+        owner = generation.requests[0].options.client[0].partition("@")[0]  # The digest's start.
+        if owner != key[:16]:
             raise ForbiddenError("This answer was asked for with another API key.")
         generation.fail(RequestCancelledError("The answer was cancelled by the server's operator."))
 

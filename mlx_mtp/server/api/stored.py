@@ -20,8 +20,9 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.api.schema import Labels, WireModel
-from mlx_mtp.server.context import context_of, read_request
+from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.writer import StoreAnswer, packed_json, packed_slowly
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.server.http.record import client_of, record_of
 

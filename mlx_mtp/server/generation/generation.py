@@ -136,11 +136,6 @@ class Generation:
                 num_prompt = len(request.prompt_token_ids)
                 self._metrics.observe_sequence(times, num_prompt, stream.num_tokens)
 
-    @property
-    def key(self) -> str:
-        """The start of the digest of the API key that it was asked with."""
-        return self.requests[0].options.client[0].partition("@")[0]
-
     def row(self, request_id: str, now: float) -> dict[str, Any]:
         """One of the choices for /live, in numbers alone."""
         stream, times = self._by_id[request_id], self._times.get(request_id)

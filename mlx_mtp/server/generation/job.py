@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.server.api.schema import AnswerRequest
-from mlx_mtp.server.context import Context, read_request
+from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.inputs import (
     AnswerOptions,
@@ -21,6 +21,7 @@ from mlx_mtp.server.generation.inputs import (
     sampling_params,
 )
 from mlx_mtp.server.grammar.answer_grammar import check_tools, max_calls
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.text.parsing.answer import AnswerParser, PlainParser
 from mlx_mtp.text.stream import Detokenizer, Echo, OutputStream, echo_of

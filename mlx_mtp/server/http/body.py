@@ -10,6 +10,7 @@ import json
 import math
 import threading
 from email.message import Message
+from functools import partial
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
@@ -24,6 +25,7 @@ from mlx_mtp.bounded_json import (
     has_half_character,
     unique_names,
 )
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import (
     BodyTimeoutError,
     InvalidRequestError,
@@ -31,8 +33,10 @@ from mlx_mtp.errors import (
     UnsupportedMediaTypeError,
 )
 from mlx_mtp.server.api.schema import Model as Model
+from mlx_mtp.server.context import Context, context_of
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
+from mlx_mtp.server.http.record import client_of, record_of
 
 LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included
@@ -44,8 +48,31 @@ _SMALL = 64 << 10  # characters that are parsed without switching off garbage co
 _one_at_a_time = threading.Lock()
 
 
-async def read_body(request: Request, max_bytes: int, max_seconds: float, held: HeldBytes) -> bytes:
-    """Return the body's bytes, which `held` counts; raises RequestError."""
+async def read_request(request: Request, model: type[Model]) -> tuple[Context, Model]:
+    """Return the application's parts and the validated body; raises RequestError.
+
+    Of bodies that name a model, the name is checked, and the first served one stands in for none.
+    """
+    context, record = context_of(request), record_of(request.scope)
+    context.engine.expect()
+    content = await _read(request, context.config, context.held)
+    record.body_bytes = len(content)
+    has_model = "model" in model.model_fields
+    lenient = has_model and context.config.unknown_parameters == "warn"
+    parse = partial(parse_body, content, model, record.ignored if lenient else None)
+    if len(content) > LARGE_BODY:
+        body = await context.limiter.parsing.run(client_of(request.scope), parse)
+    else:
+        body = parse()
+    if has_model:
+        name = getattr(body, "model", "")
+        served = context.served_name(name)
+        body = body if name else body.model_copy(update={"model": served})
+    return context, body
+
+
+async def _read(request: Request, config: ServerConfig, held: HeldBytes) -> bytes:
+    max_bytes, max_seconds = config.max_body_bytes, config.body_timeout
     _check_headers(request.headers, max_bytes)
     body = bytearray()
     try:

@@ -9,11 +9,11 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
 from mlx_mtp.server.api.schema import MAX_PROMPT_IDS
-from mlx_mtp.server.context import read_request
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.inputs import wrap
 from mlx_mtp.server.generation.job import admit
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event, respond
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import anthropic_error_body
 from mlx_mtp.server.http.record import client_of
 

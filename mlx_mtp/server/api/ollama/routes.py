@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.ollama.protocol import OllamaChat, OllamaShow, OllamaText
 from mlx_mtp.server.api.openai.tokens import logprob_entries
-from mlx_mtp.server.context import Context, context_of, read_request
+from mlx_mtp.server.context import Context, context_of
 from mlx_mtp.server.generation.job import admit
 from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json, respond
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import ollama_error_body
 from mlx_mtp.text.parsing.events import OutputToken
 
