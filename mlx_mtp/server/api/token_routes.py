@@ -16,7 +16,7 @@ from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.inputs import Conversation
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly, until_disconnect
 from mlx_mtp.server.http.body import read_request
-from mlx_mtp.server.http.record import client_of
+from mlx_mtp.server.http.record import client_of, record_of
 
 _TOKEN_CHARACTERS = 8  # that an answer has per token, about
 
@@ -86,7 +86,8 @@ async def tokenize(request: Request) -> Response:
         )
 
     async with context.in_time(scope):
-        ids = await prompter.in_turn(scope, client_of(scope), encode)
+        size = record_of(scope).body_bytes
+        ids = await prompter.executor.run_by_size(size, client_of(scope), encode)
 
     def content() -> str:
         fields = {

@@ -37,41 +37,27 @@ class Dispatcher:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.open: dict[str, Generation] = {}  # by the request id of each choice
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._engine.start(self._deliver)
+        self.engine.start(self._deliver)
 
     async def stop(self, timeout: float | None = None) -> None:
         # Joining the engine's thread takes up to a step, and this loop must take its last outputs.
-        await asyncio.to_thread(self._engine.stop, timeout)
+        await asyncio.to_thread(self.engine.stop, timeout)
         self.end_all()
 
     def end_all(self) -> None:
         for generation in set(self.open.values()):
             generation.fail(EngineStoppedError("The server is shutting down."))
 
-    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
-        try:
-            for request in requests:
-                self.open[request.request_id] = generation
-                self._engine.submit(request)
-        except BaseException:
-            self.cancel(request.request_id for request in requests)
-            raise
-
     def cancel(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if self.open.pop(request_id, None) is not None:
-                self._engine.cancel(request_id)
-
-    def engine_failure(self) -> MlxMtpError | None:
-        if self._engine.healthy:
-            return None
-        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
+                self.engine.cancel(request_id)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None
@@ -123,7 +109,13 @@ class Generation:
 
     def __enter__(self) -> Generation:
         self.began = self.last = time.perf_counter()
-        self._dispatcher.submit(self.requests, self)
+        try:
+            for request in self.requests:
+                self._dispatcher.open[request.request_id] = self
+                self._dispatcher.engine.submit(request)
+        except BaseException:
+            self._dispatcher.cancel(self._by_id)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,7 +173,10 @@ class Generation:
             self._wakeup.clear()
             arrived, self._arrived = self._arrived, []
             if not arrived:
-                self.error = self.error or self._dispatcher.engine_failure()
+                engine = self._dispatcher.engine
+                if self.error is None and not engine.healthy:
+                    reason = engine.unhealthy_reason
+                    self.error = EngineStoppedError(f"The engine has stopped: {reason}")
                 if self.error is not None:
                     raise self.error
                 if patience < left:  # Otherwise the request's time is over.

@@ -47,7 +47,8 @@ class Job(Generic[Body]):
         limit, tools = context.engine.info.max_model_len, conversation.offered_tools
         work = partial(context.prompter.prompt, conversation, limit, with_grammar=True)
         async with context.in_time(self.scope):
-            prompt = await context.prompter.in_turn(self.scope, self.options.engine.client, work)
+            size, client = record_of(self.scope).body_bytes, self.options.engine.client
+            prompt = await context.prompter.executor.run_by_size(size, client, work)
             make_parser = partial(
                 context.output_format.parser,
                 thinking=prompt.thinking,
@@ -83,8 +84,9 @@ class Job(Generic[Body]):
 
         field, spec = guided or ("", None)
         async with context.in_time(self.scope):
-            encoded = await context.prompter.in_turn(
-                self.scope, self.options.engine.client, lambda: list(map(encode, prompts))
+            size, client = record_of(self.scope).body_bytes, self.options.engine.client
+            encoded = await context.prompter.executor.run_by_size(
+                size, client, lambda: list(map(encode, prompts))
             )
             token_ids, echoes = zip(*encoded)
             return await self._generation(token_ids, PlainParser, field, spec, echoes)

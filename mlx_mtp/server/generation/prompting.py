@@ -1,18 +1,15 @@
 """From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, UsageError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.inputs import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
-from mlx_mtp.server.http.admission import FairExecutor, T
-from mlx_mtp.server.http.record import record_of
-from mlx_mtp.text.parsing.formats import QWEN3_CODER, OutputFormat
+from mlx_mtp.server.http.admission import FairExecutor
+from mlx_mtp.text.parsing.formats import QWEN3, QWEN3_CODER, OutputFormat
+from mlx_mtp.text.parsing.qwen import OPEN
 from mlx_mtp.text.plain_text import marked
 from mlx_mtp.text.sandbox.text_worker import NUM_WORKERS, TextWorkers
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -67,7 +64,9 @@ class Prompter:
         token_ids = self.text.encode(
             text, param="messages", limit=limit, add_special_tokens=False, mark=mark
         )
-        thinking, spec = self.output_format.opens_thinking(text), None
+        # Whether the prompt ends within a think block, so that the answer begins in it.
+        thinking = self.output_format.reasoning == QWEN3 and text.rstrip().endswith(OPEN)
+        spec = None
         is_free = conversation.response is None and conversation.thinking_budget is None
         if with_grammar and (conversation.tools or not is_free):
             spec = answer_grammar(
@@ -78,10 +77,6 @@ class Prompter:
                 as_standard=self._as_standard,
             )
         return ChatPrompt(token_ids, thinking, spec)
-
-    async def in_turn(self, scope: Scope, client: tuple[str, ...], work: Callable[[], T]) -> T:
-        """Do some work on a request's text off the event loop, in its client's turn."""
-        return await self.executor.run_by_size(record_of(scope).body_bytes, client, work)
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
         """Return the chat as the template writes it, and the mark of `plain_text.marked`, if any.

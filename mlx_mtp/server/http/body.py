@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mlx_mtp.bounded_json import (
@@ -73,23 +72,7 @@ async def read_request(request: Request, model: type[Model]) -> tuple[Context, M
 
 async def _read(request: Request, config: ServerConfig, held: HeldBytes) -> bytes:
     max_bytes, max_seconds = config.max_body_bytes, config.body_timeout
-    _check_headers(request.headers, max_bytes)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(max_seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise _too_long(max_bytes)
-                nbytes = BODY_BYTES * len(chunk) + OBJECT_BYTES * chunk.count(b"{")
-                held.reserve(request.scope, nbytes)
-    except TimeoutError:
-        message = f"The request's body did not arrive within {max_seconds:g} seconds."
-        raise BodyTimeoutError(message) from None
-    return bytes(body)
-
-
-def _check_headers(headers: Headers, max_bytes: int) -> None:
+    headers = request.headers
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
@@ -107,6 +90,19 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_long(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(max_seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise _too_long(max_bytes)
+                nbytes = BODY_BYTES * len(chunk) + OBJECT_BYTES * chunk.count(b"{")
+                held.reserve(request.scope, nbytes)
+    except TimeoutError:
+        message = f"The request's body did not arrive within {max_seconds:g} seconds."
+        raise BodyTimeoutError(message) from None
+    return bytes(body)
 
 
 def _too_long(max_bytes: int) -> PayloadTooLargeError:

@@ -15,7 +15,7 @@ from mlx_mtp.server.generation.job import admit
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event, respond
 from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import anthropic_error_body
-from mlx_mtp.server.http.record import client_of
+from mlx_mtp.server.http.record import client_of, record_of
 
 # Clients send thinking blocks back only if they have a signature, whatever it is.
 _SIGNATURE = "mlx-mtp"
@@ -129,5 +129,6 @@ async def count_tokens(request: Request) -> Response:
     scope, prompter = request.scope, context.prompter
     work = partial(prompter.prompt, body.conversation(), MAX_PROMPT_IDS)
     async with context.in_time(scope):
-        prompt = await prompter.in_turn(scope, client_of(scope), work)
+        size = record_of(scope).body_bytes
+        prompt = await prompter.executor.run_by_size(size, client_of(scope), work)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})
