@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +165,12 @@ class Live:
         engine, limiter = self._engine, self._limiter
         stats, info = engine.stats(), engine.info
         fault = self._context.fault
+        now, rows = time.perf_counter(), []
+        for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
+            row = generation.row(request_id, now)
+            if request_id in stats.prefills and row["state"] == "waiting":
+                row |= {"state": "prefilling", "computed": stats.prefills[request_id].done}
+            rows.append(row)
         return {
             "server": {
                 "models": self._names,
@@ -178,7 +184,7 @@ class Live:
                 "restarts": stats.num_restarts,
             },
             "totals": self._totals(),
-            "rows": self._rows(stats.prefills),
+            "rows": rows,
             "running": stats.num_requests_running,
             "waiting": stats.num_requests_waiting,
             "held": limiter.held,
@@ -199,12 +205,3 @@ class Live:
             },
             "prefixes": {**asdict(stats.prefix_cache), "limit": info.prefix_cache_size},
         }
-
-    def _rows(self, prefills: Mapping[str, Any]) -> list[dict[str, Any]]:
-        now, rows = time.perf_counter(), []
-        for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
-            row = generation.row(request_id, now)
-            if request_id in prefills and row["state"] == "waiting":
-                row |= {"state": "prefilling", "computed": prefills[request_id].done}
-            rows.append(row)
-        return rows
