@@ -25,7 +25,6 @@ from mlx_mtp.models.family import text_config
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel, module_nbytes
-from mlx_mtp.models.skinny_gemm import FewRowsMixture
 from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links, connect
@@ -239,7 +238,7 @@ def _product_bytes(model: LoadedModel) -> int:
     for module in model.causal_lm.modules():
         if isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
             nbytes += module_nbytes(module)
-        if type(module) is FewRowsMixture:  # Its shared expert is one of the others.
+        if getattr(module, "joins_shared", False):  # Its shared expert is one of the others.
             nbytes -= module_nbytes(module.shared_expert)
     return nbytes
 

@@ -35,7 +35,7 @@ from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
-from mlx_mtp.models.batch_invariant import use_fixed_rows
+from mlx_mtp.models.gemm.routes import make_batch_invariant
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
@@ -183,7 +183,7 @@ def build_engine(
     """
     check_settings(config)
     if config.exact:
-        use_fixed_rows(model.model)
+        make_batch_invariant(model.model)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None if draft_ids is None else _vocabulary(draft_ids, vocab_size)
     uses_head = drafter is None and "mtp" in config.drafts

@@ -10,14 +10,8 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import prefill_attention
-from mlx_mtp.kernels.cuda import decode_attention, flash_attention
-from mlx_mtp.kernels.gpu import backend
-
-# On Metal mlx's attention reads the KV once for all query heads of a KV head where there are so
-# many keys, up to 8 positions, and up to 32 pairs of a position and one of these heads. Of more, at
-# this dimension, it is separate operations.
-_FUSED_KEYS, _FUSED_POSITIONS, _FUSED_PAIRS, _FUSED_DIM = 4096, 8, 32, 256
+from mlx_mtp.kernels import attention
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 
 
 class RaggedKVCache:
@@ -40,35 +34,23 @@ class RaggedKVCache:
         arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
         lines = packing.lines(heads)
         write: Callable[..., list[mx.array]] = _write
-        if backend() is not None and packing.longest <= decode_attention.LONGEST:
+        if backend() is not None and packing.longest <= LONGEST_WINDOW:
             write = _compiled(*(each.shape for each in (*arrays, *lines)))
         written = write(entries[packing.by_part], lines, arrays)
         self.buffers |= dict(zip(buffers, written, strict=True))
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
         """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
-        own = [self.buffers[part.buffer] for part in packing.parts]
-        kv_heads = _heads(packing.parts[0].buffer, own[0])
-        if decode_attention.fits(queries, own[0], kv_heads, packing.longest, scale):
-            plan = packing.plan(queries.shape[1] // kv_heads)
-            return decode_attention.attend(queries, packing.positions, own, kv_heads, plan)
+        arrays = [self.buffers[part.buffer] for part in packing.parts]
+        kv_heads, rows = _heads(packing.parts[0].buffer, arrays[0]), packing.window_slots
+        given = queries, packing.positions, arrays, kv_heads, rows, packing.longest, scale
+        if (attended := attention.attend_windows(*given)) is not None:
+            return attended
         outputs = []
-        for part, array in zip(packing.parts, own, strict=True):
-            tokens, whole = part.rect(queries), _by_axis(part.buffer, array)
-            keys, values = whole  # views; an integer as the only index would copy
-            if flash_attention.fits(tokens, keys, scale):
-                one = tokens.squeeze(0), keys, values, part.positions.squeeze(0)
-                outputs.append(flash_attention.attend(*one)[None])
-                continue
-            keys, values = whole[:, : part.used, :, : part.limit]
-            rows = tokens.swapaxes(1, 2)
-            # A chunk of one prompt; where windows begin the host does not know.
-            if part.length > decode_attention.LONGEST and prefill_attention.fits(rows):
-                at = part.positions.squeeze(0), part.known
-                attended = prefill_attention.attend(rows, keys, values, *at, scale)
-            else:
-                attended = _attend(rows, keys, values, scale, part.mask)
-            outputs.append(attended.swapaxes(1, 2))
+        for part, array in zip(packing.parts, arrays, strict=True):
+            rectangle = part.rect(queries), _by_axis(part.buffer, array), part.positions
+            limits = part.mask, part.limit, part.known
+            outputs.append(attention.attend_rectangle(*rectangle, *limits, scale))
         return packing.join(outputs)
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
@@ -125,24 +107,6 @@ def _by_axis(buffer: Buffer, array: mx.array) -> mx.array:
     """A view of a buffer, [2, slots, heads, capacity, dim]."""
     axes = 2, buffer.slots, _heads(buffer, array), buffer.capacity, array.shape[1]
     return array.reshape(axes)
-
-
-def _attend(
-    queries: mx.array,  # [slots, heads, T, dim]
-    keys: mx.array,  # [slots, KV heads, limit, dim]
-    values: mx.array,
-    scale: float,
-    mask: mx.array,  # bool [slots, 1, T, limit]
-) -> mx.array:
-    """By mlx's operation; on Metal a window is cut into pieces that its fused form takes."""
-    _, heads, length, dim = queries.shape
-    most = min(_FUSED_POSITIONS, _FUSED_PAIRS * keys.shape[1] // heads)
-    is_fused = dim == _FUSED_DIM and keys.shape[2] >= _FUSED_KEYS and most > 0
-    if backend() != "metal" or length > decode_attention.LONGEST or length <= most or not is_fused:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    pieces = [slice(at, at + most) for at in range(0, length, most)]
-    attended = [_attend(queries[:, :, own], keys, values, scale, mask[:, :, own]) for own in pieces]
-    return mx.concatenate(attended, axis=2)
 
 
 def _write(

@@ -15,7 +15,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_mtp.cache.layout import STRIDE, Buffer, Layout
-from mlx_mtp.kernels.attention_plan import Plan, Row, plan
 
 Index = slice | mx.array
 
@@ -77,7 +76,6 @@ class Packing:
         self.windows = _windows(tuple(lengths))
         self.rectangle = self.windows.rectangle
         self.num_tokens, self.longest = self.windows.num_tokens, self.windows.longest
-        self._plans: dict[int, Plan] = {}
         self._lines: dict[int, list[mx.array]] = {}
         self.positions = start  # of each token, int32
         self._single = self.longest == 1 and self.num_tokens == len(lengths)
@@ -110,17 +108,15 @@ class Packing:
             rows[self.layout.places[row][0]].append(row)
         return [Part(self, *each) for each in rows.items()]
 
-    def plan(self, group: int) -> Plan:
-        """The launches of the attention kernel, if so many query heads share a KV head."""
-        if group not in self._plans:
-            number = {part.buffer: i for i, part in enumerate(self.parts)}
-            rows = []
-            for row in np.flatnonzero(self.windows.lengths).tolist():
-                buffer, slot = self.layout.places[row]
-                tokens = int(self.windows.first[row]), int(self.windows.lengths[row])
-                rows.append(Row(number[buffer], slot, buffer.capacity, *tokens))
-            self._plans[group] = plan(tuple(rows), group)
-        return self._plans[group]
+    @cached_property
+    def window_slots(self) -> tuple[tuple[int, ...], ...]:
+        """Of each row with tokens: number of its part, slot, capacity, first token, tokens."""
+        number = {part.buffer: i for i, part in enumerate(self.parts)}
+        rows, first, lengths = [], self.windows.first.tolist(), self.windows.lengths.tolist()
+        for row in np.flatnonzero(lengths).tolist():
+            buffer, slot = self.layout.places[row]
+            rows.append((number[buffer], slot, buffer.capacity, first[row], lengths[row]))
+        return tuple(rows)
 
     @cached_property
     def by_part(self) -> Index:

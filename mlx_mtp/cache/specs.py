@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import most_slots, rounded_capacity
-from mlx_mtp.kernels.gdn_types import Shape
+from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.kernels.portable import CHUNK
 
 _FLOAT32 = _INT32 = 4
@@ -69,7 +69,7 @@ class GatedDeltaSpec:
     """A GatedDeltaNet layer."""
 
     mlp: MLPSpec
-    shape: Shape
+    shape: GDNShape
 
     def part(self, ranks: int) -> GatedDeltaSpec:
         keys, values = self.shape.key_heads // ranks, self.shape.value_heads // ranks

@@ -68,7 +68,7 @@ def serve(
         kept = prefixes_text(limits)
         if store is not None:
             kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
-        loaded.read()
+        loaded.load_weights()
         engine = build.engine(loaded, tokenizer, options, plan, links)
         if links is not None:
             watch(engine, links)

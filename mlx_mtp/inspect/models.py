@@ -16,7 +16,7 @@ from mlx_mtp.inspect.memory import Demand, default_plan
 from mlx_mtp.machine import MemoryLimit, mac_memory, machine_memory
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.model import LoadedModel, module_nbytes
-from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, Release
+from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, PublishedQuant
 
 SHORT_ROW = 8192
 _ROW = "{:<27} {:>4} {:>8} {:>8} {:>9} {:>9}"
@@ -35,7 +35,7 @@ that."""
 class Published(NamedTuple):
     """A release and its sizes."""
 
-    release: Release
+    release: PublishedQuant
     demand: Demand
     head_download: int  # bytes
 

@@ -18,8 +18,8 @@ from mlx_mtp import __version__
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.distributed import own_folder
 from mlx_mtp.errors import UsageError
-from mlx_mtp.models.batch_invariant import choices
 from mlx_mtp.models.files import WEIGHTS
+from mlx_mtp.models.gemm.routes import digest
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.directory import PrefixDirectory, StoredFile, kv_fingerprint, pack, unpack
 from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
@@ -361,5 +361,5 @@ def open_store(
         version=__version__,
     )
     # The bits depend on choices that are measured when the model is loaded, after this.
-    facts = partial(choices, model.model) if config.exact else str
+    facts = partial(digest, model.model) if config.exact else str
     return make(own_folder(path), mark, max_bytes, choices=facts)
