@@ -54,7 +54,7 @@ def prepare(folder: Path) -> None:
 
 def run_here(words: list[str], variables: dict[str, str]) -> Result:
     """Run a command in this process."""
-    from mlx_mtp.cli import main
+    from mlx_mtp.cli.main import main
 
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
