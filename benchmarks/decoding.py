@@ -25,13 +25,12 @@ from mlx_mtp.models.family import text_config
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel, module_nbytes
-from mlx_mtp.models.skinny_gemm import FewRowsMixture
 from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links, connect
 from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.speculative.drafter import MTPDrafter
-from mlx_mtp.speculative.verify import AcceptResult, accept
+from mlx_mtp.speculative.verify import AcceptResult, verify_window
 
 _PROMPT = 64  # tokens, which are computed
 _WARM_STEPS = 16  # the first of a shape compile kernels, also behind the first few
@@ -80,16 +79,16 @@ class _SyntheticAcceptance:
             other = mx.where(targets[:, :-1] == drafts, targets[:, :-1] ^ 1, targets[:, :-1])
             forged = mx.where(agreed, drafts, other)
             targets = mx.concatenate([forged, targets[:, -1:]], axis=1)
-        return accept(targets, window, **limits)
+        return verify_window(targets, window, **limits)
 
 
 @contextlib.contextmanager
 def _accepting(rate: float) -> Iterator[None]:
-    runner_module.accept = _SyntheticAcceptance(rate)  # type: ignore[assignment, attr-defined]
+    runner_module.verify_window = _SyntheticAcceptance(rate)  # type: ignore[assignment, attr-defined]
     try:
         yield
     finally:
-        runner_module.accept = accept  # type: ignore[attr-defined]
+        runner_module.verify_window = verify_window  # type: ignore[attr-defined]
 
 
 def decoding_core(
@@ -239,7 +238,7 @@ def _product_bytes(model: LoadedModel) -> int:
     for module in model.causal_lm.modules():
         if isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
             nbytes += module_nbytes(module)
-        if type(module) is FewRowsMixture:  # Its shared expert is one of the others.
+        if getattr(module, "joins_shared", False):  # Its shared expert is one of the others.
             nbytes -= module_nbytes(module.shared_expert)
     return nbytes
 

@@ -16,7 +16,7 @@ from benchmarks import Row, Rows, row
 from benchmarks.cores import TellingDrafter
 from benchmarks.shapes import build, shape_of
 from benchmarks.timed import take_turns
-from mlx_mtp.bench.answer import Answer
+from mlx_mtp.bench.answer import TimedAnswer
 from mlx_mtp.bench.measure import Asking, Summary, measure, summarize
 from mlx_mtp.bench.offline import EngineSubject
 from mlx_mtp.bench.prompts import Prompt, PromptSource
@@ -64,7 +64,7 @@ class _Contender(EngineSubject):
     work: Work | None = None
     cpu_rates: list[float]
 
-    def ask(self, prompts: Many[Prompt]) -> list[Answer]:
+    def ask(self, prompts: Many[Prompt]) -> list[TimedAnswer]:
         """As its base; the other engines are idle meanwhile."""
         if self.work is not None:
             prompts = [p._replace(text=self.work(n, p)) for n, p in enumerate(prompts)]

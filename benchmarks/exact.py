@@ -114,7 +114,7 @@ def _subject(name: str, count: int, layers: int, tiny: bool) -> _Subject:
     model = load_model(Path(path), enable_mtp=True, lazy=True)
     if bits != "16":
         quantize(model.model, int(bits))
-    model.read()
+    model.load_weights()
     tokenizer, source = Tokenizer.load(Path(path)), PromptSource(0)
     (system,) = source.next("medium", 1)
     prompts = []

@@ -23,8 +23,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.cuda import decode_attention
-from mlx_mtp.models import skinny_gemm
+from mlx_mtp.models.gemm import measure as gemm
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.speculative.drafter import MTPDrafter
 
@@ -138,12 +137,11 @@ def _use_idle_gpu() -> None:
     patched.fast.cuda_kernel = kernel
     patched.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
     patched.dequantize = dequantize
-    replaced: Any = skinny_gemm
+    replaced: Any = gemm
     replaced._problem = lambda *_: None
     replaced._is_worth_it = lambda *_: True
-    replaced.use_many_rows = lambda *_: None
-    for module in (gpu, decode_attention):
-        module.agrees = lambda *_: True  # type: ignore[attr-defined]
+    replaced._choose_expansion = lambda *_: None
+    gpu.Operation._is_right = lambda *_: True  # type: ignore[method-assign]
 
 
 class _Parts:

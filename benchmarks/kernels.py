@@ -11,11 +11,11 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from benchmarks import Row, Rows, row
 from benchmarks.timed import take_turns
 from mlx_mtp.errors import BenchError
-from mlx_mtp.kernels import gated_delta, gpu, portable, short_conv
-from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, Pending, Shape, Window
-from mlx_mtp.kernels.self_check import Cases
+from mlx_mtp.kernels import gated_delta, gpu, portable, recurrence, short_conv
+from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B, GDNShape, GDNWindow, PendingWindow
+from mlx_mtp.kernels.self_check import RandomInputs
 
-_BUNDLED = Shape(4, 32, 8, 32)
+_BUNDLED = GDNShape(4, 32, 8, 32)
 _SHAPES = (("80B", QWEN3_NEXT_80B), ("bundled model", _BUNDLED))
 _TOLERANCE = 1e-4  # of float32; of a coarser type, times the size of its steps over float32's
 _COARSER = {mx.float32: 1, mx.float16: 1 << 13, mx.bfloat16: 1 << 16}
@@ -36,9 +36,9 @@ class Variant(NamedTuple):
     key_dim: int
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> GDNShape:
         """Few heads; a Dv that is not Dk."""
-        return Shape(2, self.key_dim, 2 * self.ratio, 32 if self.key_dim != 32 else 64)
+        return GDNShape(2, self.key_dim, 2 * self.ratio, 32 if self.key_dim != 32 else 64)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("mlx.core.")
@@ -108,24 +108,24 @@ def _checks(full: bool) -> Iterator[Check]:
 
 def check_recurrence(variant: Variant) -> Check:
     """Runs with and without lengths, and folds, ragged, of windows that follow one another."""
-    cases, check = Cases(0, variant.shape, variant.dtype), Check(f"recurrence: {variant}")
+    cases, check = RandomInputs(0, variant.shape, variant.dtype), Check(f"recurrence: {variant}")
     for previous, length in _pairs():
         q, window = _strided(*cases.window(_ROWS, length))
         state, lengths = cases.state(_ROWS), cases.counts(_ROWS, length)
-        pending: Pending | None = None
+        pending: PendingWindow | None = None
         kept, true_state = None, state
         if previous:
             first_q, first = cases.window(_ROWS, previous)
             kept = cases.counts(_ROWS, previous)
-            _, _, pending = gated_delta.launch(first_q, first, state, None, None)
+            _, _, pending = gated_delta.run_kernel(first_q, first, state, None, None)
             mx.eval(pending)
             with mx.stream(mx.cpu):
                 _, _, true_pending = portable.run(first_q, first, state)
                 true_state = portable.fold(true_pending, kept, state)
         given = (q, window, state, pending, kept)
-        y, folded, after = gated_delta.launch(*given)
+        y, folded, after = gated_delta.run_kernel(*given)
         assert after is not None
-        advanced_y, advanced, _ = gated_delta.launch(*given, lengths)
+        advanced_y, advanced, _ = gated_delta.run_kernel(*given, lengths)
         mx.eval(y, folded, after, advanced_y, advanced)
         with mx.stream(mx.cpu):
             true_y, _, true_after = portable.run(q, window, true_state)
@@ -135,7 +135,7 @@ def check_recurrence(variant: Variant) -> Check:
         ours = [y, folded, after.delta, advanced_y, advanced]
         true = [true_y, true_state, true_after.delta, true_cut, true_advanced]
         if pending is not None and kept is not None:
-            ours.append(gated_delta.fold(pending, kept, state))
+            ours.append(recurrence.fold(pending, kept, state))
             true.append(true_state)
         check.add(ours, true, f"T {length} after {previous}")
     return check
@@ -143,16 +143,16 @@ def check_recurrence(variant: Variant) -> Check:
 
 def check_inputs(variant: Variant) -> Check:
     """The kernel before it."""
-    cases, check = Cases(1, variant.shape, variant.dtype), Check(f"inputs: {variant}")
+    cases, check = RandomInputs(1, variant.shape, variant.dtype), Check(f"inputs: {variant}")
     convolution = cases.convolution()
     for previous, length in _pairs():
         projected, history = cases.projected(_ROWS, length), cases.history(_ROWS, previous)
         kept = cases.counts(_ROWS, previous) if previous else None
         given = (projected, convolution, history, kept)
-        q, window, conv_input = short_conv.launch(*given)
+        q, window, conv_input = short_conv.run_kernel(*given)
         mx.eval(q, window, conv_input)
         with mx.stream(mx.cpu):
-            true_q, true_window, true_input = portable.prepare(*given)
+            true_q, true_window, true_input = portable.short_conv(*given)
         ours, true = [q, *window, conv_input], [true_q, *true_window, true_input]
         check.add(ours, true, f"T {length} after {previous}")
     return check
@@ -165,7 +165,7 @@ def _pairs() -> Iterator[tuple[int, int]]:
             yield previous, length
 
 
-def _strided(q: mx.array, window: Window) -> tuple[mx.array, Window]:
+def _strided(q: mx.array, window: GDNWindow) -> tuple[mx.array, GDNWindow]:
     """The same values as slices of one wide array, as a split of a projection would be."""
     q, k = mx.split(mx.concatenate([q, window.k], axis=-1), 2, axis=-1)
     v = mx.concatenate([window.v, window.v], axis=-1)[..., : window.v.shape[-1]]
@@ -173,7 +173,7 @@ def _strided(q: mx.array, window: Window) -> tuple[mx.array, Window]:
 
 
 def _gpu_timings() -> Iterator[Row]:
-    cases = Cases(2, QWEN3_NEXT_80B, mx.bfloat16)
+    cases = RandomInputs(2, QWEN3_NEXT_80B, mx.bfloat16)
     for rows, length in itertools.product((1, 4, 16, 32), (1, 2, 4)):
         yield _timing("verify", cases, rows, length, 48)
     for rows, length in itertools.product((1, 4, 16, 32), (1, 512)):
@@ -182,10 +182,10 @@ def _gpu_timings() -> Iterator[Row]:
 
 def _cpu_timings() -> Iterator[Row]:
     for (name, shape), (length, calls) in itertools.product(_SHAPES, ((512, 1), (4, 8))):
-        yield _timing(f"advance, {name}", Cases(2, shape, mx.float32), 1, length, calls)
+        yield _timing(f"advance, {name}", RandomInputs(2, shape, mx.float32), 1, length, calls)
 
 
-def _timing(what: str, cases: Cases, rows: int, length: int, calls: int) -> Row:
+def _timing(what: str, cases: RandomInputs, rows: int, length: int, calls: int) -> Row:
     """Medians of one of `calls` calls."""
     q, window = cases.window(rows, length)
     start, kept = cases.state(rows), mx.full((rows,), length, dtype=mx.int32)
@@ -193,10 +193,10 @@ def _timing(what: str, cases: Cases, rows: int, length: int, calls: int) -> Row:
     mx.eval(q, window, start, kept, scaled)
     lengths = None if verify else kept
 
-    def ours(state: mx.array, pending: Pending | None) -> Any:
-        return gated_delta.run(q, window, state, pending, kept, lengths)
+    def ours(state: mx.array, pending: PendingWindow | None) -> Any:
+        return recurrence.run(q, window, state, pending, kept, lengths)
 
-    def chunkwise(state: mx.array, pending: Pending | None) -> Any:
+    def chunkwise(state: mx.array, pending: PendingWindow | None) -> Any:
         state = state if pending is None else portable.fold(pending, kept, state)
         y, state, after = portable.run(q, window, state, advance=not verify)
         return y, state, after if verify else None

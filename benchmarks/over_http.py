@@ -14,7 +14,7 @@ import mlx.core as mx
 from benchmarks import Rows, row
 from benchmarks.servers import Contender, mlx_lm, ours, running
 from benchmarks.timed import medians
-from mlx_mtp.bench.answer import Answer
+from mlx_mtp.bench.answer import TimedAnswer
 from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking, measure, summarize
 from mlx_mtp.bench.prompts import Prompt, PromptSource
@@ -163,7 +163,7 @@ def _of_length(tokens: int, seed: int) -> Prompt:
     return Prompt(" ".join(words.split(" ")[: int(tokens / 1.4)]), seed=0)
 
 
-def _rates(answers: Sequence[Answer]) -> list[float]:
+def _rates(answers: Sequence[TimedAnswer]) -> list[float]:
     """Tokens per second of each, from the last one's first token to the first one's end."""
     began, ended = max(a.times[0] for a in answers), min(a.times[-1] for a in answers)
     return [

@@ -17,10 +17,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_mtp.errors import UsageError
 from mlx_mtp.machine import machine_memory, wire_memory
+from mlx_mtp.models.gemm.measure import choose_routes
 from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.models.published import GROUP_SIZE, SHAPES
-from mlx_mtp.models.skinny_gemm import use_few_rows
 from mlx_mtp.models.tensor_parallel import shard
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
@@ -77,7 +77,7 @@ def build(
         mx.clear_cache()
     stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
     loaded = LoadedModel(Path(), stored, {}, model, family, "random", size)
-    use_few_rows(model, loaded.dtype)
+    choose_routes(model, loaded.dtype)
     return loaded, plain
 
 

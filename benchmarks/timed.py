@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.core as mx
 
 from benchmarks import Row
-from mlx_mtp.selftest.timing import Launch, microseconds
+from mlx_mtp.selftest.timing import TimedLaunch, microseconds
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -121,7 +121,7 @@ def union(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def gpu_microseconds(launch: Launch) -> float:
+def gpu_microseconds(launch: TimedLaunch) -> float:
     """The time in which the GPU works on a launch; without torch or CUDA the clock's."""
 
     def repeat() -> None:

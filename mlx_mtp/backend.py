@@ -1,7 +1,7 @@
-"""Prepares mlx before anything imports it: checks that there is one backend, loads a fast BLAS.
+"""Prepares mlx before its import: checks that it has exactly one backend, and loads a fast BLAS.
 
-mlx's CPU library is linked to the slow reference BLAS, which an OpenBLAS loaded earlier with global
-symbols replaces.
+mlx's CPU library is linked to the slow reference BLAS. An OpenBLAS that was loaded before it, with
+global symbols, takes its place.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ _REFERENCE_BLAS = "reference BLAS (slow)"
 
 
 class BackendInfo(NamedTuple):
-    """What mlx computes on."""
+    """The backend that mlx computes on."""
 
-    device: str  # Metal, CUDA or CPU.
-    blas: str  # What the CPU's matrix products use; empty where it doesn't matter.
+    device: str  # Metal, CUDA or CPU
+    blas: str  # library of the CPU's matrix products; empty if the device is no CPU
     mlx_version: str
 
     def __str__(self) -> str:
@@ -42,17 +42,17 @@ class BackendInfo(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def prepare() -> BackendInfo:
-    """Prepare once; BackendError, which says what to install, if there is no backend, or two."""
+    """Prepare mlx, once. BackendError says what to install if mlx has no backend, or two."""
     _keep_file_limit()
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
-    return BackendInfo(device, blas, _version("mlx") or "unknown")
+    return BackendInfo(device, blas, _installed_version("mlx") or "unknown")
 
 
 def _keep_file_limit() -> None:
-    """Let mlx-lm raise the limit of open files, but not lower it, nor fail where it can't.
+    """Let mlx-lm raise the limit of open files, but neither lower it nor fail.
 
-    On its import it sets 2,048, of 4,096 at most.
+    At its import mlx-lm sets the soft limit to 2,048 and the hard one to 4,096.
     """
     original = resource.setrlimit
 
@@ -63,22 +63,22 @@ def _keep_file_limit() -> None:
         resource.setrlimit = original
         soft, hard = resource.getrlimit(which)
         infinite = resource.RLIM_INFINITY
-        wanted = limits[0] if hard == infinite else min(limits[0], hard)
-        if soft != infinite and soft < wanted:
+        raised = limits[0] if hard == infinite else min(limits[0], hard)
+        if soft != infinite and soft < raised:
             with contextlib.suppress(ValueError, OSError):
-                original(which, (wanted, hard))
+                original(which, (raised, hard))
 
     if "mlx_lm.utils" not in sys.modules:
         resource.setrlimit = raise_limit
 
 
 def _device() -> str:
-    if _version("mlx") is None:
+    if _installed_version("mlx") is None:
         raise BackendError(f"mlx is not installed. {_install_hint()}")
     if platform.system() == "Darwin":
         return "Metal"
-    cuda = next((name for name in _CUDA_DISTRIBUTIONS if _version(name)), None)
-    cpu = _version("mlx-cpu") is not None
+    cuda = next((name for name in _CUDA_DISTRIBUTIONS if _installed_version(name)), None)
+    cpu = _installed_version("mlx-cpu") is not None
     if cuda and cpu:
         raise BackendError(
             f"both mlx-cpu and {cuda} are installed, and each overwrites the other's library. "
@@ -100,7 +100,7 @@ def _install_hint() -> str:
     )
 
 
-def _version(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -111,7 +111,7 @@ def _fast_blas() -> str:
     process = ctypes.CDLL(None)
     if hasattr(process, "openblas_get_config"):
         return f"{_describe(process)} (already loaded)"
-    if "mlx.core" in sys.modules:  # Its symbols are bound: a BLAS that comes now replaces nothing.
+    if "mlx.core" in sys.modules:  # Its symbols are bound already.
         logger.warning("mlx was imported before backend.prepare(): its slow reference BLAS stays.")
         return _REFERENCE_BLAS
     sources: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (_system, _ngsolve, _cmeel)
@@ -136,8 +136,8 @@ def _system() -> tuple[ctypes.CDLL, str]:
 
 
 def _ngsolve() -> tuple[ctypes.CDLL, str]:
-    # Its run path is its own folder, and it needs a libgfortran that mlx-cpu brings: both are found
-    # in a folder of links, which may go once the library is loaded.
+    # The library looks for its dependencies in its own folder, and mlx-cpu brings a libgfortran: a
+    # folder of links has both. It may be removed once the library is loaded.
     package = _package_folder("ngsolve_openblas")
     blas = min(package.glob("libopenblas*.so*"))
     bundled = _package_folder("mlx").parent / "mlx_cpu.libs"
@@ -160,15 +160,15 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def _leave_a_core(library: ctypes.CDLL) -> None:
-    # For the thread that builds the steps: between products OpenBLAS's spin for milliseconds.
+    # One core is for the thread that builds the steps: OpenBLAS's threads spin between products.
     if any(os.environ.get(name) for name in _BLAS_THREADS):
         return
-    with contextlib.suppress(AttributeError):  # Not every build has these functions.
+    with contextlib.suppress(AttributeError):  # Some builds lack these functions.
         library.openblas_set_num_threads(max(library.openblas_get_num_threads() - 1, 1))
 
 
 def _package_folder(name: str) -> Path:
-    # Found without importing it: importing ngsolve_openblas prints, and importing mlx is too early.
+    # Without an import: ngsolve_openblas would print, and it is too early for mlx.
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(f"the package {name} is not installed")

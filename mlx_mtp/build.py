@@ -35,7 +35,7 @@ from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
-from mlx_mtp.models.batch_invariant import use_fixed_rows
+from mlx_mtp.models.gemm.routes import make_batch_invariant
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
@@ -67,7 +67,7 @@ def load(
     lazy: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> tuple[LoadedModel, Tokenizer]:
-    """Load model and tokenizer; with `enable_mtp` None the model has its head if there is one."""
+    """Load model and tokenizer. `enable_mtp` None: with the MTP head if there is one."""
     memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
     try:
         if with_head:
@@ -91,7 +91,7 @@ def load(
 
 
 class EnginePlan(NamedTuple):
-    """What an engine of any rank is built with beside its model, before any weight is read."""
+    """What an engine is built with beside its model; made before any weight is read."""
 
     config: EngineConfig
     memory: MemoryPlan
@@ -101,7 +101,7 @@ class EnginePlan(NamedTuple):
 def plan_engine(
     model: LoadedModel, options: argparse.Namespace, links: Links | Link | None = None
 ) -> EnginePlan:
-    """Plan what `serve` runs; UsageError for what can't fit, or an unusable prefix directory."""
+    """Plan for `serve`; UsageError if the model can't fit, or its directory can't be used."""
     config = engine_config(model, options)
     limit = memory_limit(options.memory_limit, None if links is None else links.memory)
     wire_memory(limit)
@@ -128,8 +128,8 @@ def engine(
     plan: EnginePlan | None = None,
     links: Links | None = None,
 ) -> Engine:
-    """Build an engine as a command line asks; without a plan it is for one sequence at a time."""
-    # No calibration for one answer: the costs that a server measured are used.
+    """Build an engine for a command line; without a plan it runs one sequence at a time."""
+    # Nothing is calibrated for one answer: the costs that a server measured are used.
     config = engine_config(model, options, max_num_seqs=1) if plan is None else plan.config
     return build_engine(
         model,
@@ -148,7 +148,7 @@ def engine(
 def draft_ids(
     model: LoadedModel, tokenizer: Tokenizer, options: argparse.Namespace
 ) -> tuple[int, ...] | None:
-    """Token ids of --mtp-draft-vocab; None for all tokens."""
+    """The token ids of --mtp-draft-vocab; None: all tokens."""
     if options.mtp_draft_vocab is None:
         return None
     size = min(tokenizer.vocab_size, model.vocab_size)
@@ -156,7 +156,7 @@ def draft_ids(
 
 
 def engine_config(model: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
-    """The settings that a command line and `given` ask for, and whether the engine is exact."""
+    """The settings of a command line and of `given`, with `exact` resolved for the model."""
     exact = model.is_exact(wants_exact(options))
     return from_options(EngineConfig, options, exact=exact, **given)
 
@@ -169,49 +169,41 @@ def build_engine(
     *,
     drafter: MTPDrafter | None = None,
     cache_dir: Path | None = None,  # of step costs; None: not kept between runs
-    draft_ids: Sequence[int] | None = None,  # the only tokens to draft; None: all
+    draft_ids: Sequence[int] | None = None,  # the only tokens that the head drafts; None: all
     memory: MemoryPlan | None = None,  # None: not limited
     store: PrefixStore | None = None,  # closed when the engine is stopped
     heartbeat: Heartbeat | None = None,
-    check: bool = False,  # at its start, whether the model can answer
+    check: bool = False,  # at the start, that the model can answer
     links: Links | None = None,  # to the other ranks, if there are any
 ) -> Engine:
-    """Build an engine.
+    """Build an engine, which is not started. Optional features meet its parts here alone.
 
     Ids at or above `tokenizer_vocab_size` are never sampled. `drafter` replaces the one with the
-    model's head. Raises UsageError for a limit out of range, or wrong `draft_ids`.
+    model's MTP head. Raises UsageError for a setting out of range, or wrong `draft_ids`.
     """
     check_settings(config)
     if config.exact:
-        use_fixed_rows(model.model)
+        make_batch_invariant(model.model)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
-    ids = None
-    if draft_ids is not None:
-        ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
-        is_all = len(ids) == vocab_size
-        number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
-        logger.info("Drafts come from %s tokens.", number)
-        ids = None if is_all else ids
-    own, wanted = None, drafter is None and "mtp" in config.drafts
+    ids = None if draft_ids is None else _vocabulary(draft_ids, vocab_size)
+    uses_head = drafter is None and "mtp" in config.drafts
     if links is not None:
-        links.send(Begin(vocab_size, wanted, ids))
-    if wanted:
-        own = make_drafter(model, ids)
-    if draft_ids is not None and own is None:
+        links.send(Begin(vocab_size, uses_head, ids))
+    if uses_head:
+        drafter = make_drafter(model, ids)
+    if draft_ids is not None and not (uses_head and drafter):
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
-    drafter = drafter or own
     sources = (*([] if drafter is None else [MTP]), *config.host_sources)
     num_draft_tokens = config.num_draft_tokens if sources else 0
     drafts: DraftPolicy
     calibrator, chunks = None, PrefillCosts(config.prefill_step_size)
-    if num_draft_tokens != "auto":
-        drafts = FixedDrafts(num_draft_tokens)
-    else:
-        costs = StepCosts()
+    if num_draft_tokens == "auto":
+        costs, kinds = StepCosts(), {MTP if source == MTP else HOST for source in sources}
         mark = fingerprint(model, None if ids is None else len(ids), sources)
         drafts = AdaptiveDrafts(costs, 0 if drafter is None else MAX_DRAFT_TOKENS)
-        kinds = {MTP if source == MTP else HOST for source in sources}
         calibrator = Calibrator(costs, chunks, config, cache_dir, mark, kinds)
+    else:
+        drafts = FixedDrafts(num_draft_tokens)
     info = EngineInfo(
         vocab_size=vocab_size,
         eos_token_ids=tuple(dict.fromkeys((*model.eos_token_ids, *eos_token_ids))),
@@ -235,23 +227,23 @@ def build_engine(
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
-        turn_ends = frozenset(info.eos_token_ids)
-        step, exact = config.prefill_step_size, config.exact
-        reuse = PrefixReuse(prefixes.tree, turn_ends, step, exact=exact)
+        # What ends an answer ends a message of a prompt, too.
+        ends, step = frozenset(info.eos_token_ids), config.prefill_step_size
+        reuse = PrefixReuse(prefixes.tree, ends, step, exact=config.exact)
         usage = None if memory is None else memory.usage
         prefills = PrefillScheduler(config, chunks)
         scheduler = Scheduler(config, drafts, reuse, usage, totals, host_sources, prefills)
         runner = make_runner(model, drafter, vocab_size, prefixes, host_sources.clear)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
-    checked = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and drafter else 0)
+    warm = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and drafter else 0)
     ranks = links or Links()
     engine = Engine(
         info,
         make_core,
         heartbeat,
         calibrator,
-        checked if check else None,
+        warm if check else None,
         disk_stats=dict if store is None else lambda: store.stats()._asdict(),
         can_restart=not ranks.all,  # Other ranks can't begin anew.
         on_failure=ranks.fail,
@@ -260,6 +252,15 @@ def build_engine(
     if store is not None:
         store.on_read = engine.wake
     return engine
+
+
+def _vocabulary(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
+    """Checked ids of the tokens that the head drafts; None if these are all."""
+    ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
+    is_all = len(ids) == vocab_size
+    number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
+    logger.info("Drafts come from %s tokens.", number)
+    return None if is_all else ids
 
 
 def plan_for(
@@ -271,11 +272,12 @@ def plan_for(
     longer_steps: bool = False,
 ) -> MemoryPlan:
     """Share out the memory for a model (see `plan_memory`); no weight is read."""
-    wanted, depth = config.num_draft_tokens, 0
+    depth = 0
     if config.host_sources:
         depth = MAX_HOST_DRAFTS
     elif model.head is not None and "mtp" in config.drafts:
-        depth = MAX_DRAFT_TOKENS if wanted == "auto" else wanted
+        count = config.num_draft_tokens
+        depth = MAX_DRAFT_TOKENS if count == "auto" else count
     return plan_memory(
         footprint(model, depth, num_draft_ids),
         limit,
@@ -288,22 +290,22 @@ def plan_for(
 
 
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
-    wanted, most = config.max_model_len, model.max_model_len
-    if wanted is not None and not 2 <= wanted <= most:
-        raise UsageError(f"max_model_len is {wanted}; this model allows 2 to {most}.")
-    return wanted or most
+    length, most = config.max_model_len, model.max_model_len
+    if length is not None and not 2 <= length <= most:
+        raise UsageError(f"max_model_len is {length}; this model allows 2 to {most}.")
+    return length or most
 
 
 def run_requests(
     engine: Engine, requests: Iterable[Request]
 ) -> Iterator[tuple[float, RequestOutput]]:
-    """Run requests until all have ended, and yield their outputs.
+    """Run requests until all have ended; for callers without an event loop.
 
-    Each comes with the time (`perf_counter`) at which it was delivered. Starts the engine; raises
-    what a request ends with, or EngineStoppedError.
+    Yields each output with the time (`perf_counter`) at which it was delivered. Starts the engine.
+    Raises the error that a request ends with, or EngineStoppedError.
     """
-    arrived = queue.SimpleQueue[tuple[float, Sequence[RequestOutput]]]()
-    engine.start(lambda outputs: arrived.put((perf_counter(), outputs)))
+    delivered = queue.SimpleQueue[tuple[float, Sequence[RequestOutput]]]()
+    engine.start(lambda outputs: delivered.put((perf_counter(), outputs)))
     left = 0
     for request in requests:
         engine.submit(request)
@@ -311,9 +313,9 @@ def run_requests(
     while left:
         reason = engine.unhealthy_reason
         try:
-            at, outputs = arrived.get(timeout=PATIENCE)
+            at, outputs = delivered.get(timeout=PATIENCE)
         except queue.Empty:
-            # Checked before the wait: what a dying engine still sent has had the time to come.
+            # It was checked before the wait, so that a dying engine's last outputs could arrive.
             if reason is not None:
                 raise EngineStoppedError(f"The engine has stopped: {reason}") from None
             continue

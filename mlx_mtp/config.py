@@ -1,28 +1,23 @@
-"""Settings of the engine and the server: default, flag, help text and docs in one declaration."""
+"""Settings of the engine and the server, each declared once with its flag, help and default."""
 
 import argparse
 from dataclasses import dataclass, field, fields
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, at_least, host_name, one_of, origin, size, text, whole, word_or
+from mlx_mtp.flags import Flag, at_least, host_name, origin, size, text, whole, word_of, word_or
 
-MAX_DRAFT_TOKENS = 8  # of the head, for each row and step
-# Sources of drafts on the host (`speculative/host_sources.py`): a word for their drafts, and what
-# the banner says of them.
+MAX_DRAFT_TOKENS = 8  # of the head, per row and step
+# Sources of drafts on the host (`speculative/host_sources.py`): the banner's word for their drafts,
+# and what it says about them.
 HOST_DRAFTS = {
     "copy": ("copies", "text that occurred in the prompt or an earlier answer is drafted")
 }
-MAX_HOST_DRAFTS = 16  # of such a source, for each row and step
-MAX_RUN = 2 * MAX_HOST_DRAFTS + 1  # tokens: a window in flight, and the one behind it
+MAX_HOST_DRAFTS = 16  # of a source on the host, per row and step
+MAX_RUN = 2 * MAX_HOST_DRAFTS + 1  # tokens of a source: a window in flight, and the one behind it
 _SOURCES = ("mtp", *HOST_DRAFTS)
-DRAFTS = tuple(
-    ",".join(names) or "none"
-    for count in range(len(_SOURCES), -1, -1)
-    for names in combinations(_SOURCES, count)
-)
+DRAFTS = (",".join(_SOURCES), *_SOURCES, "none")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 REASONING_PARSERS = ("auto", "qwen3", "gpt_oss", "none")
 JSON_SCHEMAS = ("closed", "standard")
@@ -40,21 +35,24 @@ C = TypeVar("C")
 
 
 def setting(*flag: Any, program_default: Any = ..., **more: Any) -> Any:
-    """A dataclass field that is also a `Flag` of these arguments, but for `program_default`."""
-    made = Flag(*flag, **more)
-    default = made.default if program_default is ... else program_default
-    return field(default=default, metadata={"flag": made})
+    """A dataclass field with a `Flag` of these arguments.
+
+    `program_default` is the field's default if it is not the flag's.
+    """
+    metadata = {"flag": Flag(*flag, **more)}
+    default = metadata["flag"].default if program_default is ... else program_default
+    return field(default=default, metadata=metadata)
 
 
 def flags_of(settings: type) -> list[Flag]:
-    """The flags among the fields of a settings class."""
+    """The flags of a settings class."""
     return [f.metadata["flag"] for f in fields(settings) if "flag" in f.metadata]
 
 
 def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
     """Settings from a resolved command line, which may lack some flags, and from `given`.
 
-    A flag that is None there, to be resolved later, leaves the program's default.
+    A flag whose value is None is resolved later: the field keeps its default.
     """
     values = {
         each.name: value
@@ -66,7 +64,7 @@ def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -
 
 
 def check_settings(settings: Any) -> None:
-    """UsageError for a value that its flag would not take, other than its default."""
+    """Raise UsageError for a value that its flag would not accept, unless it is the default."""
     for each in fields(settings):
         flag, value = each.metadata.get("flag"), getattr(settings, each.name)
         if flag is not None and value != each.default:
@@ -82,7 +80,7 @@ def host_source_names(drafts: str) -> tuple[str, ...]:
 
 
 def _bits(value: str) -> int | None:
-    return None if one_of("none", "8", "4")(value) == "none" else int(value)
+    return None if word_of("none", "8", "4")(value) == "none" else int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class EngineConfig:
         default=100.0,
         program_default=0.0,
     )
-    # Its default is resolved by the model and the backend (`LoadedModel.is_exact`).
+    # The default depends on the model and the backend (`LoadedModel.is_exact`).
     exact: bool = setting(
         "memory and prefix cache: --exact",
         "the same tokens, to the bit, whatever runs beside a request and is cached: prompts are "
@@ -130,7 +128,7 @@ class EngineConfig:
         "--kv-cache-quantization is given",
         program_default=False,
     )
-    overlap: bool = True  # Launch step i+1 before the tokens of step i are read.
+    overlap: bool = True  # launch step i+1 before the tokens of step i are read
     calibration_seconds: float = setting(
         "multi-token prediction: --calibration-seconds SECONDS",
         "most time to measure step costs while no request runs; 0 measures nothing then",
@@ -144,9 +142,9 @@ class EngineConfig:
         "same words in the prompt or an earlier answer, both, or nowhere; a fixed number of drafts "
         "is of the head's",
         DRAFTS,
-        default="mtp,copy",
+        default=DRAFTS[0],
     )
-    # Bytes. What its flag and that of the step size are by default is resolved by the memory plan.
+    # In bytes. None, the flag's default, lets the memory plan decide, as for prefill_step_size.
     prefix_cache_size: int = setting(
         "memory and prefix cache: --prefix-cache-size SIZE",
         "memory for reusing earlier prompts and answers, such as 8GB; 0 turns that off",
@@ -162,7 +160,7 @@ class EngineConfig:
         default=8 << 20,
         default_text="8MiB",
     )
-    # Of stored KV alone: what runs is never quantized.
+    # Applies to stored KV only: running sequences are never quantized.
     kv_cache_quantization: int | None = setting(
         "memory and prefix cache: --kv-cache-quantization {none,8,4}",
         "bits in which the prefix cache stores keys and values; with 8 or 4, answers that reuse "
@@ -173,7 +171,7 @@ class EngineConfig:
 
     @property
     def decode_pause(self) -> float:
-        """Most seconds of a chunk beside running rows; 0: time cuts none, nor what is exact."""
+        """Most seconds of a prefill chunk beside running rows; 0, also if exact: no limit."""
         return 0.0 if self.exact else self.max_decode_pause / 1e3
 
     @property
@@ -186,8 +184,8 @@ class EngineConfig:
 class ServerConfig:
     """How the HTTP server answers."""
 
-    model_name: str  # The id that clients see and may ask for.
-    other_names: tuple[str, ...] = ()  # More ids of the same model.
+    model_name: str  # the id that clients see and may ask for
+    other_names: tuple[str, ...] = ()  # more ids of the same model
     any_model_name: bool = setting(
         "model: --any-model-name",
         "answer to any name of a model, for clients whose models can't be set",
@@ -202,7 +200,7 @@ class ServerConfig:
     port: int = setting(
         "server: --port N", "port to listen on; 0 takes a free one", whole(0, 65535), default=8000
     )
-    # Of --api-key and --api-key-file; with any, every route but /health and / requires one.
+    # From --api-key and --api-key-file. If there are any, all routes but /health and / need one.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = setting(
         "security: --allowed-host NAME",
@@ -249,7 +247,7 @@ class ServerConfig:
         "write the text of each prompt to the log, as the model gets it",
         default=False,
     )
-    keep_alive_seconds: float = 10.0  # A stream that is silent for longer gets an SSE comment.
+    keep_alive_seconds: float = 10.0  # silence in a stream after which it gets an SSE comment
     max_choices: int = setting(
         "limits: --max-choices N", "largest n of a request", whole(1, 128), default=16
     )
@@ -266,7 +264,7 @@ class ServerConfig:
         whole(0, 1 << 20),
         default=100,
     )
-    template_seconds: float = 10.0  # Most that the chat template may take for one request.
+    template_seconds: float = 10.0  # most that the chat template may take for one request
     reasoning_parser: str = setting(
         "formats: --reasoning-parser",
         "how the model writes its reasoning; auto goes by the model's template",
@@ -312,7 +310,7 @@ class ServerConfig:
         "cached_tokens and the time to the first token tell them what others have asked",
         default=False,
     )
-    # The directory of a model whose template and tokenizer run in processes of their own.
+    # The model's directory if its template and tokenizer run in processes of their own.
     text_workers: Path | None = None
     max_queue: int = setting(
         "limits: --max-queue N",
@@ -338,9 +336,9 @@ class ServerConfig:
         at_least(0.1),
         default=60.0,
     )
-    head_timeout: float = 20.0  # Seconds from a connection's begin, or its last answer's end.
-    stall_timeout: float = 60.0  # In which a client must read what waits for it, 64 KiB at most.
-    # Most that the bodies and unread answers of all requests take; stored answers take an eighth
-    # more. `serve` takes it from the memory plan.
+    head_timeout: float = 20.0  # seconds for a request's head, from the last answer's end
+    stall_timeout: float = 60.0  # seconds for a client to read at most 64 KiB that wait for it
+    # Most bytes of the bodies and unread answers of all requests; stored answers take an eighth
+    # more. `serve` sets it from the memory plan.
     max_held_bytes: int = 512 << 20
     max_connections: int = 512

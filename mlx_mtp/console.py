@@ -1,4 +1,4 @@
-"""Text for people: what prints it, in a terminal as wide as that is, and how sizes are told."""
+"""Text for people: safe printing, layout for the width of a terminal, sizes and speeds."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
-# Control characters except newline and tab, separators of lines, marks that reverse the direction
-# of what follows, and halves of surrogate pairs, which can't be encoded.
+# Control characters except newline and tab, line separators, bidirectional marks, and halves of
+# surrogate pairs, which can't be encoded.
 _STEERING = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def clean(text: str) -> str:
-    """The text with escapes, as Python writes them, in place of what would steer a terminal.
+    """The text with Python's escapes in place of characters that would control a terminal.
 
-    Character by character, so a text may come in pieces. Carriage returns are left out.
+    Carriage returns are left out. A text may be cleaned in pieces.
     """
-    return _STEERING.sub(lambda found: "" if found[0] == "\r" else ascii(found[0])[1:-1], text)
+    return _STEERING.sub(lambda match: "" if match[0] == "\r" else ascii(match[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
-    """The text with escapes in place of everything that is not printable, newlines too."""
+    """The text with escapes in place of all characters that are not printable, newlines too."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print what may have parts that this program has not written, such as names and errors.
+    """Print a cleaned text, to standard output by default.
 
-    Commands print by this function alone (ruff's rule T201), to standard output by default.
+    All commands print with this function (ruff's rule T201), as names and errors are foreign text.
     """
     stream = file or sys.stdout
     stream.write(clean(text + end))
@@ -41,7 +41,7 @@ def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 def width_of(stream: TextIO | None = None) -> int | None:
-    """The columns of a terminal, by default of standard output; None for other streams."""
+    """The columns of a terminal, by default standard output; None if a stream is none."""
     from rich.console import Console
 
     console = Console(file=stream or sys.stdout)
@@ -49,7 +49,7 @@ def width_of(stream: TextIO | None = None) -> int | None:
 
 
 def hanging(label: str, text: str, width: int | None) -> str:
-    """A label and a text, whose lines all begin to the right of the label."""
+    """A label and a text, wrapped to a width, whose lines all begin to the right of the label."""
     lines: list[str] = []
     for line in text.split("\n"):
         room = sys.maxsize if width is None else max(width - len(label), 20)
@@ -58,7 +58,7 @@ def hanging(label: str, text: str, width: int | None) -> str:
 
 
 def labelled(rows: Mapping[str, str], width: int | None, indent: str = "") -> str:
-    """Rows of a label and its text, one below the other."""
+    """A row per label and text, one below the other, wrapped to a width."""
     column = max(map(len, rows)) + 1
     return "\n".join(
         hanging(f"{indent}{name:<{column}}", text, width) for name, text in rows.items()
@@ -66,9 +66,9 @@ def labelled(rows: Mapping[str, str], width: int | None, indent: str = "") -> st
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int, width: int) -> str:
-    """A table as wide as the terminal at most; all columns but the first `left` are flush right.
+    """A table at most `width` wide; all columns but the first `left` are flush right.
 
-    Rows and columns change places where only then no cell needs two lines.
+    Rows and columns change places if the table fits only so without wrapped cells.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -95,7 +95,7 @@ def _fits(cells: Sequence[Sequence[str]], width: int) -> bool:
 
 
 def size_text(nbytes: int) -> str:
-    """A size for people: 3.3 GB."""
+    """A size such as 3.3 GB, in decimal units."""
     size = float(nbytes)
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
@@ -107,7 +107,7 @@ def size_text(nbytes: int) -> str:
 def speed_text(
     tokens: int, rate: float, prompt_tokens: int | None, first: float, drafts: int, accepted: int
 ) -> str:
-    """An answer's speed and acceptance in a line; `first`: seconds to the first token."""
+    """An answer's speed and acceptance on a line; `first` are seconds to the first token."""
     prompt = "first" if prompt_tokens is None else f"prompt of {prompt_tokens}"
-    told = f"{accepted / drafts:.0%} of {drafts} drafts accepted" if drafts else "no drafts"
-    return f"[{tokens} tokens, {rate:.1f}/s; {prompt} in {first:.2f} s; {told}]"
+    share = f"{accepted / drafts:.0%} of {drafts} drafts accepted" if drafts else "no drafts"
+    return f"[{tokens} tokens, {rate:.1f}/s; {prompt} in {first:.2f} s; {share}]"

@@ -1,27 +1,23 @@
-"""The one tree of errors, and what each becomes in HTTP; a class without a value has its parent's.
+"""The tree of errors, with the HTTP status, type and code of each; children inherit them.
 
 `RequestError` is the client's fault (4xx), `EngineError` the server's (5xx); others end commands.
 """
 
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading another program's JSON raises where a value is missing, of another type or huge."""
+"""Errors of reading another program's JSON if a value is missing, of another type or huge."""
 UNKNOWN_RETRY_SECONDS = 2
 """`retry_after` of an error that may be over at any time."""
 
 
-UNKNOWN_RETRY_SECONDS = 2
-"""After which a client may try again where nothing tells when the server will be able to answer."""
-
-
 def is_fault(error: BaseException) -> bool:
-    """Whether a library failed, by an exception or a panic of Rust's, which is no `Exception`."""
+    """True for an exception or a Rust panic, which is no `Exception`, of a library."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class MlxMtpError(Exception):
     """An error raised on purpose; `param` is the field at fault, `retry_after` are seconds."""
 
-    # Of the HTTP response.
+    # of the HTTP response
     status: int = 500
     type: str = "server_error"
     code: str | None = "internal_error"
@@ -29,7 +25,7 @@ class MlxMtpError(Exception):
     def __init__(
         self, message: str = "", *, param: str | None = None, retry_after: int | None = None
     ) -> None:
-        # A template's or a library's words may have half of a surrogate pair, which no body can.
+        # Texts of templates and libraries may have half a surrogate pair, which can't be encoded.
         super().__init__(message.encode(errors="backslashreplace").decode())
         self.param, self.retry_after = param, retry_after
 
@@ -43,15 +39,15 @@ class UsageError(MlxMtpError):
 
 
 class BenchError(MlxMtpError):
-    """A server that is measured can't be reached, refuses, or doesn't answer as the API has it."""
+    """A measured server can't be reached, refuses a request, or deviates from the API."""
 
 
 class BackendError(MlxMtpError):
-    """mlx is missing its backend, or the backend can't run what was asked."""
+    """mlx has no backend, or the backend can't run what was asked for."""
 
 
 class RankError(MlxMtpError):
-    """Of the ranks that compute a model together one can't be reached, or is lost."""
+    """A rank can't be reached, or was lost."""
 
 
 class ModelError(MlxMtpError):
@@ -71,7 +67,7 @@ class CheckpointError(ModelError):
 
 
 class ConvertError(ModelError):
-    """The converter can't make what was asked, and has left everything as it was."""
+    """A conversion isn't possible; everything was left as it was."""
 
 
 class RequestError(MlxMtpError, status=400, type="invalid_request_error", code=None):
@@ -87,15 +83,15 @@ class PreviousResponseError(InvalidRequestError, code="previous_response_not_fou
 
 
 class GrammarError(InvalidRequestError, code="invalid_grammar"):
-    """A schema, expression or grammar that can't be compiled, or can't be followed to its end."""
+    """A schema, expression or grammar can't be compiled, or can't be followed to its end."""
 
 
 class UnsupportedParameterError(RequestError, code="unsupported_parameter"):
-    """A field, or a value of it, that this server does not offer."""
+    """This server does not support a field, or a value of it."""
 
 
 class UnsupportedRouteError(RequestError, code="unsupported_route"):
-    """A part of the API that this server does not offer."""
+    """This server does not support a part of the API."""
 
 
 class ContextLengthError(RequestError, code="context_length_exceeded"):
@@ -105,7 +101,7 @@ class ContextLengthError(RequestError, code="context_length_exceeded"):
 class AuthenticationError(
     RequestError, status=401, type="authentication_error", code="invalid_api_key"
 ):
-    """No key, or a wrong one."""
+    """The request has no API key, or a wrong one."""
 
 
 class ForbiddenError(RequestError, status=403, type="permission_error", code="forbidden"):
@@ -113,7 +109,7 @@ class ForbiddenError(RequestError, status=403, type="permission_error", code="fo
 
 
 class NotFoundError(RequestError, status=404, type="not_found_error", code="not_found"):
-    """No such route or model."""
+    """There is no such route or model."""
 
 
 class ModelNotFoundError(NotFoundError, code="model_not_found"):
@@ -129,11 +125,11 @@ class PayloadTooLargeError(RequestError, status=413, code="payload_too_large"):
 
 
 class UnsupportedMediaTypeError(RequestError, status=415, code="unsupported_media_type"):
-    """The body is not plain JSON, by what its headers say."""
+    """The headers say that the body is not plain JSON."""
 
 
 class QueueFullError(RequestError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):
-    """As many sequences wait as may."""
+    """The queue is full."""
 
 
 class HeadersTooLargeError(RequestError, status=431, code="headers_too_large"):
@@ -145,40 +141,40 @@ class EngineError(MlxMtpError):
 
 
 class StepError(EngineError, code="step_failed"):
-    """A step failed; the requests that were in it end with this."""
+    """A step failed, and with it the requests in it."""
 
 
 class StepMemoryError(StepError, code="out_of_memory"):
-    """A step ran out of memory; the requests that were in it end with this."""
+    """A step ran out of memory, and with it the requests in it failed."""
 
 
 class RequestTimeoutError(EngineError, status=504, type="timeout_error", code="request_timeout"):
-    """A request has waited and run for longer than this server allows."""
+    """A request took longer than this server allows, waiting included."""
 
 
 class RequestCancelledError(EngineError, status=503, code="request_cancelled"):
-    """Somebody who looks after the server has ended the request."""
+    """An operator of the server cancelled the request."""
 
 
 class EngineStoppedError(EngineError, status=503, code="engine_stopped"):
-    """The engine takes no requests: it is shutting down, or its thread died."""
+    """The engine accepts no requests, as it is shutting down or its thread died."""
 
 
 class DrainingError(EngineStoppedError, code="shutting_down"):
-    """The server takes no new requests: it ends when those that it has are done."""
+    """The server accepts no new requests, and ends when the running ones are done."""
 
 
 class EngineHungError(EngineStoppedError, code="engine_hung"):
-    """The engine takes no new requests while a step doesn't end."""
+    """The engine accepts no new requests while a step hangs."""
 
 
 class UnavailableError(EngineError, status=503, code="unavailable"):
-    """A process that the request needs can't be started, or was ended from outside."""
+    """A process that the request needs can't be started, or was killed."""
 
 
 class BytesLimitError(EngineError, status=503, code="too_many_bytes"):
-    """Other requests' bodies and unread answers take the memory that there is for them."""
+    """The memory for requests' bodies and unread answers is used up."""
 
 
 class ConnectionLimitError(EngineStoppedError, code="too_many_connections"):
-    """As many clients are connected, and busy, as may."""
+    """The limit of connections is reached, and all of them are busy."""

@@ -1,4 +1,4 @@
-"""Command-line flags, which precede environment variables (MLX_MTP_PORT for --port)."""
+"""Command-line flags, which take precedence over environment variables (--port, MLX_MTP_PORT)."""
 
 import argparse
 import difflib
@@ -34,7 +34,7 @@ def print_error(message: str, command: str = "mlx-mtp") -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse with one-line errors, without the usage, which for `serve` is a screen of flags."""
+    """argparse with one-line errors, without the usage, which would fill a screen for `serve`."""
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{message} (see {self.prog} --help)", self.prog)
@@ -43,18 +43,18 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Reject what is left over here, so that the error names the subcommand's help."""
+        """Reject unknown arguments here, so that the error names the subcommand's help."""
         self._given = set[str]()
-        found, rest = super().parse_known_args(args, namespace)
+        options, rest = super().parse_known_args(args, namespace)
         if rest:
             known = [name for name in self._option_string_actions if name.startswith("--")]
             hints = [hint(word.partition("=")[0], known) for word in rest if word[:1] == "-"]
             self.error(f"unrecognized arguments: {' '.join(rest)}{''.join(hints)}")
-        return found, rest
+        return options, rest
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """What is no list is given once, in whatever form: argparse takes the last silently."""
-        if arg_strings or action.option_strings:  # else an argument that is left out
+        """Refuse a repeated flag that is no list, of which argparse would take the last."""
+        if arg_strings or action.option_strings:  # otherwise an optional argument is left out
             if action.dest in self._given and not isinstance(action, argparse._AppendAction):
                 raise argparse.ArgumentError(action, "it is given twice")
             self._given.add(action.dest)
@@ -63,29 +63,29 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             words = [str(each) for each in action.choices]
-            told = hint(str(value), words) or f" (choose from {', '.join(words)})"
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{told}")
+            help = hint(str(value), words) or f" (choose from {', '.join(words)})"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{help}")
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """What a mistyped word probably meant, to be put behind an error; or nothing."""
+    """The known word that a mistyped one is closest to, as the end of an error; or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag, in the help and in the environment."""
+    """A flag, with its help and its environment variable."""
 
-    # "server: --port N": heading, if any, name and placeholder. Without dashes: an argument that
-    # may be left out, and that may be given by a flag of that name as well.
+    # An optional heading of the help, the name and a placeholder: "server: --port N". A name
+    # without dashes is an optional positional argument, which a flag of that name can give too.
     usage: str
-    help: str  # One line; the default is appended to it.
-    # Converts text, raising ArgumentTypeError; or the words it may be; None for a boolean.
+    help: str  # one line, to which the default is appended
+    # A function that converts text or raises ArgumentTypeError, the choices, or None for a boolean.
     parse: Parse | tuple[str, ...] | None = None
     default: Any = None
-    repeated: bool = False  # Its value is a tuple, and the variable has commas.
-    default_text: str | None = None  # The default in words, where it isn't a constant.
+    repeated: bool = False  # True if the value is a tuple; the variable has commas
+    default_text: str | None = None  # a description of a default that isn't constant
 
     @property
     def group(self) -> str | None:
@@ -118,10 +118,10 @@ class Flag:
 
     @property
     def convert(self) -> Parse:
-        return one_of(*self.parse) if isinstance(self.parse, tuple) else self.parse or boolean
+        return word_of(*self.parse) if isinstance(self.parse, tuple) else self.parse or boolean
 
     def from_text(self, text: str) -> Any:
-        """Parse the environment variable's text; raises UsageError, naming the variable."""
+        """Parse the environment variable's text; UsageError if it is wrong."""
         parse = self.convert
         try:
             if self.repeated:
@@ -135,7 +135,10 @@ class Flag:
 def add_flags(
     parser: argparse.ArgumentParser, *flags: Flag, reads_environment: bool = False
 ) -> None:
-    """Add flags; with `reads_environment` in groups, and without the defaults for `resolve`."""
+    """Add flags to a parser.
+
+    With `reads_environment` they are grouped by heading and have no defaults: call `resolve`.
+    """
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
         group = flag.group if reads_environment else None
@@ -164,26 +167,27 @@ def add_flags(
 def resolve(
     given: argparse.Namespace, flags: Sequence[Flag], environ: Mapping[str, str]
 ) -> argparse.Namespace:
-    """Add what the command line left open, from the environment or the defaults.
+    """Complete a command line by environment variables and defaults; UsageError if one is wrong.
 
-    In `given` are the keys of the flags that aren't defaults. UsageError names a wrong variable.
+    `given` of the result are the keys of the flags that aren't left to their defaults.
     """
-    found = {flag.key: getattr(given, flag.key) for flag in flags if flag.key in given}
+    values = {}
     for flag in flags:
-        if flag.key in found and flag.repeated:
-            found[flag.key] = tuple(found[flag.key])
-        elif flag.key not in found and (text := environ.get(flag.variable)) is not None:
-            found[flag.key] = flag.from_text(text)
-    values = {flag.key: flag.default for flag in flags} | vars(given) | found
-    return argparse.Namespace(**values, given=frozenset(found))
+        if flag.key in given:
+            value = getattr(given, flag.key)
+            values[flag.key] = tuple(value) if flag.repeated else value
+        elif (text := environ.get(flag.variable)) is not None:
+            values[flag.key] = flag.from_text(text)
+    defaults = {flag.key: flag.default for flag in flags}
+    return argparse.Namespace(**(defaults | vars(given) | values), given=frozenset(values))
 
 
-# Parsers of values. Each raises ArgumentTypeError with what is wrong.
+# Parsers of values, which raise ArgumentTypeError with an explanation.
 
 
 def boolean(text: str) -> bool:
     """1, 0, true or false."""
-    return _BOOLEANS[one_of(*_BOOLEANS)(text.lower())]
+    return _BOOLEANS[word_of(*_BOOLEANS)(text.lower())]
 
 
 def whole(low: int, high: int) -> Parse:
@@ -216,7 +220,7 @@ def word_or(word: str, parse: Parse) -> Parse:
 
 
 def count_or_path(value: str) -> int | Path:
-    """A number from 1; anything else is a file's path."""
+    """A number from 1 on; anything else is a file's path."""
     if _NUMBER.fullmatch(value):
         return int(whole(1, 1 << 31)(value))
     return Path(text(value))
@@ -224,18 +228,18 @@ def count_or_path(value: str) -> int | Path:
 
 def size(text: str) -> int:
     """Bytes: 8GB, 512MB, 1.5GiB, or a plain number of them."""
-    found = _SIZE.fullmatch(text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
         raise ArgumentTypeError(f"{text!r} is not a size such as 8GB, 512MB or 0")
-    value = float(found[1]) * unit
+    value = float(match[1]) * unit
     if value >= 1 << 60:
         raise ArgumentTypeError(f"{text} is more than any machine has")
     return int(value)
 
 
 def gigabytes(text: str) -> int:
-    """A Mac's memory, as Apple writes it: 64GB, or 64."""
+    """A Mac's memory in GB: 64GB, as Apple writes it, or 64."""
     number = text.upper().removesuffix("GB").strip()
     if not _NUMBER.fullmatch(number):
         raise ArgumentTypeError(f"{text!r} is not a Mac's memory such as 64GB")
@@ -265,7 +269,7 @@ real = at_least(-math.inf)
 
 
 def characters(value: str) -> str:
-    """Any text, also an empty one."""
+    """Any text that is valid UTF-8; it may be empty."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -276,21 +280,21 @@ def characters(value: str) -> str:
 
 
 def text(value: str) -> str:
-    """Any text that is not empty."""
+    """Any text in valid UTF-8 that is not empty."""
     if not value:
         raise ArgumentTypeError("it must not be empty")
     return characters(value)
 
 
 def secret(value: str) -> str:
-    """An API key that a header can carry. No error repeats any of it."""
+    """An API key that a header can carry. No error repeats a part of it."""
     if (fault := key_fault(value)) is not None:
         raise ArgumentTypeError(f"the key {fault}")
     return value
 
 
 def key_fault(key: str) -> str | None:
-    """Why a client could not send this API key; None if it could."""
+    """The reason why a client could not send this API key; None if it could."""
     if not key:
         return "must not be empty"
     if key != key.strip():
@@ -316,16 +320,16 @@ def host_name(value: str) -> str:
 
 def origin(value: str) -> str:
     """The origin of a web page, or *."""
-    given = text(value).lower()
-    if given != "*" and not _ORIGIN.fullmatch(given):
+    name = text(value).lower()
+    if name != "*" and not _ORIGIN.fullmatch(name):
         raise ArgumentTypeError(
             f"{value[:80]!r} is not an origin; give scheme, host and port alone, "
             "like https://chat.example or http://localhost:3000"
         )
-    return given
+    return name
 
 
-def one_of(*choices: str) -> Parse:
+def word_of(*choices: str) -> Parse:
     """One of a few words."""
 
     def parse(value: str) -> str:

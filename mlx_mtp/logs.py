@@ -1,4 +1,4 @@
-"""The log: one form for the lines of all libraries, and a thread that writes them."""
+"""The log: one format for the records of all libraries, and a thread that writes them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def set_up(level: str, form: str = "text") -> None:
 
 
 class _Record(logging.LogRecord):
-    """A record whose message is one line, also where a library's own handler writes it."""
+    """A record whose message is one line, also if a library's own handler writes it."""
 
     def getMessage(self) -> str:  # noqa: N802
         return one_line(super().getMessage())
@@ -44,7 +44,7 @@ logging.setLogRecordFactory(_Record)
 
 
 class Later:
-    """A text that is made where the log is written."""
+    """A text that is computed when the record is written."""
 
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
@@ -54,10 +54,10 @@ class Later:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger if it isn't ours, message, and the traceback if there is one.
+    """Time, level, logger if it isn't this package's, message, and the traceback if there is one.
 
-    A record is one line, with escapes for newlines; for a terminal of a width it is wrapped, and a
-    traceback keeps its lines: all but the first line of a record are indented.
+    A record is one line, with escapes in place of newlines. With the width of a terminal, records
+    are wrapped and tracebacks keep their lines, all but the first line indented.
     """
 
     def __init__(self, time_format: str, width: int | None = None) -> None:
@@ -76,7 +76,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object on a line: time, level, logger, message, and the message's values by name."""
+    """A JSON object per line: time, level, logger, message, and the message's named values."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -93,7 +93,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TerminalHandler(logging.Handler):
-    """Writes to a terminal, in colour where it has that."""
+    """Writes to a terminal, in colour if it has colours."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -109,9 +109,10 @@ class TerminalHandler(logging.Handler):
 
 
 class BackgroundLog:
-    """Writes log records on a thread of its own: a pipe that is not read blocks its writer.
+    """Writes log records on a thread of its own, as a pipe that nobody reads blocks its writer.
 
-    What doesn't fit is dropped; behind `texts` lines also a `Later`, which may hold a long prompt.
+    Records beyond `capacity` are dropped, and those with a `Later`, which may hold a long prompt,
+    once `texts` records wait.
     """
 
     def __init__(self, capacity: int = 10_000, texts: int = 256) -> None:

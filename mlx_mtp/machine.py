@@ -1,4 +1,4 @@
-"""How much memory this machine has for a model."""
+"""The memory that this machine has for a model."""
 
 import logging
 import os
@@ -18,27 +18,26 @@ _GPU_KEYS = (
     ("total_memory", "of the GPU"),
     ("memory_size", "of the machine"),
 )
-_WIRED_SINCE = 15
+_WIRED_SINCE = 15  # version of macOS
 _SMALL_MAC = 32  # GiB
-
 
 MOST_TEXT_BYTES = 576 << 20
 
 
 def text_bytes(nbytes: int) -> int:
-    """What requests' bodies and answers may take of a server's memory, beside the model."""
+    """Bytes of `nbytes` of a server's memory that requests' bodies and answers may take."""
     return min(MOST_TEXT_BYTES, nbytes // 32)
 
 
 class MemoryLimit(NamedTuple):
-    """What may be used."""
+    """The memory that may be used."""
 
     nbytes: int
-    source: str  # Where that number is from, in words.
+    source: str  # a description of where the number is from
 
 
 def memory_limit(given: int | None, least: int | None = None) -> MemoryLimit:
-    """The bytes of --memory-limit, or what the machine has; `least`: what each of several has."""
+    """The bytes of --memory-limit, or the machine's; at most `least`, which every rank has."""
     limit = machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
     if least is not None and least < limit.nbytes:
         return MemoryLimit(least, "on the rank that has the least")
@@ -46,7 +45,7 @@ def memory_limit(given: int | None, least: int | None = None) -> MemoryLimit:
 
 
 def machine_memory() -> MemoryLimit:
-    """What this machine has for a model that is not loaded yet: the GPU's, or the CPU's share."""
+    """The memory for a model that is not loaded yet: the GPU's, or else what the host has free."""
     if mx.default_device() == mx.gpu:
         info = mx.device_info()
         for key, source in _GPU_KEYS:
@@ -56,7 +55,7 @@ def machine_memory() -> MemoryLimit:
 
 
 def mac_memory(gigabytes: int) -> MemoryLimit:
-    """What Metal recommends to use at most of a Mac's memory, by what users report."""
+    """The most of a Mac's memory that Metal recommends to use, by users' reports."""
     # github.com/ggml-org/llama.cpp: issue 1870, pull request 2011. Newer versions of macOS: more.
     share = 2 / 3 if gigabytes <= _SMALL_MAC else 3 / 4
     source = f"assumed to be usable of a Mac's {gigabytes} GB"
@@ -69,7 +68,7 @@ def wire_memory(limit: MemoryLimit) -> None:
         # Expanded weights are allocated ahead of the GPU, for as many layers as there is room for.
         mx.set_memory_limit(limit.nbytes)
         return
-    # Up to what Metal recommends, and from macOS 15 on: more is an error. Not run on a Mac yet.
+    # A limit above Metal's recommendation, or before macOS 15, is an error. Not run on a Mac yet.
     version = re.match(r"[0-9]+", platform.mac_ver()[0])
     if not mx.metal.is_available() or version is None or int(version[0]) < _WIRED_SINCE:
         return
@@ -87,26 +86,26 @@ def physical_memory() -> int:
 
 def _host_memory() -> MemoryLimit:
     total = physical_memory()
-    found = MemoryLimit(total, "of the machine")
+    limit = MemoryLimit(total, "of the machine")
     available = _meminfo("MemAvailable")
-    if available is not None:  # With what this process has already.
+    if available is not None:  # This process may also use what it already has.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         available += pages * os.sysconf("SC_PAGE_SIZE")
-        found = MemoryLimit(min(total, available), "available on the machine")
+        limit = MemoryLimit(min(total, available), "available on the machine")
     capped = _cgroup_limit()
-    return MemoryLimit(capped, "of this container") if capped < found.nbytes else found
+    return MemoryLimit(capped, "of this container") if capped < limit.nbytes else limit
 
 
 def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int | None:
     try:
-        found = re.search(rf"^{name}:\s+([0-9]+) kB$", path.read_text(), re.MULTILINE)
+        match = re.search(rf"^{name}:\s+([0-9]+) kB$", path.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found[1]) << 10 if found else None
+    return int(match[1]) << 10 if match else None
 
 
 def _cgroup_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # "max" is no number.
+    except (OSError, ValueError):  # The file may say "max".
         return sys.maxsize

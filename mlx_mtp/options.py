@@ -1,4 +1,4 @@
-"""The flags of `serve` and `generate`, most from `config`, and which exclude each other."""
+"""The flags of `serve` and `generate`, most of them from `config`, and which exclude each other."""
 
 import argparse
 from dataclasses import replace
@@ -163,99 +163,94 @@ GENERATE_FLAGS = _in_order(
     *(Flag(f"sampling: {name}", help, real, default=0.0) for name, help in _PENALTIES),
     Flag("sampling: --seed N", "the same seed gives the same answer", SEED, default_text="random"),
 )
-
+_SAMPLED = [flag.key for flag in GENERATE_FLAGS if flag.group == "sampling"]
+SAMPLING = ("max_tokens", "stop", *_SAMPLED)
+"""Keys of the flags whose values are fields of a request under the same names."""
 
 _INEXACT = ("--max-decode-pause", "--kv-cache-quantization")
-_OF_DRAFTS = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")  # of the head
+_OF_HEAD = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
     """Raise UsageError for flags of `serve` that would have no effect."""
-    drafts, depth = options.drafts, options.mtp_num_draft_tokens
+    drafts, depth, in_use = options.drafts, options.mtp_num_draft_tokens, _in_use(options)
+    is_fixed, uses_head, cache_size = depth != "auto", "mtp" in drafts, options.prefix_cache_size
     names = host_source_names(drafts)
-    on_host = names and depth == "auto"
+    on_host = names and not is_fixed
     check_generate(options, *([] if on_host else ["--calibration-seconds", "--mtp-optimistic"]))
-    if options.enable_mtp and "mtp" not in drafts:
-        raise UsageError(
-            f"--enable-mtp asks for the head's drafts, and --drafts {drafts} for none."
-        )
-    if "drafts" in options.given and "mtp" in drafts and options.enable_mtp is False:
-        raise UsageError(
-            f"--drafts {drafts} asks for the head's drafts: leave out --no-enable-mtp."
-        )
-    for flag in _OF_DRAFTS if "mtp" not in drafts else ():
-        if _asks(options, flag) and (flag != "--mtp-num-draft-tokens" or depth != "auto"):
-            raise UsageError(
-                f"{flag} is for the MTP head's drafts, and --drafts {drafts} has none."
-            )
-    if "drafts" in options.given and names and depth != "auto":
-        raise UsageError(
-            f"--mtp-num-draft-tokens {depth} is a number of the head's drafts, and --drafts "
-            f"{drafts} asks for {HOST_DRAFTS[names[0]][0]}: leave one of them out."
-        )
-    if _asks(options, "--calibration-seconds") and depth != "auto":
-        raise UsageError(
-            "--calibration-seconds is for --mtp-num-draft-tokens auto, and that is "
-            f"{depth}: leave one of them out."
-        )
-    for flag in ("--mtp-optimistic", "--calibration-seconds") if drafts == "none" else ():
-        if _asks(options, flag):
-            raise UsageError(f"{flag} is for drafts, and --drafts none has none.")
-    if _asks(options, "--draft-answers-size") and not (on_host and options.prefix_cache_size != 0):
-        raise UsageError(
-            "--draft-answers-size is for drafts that are copied: it needs --drafts with copy, "
-            "--mtp-num-draft-tokens auto and a prefix cache."
-        )
-    if options.share_prefixes and options.api_key_file is None:
-        raise UsageError("--share-prefixes is for several API keys: it needs --api-key-file.")
-    for flag in _INEXACT if options.exact else ():
-        if _asks(options, flag):
-            raise UsageError(
-                f"{flag} lets tokens depend on what runs beside a request or is cached, and "
-                "--exact does not: leave one of them out."
-            )
-    flag, of_size = "--prefix-cache-dir", "--prefix-cache-dir-size"
+
+    def at_fault(wrong: object, *flags: str) -> list[str]:
+        return [flag for flag in flags if wrong and flag in in_use]
+
+    # The flags at fault, and above them the message for the first of them.
+    faults = {
+        "{flag} asks for the head's drafts, and --drafts {drafts} for none.": at_fault(
+            not uses_head, "--enable-mtp"
+        ),
+        "{flag} {drafts} asks for the head's drafts: leave out --no-enable-mtp.": at_fault(
+            uses_head and options.enable_mtp is False, "--drafts"
+        ),
+        "{flag} is for the MTP head's drafts, and --drafts {drafts} has none.": at_fault(
+            not uses_head, *_OF_HEAD[not is_fixed :]
+        ),
+        "--mtp-num-draft-tokens {depth} is a number of the head's drafts, and {flag} {drafts} asks "
+        "for {host}: leave one of them out.": at_fault(is_fixed and names, "--drafts"),
+        "{flag} is for --mtp-num-draft-tokens auto, and that is {depth}: leave one of them "
+        "out.": at_fault(is_fixed, "--calibration-seconds"),
+        "{flag} is for drafts, and --drafts none has none.": at_fault(
+            drafts == "none", "--mtp-optimistic", "--calibration-seconds"
+        ),
+        "{flag} is for drafts that are copied: it needs --drafts with copy, --mtp-num-draft-tokens "
+        "auto and a prefix cache.": at_fault(
+            not on_host or cache_size == 0, "--draft-answers-size"
+        ),
+        "{flag} is for several API keys: it needs --api-key-file.": at_fault(
+            options.api_key_file is None, "--share-prefixes"
+        ),
+        "{flag} lets tokens depend on what runs beside a request or is cached, and --exact does "
+        "not: leave one of them out.": at_fault(options.exact, *_INEXACT),
+        "{flag} keeps on the disk what the prefix cache has, and --prefix-cache-size 0 turns that "
+        "off: leave one of them out.": at_fault(cache_size == 0, "--prefix-cache-dir"),
+        "{flag} stores in {bits} bits what the prefix cache has, and --prefix-cache-size 0 turns "
+        "that off: leave one of them out.": at_fault(cache_size == 0, "--kv-cache-quantization"),
+    }
+    for fault, flags in faults.items():
+        if flags:
+            values = {"drafts": drafts, "depth": depth, "bits": options.kv_cache_quantization}
+            values["host"] = HOST_DRAFTS[names[0]][0] if names else ""
+            raise UsageError(fault.format(flag=flags[0], **values))
     if options.prefix_cache_dir is None and "prefix_cache_dir_size" in options.given:
-        raise UsageError(f"{of_size} needs {flag}, which is not given.")
-    if options.prefix_cache_size == 0:
-        bits = f"stores in {options.kv_cache_quantization} bits"
-        for name, does in ((flag, "keeps on the disk"), ("--kv-cache-quantization", bits)):
-            if _asks(options, name):
-                raise UsageError(
-                    f"{name} {does} what the prefix cache has, and --prefix-cache-size 0 turns "
-                    "that off: leave one of them out."
-                )
+        raise UsageError("--prefix-cache-dir-size needs --prefix-cache-dir, which is not given.")
     if options.prefix_cache_dir is not None and options.prefix_cache_dir_size == 0:
-        raise UsageError(f"{of_size} 0 leaves no room: leave {flag} out, or give it a size.")
+        raise UsageError(
+            "--prefix-cache-dir-size 0 leaves no room: leave --prefix-cache-dir out, or give it a "
+            "size."
+        )
 
 
 def check_generate(options: argparse.Namespace, *more: str) -> None:
-    """The same for the flags of `generate`; `more` are flags that are for drafts too."""
-    # None means: if the model has a head.
-    if options.enable_mtp is not False:
-        return
-    for flag in (*_OF_DRAFTS, *more):
-        if _asks(options, flag):
+    """Raise UsageError for flags of the MTP head, and for `more`, if MTP is off."""
+    in_use = _in_use(options) if options.enable_mtp is False else ()
+    for flag in (*_OF_HEAD, *more):
+        if flag in in_use:
             raise UsageError(
                 f"{flag} is for the MTP head's drafts, but MTP is off: leave out --no-enable-mtp."
             )
 
 
 def wants_head(options: argparse.Namespace) -> bool | None:
-    """Whether the MTP head is needed (a flag asks for it), or unwanted; None: if there is one."""
+    """True if flags need the MTP head, False if they exclude it; None: use it if there is one."""
     if "mtp" not in getattr(options, "drafts", "mtp"):
         return False
-    return any(_asks(options, flag) for flag in _OF_DRAFTS) or options.enable_mtp
+    return not _in_use(options).isdisjoint(_OF_HEAD) or options.enable_mtp
 
 
 def wants_exact(options: argparse.Namespace) -> bool | None:
-    """Whether `EngineConfig.exact` is asked for or excluded; None: where kernels serve it."""
-    if options.exact is None and any(_asks(options, flag) for flag in _INEXACT):
-        return False
-    wanted: bool | None = options.exact
-    return wanted
+    """The value of `EngineConfig.exact` that flags ask for; None: if the kernels allow it."""
+    exact: bool | None = options.exact
+    return False if exact is None and not _in_use(options).isdisjoint(_INEXACT) else exact
 
 
-def _asks(options: argparse.Namespace, flag: str) -> bool:
-    key = flag.lstrip("-").replace("-", "_")
-    return key in options.given and getattr(options, key) not in (None, 0)
+def _in_use(options: argparse.Namespace) -> set[str]:
+    given = (key for key in options.given if getattr(options, key) not in (None, 0))
+    return {f"--{key.replace('_', '-')}" for key in given}

@@ -1,4 +1,4 @@
-"""How far long work is: a bar in a terminal, and lines now and then where there is none."""
+"""The progress of long work: a bar in a terminal, and a line now and then elsewhere."""
 
 import sys
 from typing import Any
@@ -13,21 +13,21 @@ _LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {remaining} left"
 
 
 class Bar(tqdm):
-    """tqdm's bar on standard error, of bytes unless told otherwise, with sizes and time left."""
+    """tqdm's bar on standard error, of bytes by default, with sizes and time left."""
 
     monitor_interval = 0  # no thread of tqdm's own
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lines = not sys.stderr.isatty()
-        own = {"unit": "B", "unit_scale": True, "delay": _DELAY_SECONDS}
+        defaults = {"unit": "B", "unit_scale": True, "delay": _DELAY_SECONDS}
         if self._lines:
-            own |= {"bar_format": _LINE, "mininterval": _LINE_SECONDS, "delay": _LINE_SECONDS}
-            own |= {"maxinterval": _LINE_SECONDS, "leave": False}
-        super().__init__(*args, **own | kwargs)
+            defaults |= dict.fromkeys(("delay", "mininterval", "maxinterval"), _LINE_SECONDS)
+            defaults |= {"bar_format": _LINE, "leave": False}
+        super().__init__(*args, **defaults | kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Write it; a line is never written over."""
-        text = one_line(str(self) if msg is None else msg)  # Names of files are in it.
+        """Write the bar, or a line that is never written over."""
+        text = one_line(str(self) if msg is None else msg)  # It may have names of files.
         if not self._lines:
             super().display(text, pos)
         elif text:

@@ -1,4 +1,4 @@
-"""Where Python modules come from: never from the current directory, which may be a model's."""
+"""Keeps Python from importing from the current directory, which may be a model's."""
 
 import os
 import sys
@@ -16,16 +16,16 @@ _BOOT = """if True:
 
 
 def drop_current_directory() -> None:
-    """Import nothing from the current directory from now on, in Python's own processes neither."""
+    """Import nothing from the current directory from now on, also in child Python processes."""
     sys.path[:] = _entries()
-    # Of the processes that libraries start, such as multiprocessing's on a Mac.
+    # For processes that libraries start, such as multiprocessing's on a Mac.
     os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def command_of(module: str) -> list[str]:
-    """The command that runs a module of this package with this process's imports.
+    """The command that runs a module of this package with this process's `sys.path`.
 
-    It is to be run in another directory than the current one, which `site` may look into.
+    Run it outside of the current directory, which `site` may look into.
     """
     import json  # Not before the current directory has been dropped.
 
@@ -38,9 +38,7 @@ def _entries() -> list[str]:
         current = os.getcwd()
     except OSError:  # It was deleted.
         current = ""
-    own = {os.path.dirname(os.__file__)}
+    pythons = {os.path.dirname(os.__file__)}
     if site := sys.modules.get("site"):  # Python imports it at its start, if at all.
-        own.update(site.getsitepackages())
-    return [
-        entry for entry in sys.path if os.path.isabs(entry) and (entry != current or entry in own)
-    ]
+        pythons.update(site.getsitepackages())
+    return [e for e in sys.path if os.path.isabs(e) and (e != current or e in pythons)]

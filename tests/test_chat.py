@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mlx_mtp.chat.screen import Screen, _blocks
+from mlx_mtp.chat.screen import Screen, _markdown_blocks
 from mlx_mtp.chat.session import Session, served_models
 from mlx_mtp.cli.main import main
 from mlx_mtp.errors import UsageError
@@ -72,7 +72,7 @@ def test_a_conversation(talk):
     thinking, hello = {"reasoning_content": "Hm.", "reasoning": "Hm."}, {"content": "Hello."}
     sent, out, err, session = talk(
         *("Hi\\", "there", "  ", "/system Be kind", "/seed 5", "/model two", "^C", "And?", "/quit"),
-        answers=(events(thinking, hello), events({"content": "[b]So."})),
+        answers=(events(thinking, hello), events({**thinking, "content": "[b]So."})),
     )
     first, second = sent
     stream = {"stream": True, "stream_options": {"include_usage": True}, "top_k": 3}
@@ -81,7 +81,7 @@ def test_a_conversation(talk):
     asked += [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "And?"}]
     asked.insert(0, {"role": "system", "content": "Be kind"})
     assert second == {"model": "two", "messages": asked, "seed": 5, **stream}
-    assert (err, session.messages[-1]["content"]) == ("Hm.", "[b]So.")
+    assert (err, session.messages[-1]["content"]) == ("Hm.Hm.", "[b]So.")
     assert "Hello.\n[4 tokens, " in out and "75% of 4 drafts accepted]" in out
     assert "Ctrl-D or /quit ends" in out and "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
@@ -124,7 +124,7 @@ def test_commands(talk):
 
 @given(st.text("ab \n`-", max_size=60))
 def test_blocks_are_all_of_the_text_and_leave_code_whole(text):
-    blocks = _blocks(text)
+    blocks = _markdown_blocks(text)
     assert "".join(blocks) == text
     for block in blocks[:-1]:
         assert block.endswith("\n\n") and block.strip()

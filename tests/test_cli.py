@@ -60,57 +60,21 @@ def test_every_flag_also_comes_from_the_environment():
         assert parse("--memory-limit", text).memory_limit == value
 
 
-WRONG = [("PORT", "http"), ("PORT", "65536"), ("ENABLE_MTP", "yes"), ("DTYPE", "int8")]
-WRONG += [("MTP_NUM_DRAFT_TOKENS", "9"), ("CALIBRATION_SECONDS", "-1"), ("CACHE_DIR", "")]
-WRONG += [("MTP_OPTIMISTIC", "1.1"), ("MTP_OPTIMISTIC", "nan")]
-WRONG += [("KV_CACHE_QUANTIZATION", "6"), ("SEED", str(1 << 63)), ("API_KEY", "\udcff")]
-WRONG += [("PREFIX_CACHE_SIZE", text) for text in ("", "GB", "-1", "1e9", "8 GBit", "9" * 400)]
-
-
-@pytest.mark.parametrize(("variable", "value"), WRONG)
-def test_a_wrong_variable_is_named(variable, value, capsys):
-    variable = f"MLX_MTP_{variable}"
-    assert cli.main(["serve"], {variable: value}) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("mlx-mtp: ") and error.count("\n") == 1
-    assert variable in error
-
-
 @pytest.mark.parametrize(
-    ("command", "more", "reason"),
+    ("words", "environ", "error"),
     [
-        ("", [], "the following arguments are required: COMMAND"),
-        ("", ["dance"], "invalid choice: 'dance' (choose from serve, "),
-        ("", ["serv"], "invalid choice: 'serv'; did you mean serve?"),
-        ("serve", ["--prot=1"], "arguments: --prot=1; did you mean --port?"),
-        ("serve", ["one", "--model", "other"], "argument --model: it is given twice"),
-        ("serve", ["--api-key", "a", "--api-key", "b"], "argument --api-key: it is given twice ("),
-        ("serve", ["--exact", "--no-exact"], "argument --exact/--no-exact: it is given twice"),
-        ("bench offline", ["--rounds", "3", "--rounds=3"], "argument --rounds: it is given twice"),
-        ("serve", ["--port", "x"], "argument --port: 'x' is not an integer"),
-        ("serve", ["--port", "70000"], "argument --port: 70000 is not between 0 and 65535"),
-        ("serve", ["--api-key", ""], "the key must not be empty"),
-        ("serve", ["a", "b\nc"], "unrecognized arguments: b c"),
-        ("generate", [], "required: prompt"),
-        ("generate", ["hi", "--temperature", "nan"], "'nan' is not finite"),
-        ("generate", ["\udcff\udcfe"], "is not valid UTF-8"),
-        ("convert", ["a", "--bits", "x"], "argument --bits: invalid int value: 'x'"),
-        ("models", ["--memory", "64TB"], "'64TB' is not a Mac's memory such as 64GB"),
-        ("connect", ["dance"], "dance"),
-        ("selftest", ["--seconds", "0"], "0 is below 1"),
-        ("bench latency", [], "required: URL"),
-        ("bench latency", ["http://x", "--prompts", "short,huge"], "'huge' is not one of"),
-        ("bench latency", ["http://x", "--api-key", "\n"], "must not begin or end with white"),
-        ("bench concurrency", ["http://x", "--concurrency", "1,0"], "0 is not between 1 and"),
-        ("bench offline", ["--depths", "0"], "0 is not between 1 and 8, and it is not 'auto'"),
+        ((), {"MLX_MTP_API_KEY": "\udcff"}, "variable MLX_MTP_API_KEY is wrong: the key is not"),
+        (("--api-key", "\n"), {}, "must not begin or end with white space"),
+        (("a", "b\nc"), {}, "unrecognized arguments: b c"),
+        (("\udcff\udcfe",), {}, "is not valid UTF-8"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_that_names_the_help(command, more, reason, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([*command.split(), *more], {})
-    error, name = capsys.readouterr().err, f"mlx-mtp {command}".strip()
-    assert error.startswith(f"{name}: ") and reason in error
-    assert error.endswith(f" (see {name} --help)\n") and error.count("\n") == 1
+def test_an_error_is_one_line_whatever_was_typed(words, environ, error, capsys):
+    """What can be written into a file is in `command_lines.txt`."""
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["serve", *words], environ) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("mlx-mtp") and error in shown and shown.count("\n") == 1
 
 
 def test_a_port_is_in_use_as_soon_as_it_is_bound(capsys, monkeypatch):
@@ -289,9 +253,6 @@ def test_all_commands_build_an_engine_that_is_exact_where_serves_is(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--prefix-cache-dir", "DIR", "--prefix-cache-size", "0"), "leave one of them out"),
-        (("--prefix-cache-dir", "DIR", "--prefix-cache-dir-size", "0"), "leaves no room"),
-        (("--prefix-cache-dir-size", "1GB"), "--prefix-cache-dir, which is not given"),
         (("--prefix-cache-dir", "FILE"), "--prefix-cache-dir .* can't be used"),
         (("--prefix-cache-dir", "LINK"), "is a symbolic link"),
         (("--prefix-cache-dir", "OPEN"), "can be written by others"),
@@ -312,52 +273,25 @@ def test_a_prefix_cache_dir_that_makes_no_sense_is_refused_before_the_weights_ar
     assert list((tmp_path / "DIR").iterdir()) == []
 
 
-OFF, DEPTH = "but MTP is off: leave out --no-enable-mtp", "--mtp-num-draft-tokens"
-
-
 @pytest.mark.parametrize(
-    ("argv", "variables", "told"),
+    ("argv", "variables"),
     [
-        ("serve --no-enable-mtp --mtp-num-draft-tokens 3", "", f"draft-tokens is for .*{OFF}"),
-        ("serve", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=2", f"draft-tokens is for .*{OFF}"),
-        ("serve --no-enable-mtp --drafts none --calibration-seconds 2", "", f"seconds is .*{OFF}"),
-        ("serve --enable-mtp --drafts copy", "", "--drafts copy for none"),
-        ("serve --no-enable-mtp --drafts mtp", "", "leave out --no-enable-mtp"),
-        (f"serve --drafts copy {DEPTH} 2", "", f"{DEPTH} is for .* --drafts copy has none"),
-        (f"serve --drafts mtp,copy {DEPTH} 2", "", f"{DEPTH} 2 is .* mtp,copy asks for copies"),
-        (f"serve --no-enable-mtp {DEPTH} 0 --mtp-optimistic 0.5", "", f"optimistic is .*{OFF}"),
-        ("serve --drafts copy --mtp-draft-vocab 99", "", "vocab is for .* --drafts copy has none"),
-        ("serve --drafts none --calibration-seconds 2", "", "seconds is for drafts, .* has none"),
-        ("serve --drafts mtp --draft-answers-size 1MB", "", "needs --drafts with copy"),
-        (f"serve {DEPTH} 2 --draft-answers-size 1MB", "", f"{DEPTH} auto and a prefix cache"),
-        ("serve --prefix-cache-size 0 --draft-answers-size 1MB", "", "and a prefix cache"),
-        ("serve --prefix-cache-size 0 --draft-answers-size 0", "", None),
-        ("serve --drafts none --mtp-optimistic 0.5", "", "--drafts none has none"),
-        ("serve --no-enable-mtp --mtp-draft-vocab 9", "ENABLE_MTP=1", OFF),
-        (f"serve --enable-mtp {DEPTH} 1 --calibration-seconds 3", "", f"{DEPTH} auto, and .* 1:"),
-        ("serve --kv-cache-quantization 8", "PREFIX_CACHE_SIZE=0", "in 8 bits .* turns that"),
-        ("serve --exact --max-decode-pause 9", "", "pause lets tokens .* --exact does not"),
-        ("serve --exact --kv-cache-quantization 8", "", "quantization lets tokens"),
-        ("serve --share-prefixes --api-key x", "", "prefixes is for .* needs --api-key-file"),
-        ("generate hi --no-enable-mtp --mtp-num-draft-tokens 1", "", OFF),
-        ("generate hi", "ENABLE_MTP=0 MTP_NUM_DRAFT_TOKENS=1", OFF),
-        ("bench offline --depths 1,2 --calibration-seconds 1", "", "auto: add it to --depths"),
-        # These agree.
-        ("serve --exact --max-decode-pause 0 --kv-cache-quantization none", "", None),
-        ("serve --no-enable-mtp --calibration-seconds 2", "", None),
-        ("serve --no-enable-mtp --drafts copy --mtp-optimistic 1", "", None),
-        ("serve --mtp-num-draft-tokens 0 --calibration-seconds 0 --cache-dir DIR", "", None),
-        ("serve --enable-mtp --calibration-seconds 0 --mtp-num-draft-tokens 1", "", None),
-        ("serve --prefix-cache-size 0 --kv-cache-quantization none", "", None),
-        ("serve", "ENABLE_MTP=1 MTP_NUM_DRAFT_TOKENS=2", None),
-        ("generate hi --no-enable-mtp --mtp-num-draft-tokens 0", "", None),
-        ("generate hi --mtp-num-draft-tokens 1", "", None),
-        ("bench offline --depths 1 --calibration-seconds 0", "", None),
+        ("serve --prefix-cache-size 0 --draft-answers-size 0", ""),
+        ("serve --exact --max-decode-pause 0 --kv-cache-quantization none", ""),
+        ("serve --no-enable-mtp --calibration-seconds 2", ""),
+        ("serve --no-enable-mtp --drafts copy --mtp-optimistic 1", ""),
+        ("serve --mtp-num-draft-tokens 0 --calibration-seconds 0 --cache-dir DIR", ""),
+        ("serve --enable-mtp --calibration-seconds 0 --mtp-num-draft-tokens 1", ""),
+        ("serve --prefix-cache-size 0 --kv-cache-quantization none", ""),
+        ("serve", "ENABLE_MTP=1 MTP_NUM_DRAFT_TOKENS=2"),
+        ("generate hi --no-enable-mtp --mtp-num-draft-tokens 0", ""),
+        ("generate hi --mtp-num-draft-tokens 1", ""),
+        ("bench offline --depths 1 --calibration-seconds 0", ""),
     ],
 )
-def test_a_flag_without_effect_is_refused_before_anything_is_loaded(
-    argv, variables, told, capsys, monkeypatch
-):
+def test_flags_that_agree_are_not_refused(argv, variables, capsys, monkeypatch):
+    """Those that are refused are in `command_lines.txt`."""
+
     def load(*_, **__):
         raise UsageError("it is loaded")
 
@@ -365,9 +299,7 @@ def test_a_flag_without_effect_is_refused_before_anything_is_loaded(
     environ = dict(f"MLX_MTP_{each}".split("=") for each in variables.split())
     words = argv.split() + (["--port", "0"] if argv.startswith("serve") else [])
     assert cli.main(words, environ) == 2
-    error = capsys.readouterr().err
-    assert re.search(told or "^mlx-mtp: it is loaded$", error), error
-    assert error.count("\n") == 1
+    assert capsys.readouterr().err == "mlx-mtp: it is loaded\n"
 
 
 @pytest.mark.parametrize("command", ["generate hi", "serve --port 0"])

@@ -1,55 +1,57 @@
-"""One answer of a server or an engine: when its tokens came, and how many came at a time.
+"""A timed answer of a server or an engine: when its tokens arrived, and how many at a time.
 
-A chunk is what one read of the connection returned, if it contained text. It is parsed when the
-answer has ended: a server may share the client's machine.
+A chunk is the text that one read of the connection returned. Reads are parsed after the answer has
+ended, as a server may share the client's machine.
 """
 
 import enum
+import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_mtp.errors import UNEXPECTED, BenchError
 
-Read = tuple[float, bytes]  # When bytes were read, by the client's clock, and the bytes.
-# By the fields of `Answer`; timings are as llama.cpp has them.
+TimedRead = tuple[
+    float, bytes
+]  # The time of a read by the client's clock in seconds, and its bytes.
+# Section and key of each count in a chunk, by the field of `TimedAnswer`; timings as in llama.cpp.
 _COUNTS = {
     "num_tokens": ("usage", "completion_tokens"),
     "prompt_tokens": ("usage", "prompt_tokens"),
     "num_drafts": ("timings", "draft_n"),
     "num_accepted": ("timings", "draft_n_accepted"),
 }
-
-
-_MOST = 1 << 53  # A larger count is none.
+_MAX_COUNT = 1 << 53
 
 
 class Split(enum.StrEnum):
-    """How the tokens of each chunk are known, best first."""
+    """How the number of tokens in each chunk is known, the best way first."""
 
-    TOLD = "told"  # The server counts in each chunk, or an engine was asked directly.
-    SINGLE = "single"  # There are as many chunks as tokens; a last one may have no text.
-    TEXT = "text"  # Estimated: the usage is divided by the length of each chunk's text.
-    CHUNKS = "chunks"  # The server sends no usage: chunks are counted as tokens.
+    TOLD = "told"  # Each chunk has a running count, or the answer is an engine's own.
+    SINGLE = "single"  # There are as many chunks as tokens; the last token may have no text.
+    TEXT = "text"  # Estimated: the usage is divided in proportion to the texts' lengths.
+    CHUNKS = "chunks"  # The server sends no usage: each chunk counts as a token.
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One answer. Times are seconds of the client's clock."""
+class TimedAnswer:
+    """The timing of one answer, in seconds of the client's clock."""
 
-    sent: float  # Before the request was sent.
-    ended: float  # When the last event came.
-    times: tuple[float, ...]  # Of each chunk, increasing.
-    tokens: tuple[float, ...]  # In each chunk; not whole numbers where they are estimated.
-    num_tokens: int  # Of the answer, those without text included.
+    sent: float  # just before the request was sent
+    ended: float  # arrival of the last event
+    times: tuple[float, ...]  # arrival of each chunk, increasing
+    tokens: tuple[float, ...]  # tokens in each chunk; fractions if they are estimated
+    num_tokens: int  # of the whole answer, tokens without text included
     split: Split
-    num_events: int  # Stream events with text, of which one read may return several.
-    prompt_tokens: int | None = None  # None if the server doesn't say.
-    num_drafts: int = 0  # Draft tokens verified, as far as the server says.
+    num_events: int  # stream events with text, of which one read may return several
+    prompt_tokens: int | None = None  # None if the server doesn't report it
+    num_drafts: int = 0  # draft tokens verified, 0 if the server doesn't report it
     num_accepted: int = 0
-    retries: int = 0  # Connections that were refused before one was accepted.
-    # Drafts verified and accepted by source and position, where the server is mlx-mtp.
+    retries: int = 0  # refused connections before one was accepted
+    # Drafts verified and accepted, by source and position; empty unless the server is mlx-mtp.
     drafts: Mapping[str, Sequence[int]] = field(default_factory=dict)
     accepted: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -68,41 +70,43 @@ class Answer:
         return sum(self.tokens[1:]) / (self.times[-1] - self.times[0])
 
 
-def parse_answer(sent: float, reads: Sequence[Read], retries: int = 0) -> Answer:
-    """Parse the stream of an answer; raises BenchError for an error in it, and if it was cut."""
+def parse_answer(sent: float, reads: Sequence[TimedRead], retries: int = 0) -> TimedAnswer:
+    """Parse an answer's stream; BenchError if it holds an error or was cut off."""
     ended, data, last = sent, "", dict[str, Any]()
     events: list[tuple[float, dict[str, Any]]] = []
     for ended, data in timed_events(reads):
         if data == "[DONE]":
             break
-        found = _parse_chunk(data)
-        last |= found
-        if found["text"]:
-            events.append((ended, found))
+        chunk = _parse_chunk(data)
+        last |= chunk
+        if chunk["text"]:
+            events.append((ended, chunk))
     if data != "[DONE]" and "finish_reason" not in last:
         raise BenchError(
             f"an answer was cut off after {len(events)} chunks: the server died or closed the "
             "connection."
         )
     if events and last.get("num_tokens") == 0:
-        del last["num_tokens"]  # There is text, so this is no count.
+        del last["num_tokens"]  # The answer has text, so this is not its count.
     tokens, split = _token_counts([event for _, event in events], last)
-    chunks: dict[float, float] = {}  # The events of one read are one chunk.
+    chunks = defaultdict[float, float](float)  # The events of one read are one chunk.
     for (at, _), count in zip(events, tokens, strict=True):
-        chunks[at] = chunks.get(at, 0.0) + count
-    chunks = {at: count for at, count in chunks.items() if count}
-    told = (*_COUNTS, "drafts", "accepted")
-    counts = {"num_tokens": len(events)} | {k: last[k] for k in told if k in last}
-    return Answer(
-        *(sent, ended, tuple(chunks), tuple(chunks.values())),
-        **{"split": split, "num_events": len(events), "retries": retries, **counts},
-    )
+        if count:
+            chunks[at] += count
+    counts = {k: v for k, v in last.items() if k not in ("text", "finish_reason")}
+    fields = {"num_tokens": len(events), "num_events": len(events), "retries": retries} | counts
+    return TimedAnswer(sent, ended, tuple(chunks), tuple(chunks.values()), split=split, **fields)
 
 
-def timed_events(reads: Iterable[Read]) -> Iterator[tuple[float, str]]:
-    """The data of each server-sent event, with the time of the read that completed it."""
-    rest, data = b"", list[bytes]()
-    for at, received in _with_end(reads):
+def timed_events(reads: Iterable[TimedRead]) -> Iterator[tuple[float, str]]:
+    """The data of each server-sent event, with the time of the read that completed it.
+
+    BenchError for data that is not UTF-8.
+    """
+    rest, data, time = b"", list[bytes](), 0.0
+    # The end of the stream completes its last event.
+    for at, received in itertools.chain(reads, [(None, b"\n\n")]):
+        time = time if at is None else at
         *lines, rest = (rest + received).split(b"\n")
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -110,52 +114,50 @@ def timed_events(reads: Iterable[Read]) -> Iterator[tuple[float, str]]:
                 data.append(line[5:].removeprefix(b" "))
             elif not line and data:
                 try:
-                    yield at, b"\n".join(data).decode()
+                    yield time, b"\n".join(data).decode()
                 except UnicodeDecodeError:
                     raise BenchError("the stream is not UTF-8.") from None
                 data = []
 
 
-def _with_end(reads: Iterable[Read]) -> Iterator[Read]:
-    at = None
-    for at, received in reads:
-        yield at, received
-    if at is not None:
-        yield at, b"\n\n"  # The end of the stream completes its last event.
+def delta_texts(delta: Mapping[str, Any]) -> dict[str, str]:
+    """What a delta adds to the "reasoning" and the "content" of a message."""
+    # Some servers send the reasoning under both names.
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return {"reasoning": reasoning, "content": delta.get("content") or ""}
 
 
 def _parse_chunk(data: str) -> dict[str, Any]:
-    """The text of a chunk, and its finish reason and counts if it has them."""
-    found: dict[str, Any] = {"text": ""}
+    """A chunk's text, its finish reason if any, and its counts by field of `TimedAnswer`."""
+    fields: dict[str, Any] = {"text": ""}
     try:
         chunk = json.loads(data)
         error = chunk.get("error")
         for choice in chunk.get("choices") or []:
             delta = choice.get("delta") or {}
-            parts = [delta.get(key) for key in ("reasoning_content", "reasoning", "content")]
+            fields["text"] += "".join(delta_texts(delta).values())
             for call in delta.get("tool_calls") or []:
                 function = call.get("function") or {}
-                parts += [function.get("name"), function.get("arguments")]
-            found["text"] += "".join(part for part in parts if part)
+                fields["text"] += (function.get("name") or "") + (function.get("arguments") or "")
             if choice.get("finish_reason"):
-                found["finish_reason"] = choice["finish_reason"]
+                fields["finish_reason"] = choice["finish_reason"]
         for name, (section, key) in _COUNTS.items():
             if (chunk.get(section) or {}).get(key) is not None:
-                found[name] = _count(chunk[section][key])
+                fields[name] = _count(chunk[section][key])
         if sources := (chunk.get("timings") or {}).get("draft_sources"):
             for name, key in (("drafts", "draft_n"), ("accepted", "draft_n_accepted")):
-                found[name] = {source: [*map(_count, own[key])] for source, own in sources.items()}
+                fields[name] = {s: [*map(_count, counts[key])] for s, counts in sources.items()}
     except UNEXPECTED:
         fault = f"the stream has {data[:60]!r}, which is not a chat completion chunk."
         raise BenchError(fault) from None
     if error is not None:
         message = error.get("message", error) if isinstance(error, dict) else error
         raise BenchError(f"an answer ended with the error: {str(message)[:300]}")
-    return found
+    return fields
 
 
 def _count(value: Any) -> int:
-    if not 0 <= (count := int(value)) <= _MOST:
+    if not 0 <= (count := int(value)) <= _MAX_COUNT:
         raise ValueError(f"{value} is no count")
     return count
 
@@ -169,15 +171,15 @@ def _token_counts(
     running = [event["num_tokens"] for event in events if "num_tokens" in event]
     if events and len(running) == count:
         steps = [float(b - a) for a, b in zip([0, *running], running)]
-        # An event without a token of its own has text that was held back before.
+        # An event without a token of its own brings text that had been held back.
         if steps[0] > 0 and min(steps) >= 0:
             return steps, Split.TOLD
     if total in (count, count + 1):
         return [1.0] * count, Split.SINGLE
     if not events:
         return [], Split.TEXT
-    # One token for each event, or less, and the others in proportion to the lengths of the texts.
-    # The token that stops an answer has no text.
+    # Each event gets one token, or less, and the rest is divided in proportion to the lengths of
+    # the texts. The token that stops an answer has no text.
     with_text = total - (last.get("finish_reason") == "stop")
     each, lengths = min(1.0, with_text / count), [len(event["text"]) for event in events]
     rest = (with_text - each * count) / sum(lengths)

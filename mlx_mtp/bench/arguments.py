@@ -1,4 +1,4 @@
-"""The arguments of `bench`. Nothing heavy is imported: --help answers at once."""
+"""The arguments of `bench`. Heavy imports wait, so that --help answers at once."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.flags import Flag, Parse, add_flags, at_least, one_of, secret, text, whole, word_or
+from mlx_mtp.flags import Flag, Parse, add_flags, at_least, secret, text, whole, word_of, word_or
 from mlx_mtp.options import DRAFT_VOCAB, DTYPE, EXACT, MODEL_FLAG, RANDOMNESS
 
 _MODEL = Flag("--model NAME", "model to ask for", text, repeated=True)
-# It may come from the environment too: a command line can be seen by others.
+# The key may also come from the environment: others can see a command line.
 API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
 _SEED = Flag("--seed N", "repeat the prompts of another run", whole(0, (1 << 63) - 1))
 _ASKING = (
@@ -34,50 +34,50 @@ _CALIBRATION = Flag(
 
 
 def add_bench(subparsers: Any) -> None:
-    """Register `bench`; each parsed namespace says in `what` which measurement it is."""
+    """Register `bench`; `what` in the parsed namespace is the measurement."""
     bench = subparsers.add_parser(
         "bench",
         help="measure a server with the OpenAI API, or the engine alone",
         description="Measure any server with the OpenAI API, or (offline) the engine alone.",
     )
-    bench.set_defaults(run=_run, environ=None)
+    bench.set_defaults(run=_run_bench, environ=None)
     what = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
     address = "the server's address, such as http://127.0.0.1:8000"
     kinds = f"lengths of prompts: {', '.join(KINDS)}"
     latency = what.add_parser("latency", help="time to the first token and between tokens")
     latency.add_argument("url", metavar="URL", help=address)
     _add_http(latency)
-    add_flags(latency, _list("--prompts KIND,...", kinds, one_of(*KINDS), KINDS[1:]))
+    add_flags(latency, _list("--prompts KIND,...", kinds, word_of(*KINDS), KINDS[1:]))
     _add_asking(latency, rounds=10)
     streams = what.add_parser("concurrency", help="rates with 1, 2, 4, 8, 16 and 32 streams")
     streams.add_argument("url", metavar="URL", help=address)
     _add_http(streams)
-    add_streams(streams, (1, 2, 4, 8, 16, 32))
+    _add_streams(streams, (1, 2, 4, 8, 16, 32))
     compare = what.add_parser("compare", help="two servers in turns, and their ratios")
     compare.add_argument("urls", metavar="URL", nargs=2, help="A and B; the ratios are of B to A")
     _add_http(compare, "; give it twice if the servers differ")
-    add_streams(compare, _COMPARED_LEVELS)
+    _add_streams(compare, _COMPARED_LEVELS)
     offline = what.add_parser("offline", help="the engine without HTTP, MTP on and off")
     depth, depths = word_or("auto", whole(1, MAX_DRAFT_TOKENS)), (1, 2, 3, "auto")
     add_flags(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE, EXACT)
     help_text = "drafts per step to measure beside MTP off"
     add_flags(offline, _list("--depths K,K,...", help_text, depth, depths))
-    add_streams(offline, _COMPARED_LEVELS)
+    _add_streams(offline, _COMPARED_LEVELS)
 
 
-def add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
-    """Add what measures several streams; `levels` are the numbers of streams by default."""
+def _add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None:
+    """Add the flags for several streams; `levels` are the default numbers of streams."""
     kinds = f"length of the prompts: {', '.join(KINDS)}"
     add_flags(
         parser,
         _list("--concurrency N,N,...", "streams at once", whole(1, 4096), levels),
-        Flag("--prompts KIND", kinds, one_of(*KINDS), default="short"),
+        Flag("--prompts KIND", kinds, word_of(*KINDS), default="short"),
         Flag("--plot FILE.png", "rate over concurrency (needs matplotlib)", Path),
     )
     _add_asking(parser, rounds=3)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_bench(options: argparse.Namespace) -> int:
     from mlx_mtp.bench.commands import run_http, run_offline
 
     return run_offline(options) if options.what == "offline" else run_http(options)
@@ -105,7 +105,7 @@ def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 
 def _list(usage: str, help_text: str, parse: Parse, default: Sequence[Any]) -> Flag:
-    """A flag of several values separated by commas."""
+    """A flag whose value is a list separated by commas, without duplicates."""
 
     def parse_all(value: str) -> list[Any]:
         return list(dict.fromkeys(parse(part.strip()) for part in value.split(",")))

@@ -1,4 +1,4 @@
-"""Asking one OpenAI-compatible server, and noting when its answers come."""
+"""A client of an OpenAI-compatible server that records when its answers arrive."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import httpx
 
-from mlx_mtp.bench.answer import Answer, Read, parse_answer
+from mlx_mtp.bench.answer import TimedAnswer, TimedRead, parse_answer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
@@ -19,7 +19,7 @@ _RETRIES = 40
 _RETRY_SECONDS = 0.05
 _CONNECT_SECONDS = 30.0
 _STREAM_OPTIONS: tuple[dict[str, bool] | None, ...] = (
-    # A count in each chunk, as vLLM, SGLang and this project have it; a strict server refuses it.
+    # With a count in each chunk, as in vLLM, SGLang and this project; strict servers refuse it.
     {"include_usage": True, "continuous_usage_stats": True},
     {"include_usage": True},
     None,
@@ -27,7 +27,7 @@ _STREAM_OPTIONS: tuple[dict[str, bool] | None, ...] = (
 
 
 class _RefusedError(BenchError):
-    """The request as it is was refused (400 or 422); another form of it may not be."""
+    """The server refused the form of a request (400 or 422); it may accept another form."""
 
 
 class HttpServer:
@@ -46,7 +46,7 @@ class HttpServer:
         self.name = name or self.url
         self._stream_options, self._connected = _STREAM_OPTIONS[0], False
         self._runner = asyncio.Runner()
-        # Compressed, several chunks would wait for each other.
+        # Compression would make chunks wait for each other.
         headers = {b"Accept-Encoding": b"identity"}
         if api_key:
             headers[b"Authorization"] = f"Bearer {api_key}".encode()
@@ -68,15 +68,15 @@ class HttpServer:
         self._runner.run(self._client.aclose())
         self._runner.close()
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        async def ask_all() -> list[Answer]:
-            # The first that fails raises here; those that still run are cancelled at the exit.
+    def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
+        async def ask_all() -> list[TimedAnswer]:
+            # The first failure raises here; requests still running are cancelled on exit.
             return await asyncio.gather(*(self._ask(p, self._asking.max_tokens) for p in prompts))
 
         return self._runner.run(ask_all())
 
     async def _connect(self) -> None:
-        """Find the model, and the form of request that the server accepts."""
+        """Find the model, and a form of request that the server accepts."""
         if self.model is None:
             self.model = await self._first_model()
         for self._stream_options in _STREAM_OPTIONS:
@@ -99,7 +99,7 @@ class HttpServer:
         except UNEXPECTED:
             raise BenchError(f"{where} lists no model; name one with --model.") from None
 
-    async def _ask(self, prompt: Prompt, max_tokens: int) -> Answer:
+    async def _ask(self, prompt: Prompt, max_tokens: int) -> TimedAnswer:
         asking = self._asking
         body: dict[str, Any] = {
             "model": self.model,
@@ -114,7 +114,7 @@ class HttpServer:
         body = {name: value for name, value in body.items() if value is not None}
         sent = perf_counter()
         for retries in range(_RETRIES + 1):
-            reads: list[Read] = []
+            reads: list[TimedRead] = []
             try:
                 await self._stream(body, reads)
                 break
@@ -133,7 +133,7 @@ class HttpServer:
         except BenchError as error:
             raise BenchError(f"{self.name}: {error}") from None
 
-    async def _stream(self, body: dict[str, Any], reads: list[Read]) -> None:
+    async def _stream(self, body: dict[str, Any], reads: list[TimedRead]) -> None:
         where = f"{self.url}/chat/completions"
         async with self._client.stream("POST", where, json=body) as response:
             if response.status_code != httpx.codes.OK:
@@ -180,7 +180,7 @@ def base_url(url: str) -> str:
 
 
 def error_text(response: httpx.Response) -> str:
-    """What a server says of an error, on one line of at most some 300 characters."""
+    """A response's error message, on one line of at most about 300 characters."""
     try:
         error = response.json()["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
@@ -191,11 +191,11 @@ def error_text(response: httpx.Response) -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """What the system said, which httpx's own message doesn't repeat."""
+    """The operating system's message, which httpx's own leaves out; else httpx's."""
     text = " ".join(str(error).split()) or type(error).__name__
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
-            # asyncio words it anew, and resolvers have error numbers of their own.
+            # asyncio rewords the message, and resolvers have error numbers of their own.
             code = error.errno or 0
             text = os.strerror(code) if code > 0 else error.strerror
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""`mlx-mtp bench`: from the parsed command line to tables and files."""
+"""The command `mlx-mtp bench`: from the parsed command line to tables and files."""
 
 import argparse
 import contextlib
@@ -21,8 +21,8 @@ from mlx_mtp.prepare import prepare_command
 _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise UsageError if a file can't be written or plotted, before the measurement."""
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise UsageError if a file can't be written or plotted; called before the measurement."""
     plot = getattr(options, "plot", None)
     report.check_writable(options.csv, options.json, plot)
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -31,36 +31,35 @@ def check(options: argparse.Namespace) -> None:
 
 def run_http(options: argparse.Namespace) -> int:
     """Measure one server or two; returns the exit status, or raises UsageError or BenchError."""
-    check(options)
+    _check_files(options)
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos, options.timeout)
     comparing = options.what == "compare"
     urls = options.urls if comparing else [options.url]
-    # A server compared with itself, or one model of it with another, still needs two names.
+    # A server compared with itself, or two models of one server, still need two names.
     names = ["A", "B"] if comparing else [None]
     models = _for_each(options.model, urls, "--model")
-    given, variable = options.api_key, options.environ.get(API_KEY.variable)
-    if given is None and variable is not None:
-        given = [API_KEY.from_text(variable)]
-    keys = _for_each(given, urls, API_KEY.name)
+    keys = options.api_key
+    if keys is None and (variable := options.environ.get(API_KEY.variable)) is not None:
+        keys = [API_KEY.from_text(variable)]
+    keys = _for_each(keys, urls, API_KEY.name)
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(HttpServer(url, asking, name=name, model=model, api_key=key))
             for url, name, model, key in zip(urls, names, models, keys, strict=True)
         ]
-        labels = {s.name: f"{s.model} at {s.url}" for s in servers}
-        if comparing:
-            labels = {name: f"{name}: {label}" for name, label in labels.items()}
-        measure_and_report(options, servers, reference="A" if comparing else None, labels=labels)
+        prefixes = [f"{server.name}: " if comparing else "" for server in servers]
+        labels = {s.name: f"{prefix}{s.model} at {s.url}" for s, prefix in zip(servers, prefixes)}
+        _measure_and_report(options, servers, reference="A" if comparing else None, labels=labels)
     return 0
 
 
 def run_offline(options: argparse.Namespace) -> int:
-    """Measure the engine, MTP off and on; returns the exit status, or raises UsageError."""
+    """Measure the engine with MTP off and on; returns the exit status, or raises UsageError."""
     seconds = options.calibration_seconds
     if seconds and "auto" not in options.depths:
         raise UsageError("--calibration-seconds is for the depth auto: add it to --depths.")
     options.calibration_seconds = CALIBRATION_SECONDS if seconds is None else seconds
-    check(options)
+    _check_files(options)
     info = prepare_command(options)
 
     from mlx_mtp import build
@@ -69,49 +68,47 @@ def run_offline(options: argparse.Namespace) -> int:
     model, tokenizer = build.load(options, enable_mtp=True)
     draft_ids = build.draft_ids(model, tokenizer, options)
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos)
-    rows, seconds = max(options.concurrency), options.calibration_seconds
+    more = (max(options.concurrency), options.calibration_seconds, draft_ids, options.exact)
     with contextlib.ExitStack() as stack:
         subjects = [
-            stack.enter_context(
-                engine_subject(
-                    model, tokenizer, depth, asking, rows, seconds, draft_ids, options.exact
-                )
-            )
+            stack.enter_context(engine_subject(model, tokenizer, depth, asking, *more))
             for depth in (0, *options.depths)
         ]
         caption = f"\n\nTokens per second of all streams together; in brackets the ratio to {OFF}."
         caption += f"\n{model.path}, {model.model_type}; {info}"
-        measure_and_report(options, subjects, contenders="engine", reference=OFF, caption=caption)
+        _measure_and_report(options, subjects, reference=OFF, caption=caption)
     return 0
 
 
-def measure_and_report(
+def _measure_and_report(
     options: argparse.Namespace,
     subjects: Sequence[Subject],
     *,
-    contenders: str | None = None,
     reference: str | None = None,
     caption: str = "",
     labels: Mapping[str, str] | None = None,
 ) -> None:
-    """Measure, print `report.table` and notes, and write the files asked for."""
+    """Measure, print `report.summary_table` with notes, and write the files asked for.
+
+    `reference` is the subject that ratios are of; `labels` are longer names of the subjects.
+    """
     if options.what == "latency":
-        cells = [(kind, 1) for kind in options.prompts]
+        combinations = [(kind, 1) for kind in options.prompts]
     else:
-        cells = [(options.prompts, level) for level in options.concurrency]
+        combinations = [(options.prompts, level) for level in options.concurrency]
     options.seed = random.getrandbits(32) if options.seed is None else options.seed
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    waves = measure(subjects, cells, options.rounds, options.warmups, options.seed)
+    waves = measure(subjects, combinations, options.rounds, options.warmups, options.seed)
     summaries = summarize(waves, [subject.name for subject in subjects], reference)
     notes = report.footnotes(summaries)
-    table = report.table(summaries, options.what, contenders)
+    table = report.summary_table(summaries, options.what)
     heading = [*labels.values(), ""] if labels else []
     how = (
         f"\nRounds: {options.rounds}, after {options.warmups} of warm-up; answers of at most "
         f"{options.max_tokens} tokens; temperature {options.temperature:g}; --seed {options.seed}."
     )
-    told = [*report.drafts_by_source(waves), *(f"Note: {note}" for note in notes)]
-    lines = [*heading, table + caption, *(["", *told] if told else []), how]
+    remarks = [*report.drafts_by_source(waves), *(f"Note: {note}" for note in notes)]
+    lines = [*heading, table + caption, *(["", *remarks] if remarks else []), how]
     say(hanging("", "\n".join(lines), width_of()))
     if options.csv is not None:
         report.write_csv(options.csv, summaries)
@@ -131,8 +128,9 @@ def measure_and_report(
         report.write_plot(options.plot, summaries, f"mlx-mtp bench {options.what}", labels or {})
 
 
-def _for_each(given: Sequence[str] | None, urls: Sequence[str], flag: str) -> list[str | None]:
-    values: list[str | None] = [None] if given is None else [*given]
-    if len(values) not in (1, len(urls)):
+def _for_each(values: Sequence[str] | None, urls: Sequence[str], flag: str) -> list[str | None]:
+    if values is None or len(values) == 1:
+        return [values[0] if values else None] * len(urls)
+    if len(values) != len(urls):
         raise UsageError(f"{flag} is given {len(values)} times, for {len(urls)} server(s).")
-    return values * len(urls) if len(values) == 1 else values
+    return [*values]

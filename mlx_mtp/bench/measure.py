@@ -1,10 +1,11 @@
-"""A measurement: subjects are asked the same prompts in turns, and the answers become figures."""
+"""A measurement: subjects get the same prompts in turns, and their answers become figures."""
 
 import contextlib
 import io
 import itertools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -12,48 +13,44 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.prompts import Prompt, PromptSource
 from mlx_mtp.console import say
 from mlx_mtp.errors import BenchError
 
-# The figures of a subject in one cell: a row of the CSV. Rates are tokens per second, times s.
+# A row of the CSV: a subject's figures for one combination. Rates are tokens/s, times seconds.
 Summary = dict[str, Any]
-Cell = tuple[str, int]  # The kind of the prompts, and how many are asked at once.
+Combination = tuple[str, int]  # the kind of the prompts, and how many are sent at once
 
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How every answer of a run is asked for."""
+    """The parameters of all requests of a run."""
 
     max_tokens: int = 128
-    temperature: float = 0.0  # Above 0 each prompt has a seed of its own.
+    temperature: float = 0.0  # Above 0, each prompt has a seed of its own.
     ignore_eos: bool = False
-    timeout: float = 600.0  # Seconds of silence after which a server is given up.
+    timeout: float = 600.0  # seconds of silence after which a server is given up
 
 
 class Subject(Protocol):
-    """What is measured: a server, or an engine with its settings."""
+    """A server, or an engine with its settings, to measure."""
 
     name: str
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Ask all of them at once; returns when the last answer has ended."""
+    def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
+        """Send all prompts at once; returns when the last answer has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """The answers of one subject that was asked a cell's prompts at once."""
+    """The answers of one subject to the prompts of a combination, in one round."""
 
     subject: str
     prompts: str
     concurrency: int
     round: int
-    answers: tuple[Answer, ...]
-
-    @property
-    def cell(self) -> Cell:
-        return self.prompts, self.concurrency
+    answers: tuple[TimedAnswer, ...]
 
     @property
     def began(self) -> float:
@@ -61,23 +58,23 @@ class Wave:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of all answers, from the first request to the last answer's end."""
+        """Tokens/s of all answers, from the first request to the end of the last answer."""
         seconds = max(answer.ended for answer in self.answers) - self.began
         return sum(answer.num_tokens for answer in self.answers) / seconds
 
 
 def measure(
     subjects: Sequence[Subject],
-    cells: Sequence[Cell],
+    combinations: Sequence[Combination],
     rounds: int,
     warmups: int,
     seed: int,
     deadline: float = math.inf,
 ) -> list[Wave]:
-    """Ask every subject the same, in turns, so that a machine that slows down slows them all.
+    """Send every subject the same prompts, in turns: a machine that slows down slows them all.
 
-    Another subject begins in each round. A round that would not end before `deadline` (of
-    `perf_counter`) is not begun. Raises BenchError if a subject gives not one token of text.
+    Another subject begins in each round. A round that would end after `deadline`, a time of
+    `perf_counter`, is not begun. BenchError if a subject answers without any text.
     """
     source, waves, took = PromptSource(seed), list[Wave](), 0.0
     for number in range(-warmups, rounds):
@@ -85,7 +82,7 @@ def measure(
         if began + took > deadline:
             break
         stage = "warming up" if number < 0 else f"round {number + 1} of {rounds}"
-        for place, (kind, count) in enumerate(cells):
+        for place, (kind, count) in enumerate(combinations):
             prompts = source.next(kind, count)
             first = (number + place) % len(subjects)
             for subject in (*subjects[first:], *subjects[:first]):
@@ -101,7 +98,7 @@ def measure(
 
 @contextlib.contextmanager
 def showing(line: str) -> Iterator[None]:
-    """Show what is being done as the last line of a terminal; nothing elsewhere."""
+    """Show a line at the bottom of a terminal while the context lasts; nothing elsewhere."""
     terminal = sys.stderr if sys.stderr.isatty() else io.StringIO()
     say(line, end="", file=terminal)
     try:
@@ -114,15 +111,13 @@ def showing(line: str) -> Iterator[None]:
 def summarize(
     waves: Sequence[Wave], subjects: Sequence[str], reference: str | None = None
 ) -> list[Summary]:
-    """A summary for each subject and cell, with ratios to the reference round by round."""
-    by_cell: dict[tuple[str | None, Cell], list[Wave]] = {}
+    """A summary for each subject and combination, with ratios to the reference by round."""
+    groups = defaultdict[tuple[str | None, Combination], list[Wave]](list)
     for wave in waves:
-        by_cell.setdefault((wave.subject, wave.cell), []).append(wave)
-    cells = itertools.product(subjects, dict.fromkeys(wave.cell for wave in waves))
+        groups[wave.subject, (wave.prompts, wave.concurrency)].append(wave)
     return [
-        _figures(by_cell[name, cell])
-        | _ratios(by_cell[name, cell], by_cell.get((reference, cell), ()))
-        for name, cell in cells
+        _figures(groups[name, each]) | _ratios(groups[name, each], groups[reference, each])
+        for name, each in itertools.product(subjects, dict.fromkeys(each for _, each in groups))
     ]
 
 
@@ -155,8 +150,8 @@ def _figures(waves: Sequence[Wave]) -> Summary:
     }
 
 
-def _ratios(own: Sequence[Wave], theirs: Sequence[Wave]) -> Summary:
-    pairs = [(a, b) for a in own for b in theirs if a.round == b.round]
+def _ratios(waves: Sequence[Wave], references: Sequence[Wave]) -> Summary:
+    pairs = [(a, b) for a in waves for b in references if a.round == b.round]
     ttfts = [[median(x.ttft for x in wave.answers) for wave in pair] for pair in pairs]
     return {
         **_with_range("rate_ratio", [a.rate / b.rate for a, b in pairs]),
@@ -165,21 +160,21 @@ def _ratios(own: Sequence[Wave], theirs: Sequence[Wave]) -> Summary:
 
 
 def percentiles(
-    name: str, values: np.ndarray, wanted: Sequence[int], weights: np.ndarray | None = None
+    name: str, values: np.ndarray, percents: Sequence[int], weights: np.ndarray | None = None
 ) -> dict[str, float | None]:
-    """Percentiles of values [N] by name, such as "ttft_p50"; None for each of no values.
+    """Percentiles of values [N] by name, such as "ttft_p50"; all None if N is 0.
 
-    Weights [N] say how often each value counts; a percentile is then one of the values.
+    Weights [N] are how often each value counts; then every percentile is one of the values.
     """
-    found: Sequence[float | None] = [None] * len(wanted)
+    results: Sequence[float | None] = [None] * len(percents)
     if len(values):
-        how: dict[str, Any] = {} if weights is None else {"method": "inverted_cdf"}
-        found = np.percentile(values, wanted, weights=weights, **how).tolist()
-    return {f"{name}_p{p}": value for p, value in zip(wanted, found)}
+        options: dict[str, Any] = {} if weights is None else {"method": "inverted_cdf"}
+        results = np.percentile(values, percents, weights=weights, **options).tolist()
+    return {f"{name}_p{p}": value for p, value in zip(percents, results)}
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are known; None where there are none."""
+    """The median of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
 

@@ -1,4 +1,4 @@
-"""The engine alone as a subject to measure: no HTTP and no text."""
+"""The engine alone, without HTTP and text, as a subject to measure."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 from time import perf_counter, sleep
 from typing import Self
 
-from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.build import build_engine, run_requests
@@ -19,11 +19,10 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.text.tokenizer import Tokenizer
 
 OFF = "MTP off"
-Timed = tuple[float, RequestOutput]
 
 
 class EngineSubject:
-    """An engine to measure, as a context manager, which starts and stops it."""
+    """An engine to measure; a context manager that starts and stops it."""
 
     def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer, asking: Asking) -> None:
         self.name, self.engine, self.asking = name, engine, asking
@@ -31,8 +30,8 @@ class EngineSubject:
 
     def __enter__(self) -> Self:
         try:
-            self.ask([Prompt("Say hello.", seed=0)])  # Starts it.
-            # It measures step costs while it is idle, which must not be while another is measured.
+            self.ask([Prompt("Say hello.", seed=0)])  # starts the engine
+            # An idle engine measures step costs, which would disturb the measurement of another.
             while self.engine.measuring:
                 sleep(0.05)
         except BaseException:
@@ -43,24 +42,24 @@ class EngineSubject:
     def __exit__(self, *_: object) -> None:
         self.engine.stop()
 
-    def ask(self, prompts: Sequence[Prompt]) -> list[Answer]:
+    def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
         asking = self.asking
         sampling = SamplingParams(
             asking.max_tokens, temperature=asking.temperature, ignore_eos=asking.ignore_eos
         )
         encode = self._tokenizer.encode_chat
-        asked = [
+        chats = [
             (encode([{"role": "user", "content": text}]), replace(sampling, seed=seed))
             for text, seed in prompts
         ]
-        return [answer for answer, _ in self.run(asked)]
+        return [answer for answer, _ in self.run(chats)]
 
     def run(
         self, prompts: Sequence[tuple[tuple[int, ...], SamplingParams]]
-    ) -> list[tuple[Answer, list[RequestOutput]]]:
-        """As `ask`, for token ids and sampling; with each answer the outputs that it came in."""
+    ) -> list[tuple[TimedAnswer, list[RequestOutput]]]:
+        """Like `ask`, for token ids and sampling; each answer comes with its engine outputs."""
         requests = [Request(f"bench-{next(self._numbers)}", *each) for each in prompts]
-        timed: dict[str, list[Timed]] = {request.request_id: [] for request in requests}
+        timed = {request.request_id: list[tuple[float, RequestOutput]]() for request in requests}
         sent = []
 
         def submitted() -> Iterator[Request]:
@@ -71,7 +70,7 @@ class EngineSubject:
         for at, output in run_requests(self.engine, submitted()):
             timed[output.request_id].append((at, output))
         return [
-            (_answer(request, at, outputs), [output for _, output in outputs])
+            (_timed_answer(request, at, outputs), [output for _, output in outputs])
             for request, at, outputs in zip(requests, sent, timed.values(), strict=True)
         ]
 
@@ -84,32 +83,28 @@ def engine_subject(
     max_num_seqs: int,
     calibration_seconds: float = 0.0,
     draft_ids: Sequence[int] | None = None,
-    exact: bool | None = None,  # None: as `serve` does by default
+    exact: bool | None = None,  # None: the default of `serve`
 ) -> EngineSubject:
-    """A new engine over weights that others may share; depth 0 is MTP off."""
-    name = f"MTP, k = {depth}"
+    """A new engine; the model's weights may be shared with others. Depth 0 turns MTP off."""
+    name = "MTP, auto" if depth == "auto" else f"MTP, k = {depth}"
     if depth == 0:
         name, model, draft_ids = OFF, model.without_head(), None
-    elif depth == "auto":
-        name = "MTP, auto"
-    config = EngineConfig(
-        depth,
-        max_num_seqs,
-        calibration_seconds=calibration_seconds,
-        exact=model.is_exact(exact),
-    )
+    exact = model.is_exact(exact)
+    config = EngineConfig(depth, max_num_seqs, calibration_seconds=calibration_seconds, exact=exact)
     ids = tokenizer.eos_token_ids
     engine = build_engine(model, config, tokenizer.vocab_size, ids, draft_ids=draft_ids)
     return EngineSubject(name, engine, tokenizer, asking)
 
 
-def _answer(request: Request, sent: float, timed: Sequence[Timed]) -> Answer:
-    chunks = [(at, len(output.token_ids)) for at, output in timed if output.token_ids]
-    times, tokens = tuple(at for at, _ in chunks), tuple(float(count) for _, count in chunks)
+def _timed_answer(
+    request: Request, sent: float, timed: Sequence[tuple[float, RequestOutput]]
+) -> TimedAnswer:
+    chunks = [(at, float(len(output.token_ids))) for at, output in timed if output.token_ids]
+    times, tokens = tuple(at for at, _ in chunks), tuple(count for _, count in chunks)
     stats = EngineStats()
     for _, output in timed:
         stats.count_window(output.draft_source, output.num_draft_tokens, output.num_accepted_tokens)
-    return Answer(
+    return TimedAnswer(
         *(sent, timed[-1][0], times, tokens),
         *(int(sum(tokens)), Split.TOLD, len(chunks), len(request.prompt_token_ids)),
         num_drafts=stats.num_draft_tokens,

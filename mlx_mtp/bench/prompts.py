@@ -1,9 +1,9 @@
-"""Prompts of a few lengths, different within a sentence: a server may keep a prompt's beginning."""
+"""Prompts of a few lengths that differ in their first sentence, as servers cache prefixes."""
 
 import random
 from typing import NamedTuple
 
-# A line, always of one task; a line, of varied tasks; a text of so many words and a task about it.
+# One line with always the same task; one line with varied tasks; a text of `_WORDS` and a task.
 KINDS = ("story", "short", "medium", "long")
 _WORDS = {"medium": 400, "long": 3000}
 _ATTEMPTS = 16
@@ -55,19 +55,19 @@ class PromptSource:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._given, self._turns = set[str](), 0
+        self._used, self._calls = set[str](), 0
 
     def next(self, kind: str, count: int) -> list[Prompt]:
-        """So many prompts of one of `KINDS`, to be asked at once; the tasks take turns."""
-        self._turns += 1
-        return [self._unused(kind, self._turns + index) for index in range(count)]
+        """`count` different prompts of one of `KINDS`, to send at once; the tasks take turns."""
+        self._calls += 1
+        return [self._unused(kind, self._calls + index) for index in range(count)]
 
     def _unused(self, kind: str, number: int) -> Prompt:
-        # Where a task's variants are used up, the next task is tried.
+        # If all variants of a task are used up, the next task is tried.
         texts = (self._text(kind, number + attempt) for attempt in range(_ATTEMPTS))
-        text = next((text for text in texts if text not in self._given), None)
-        text = text or f"{self._text(kind, number)} (Number {len(self._given)})"
-        self._given.add(text)
+        text = next((text for text in texts if text not in self._used), None)
+        text = text or f"{self._text(kind, number)} (Number {len(self._used)})"
+        self._used.add(text)
         return Prompt(text, self._random.getrandbits(31))
 
     def _text(self, kind: str, number: int) -> str:
@@ -77,7 +77,7 @@ class PromptSource:
         sentences = [_SENTENCES[0].format(**words)]
         length = len(sentences[0].split())
         while length < _WORDS[kind]:
-            # Half of them are about the hero, or the text would be about nobody.
+            # Half of the sentences are about the hero, or the text would be about nobody.
             chosen = self._words() | (words if self._random.random() < 0.5 else {})
             sentences.append(self._random.choice(_SENTENCES).format(**chosen))
             length += len(sentences[-1].split())

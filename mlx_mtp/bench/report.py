@@ -1,4 +1,4 @@
-"""What a measurement leaves: tables that can be read in a terminal too, CSV, JSON and a plot."""
+"""The output of a measurement: tables for a terminal or in Markdown, CSV, JSON and a plot."""
 
 import csv
 import dataclasses
@@ -58,8 +58,8 @@ _REMARKS: dict[str, Callable[[Summary], bool]] = {
 }
 
 
-class _Cells(string.Formatter):
-    """Of tables: None is "-", and the format `ms` shows milliseconds."""
+class _CellFormatter(string.Formatter):
+    """Formats None as "-"; the format `ms` shows seconds as milliseconds."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
@@ -70,53 +70,54 @@ class _Cells(string.Formatter):
 
 
 def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Markdown, or columns for a terminal; all but the first `left` are flush right."""
+    """A table, in Markdown unless standard output is a terminal.
+
+    The first `left` columns are flush left, the others flush right.
+    """
     if (width := width_of()) is not None:
         return columns(header, rows, left, width)
-    # A pipe would end a cell.
-    table = [[cell.replace("|", "/") for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    rules = [f":{'-' * (n - 1)}" if i < left else f"{'-' * (n - 1)}:" for i, n in enumerate(widths)]
-    lines = []
-    for row in (table[0], rules, *table[1:]):
-        cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    # A vertical bar would end a cell.
+    lines = [[cell.replace("|", "/") for cell in row] for row in (header, *rows)]
+    aligned = []
+    for number, column in enumerate(zip(*lines)):
+        width = max(map(len, column))
+        rule, align = "-" * (width - 1), str.ljust if number < left else str.rjust
+        rule = f":{rule}" if number < left else f"{rule}:"
+        aligned.append([align(cell, width) for cell in (column[0], rule, *column[1:])])
+    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*aligned))
 
 
-def table(summaries: Sequence[Summary], what: str, contenders: str | None = None) -> str:
-    """The table of `bench latency`, `concurrency` or `compare`, which has A's summaries first.
-
-    With `contenders`, a word for the subjects: a row for each, a column for each number of streams.
-    """
-    if contenders is not None:
+def summary_table(summaries: Sequence[Summary], what: str) -> str:
+    """The table of a `bench` command; the first half of the summaries of `compare` is A's."""
+    if what == "offline":
         levels = dict.fromkeys(f"{s['concurrency']} at once" for s in summaries)
         rows = []
         for subject in dict.fromkeys(s["subject"] for s in summaries):
-            own = [s for s in summaries if s["subject"] == subject]
-            drafts, accepted = (sum(s[key] for s in own) for key in ("num_drafts", "num_accepted"))
+            of_subject = [s for s in summaries if s["subject"] == subject]
+            drafts, accepted = (
+                sum(s[key] for s in of_subject) for key in ("num_drafts", "num_accepted")
+            )
             share = f"{accepted / drafts:.1%}" if drafts else NOTHING
-            rows.append([subject, *(rate_and_ratio(s, 0) for s in own), share])
-        return render([contenders, *levels, "drafts accepted"], rows)
+            rows.append([subject, *(rate_and_ratio(s, 0) for s in of_subject), share])
+        return render(["engine", *levels, "drafts accepted"], rows)
     header, row = (line.split(" | ") for line in _TABLES[what])
     if what == "compare":
         half = len(summaries) // 2
         pairs = zip(summaries[:half], summaries[half:], strict=True)
         summaries = [{**b, "of_a": a} for a, b in pairs]
-    return render(header, [[_Cells().vformat(cell, (), s) for cell in row] for s in summaries])
+    return render(
+        header, [[_CellFormatter().vformat(cell, (), s) for cell in row] for s in summaries]
+    )
 
 
 def rate_and_ratio(summary: Summary, digits: int) -> str:
-    """Tokens per second, and in brackets the ratio to the reference."""
+    """Tokens per second, and in brackets the ratio to the reference if there is one."""
     ratio = summary["rate_ratio"]
     return f"{summary['rate']:.{digits}f}" + ("" if ratio is None else f" ({ratio:.2f})")
 
 
 def footnotes(summaries: Sequence[Summary]) -> list[str]:
-    """What a reader of the figures must know of how they were measured."""
+    """Remarks on how the figures were measured, with the subjects that each is about."""
     only_one = len({s["subject"] for s in summaries}) == 1
     notes = []
     for remark, applies in _REMARKS.items():
@@ -128,16 +129,14 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
 
 
 def drafts_by_source(waves: Sequence[Wave]) -> list[str]:
-    """What each subject drafted, and the share accepted at each position, for those that say so."""
-    totals: dict[tuple[str, str], dict[str, Counter[int]]] = {}
-    for wave in waves:
-        for answer, source in ((each, source) for each in wave.answers for source in each.drafts):
-            counts = totals.setdefault((wave.subject, source), defaultdict(Counter))
-            counts["drafts"].update(dict(enumerate(answer.drafts[source])))
-            counts["accepted"].update(dict(enumerate(answer.accepted[source])))
+    """A line per subject and source of drafts: how many, and the share accepted by position."""
+    totals = defaultdict[tuple[str, str], list[Counter[int]]](lambda: [Counter(), Counter()])
+    for subject, answer in ((wave.subject, answer) for wave in waves for answer in wave.answers):
+        for source in answer.drafts:
+            for sums, counts in zip(totals[subject, source], (answer.drafts, answer.accepted)):
+                sums.update(dict(enumerate(counts[source])))
     lines = []
-    for (subject, source), counts in sorted(totals.items()):
-        drafts, accepted = counts["drafts"], counts["accepted"]
+    for (subject, source), (drafts, accepted) in sorted(totals.items()):
         shares = " ".join(f"{accepted[n] / drafts[n]:.0%}" for n in sorted(drafts) if drafts[n])
         total = f"{accepted.total():,} of {drafts.total():,}"
         lines.append(f"{subject}: {total} drafts of {source} accepted, by position {shares}.")
@@ -145,7 +144,7 @@ def drafts_by_source(waves: Sequence[Wave]) -> list[str]:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Before the measurement: raise UsageError for a file that can't be written."""
+    """Raise UsageError if a file can't be written; called before the measurement."""
     for path in filter(None, paths):
         if path.is_dir():
             raise UsageError(f"{path} is a directory; give a file.")
@@ -154,21 +153,21 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def write_csv(path: Path, summaries: Sequence[Summary]) -> None:
-    """A row for each summary; what is None is empty."""
+    """Write a row per summary; None becomes an empty field."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(summaries[0]))
     writer.writeheader()
     writer.writerows(summaries)
-    _write(path, text.getvalue().encode())
+    _write_bytes(path, text.getvalue().encode())
 
 
 def write_json(path: Path, content: Any) -> None:
-    """JSON; paths and the like become text."""
-    _write(path, json.dumps(content, indent=1, default=str).encode() + b"\n")
+    """Write JSON; values of other types, such as paths, become text."""
+    _write_bytes(path, json.dumps(content, indent=1, default=str).encode() + b"\n")
 
 
 def wave_fields(wave: Wave) -> dict[str, Any]:
-    """A wave for JSON; the times of its answers are counted from its first request."""
+    """A wave for JSON, with times in seconds from its first request."""
     fields = dataclasses.asdict(wave)
     for answer in fields["answers"]:
         answer |= {key: answer[key] - wave.began for key in ("sent", "ended")}
@@ -179,8 +178,8 @@ def wave_fields(wave: Wave) -> dict[str, Any]:
 def write_plot(
     path: Path, summaries: Sequence[Summary], title: str, labels: Mapping[str, str]
 ) -> None:
-    """A PNG: all streams together on the left, one stream on the right, a line per subject."""
-    # Without pyplot there is no window, no global state and no display to look for.
+    """Write a PNG with a line per subject: all streams together, and beside it one stream."""
+    # Without pyplot there is no global state, and no display is needed.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.6), dpi=144, layout="constrained")
@@ -190,14 +189,14 @@ def write_plot(
     each.set_title("one stream, after its first token (median)", fontsize="medium")
     subjects = list(dict.fromkeys(s["subject"] for s in summaries))
     for index, subject in enumerate(subjects):
-        own = [s for s in summaries if s["subject"] == subject]
-        # Moved aside a little, or the bars would hide each other.
+        points = [s for s in summaries if s["subject"] == subject]
+        # Subjects are moved aside a little, or their bars would hide each other.
         shift = 2 ** (0.04 * (index - (len(subjects) - 1) / 2))
-        where = [s["concurrency"] * shift for s in own]
-        rates = np.array([(s["rate"], s["rate_min"], s["rate_max"]) for s in own]).T
+        x = [s["concurrency"] * shift for s in points]
+        rates = np.array([(s["rate"], s["rate_min"], s["rate_max"]) for s in points]).T
         bars, label = abs(rates[1:] - rates[0]), labels.get(subject, subject)
-        together.errorbar(where, rates[0], yerr=bars, marker="o", capsize=3, label=label)
-        each.plot(where, [s["request_rate"] or float("nan") for s in own], marker="o")
+        together.errorbar(x, rates[0], yerr=bars, marker="o", capsize=3, label=label)
+        each.plot(x, [s["request_rate"] or float("nan") for s in points], marker="o")
     levels = sorted({s["concurrency"] for s in summaries})
     for axes in (together, each):
         axes.set_xscale("log", base=2)
@@ -209,10 +208,10 @@ def write_plot(
     together.legend()
     image = io.BytesIO()
     figure.savefig(image, format="png")
-    _write(path, image.getvalue())
+    _write_bytes(path, image.getvalue())
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_bytes(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:

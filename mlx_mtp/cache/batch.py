@@ -1,4 +1,4 @@
-"""All layers' caches of one batch, advanced together."""
+"""The caches of all layers of one batch, which advance together."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 
 
 class BatchCache:
-    """The layers' caches of B rows of `offset` tokens; a pass is `begin`, the model, `commit`."""
+    """The layers' caches of B rows of `offset` tokens (int32 [B]).
+
+    A pass is `begin`, the model, `commit`.
+    """
 
     def __init__(self, layers: Sequence[LayerCache], num_rows: int) -> None:
         self.layers: list[LayerCache] = list(layers)
-        self.head: RaggedKVCache | None = None  # KV of an MTP head, in the trunk's places
+        self.head: RaggedKVCache | None = None  # KV of the MTP head, in the same layout
         self.layout = Layout(num_rows)
         self.offset = mx.zeros(num_rows, dtype=mx.int32)
 
     def reserve(self, limits: Sequence[int], rooms: Sequence[int] | None = None) -> None:
-        """Make room for what each row is going to hold.
+        """Make room for the tokens that each row is going to hold. Call before every pass.
 
-        Must precede every pass: a write past a row's room would go to the next row. `limits` are
-        bounds of the rows' lengths after the pass, and `rooms` what is allocated, if that is more.
+        Without it a write could go to the next row. `limits` are upper bounds of the rows' lengths
+        after the pass, `rooms` the lengths to allocate, if these are more.
         """
         if moves := self.layout.arrange(limits, rooms or limits):
             for cache in self.attention():
                 cache.rearrange(self.layout, moves)
 
     def begin(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
-        """Prepare for a window of each row, for which there is room.
+        """Prepare for a window of `lengths[b]` tokens per row, for which there is room.
 
-        `kept`, int32 [B], is how much of it each row will keep; None for a verify window.
+        `kept`, int32 [B], is the number of tokens that each row will keep; None if a verify
+        decides that.
         """
         packing = Packing(self.layout, self.offset, lengths)
         for cache in self.layers:
@@ -47,10 +51,10 @@ class BatchCache:
         return packing
 
     def commit(self, num_kept: mx.array) -> None:
-        """Keep the first `num_kept[b]` positions of the window that just ran (int32 [B])."""
+        """Keep the first `num_kept[b]` positions of the last window; int32 [B]."""
         self.offset = self.offset + num_kept
         for cache in self.layers:
-            del cache.packing  # its masks are large
+            del cache.packing  # Its masks are large.
             if isinstance(cache, GatedDeltaCache) and cache.coming is None:
                 cache.num_kept = num_kept
 
@@ -83,5 +87,5 @@ class BatchCache:
                 yield from cache.arrays()
 
     def attention(self) -> list[RaggedKVCache]:
-        """The KV of all layers, the head's included."""
+        """The KV caches of all layers and of the head."""
         return [c for c in (*self.layers, self.head) if isinstance(c, RaggedKVCache)]

@@ -7,13 +7,13 @@ import copy
 import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels.gated_delta import fold, run
-from mlx_mtp.kernels.gdn_types import Convolution, Pending, Projected, Shape
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import conv_tail
-from mlx_mtp.kernels.short_conv import prepare
+from mlx_mtp.kernels.recurrence import fold, run
+from mlx_mtp.kernels.short_conv import convolve
 
 # State, pending window, history, and how much is kept of this window and of the next one.
-Held = tuple[mx.array, Pending | None, mx.array, mx.array | None, mx.array | None]
+Held = tuple[mx.array, PendingWindow | None, mx.array, mx.array | None, mx.array | None]
 
 _LONGEST_HISTORY = 16  # longer windows leave only their last inputs
 
@@ -27,11 +27,11 @@ class GatedDeltaCache:
 
     packing: Packing  # of the pass
 
-    def __init__(self, num_rows: int, shape: Shape, dtype: mx.Dtype) -> None:
+    def __init__(self, num_rows: int, shape: GDNShape, dtype: mx.Dtype) -> None:
         _, dk, hv, dv, self._conv_size = shape
         # Float32 [B, Hv, Dv, Dk], before the pending window.
         self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
-        self.pending: Pending | None = None  # a window that has not been folded
+        self.pending: PendingWindow | None = None  # a window that has not been folded
         # The convolution's last inputs, [B, K-1+P, C], P of the last window.
         self.history = mx.zeros((num_rows, self._conv_size - 1, shape.channels), dtype=dtype)
         self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
@@ -55,9 +55,9 @@ class GatedDeltaCache:
     def held(self, held: Held) -> None:
         self.state, self.pending, self.history, self.num_kept, self.coming = held
 
-    def run(self, projected: Projected, convolution: Convolution) -> mx.array:
+    def run(self, projected: GDNProjections, convolution: ShortConvWeights) -> mx.array:
         """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""
-        q, window, conv_input = prepare(projected, convolution, self.history, self.num_kept)
+        q, window, conv_input = convolve(projected, convolution, self.history, self.num_kept)
         outputs, self.state, self.pending = run(
             q, window, self.state, self.pending, self.num_kept, self.coming
         )

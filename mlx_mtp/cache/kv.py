@@ -10,28 +10,21 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import prefill_attention
-from mlx_mtp.kernels.cuda import decode_attention, flash_attention
-from mlx_mtp.kernels.gpu import backend
-
-# On Metal mlx's attention reads the KV once for all query heads of a KV head where there are so
-# many keys, up to 8 positions, and up to 32 pairs of a position and one of these heads. Of more, at
-# this dimension, it is separate operations.
-_FUSED_KEYS, _FUSED_POSITIONS, _FUSED_PAIRS, _FUSED_DIM = 4096, 8, 32, 256
+from mlx_mtp.kernels import attention
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 
 
 class RaggedKVCache:
-    """Keys and values of rows, each row's left-aligned in its slot.
+    """Keys and values of rows, each row's from the beginning of its slot on.
 
-    A window overwrites what lies behind a row's valid entries, so a rejection costs nothing.
+    A window overwrites what is behind a row's valid entries, so a rejection costs nothing.
     """
 
-    packing: Packing  # of the trunk's pass; the head's are arguments
+    packing: Packing  # of the target model's pass; the MTP head passes its own
 
     def __init__(self) -> None:
-        # Lines of keys, then of values, [2 * slots * heads * capacity, dim], made at the first
-        # write to a buffer. So a write is one launch, with one index: what mlx computes for each
-        # number grows with the axes and indices.
+        # Keys, then values, as lines [2 * slots * heads * capacity, dim]; made at the first write.
+        # So a write is one launch with one index: mlx's cost per number grows with the axes.
         self.buffers: dict[Buffer, mx.array] = {}
 
     def write(self, packing: Packing, entries: mx.array) -> None:
@@ -41,35 +34,23 @@ class RaggedKVCache:
         arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
         lines = packing.lines(heads)
         write: Callable[..., list[mx.array]] = _write
-        if backend() is not None and packing.longest <= decode_attention.LONGEST:
+        if backend() is not None and packing.longest <= LONGEST_WINDOW:
             write = _compiled(*(each.shape for each in (*arrays, *lines)))
         written = write(entries[packing.by_part], lines, arrays)
         self.buffers |= dict(zip(buffers, written, strict=True))
 
     def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
         """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
-        own = [self.buffers[part.buffer] for part in packing.parts]
-        kv_heads = _heads(packing.parts[0].buffer, own[0])
-        if decode_attention.fits(queries, own[0], kv_heads, packing.longest, scale):
-            plan = packing.plan(queries.shape[1] // kv_heads)
-            return decode_attention.attend(queries, packing.positions, own, kv_heads, plan)
+        arrays = [self.buffers[part.buffer] for part in packing.parts]
+        kv_heads, rows = _heads(packing.parts[0].buffer, arrays[0]), packing.window_slots
+        given = queries, packing.positions, arrays, kv_heads, rows, packing.longest, scale
+        if (attended := attention.attend_windows(*given)) is not None:
+            return attended
         outputs = []
-        for part, array in zip(packing.parts, own, strict=True):
-            tokens, whole = part.rect(queries), _by_axis(part.buffer, array)
-            keys, values = whole  # views; an integer as the only index would copy
-            if flash_attention.fits(tokens, keys, scale):
-                one = tokens.squeeze(0), keys, values, part.positions.squeeze(0)
-                outputs.append(flash_attention.attend(*one)[None])
-                continue
-            keys, values = whole[:, : part.used, :, : part.limit]
-            rows = tokens.swapaxes(1, 2)
-            # A chunk of one prompt; where windows begin the host does not know.
-            if part.length > decode_attention.LONGEST and prefill_attention.fits(rows):
-                at = part.positions.squeeze(0), part.known
-                attended = prefill_attention.attend(rows, keys, values, *at, scale)
-            else:
-                attended = _attend(rows, keys, values, scale, part.mask)
-            outputs.append(attended.swapaxes(1, 2))
+        for part, array in zip(packing.parts, arrays, strict=True):
+            rectangle = part.rect(queries), _by_axis(part.buffer, array), part.positions
+            limits = part.mask, part.limit, part.known
+            outputs.append(attention.attend_rectangle(*rectangle, *limits, scale))
         return packing.join(outputs)
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
@@ -91,12 +72,12 @@ class RaggedKVCache:
         self.buffers = {b: self.buffers[b] for b in layout.buffers if b in self.buffers}
         for (keys, values), place in moved:
             self.put(place, 0, keys, values)
-        # Of long rows at once, so that copies of one layer exist at a time.
+        # Long rows at once, so that copies of only one layer exist at a time.
         long = {buffer for _, (buffer, _) in moved if most_slots(buffer.capacity) == 1}
         mx.eval([self.buffers[buffer] for buffer in long])
 
     def select(self, copies: Mapping[Buffer, Buffer]) -> RaggedKVCache:
-        """A cache of copies of these buffers; nothing is copied before it is written."""
+        """A cache with copies of these buffers; nothing is copied before a write."""
         selected = RaggedKVCache()
         pairs = copies.items()
         selected.buffers = {b: self.buffers[old] for b, old in pairs if old in self.buffers}
@@ -109,13 +90,13 @@ class RaggedKVCache:
         return list(self.buffers.values())
 
     def _writable(self, buffer: Buffer, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
-        """A handle of our own: what a batch that was split off refers to stays as it is."""
+        """A buffer's array to write to. Copy on write: another batch may share the buffer."""
         if buffer in self.buffers:
-            own = copy.copy(self.buffers[buffer])
+            array = copy.copy(self.buffers[buffer])
         else:
-            own = mx.zeros((2 * buffer.slots * heads * buffer.capacity, dim), dtype=dtype)
-        self.buffers[buffer] = own
-        return own
+            array = mx.zeros((2 * buffer.slots * heads * buffer.capacity, dim), dtype=dtype)
+        self.buffers[buffer] = array
+        return array
 
 
 def _heads(buffer: Buffer, array: mx.array) -> int:
@@ -128,38 +109,20 @@ def _by_axis(buffer: Buffer, array: mx.array) -> mx.array:
     return array.reshape(axes)
 
 
-def _attend(
-    queries: mx.array,  # [slots, heads, T, dim]
-    keys: mx.array,  # [slots, KV heads, limit, dim]
-    values: mx.array,
-    scale: float,
-    mask: mx.array,  # bool [slots, 1, T, limit]
-) -> mx.array:
-    """By mlx's operation; on Metal a window is cut into pieces that its fused form takes."""
-    _, heads, length, dim = queries.shape
-    most = min(_FUSED_POSITIONS, _FUSED_PAIRS * keys.shape[1] // heads)
-    is_fused = dim == _FUSED_DIM and keys.shape[2] >= _FUSED_KEYS and most > 0
-    if backend() != "metal" or length > decode_attention.LONGEST or length <= most or not is_fused:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-    pieces = [slice(at, at + most) for at in range(0, length, most)]
-    attended = [_attend(queries[:, :, own], keys, values, scale, mask[:, :, own]) for own in pieces]
-    return mx.concatenate(attended, axis=2)
-
-
 def _write(
     entries: mx.array,  # [N, 2, heads, dim]
     lines: list[mx.array],  # see `Packing.lines`
     arrays: list[mx.array],  # of all buffers
 ) -> list[mx.array]:
     new, first = entries.reshape(-1, entries.shape[-1]), 0
-    for own, array in zip(lines, arrays, strict=True):
-        array[own] = new[first : first + len(own)]
-        first += len(own)
+    for index, array in zip(lines, arrays, strict=True):
+        array[index] = new[first : first + len(index)]
+        first += len(index)
     return arrays
 
 
-# With many buffers a step has as many writes as all else, and mlx repeats compiled ones fast. The
-# key has the shapes because a compiled function keeps an entry for each as long as it lives.
+# With many buffers half of a step's launches are writes, and mlx repeats compiled ones fast. The
+# shapes are in the key because a compiled function keeps an entry per shape as long as it lives.
 @functools.lru_cache(maxsize=1024)
 def _compiled(*_shapes: Sequence[int]) -> Callable[..., list[mx.array]]:
     return mx.compile(lambda *inputs: _write(*inputs))

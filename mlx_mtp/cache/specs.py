@@ -1,6 +1,6 @@
-"""Layer specs: what each layer of a model keeps in the caches, and computes for a position.
+"""Layer specs: what each layer of a model caches, and how much it computes per position.
 
-The memory that serving takes is computed from them before anything is allocated.
+The memory plan is made from them before anything is allocated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import most_slots, rounded_capacity
-from mlx_mtp.kernels.gdn_types import Shape
+from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.kernels.portable import CHUNK
 
 _FLOAT32 = _INT32 = 4
@@ -25,16 +25,16 @@ class MLPSpec:
     """An MLP, or a mixture of experts."""
 
     hidden_size: int
-    inner_size: int  # of the MLP, or of all experts together that one position uses
+    inner_size: int  # of the MLP, or of all experts that one position uses together
     num_experts: int = 0
     experts_per_token: int = 0
 
     def part(self, ranks: int) -> MLPSpec:
-        """What one of so many ranks has."""
+        """The part of each of `ranks` ranks."""
         return replace(self, inner_size=self.inner_size // ranks)
 
     def activations(self) -> int:
-        """Numbers that one position has here, in the norms and in the residual stream."""
+        """Activations of one position here, in the norms and in the residual stream."""
         experts = 2 * self.experts_per_token * self.hidden_size
         return 3 * self.inner_size + experts + 6 * self.hidden_size
 
@@ -56,11 +56,11 @@ class AttentionSpec:
         return RaggedKVCache()
 
     def activations(self) -> int:
-        """Numbers that one position has in the layer, the MLP apart."""
+        """Activations of one position in the layer without its MLP."""
         return 4 * (self.heads + self.kv_heads) * self.head_dim
 
     def token_nbytes(self, itemsize: int) -> int:
-        """What a token takes in the cache, where a number has so many bytes."""
+        """Bytes of a token in the cache; `itemsize`: bytes per number."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
@@ -69,7 +69,7 @@ class GatedDeltaSpec:
     """A GatedDeltaNet layer."""
 
     mlp: MLPSpec
-    shape: Shape
+    shape: GDNShape
 
     def part(self, ranks: int) -> GatedDeltaSpec:
         keys, values = self.shape.key_heads // ranks, self.shape.value_heads // ranks
@@ -80,13 +80,13 @@ class GatedDeltaSpec:
         return GatedDeltaCache(num_rows, self.shape, dtype)
 
     def activations(self) -> int:
-        """Numbers that one position has in the layer, the MLP apart."""
+        """Activations of one position in the layer without its MLP."""
         hk, dk, hv, dv, _ = self.shape
-        # Projections and convolution; the chunkwise rule has as many key heads as value heads.
+        # Projections and convolution; the chunkwise form has as many key heads as value heads.
         return 4 * (hk * dk + hv * dv) + self.shape.channels + hv * (4 * dk + 6 * CHUNK)
 
     def state_nbytes(self, itemsize: int) -> dict[str, int]:
-        """What a row takes in the cache whatever its length, by what it is."""
+        """Bytes of a row in the cache at any length, by name."""
         _, dk, hv, dv, kernel = self.shape
         return {
             "recurrent state (float32)": hv * dv * dk * _FLOAT32,
@@ -94,7 +94,7 @@ class GatedDeltaSpec:
         }
 
     def window_nbytes(self, depth: int, itemsize: int) -> int:
-        """What a decode step of a row with so many drafts leaves to the next step."""
+        """Bytes that a decode step with `depth` drafts leaves pending, per row."""
         hk, dk, hv, dv, _ = self.shape
         pending = hk * dk * itemsize + hv * dv * _FLOAT32 + hv * _FLOAT32
         return (depth + 1) * (self.shape.channels * itemsize + (pending if depth else 0))
@@ -105,10 +105,10 @@ LayerSpec = AttentionSpec | GatedDeltaSpec
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """Bytes that rows take in the caches."""
+    """Bytes of rows in the caches."""
 
-    layers: tuple[LayerSpec, ...]  # of the trunk
-    has_head: bool  # whose layer is as the trunk's attention
+    layers: tuple[LayerSpec, ...]  # of the target model
+    has_head: bool  # an MTP head, with a layer like the last attention layer
     itemsize: int  # bytes of an activation
 
     @cached_property
@@ -129,25 +129,26 @@ class CacheMemory:
 
     @cached_property
     def states(self) -> dict[str, int]:
+        """Bytes of a row at any length, by name."""
         total: Counter[str] = Counter()
         for layer in self.recurrent:
             total.update(layer.state_nbytes(self.itemsize))
-        total["counters"] = _INT32  # its length
+        total["counters"] = _INT32  # the row's length
         return dict(total)
 
     def window(self, depth: int) -> int:
-        """What each decode step with so many drafts leaves to the next, besides."""
-        left = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.recurrent)
-        return left + (_INT32 if left else 0)
+        """Bytes that a decode step with `depth` drafts leaves pending in all layers, per row."""
+        pending = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.recurrent)
+        return pending + (_INT32 if pending else 0)
 
     def kv(self, tokens: int) -> int:
-        """The KV of a row that has room for so many tokens."""
+        """Bytes of KV of a row with room for `tokens`."""
         return rounded_capacity(tokens) * (self.kv_per_token + self.head_kv_per_token)
 
     def most_kv(self, tokens: int) -> int:
-        """With the empty slots that a class may have (see `Layout.arrange`)."""
+        """The same with the empty slots that a size class may have (see `Layout.arrange`)."""
         return self.kv(tokens) * (2 if most_slots(rounded_capacity(tokens)) > 1 else 1)
 
     def states_and_window(self, depth: int | None) -> int:
-        """The rest of a row; `depth` is None between a prompt and the first step."""
+        """Bytes of a row without KV; `depth` None: before its first decode step."""
         return sum(self.states.values()) + (0 if depth is None else self.window(depth))

@@ -1,1 +1,1 @@
-"""`mlx-mtp chat`: a conversation in the terminal, with a running server or one of its own."""
+"""`mlx-mtp chat`: a conversation in the terminal, with a running server or its own."""

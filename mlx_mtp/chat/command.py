@@ -1,4 +1,4 @@
-"""The commands `generate` and `chat`. Nothing heavy is imported before one of them runs."""
+"""The commands `generate` and `chat`. Heavy imports wait until one of them runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_mtp import backend
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, characters, resolve, secret
-from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS, check_generate
+from mlx_mtp.options import GENERATE_FLAGS, SAMPLING, SERVE_FLAGS, check_generate
 from mlx_mtp.prepare import prepare_command
 
 if TYPE_CHECKING:
@@ -24,33 +24,27 @@ if TYPE_CHECKING:
 
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 _OF_ENGINE = ("model", "multi-token prediction")
-_SENT = (
-    *("max_tokens", "stop", "seed", "temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+
+
+_CHANGES: dict[str, dict[str, Any]] = {
+    "model": {
+        "usage": "model: model MODEL|URL",
+        "help": "a directory, a hub id, or the address of a running server; also as --model",
+    },
+    "max_tokens": {"default_text": "what the context has room for"},
+}
+CHAT_FLAGS = (
+    *(replace(flag, **_CHANGES.get(flag.key, {})) for flag in GENERATE_FLAGS),
+    Flag("--api-key KEY", "the running server's API key, if it has one", secret),
 )
-
-
-def _flags() -> tuple[Flag, ...]:
-    changes: dict[str, dict[str, Any]] = {
-        "model": {
-            "usage": "model: model MODEL|URL",
-            "help": "a directory, a hub id, or the address of a running server; also as --model",
-        },
-        "max_tokens": {"default_text": "what the context has room for"},
-    }
-    key = Flag("--api-key KEY", "the running server's API key, if it has one", secret)
-    return (*(replace(flag, **changes.get(flag.key, {})) for flag in GENERATE_FLAGS), key)
-
-
-CHAT_FLAGS = _flags()
 
 
 def add_terminal(commands: Any) -> None:
     """Register `generate` and `chat`."""
     parser = commands.add_parser("generate", help="stream one answer to the terminal")
     add_flags(parser, *GENERATE_FLAGS, reads_environment=True)
-    asked = "what to ask; - reads it from standard input"
-    parser.add_argument("prompt", help=asked, type=characters)
+    prompt_help = "what to ask; - reads it from standard input"
+    parser.add_argument("prompt", help=prompt_help, type=characters)
     parser.set_defaults(run=_generate, environ=None)
     parser = commands.add_parser(
         "chat",
@@ -104,24 +98,22 @@ def _chat(given: argparse.Namespace) -> int:
         if options.api_key:
             more["headers"] = {b"Authorization": f"Bearer {options.api_key}".encode()}
         client = stack.enter_context(httpx.Client(base_url=url, **more))
-        sent = {name: value for name in _SENT if (value := getattr(options, name)) is not None}
-        session = Session(client, console, served_models(client)[0], sent, options.system)
+        fields = {key: value for key in SAMPLING if (value := getattr(options, key)) is not None}
+        session = Session(client, console, served_models(client)[0], fields, options.system)
         session.run(_reader())
     return 0
 
 
 @contextlib.contextmanager
 def _own_server(given: argparse.Namespace) -> Iterator[str]:
-    """Serve the model on a thread of this process, with the flags given."""
+    """Serve the model on a thread of this process, with the flags given; yields the base URL."""
     backend.prepare()
     from mlx.core import clear_streams
 
     from mlx_mtp.cli.serve import serve
 
-    wanted = {flag.key for flag in SERVE_FLAGS}
-    flags = {name: value for name, value in vars(given).items() if name in wanted}
-    flags |= {"host": "127.0.0.1", "port": 0, "log_level": flags.get("log_level", "warning")}
-    flags["api_key_file"] = None
+    flags = {flag.key: getattr(given, flag.key) for flag in SERVE_FLAGS if flag.key in given}
+    flags = {"log_level": "warning", **flags, "host": "127.0.0.1", "port": 0, "api_key_file": None}
     options = resolve(argparse.Namespace(**flags), SERVE_FLAGS, given.environ)
     started: Future[tuple[Server, int]] = Future()
 
@@ -133,7 +125,7 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
                 raise
             started.set_exception(error)
         finally:
-            clear_streams()  # The thread's own, on which it loaded the model.
+            clear_streams()  # the thread's own, on which it loaded the model
 
     thread = threading.Thread(target=run, name="mlx-mtp-serve", daemon=True)
     thread.start()
@@ -142,7 +134,7 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
     except KeyboardInterrupt:
         os._exit(130)  # A thread that is loading can't be ended.
     except BaseException:
-        thread.join()  # mlx aborts the process if it ends while the thread clears up.
+        thread.join()  # mlx aborts the process if it ends while the thread cleans up.
         raise
     try:
         yield f"http://127.0.0.1:{port}/v1"
@@ -152,7 +144,7 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _reader() -> Callable[[str], str]:
-    """`input`, which with a terminal has editing and a history."""
+    """`input`, with line editing and a history if standard input is a terminal."""
     if not sys.stdin.isatty():
         return lambda _: input()
     with contextlib.suppress(ImportError):

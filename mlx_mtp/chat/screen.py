@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, RenderableType
@@ -19,31 +18,27 @@ _REFRESHES = 8  # a second
 class Screen:
     """Shows one answer; a context manager.
 
-    What a blank line has ended is printed for good, and only the rest is drawn again as it grows:
-    terminals can't redraw what they have scrolled away. Reasoning goes to standard error when
-    there is no terminal.
+    Blocks that a blank line has ended are printed for good, and only the last block is drawn again
+    as it grows: terminals can't redraw lines that have scrolled away. Without a terminal, the
+    answer goes to standard output and its reasoning to standard error.
     """
 
     def __init__(self, console: Console) -> None:
         self._console, self._block, self._reasoning = console, "", False
-        self._live: Live | None = None
-        if console.is_terminal:
-            self._live = Live(
-                console=console,
-                refresh_per_second=_REFRESHES,
-                vertical_overflow="crop",
-                transient=True,
-            )
+        self._live = Live(
+            console=console,
+            refresh_per_second=_REFRESHES,
+            vertical_overflow="crop",
+            transient=True,
+        )
 
     def __enter__(self) -> Self:
-        if self._live is not None:
+        if self._console.is_terminal:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        if self._live is None:
+    def __exit__(self, *_: object) -> None:
+        if not self._console.is_terminal:
             say("")
             return
         self._print()
@@ -53,14 +48,14 @@ class Screen:
     def add(self, text: str, *, reasoning: bool) -> None:
         """Show more of the answer."""
         text = clean(text)
-        if self._live is None:
+        if not self._console.is_terminal:
             say(text, end="", file=sys.stderr if reasoning else sys.stdout)
             return
         if reasoning != self._reasoning:
             self._print()
             self._reasoning = reasoning
         self._block += text
-        *done, self._block = _blocks(self._block)
+        *done, self._block = _markdown_blocks(self._block)
         for block in done:
             self._console.print(self._drawn(block))
             self._console.print()
@@ -74,21 +69,21 @@ class Screen:
     def _drawn(self, block: str) -> RenderableType:
         if self._reasoning:
             return Text(block.rstrip("\n"), style="dim")
-        # Addresses are shown: a link would be an escape, and its words may name another place.
+        # URLs are shown as text: a hyperlink is an escape, and its text may name another place.
         markdown = Markdown(block, hyperlinks=False)
         _clean_tokens(markdown.parsed)
         return markdown
 
 
 def _clean_tokens(tokens: Iterable[Any]) -> None:
-    """Again: Markdown has words of its own for any character, such as &#x202e; or <http:%1b>."""
+    """Clean them once more: Markdown can spell any character, such as &#x202e; or <http:%1b>."""
     for token in tokens:
         token.content = clean(token.content)
         _clean_tokens(token.children or ())
 
 
-def _blocks(text: str) -> list[str]:
-    """Split at the blank lines that are in no fenced code; the last block may grow."""
+def _markdown_blocks(text: str) -> list[str]:
+    """Split at blank lines outside of fenced code; the last block may still grow."""
     blocks, fenced = [""], False
     for line in text.splitlines(keepends=True):
         fenced ^= line.lstrip().startswith(_FENCE)

@@ -1,4 +1,4 @@
-"""The conversation: what is typed, what the server is asked, and the commands."""
+"""The conversation: reads lines, sends requests, and carries out the commands."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from mlx_mtp.bench.answer import Read, parse_answer, timed_events
+from mlx_mtp.bench.answer import TimedRead, delta_texts, parse_answer, timed_events
 from mlx_mtp.bench.client import error_text
 from mlx_mtp.chat.screen import Screen
 from mlx_mtp.config import SEED
@@ -25,21 +25,21 @@ _PROMPT, _MORE = "> ", "  "
 class Session:
     """One conversation with a server."""
 
-    client: httpx.Client  # of the address that ends in /v1
+    client: httpx.Client  # Its base URL ends in /v1.
     console: Console
     model: str
-    fields: dict[str, Any]  # of each request
+    fields: dict[str, Any]  # added to the body of each request
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def run(self, read: Callable[[str], str]) -> None:
-        """Talk until the input ends; `read` asks for a line."""
+        """Talk until the input ends; `read` returns a line after showing the prompt given."""
         while True:
             try:
                 text = read(_PROMPT)
                 while text.endswith("\\"):
                     text = f"{text[:-1]}\n{read(_MORE)}"
-                text.encode()  # In some locales other bytes come as halves of surrogate pairs.
+                text.encode()  # Invalid bytes come as halves of surrogate pairs in some locales.
                 if text.startswith("/"):
                     word, _, argument = text[1:].partition(" ")
                     if word in ("quit", "exit"):
@@ -55,38 +55,38 @@ class Session:
                 return
 
     def ask(self, text: str) -> None:
-        """Send a message and show the answer; a fault is shown, and the message taken back."""
+        """Send a message and show its answer, or the error; then the message is taken back."""
         self.messages.append({"role": "user", "content": text})
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": system + self.messages, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **self.fields}
-        answer, told = "", ""
-        reads, began = list[Read](), time.perf_counter()
+        answer, report = "", ""
+        reads, began = list[TimedRead](), time.perf_counter()
         try:
             with Screen(self.console) as screen:
                 for kind, piece in _pieces(self.client, body, reads):
                     screen.add(piece, reasoning=kind == "reasoning")
                     answer += piece if kind == "content" else ""
-            found = parse_answer(began, reads)
-            told = speed_text(
-                found.num_tokens,
-                found.decoding_rate or 0.0,
-                found.prompt_tokens,
-                found.ttft or 0.0,
-                found.num_drafts,
-                found.num_accepted,
+            timed = parse_answer(began, reads)
+            report = speed_text(
+                timed.num_tokens,
+                timed.decoding_rate or 0.0,
+                timed.prompt_tokens,
+                timed.ttft or 0.0,
+                timed.num_drafts,
+                timed.num_accepted,
             )
         except KeyboardInterrupt:
-            told = "[stopped]"
+            report = "[stopped]"
         except (BenchError, UsageError, httpx.HTTPError, *UNEXPECTED) as error:
-            told = " ".join(str(error).split()) or repr(error)
+            report = " ".join(str(error).split()) or repr(error)
             if isinstance(error, UNEXPECTED):
-                told = "What came is no chat completion."
+                report = "What came is no chat completion."
             if not answer:
                 del self.messages[-1]
         if answer:
             self.messages.append({"role": "assistant", "content": answer})
-        self._say(told)
+        self._say(report)
 
     def _say(self, text: str) -> None:
         self.console.print(clean(text), style="dim", markup=False, highlight=False)
@@ -102,7 +102,7 @@ class Session:
 
 
 def served_models(client: httpx.Client) -> list[str]:
-    """The names of a server's models; UsageError if there is no such server."""
+    """The names of a server's models; UsageError if it doesn't answer or has none."""
     try:
         response = client.get("/models")
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
@@ -120,33 +120,28 @@ def served_models(client: httpx.Client) -> list[str]:
 
 
 def _pieces(
-    client: httpx.Client, body: dict[str, Any], reads: list[Read]
+    client: httpx.Client, body: dict[str, Any], reads: list[TimedRead]
 ) -> Iterator[tuple[str, str]]:
-    """What comes of an answer, as "content" or "reasoning"; `reads` gets all that was read."""
+    """The pieces of an answer, each "content" or "reasoning" and its text.
+
+    Each read of the stream is appended to `reads`. UsageError if the server refuses the request.
+    """
     with client.stream("POST", "/chat/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
             response.read()
             raise UsageError(f"The server answered {response.status_code}: {error_text(response)}")
 
-        def received() -> Iterator[Read]:
+        def received() -> Iterator[TimedRead]:
             for data in response.iter_bytes():
                 reads.append((time.perf_counter(), data))
                 yield reads[-1]
 
         for _, data in timed_events(received()):
-            if data != "[DONE]":
-                yield from _parts(json.loads(data))
-
-
-def _parts(chunk: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for choice in chunk.get("choices") or ():
-        delta = choice.get("delta") or {}
-        for key in ("reasoning_content", "reasoning", "content"):
-            if text := delta.get(key):
-                # Half of a surrogate pair could not be sent back.
-                yield key.removesuffix("_content"), text.encode(errors="replace").decode()
-                if key != "content":
-                    break  # Some servers send it under both names.
+            choices = json.loads(data).get("choices") if data != "[DONE]" else ()
+            for choice in choices or ():
+                for kind, text in delta_texts(choice.get("delta") or {}).items():
+                    if text:  # Half of a surrogate pair could not be sent back.
+                        yield kind, text.encode(errors="replace").decode()
 
 
 def _set_system(session: Session, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The command line. Heavy imports are inside the commands, after mlx's backend is prepared."""
+"""The command line. The commands import what is heavy after mlx's backend is prepared."""
 
 import argparse
 import errno
@@ -12,7 +12,7 @@ from mlx_mtp.chat.command import add_terminal
 from mlx_mtp.cli.serve import CLOSED_PIPE_STATUS, discard, serve
 from mlx_mtp.cli.top import add_top
 from mlx_mtp.connect.command import add_connect
-from mlx_mtp.convert.commands import add_subcommands
+from mlx_mtp.convert.commands import add_convert
 from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
 from mlx_mtp.flags import CommandParser, add_flags, print_error, resolve
 from mlx_mtp.inspect.command import add_inspect
@@ -22,7 +22,7 @@ from mlx_mtp.selftest.arguments import add_selftest
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run a command; returns the exit status."""
-    # transformers advises to install PyTorch, which nothing here needs.
+    # transformers would advise to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     _open_closed_streams()
     given = _parser().parse_args(argv)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
 
 def _open_closed_streams() -> None:
-    # As in `mlx-mtp serve >&-`: they are None then, and the next file would take their number.
+    # As in `mlx-mtp serve >&-`: the stream is None, and the next file would take its number.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
     serving.set_defaults(run=serve)
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
-    adders = add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect
-    for add in (*adders, add_subcommands):
+    adders = (add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect)
+    for add in (*adders, add_convert):
         add(commands)
     for action in commands._choices_actions:
         command = commands.choices[action.dest]

@@ -1,4 +1,4 @@
-"""The command `mlx-mtp serve`, and what it prints when it is ready."""
+"""The command `mlx-mtp serve`, and the banner that it prints when it is ready."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _OPTIMISTIC = (
     "drafts with {:g} times the probability of the token drawn are accepted too: answers are not "
     "those of plain decoding"
 )
-CLOSED_PIPE_STATUS = 141  # As a shell reports SIGPIPE.
+CLOSED_PIPE_STATUS = 141  # as a shell reports SIGPIPE
 
 
 def serve(
     options: argparse.Namespace, on_ready: Callable[[Server, int], object] | None = None
 ) -> int:
-    """Serve until a signal; then finish the running requests (see `server.serve.Server`).
+    """Serve until a signal, and then finish the running requests (see `server.app.Server`).
 
-    When it is ready it prints a banner, or calls `on_ready` with the server and its port.
+    Once ready, print a banner, or call `on_ready` with the server and its port.
     """
     check_serve(options)
     info = prepare_command(options, options.log_level)
@@ -59,7 +59,7 @@ def serve(
         logger.warning("Answers differ from plain decoding's (--mtp-optimistic).")
     if options.log_prompts:
         logger.warning("The log gets the text of every prompt (--log-prompts).")
-    # The port first: the user should not wait for a long load to learn that it is in use.
+    # The port comes first: nobody should wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = load()
         links = join(options, loaded)
@@ -68,7 +68,7 @@ def serve(
         kept = prefixes_text(limits)
         if store is not None:
             kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
-        loaded.read()
+        loaded.load_weights()
         engine = build.engine(loaded, tokenizer, options, plan, links)
         if links is not None:
             watch(engine, links)
@@ -81,14 +81,14 @@ def serve(
             port=sock.getsockname()[1],
             api_keys=keys,
             max_held_bytes=memory.parts()["texts"] * 8 // 9,
-            # The bundled model's own files are a part of this program.
+            # The bundled model's files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
-        # What is loaded stays: garbage collections, which stop every thread, need not visit it.
+        # Garbage collections, which stop all threads, need not visit what is loaded for good.
         gc.collect()
         gc.freeze()
-        engine.launch()  # Where it can't answer there is nothing to serve.
+        engine.launch()  # raises if the model can't answer
         shares, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
         width = width_of(sys.stdout)
         text = banner(config, loaded, engine.info, str(info), shares, kept, answers, width)
@@ -103,10 +103,10 @@ def serve(
 
 
 def model_name(model: str | None) -> str:
-    """The served model's id without --served-model-name: the hub's, or the directory's name."""
+    """The default of --served-model-name: the hub id, or the directory's name."""
     if model is None:
         return BUNDLED_NAME
-    # Not resolved: the user chose the name of a link.
+    # A link is not resolved: the user chose its name.
     if not os.path.isdir(model):
         return model
     # A name that is not UTF-8 could not be sent.
@@ -123,28 +123,23 @@ def banner(
     answers: str,
     width: int | None = None,  # of the terminal
 ) -> str:
-    """Addresses, model, backend, memory plan (its lines), a curl command to try, how to stop.
+    """The text that `serve` prints: addresses, settings, a curl command to try, and how to stop.
 
-    `prefixes` says which are kept, and where; `answers`, on what they depend.
+    `memory` are the lines of the plan; `prefixes` and `answers` are texts of the two functions
+    below. Rows are wrapped to `width`.
     """
     from mlx_mtp.distributed import own_address
 
-    unused = ", ".join(loaded.unused_kernels)
+    unused, depth = ", ".join(loaded.unused_kernels), engine.num_draft_tokens
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    depth = engine.num_draft_tokens
-    drafts = (
-        "drafts follow measured cost and acceptance"
-        if depth == "auto"
-        else f"{depth} drafts per step"
-    )
-    others = (
-        {} if local == config.host else {"network": _url(own_address(config.host), config.port)}
-    )
+    drafts = f"{depth} drafts per step"
+    if depth == "auto":
+        drafts = "drafts follow measured cost and acceptance"
     rows = {
         "address": _url(local, config.port),
-        **others,
+        "network": local != config.host and _url(own_address(config.host), config.port),
         "model": f"{config.model_name} ({loaded.model_type}, {loaded.path})",
-        **({"ranks": f"{loaded.num_ranks}, each with a part"} if loaded.num_ranks > 1 else {}),
+        "ranks": loaded.num_ranks > 1 and f"{loaded.num_ranks}, each with a part",
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
         else "off: --no-enable-mtp, --drafts, or the model has no head",
@@ -154,16 +149,16 @@ def banner(
             else "off: --drafts, or a fixed number of drafts"
             for name, (word, text) in HOST_DRAFTS.items()
         },
-        **({"optimistic": _OPTIMISTIC.format(config.optimistic)} if config.optimistic else {}),
+        "optimistic": config.optimistic and _OPTIMISTIC.format(config.optimistic),
         "backend": backend,
-        **({"kernels": f"slower code in place of {unused}; see the warnings"} if unused else {}),
+        "kernels": unused and f"slower code in place of {unused}; see the warnings",
         "prefixes": prefixes,
         "answers": answers,
         "memory": "\n".join(memory),
     }
     curl = [f"curl {rows['address']}/v1/chat/completions", "-H 'Content-Type: application/json'"]
     if config.api_keys:
-        # Only the variable's name: this text ends up in logs and on shared screens.
+        # Only the variable's name, as this text ends up in logs and on shared screens.
         curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
     messages = json.dumps([{"role": "user", "content": "Tell me a story."}])
     body = f'{{"model": {json.dumps(config.model_name)},\n       "messages": {messages}}}'
@@ -171,7 +166,8 @@ def banner(
     command = " \\\n  ".join(curl)
     page = " A browser finds a chat at the address." if config.page else ""
     ready = f"Ready.{page} Ctrl-C stops the server."
-    return f"\n{labelled(rows, width, '  ')}\n\n{command}\n\n{ready}\n"
+    shown = {name: str(text) for name, text in rows.items() if text}
+    return f"\n{labelled(shown, width, '  ')}\n\n{command}\n\n{ready}\n"
 
 
 def _url(host: str, port: int) -> str:
@@ -179,7 +175,7 @@ def _url(host: str, port: int) -> str:
 
 
 def prefixes_text(config: EngineConfig) -> str:
-    """Which prefixes are kept in memory."""
+    """A sentence on the prefixes that are kept in memory."""
     if not config.prefix_cache_size:
         return "not kept (--prefix-cache-size is 0)"
     text = f"up to {config.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
@@ -189,7 +185,7 @@ def prefixes_text(config: EngineConfig) -> str:
 
 
 def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
-    """Where the same request, with the same seed, gets the same answer."""
+    """A sentence on when the same request with the same seed gets the same answer."""
     same = "the same with MTP on or off, beside any other requests, from a cold or a warm cache"
     if config.exact and loaded.can_be_exact:
         return f"{same}, to the bit (--exact)"
@@ -201,15 +197,15 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
 def _announce(text: str) -> None:
     try:
         say(text)
-    except OSError as error:  # As in `mlx-mtp serve | head`, or on a full disk.
+    except OSError as error:  # as in `mlx-mtp serve | head`, or on a full disk
         discard(sys.stdout)
         if not isinstance(error, BrokenPipeError):
             logger.warning("The banner can't be written: %s", error)
 
 
 def discard(*streams: TextIO) -> None:
-    """Redirect streams to nowhere: Python flushes what is left in them at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Redirect streams to /dev/null, as Python flushes them once more at its exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
-        os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+        os.dup2(null, stream.fileno())
+    os.close(null)

@@ -1,15 +1,17 @@
-"""The command `mlx-mtp top`: what a running server does, from the same /live as its page."""
+"""The command `mlx-mtp top`: what a running server does, from the /live that its page shows."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mlx_mtp.bench.answer import timed_events
 from mlx_mtp.connect.command import API_KEY, URL
 from mlx_mtp.console import one_line, say, size_text
-from mlx_mtp.errors import UNEXPECTED, UsageError
+from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
 from mlx_mtp.flags import add_flags, resolve, text
 
 if TYPE_CHECKING:
@@ -19,12 +21,13 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 10.0
 _LINE_MESSAGES = 4  # where there is no terminal: a line every 2 seconds
 _BAR = 24  # characters
-_ROWS = (
+# Title of each column, and the field of a row in /live.
+_COLUMNS = (
     *(("Answer", "id"), ("State", "state"), ("Age", "age"), ("Prompt", "prompt_tokens")),
     *(("Cached", "cached_tokens"), ("Tokens", "tokens"), ("Tokens/s", "tokens_per_second")),
     *(("Drafts", "depth"), ("Accepted", "accepted")),
 )
-State = dict[str, Any]
+LiveState = dict[str, Any]  # a message of /live
 
 
 def add_top(commands: Any) -> None:
@@ -43,30 +46,29 @@ def _top(given: argparse.Namespace) -> int:
     key = resolve(given, [API_KEY], given.environ).api_key
     headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
     url = given.url if "//" in given.url else f"http://{given.url}"
-    url = url.rstrip("/").removesuffix("/v1")  # as clients are given it
+    url = url.rstrip("/").removesuffix("/v1")  # with which clients are configured
     console = Console()
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_SECONDS) as client:
             _watch(_states(client), console)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UsageError(f"No server answers at {url} ({error}).") from None
-    except UNEXPECTED:
+    except (BenchError, *UNEXPECTED):
         raise UsageError(
             f"What answers at {url} is not an mlx-mtp server of this version: its /live differs."
         ) from None
     return 0
 
 
-def _watch(states: Iterator[State], console: Console) -> None:
+def _watch(states: Iterator[LiveState], console: Console) -> None:
     from rich.live import Live
 
     last = None
     if not console.is_terminal:
-        for number, state in enumerate(states):
-            if number % _LINE_MESSAGES == 0:
-                if last is not None:  # Rates are differences.
-                    say(one_line(_line(state, last)))
-                last = state
+        for state in itertools.islice(states, None, None, _LINE_MESSAGES):
+            if last is not None:  # Rates are differences.
+                say(one_line(_line(state, last)))
+            last = state
         return
     with Live(console=console, screen=True, auto_refresh=False) as screen:
         for state in states:
@@ -75,7 +77,7 @@ def _watch(states: Iterator[State], console: Console) -> None:
     console.print("The server has stopped.")
 
 
-def _states(client: httpx.Client) -> Iterator[State]:
+def _states(client: httpx.Client) -> Iterator[LiveState]:
     import httpx
 
     try:
@@ -86,14 +88,13 @@ def _states(client: httpx.Client) -> Iterator[State]:
                 raise UsageError("The server has as many watchers as it takes; close one of them.")
             if response.headers.get("content-type", "").partition(";")[0] != "text/event-stream":
                 raise UsageError(f"What answers at {client.base_url} is not an mlx-mtp server.")
-            for line in response.iter_lines():
-                if line.startswith("data: "):
-                    yield json.loads(line.removeprefix("data: "))
+            for _, data in timed_events((0.0, part) for part in response.iter_bytes()):
+                yield json.loads(data)
     except httpx.RemoteProtocolError:
-        return  # It was ended in the middle of a message.
+        return  # The server ended in the middle of a message.
 
 
-def _rate(state: State, last: State | None, name: str) -> float:
+def _per_second(state: LiveState, last: LiveState | None, name: str) -> float:
     if last is None:
         return 0.0
     now, before = state["totals"], last["totals"]
@@ -105,27 +106,22 @@ def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def _line(state: State, last: State | None) -> str:
+def _line(state: LiveState, last: LiveState | None) -> str:
     server, totals = state["server"], state["totals"]
     return (
         f"{server['state']}: {state['running']} running, {state['waiting']} waiting; "
-        f"answers {_rate(state, last, 'generation_tokens'):.1f} tokens/s, "
-        f"prompts {_rate(state, last, 'prompt_tokens'):.1f} tokens/s, "
+        f"answers {_per_second(state, last, 'generation_tokens'):.1f} tokens/s, "
+        f"prompts {_per_second(state, last, 'prompt_tokens'):.1f} tokens/s, "
         f"{_percent(totals['accepted'], totals['drafts'])} of drafts accepted"
     )
 
 
-def _bar(name: str, part: float, whole: float, told: str) -> str:
-    full = round(_BAR * min(part / whole, 1.0)) if whole else 0
-    return f"{name:<16}{'█' * full}{'░' * (_BAR - full)} {told}"
-
-
-def _screen(state: State, last: State | None) -> RenderableType:
+def _screen(state: LiveState, last: LiveState | None) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     server, drafts = state["server"], state["drafts"]
-    accepted = [  # 16 copies fit a line of 80.
+    accepted = [  # 16 n-gram drafts fit into 80 columns.
         f"{source:<8}{' '.join(map(_percent, counts['accepted'], counts['tried']))}"
         for source, counts in drafts["sources"].items()
     ]
@@ -134,17 +130,17 @@ def _screen(state: State, last: State | None) -> RenderableType:
         "Drafts accepted, by their position in a step": accepted or ["nothing drafted yet"],
         "Why so many drafts": [_why(drafts["choice"])],
         "Memory": _memory(state),
-        "Prefix cache": _prefixes(state["prefixes"]),
-        "Queue and errors": _queue(state),
+        "Prefix cache": [_prefixes(state["prefixes"])],
+        "Queue and errors": [_queue(state)],
     }
     shown: list[RenderableType] = []
     for title, lines in sections.items():
         shown += [Text(one_line(title), style="bold"), *map(Text, map(one_line, lines)), ""]
-    shown.insert(3, _rows(state["rows"]))
+    shown.insert(3, _row_table(state["rows"]))
     return Group(*shown, Text("Ctrl-C ends this.", style="dim"))
 
 
-def _rows(rows: list[State]) -> RenderableType:
+def _row_table(rows: list[LiveState]) -> RenderableType:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -152,53 +148,60 @@ def _rows(rows: list[State]) -> RenderableType:
     if not rows:
         return Text("No answer is running.\n")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, (title, _) in enumerate(_ROWS):
+    for number, (title, _) in enumerate(_COLUMNS):
         table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
     for row in rows:
-        told = row | {
+        values = row | {
             "id": row["id"][-8:],
             "age": f"{row['age']:.1f} s",
             "tokens_per_second": f"{row['tokens_per_second']:.1f}",
             "accepted": _percent(row["accepted"], row["drafts"]),
         }
-        table.add_row(*(Text(one_line(str(told[name]))) for _, name in _ROWS))
+        table.add_row(*(Text(one_line(str(values[name]))) for _, name in _COLUMNS))
     return table
 
 
-def _why(choice: State | None) -> str:
+def _why(choice: LiveState | None) -> str:
     if choice is None:
         return "the number is fixed, or nothing has been planned yet"
     rows, cost = choice["num_rows"], choice["cost"]
     gain = choice["num_tokens"] / rows
-    told = f"a step takes {cost:.2f} times as long and brings {gain:.2f} times as many tokens"
     drafts = " and ".join(f"{n} of {source}" for source, n in choice["drafts"].items() if n)
-    which = f"{drafts or 'none'} for {rows} row{'s' * (rows != 1)}"
-    return f"{which}: {told}, {gain / cost:.2f} times the speed"
+    return (
+        f"{drafts or 'none'} for {rows} row{'s' * (rows != 1)}: a step takes {cost:.2f} times as "
+        f"long and brings {gain:.2f} times as many tokens, {gain / cost:.2f} times the speed"
+    )
 
 
-def _memory(state: State) -> list[str]:
+def _memory(state: LiveState) -> list[str]:
     memory, plan = state["memory"], state["memory"]["plan"]
-    used = {"prefix cache": state["prefixes"]["nbytes"]}
+    used = {name: plan[name] for name in ("weights", "head") if name in plan}
+    used["prefix cache"] = state["prefixes"]["nbytes"]
     used["requests"] = memory["rows"] * plan.get("requests", 0)
-    used |= {name: plan[name] for name in ("weights", "head") if name in plan}
-    lines = [
-        _bar(name, used[name], most, f"{size_text(int(used[name]))} of {size_text(most)}")
-        for name, most in plan.items()
-        if most and name in used
-    ]
+    lines = []
+    for name, most in plan.items():
+        if most and name in used:
+            full = round(_BAR * min(used[name] / most, 1.0))
+            share = f"{size_text(int(used[name]))} of {size_text(most)}"
+            lines.append(f"{name:<16}{'█' * full}{'░' * (_BAR - full)} {share}")
     return [*lines, f"arrays take {size_text(memory['active'])} now"]
 
 
-def _prefixes(prefixes: State) -> list[str]:
-    found = _percent(prefixes["hits"], prefixes["queries"])
-    evicted = ", ".join(f"{count} {reason}" for reason, count in prefixes["evicted"].items())
-    count = prefixes["num_entries"]
-    told = f"{count} prefix{'es' * (count != 1)} in memory, {found} of prompt tokens found"
-    return [f"{told}; evicted: {evicted or 'none'}"]
+def _prefixes(prefixes: LiveState) -> str:
+    hits, count = _percent(prefixes["hits"], prefixes["queries"]), prefixes["num_entries"]
+    return (
+        f"{count} prefix{'es' * (count != 1)} in memory, {hits} of prompt tokens found; "
+        f"evicted: {_counts(prefixes['evicted'])}"
+    )
 
 
-def _queue(state: State) -> list[str]:
-    refused = ", ".join(f"{count} {reason}" for reason, count in state["rejected"].items())
+def _queue(state: LiveState) -> str:
     failed = ", ".join(f"{count} of {status} {path}" for path, status, count in state["failures"])
-    places = f"{state['held']} of {state['capacity']} places taken"
-    return [f"{places}; refused: {refused or 'none'}; errors: {failed or 'none'}"]
+    return (
+        f"{state['held']} of {state['capacity']} places taken; "
+        f"refused: {_counts(state['rejected'])}; errors: {failed or 'none'}"
+    )
+
+
+def _counts(by_reason: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in by_reason.items()) or "none"

@@ -1,4 +1,4 @@
-"""A running server, and each client's configuration for it, which names the key's variable."""
+"""Each client's configuration for a running server, with the key's variable, never the key."""
 
 import json
 import shlex
@@ -18,15 +18,15 @@ KEY_VARIABLE = "MLX_MTP_API_KEY"
 _MOST_ANSWER_TOKENS = 32_000
 _PATIENCE_SECONDS = 5.0
 _MOST_CONTEXT = 1 << 53  # what JavaScript can hold
-_TIMEOUT_MS = 600_000  # As long as the SDKs wait by themselves.
+_TIMEOUT_MS = 600_000  # the default of the SDKs
 
 
 class Served(NamedTuple):
-    """A server."""
+    """A running server and its model."""
 
-    url: str  # Without a path.
+    url: str  # without a path
     model: str
-    context: int  # Most tokens.
+    context: int  # most tokens of prompt and answer
     wants_key: bool
 
     @property
@@ -38,21 +38,21 @@ class Served(NamedTuple):
         return min(_MOST_ANSWER_TOKENS, max(1, self.context // 2))
 
 
-class Client(NamedTuple):
+class ClientSetup(NamedTuple):
     """A client that is configured by a file."""
 
-    # A variable that names the directory, else the one below the user's home, and the file.
+    # A variable with the directory, the directory below the user's home without it, and the file.
     where: tuple[str, str, str]
-    config: Callable[[Served], Config]  # The part of the file that is this server's.
-    changes: str  # What else of the client's the file changes.
-    needed: Mapping[str, Any] = {}  # What has to be there too when the file is new.
-    run: str | None = None  # How to start it, if not by its name.
-    key_variable: str = KEY_VARIABLE  # where it looks for the key
-    once: Callable[[Served], str] | None = None  # A command for one session that changes no file.
+    config: Callable[[Served], Config]  # the server's part of the file
+    changes: str  # a sentence on what else changes for the client
+    needed: Mapping[str, Any] = {}  # what a new file must also have
+    run: str | None = None  # the command that starts it, if not its name
+    key_variable: str = KEY_VARIABLE  # the variable that it reads the key from
+    once: Callable[[Served], str] | None = None  # a command for one session that changes no file
 
 
-def ask(url: str, api_key: str | None) -> Served:
-    """Ask a server for its model; raises UsageError if none answers as this server does."""
+def look_up(url: str, api_key: str | None) -> Served:
+    """Ask a server for its model; UsageError if no mlx-mtp server answers, or it needs a key."""
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
     except ValueError:  # as of http://[
@@ -86,7 +86,7 @@ def ask(url: str, api_key: str | None) -> Served:
             f"What answers at {base} is not an mlx-mtp server: its /v1/models differs."
         ) from None
     if not name or not name.isprintable():
-        # A new line would leave a comment, or what is to be typed.
+        # A line break would end a comment or a command.
         raise UsageError(
             f"The server's model is named {name!r}: no client can be set up for a name with "
             "characters that can't be printed. `mlx-mtp serve --served-model-name` gives another."
@@ -115,7 +115,7 @@ def _claude(served: Served) -> Config:
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_MODEL": served.model,
         **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),
-        # It believes in a million tokens of a model that it doesn't know.
+        # It assumes a million tokens for a model that it doesn't know.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer_tokens),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -123,7 +123,7 @@ def _claude(served: Served) -> Config:
     }
     if served.wants_key:
         return {"env": env, "apiKeyHelper": f"printenv {KEY_VARIABLE}"}
-    # It wants some token, or else a login.
+    # Without any token it demands a login.
     return {"env": env | {"ANTHROPIC_AUTH_TOKEN": "none"}}
 
 
@@ -170,7 +170,7 @@ def _qwen(served: Served) -> Config:
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": served.model},
     }
-    # It wants some key.
+    # It demands some key.
     return config if served.wants_key else config | {"env": {KEY_VARIABLE: "none"}}
 
 
@@ -190,42 +190,42 @@ def _zed(served: Served) -> Config:
 
 
 CLIENTS = {
-    "opencode": Client(
+    "opencode": ClientSetup(
         ("XDG_CONFIG_HOME", ".config", "opencode/opencode.json"),
         _opencode,
         "The default model of every opencode session is then this server's.",
         {"$schema": "https://opencode.ai/config.json"},
     ),
-    "claude": Client(
+    "claude": ClientSetup(
         ("CLAUDE_CONFIG_DIR", ".claude", "settings.json"),
         _claude,
         "Every Claude Code session then uses this server, also if you pay Anthropic.",
         once=_claude_once,
     ),
-    "codex": Client(
+    "codex": ClientSetup(
         ("CODEX_HOME", ".codex", "config.toml"),
         _codex,
         "The default model of every Codex session is then this server's.",
     ),
-    "continue": Client(
+    "continue": ClientSetup(
         ("CONTINUE_GLOBAL_DIR", ".continue", "config.yaml"),
         _continue,
         "The server's model is added to those that are there.",
         {"name": "Local", "version": "1.0.0", "schema": "v1"},
         run="cn",
     ),
-    "aider": Client(
+    "aider": ClientSetup(
         ("", "", ".aider.conf.yml"),
         _aider,
         "The model of every aider session is then this server's.",
         key_variable="OPENAI_API_KEY",
     ),
-    "qwen": Client(
+    "qwen": ClientSetup(
         ("", ".qwen", "settings.json"),
         _qwen,
         "The default model of every Qwen Code session is then this server's.",
     ),
-    "zed": Client(
+    "zed": ClientSetup(
         ("XDG_CONFIG_HOME", ".config", "zed/settings.json"),
         _zed,
         f"The agent's default model is then this server's. Zed wants {KEY_VARIABLE} to be set, to "
@@ -271,18 +271,18 @@ def _llm(served: Served) -> str:
 
 
 TEXTS = {"open-webui": _open_webui, "cline": _cline, "llm": _llm}
-"""What to type for the clients that keep their settings where no file of theirs can be changed."""
+"""What to type, for the clients without a file of settings that could be changed."""
 
 
 def key_hint(name: str, served: Served) -> str:
-    """Where a client looks for the server's key, if that has one."""
+    """Where to put the server's key for a client; empty if the server has none."""
     variable = CLIENTS[name].key_variable if name in CLIENTS else KEY_VARIABLE
     hint = f"Set {variable} to the server's API key where the client runs.\n"
     return hint if served.wants_key else ""
 
 
-def shown(name: str, served: Served, path: Path | None = None) -> str:
-    """What to type, or to write to the client's file: by default the usual one of a new user."""
+def setup_text(name: str, served: Served, path: Path | None = None) -> str:
+    """What to type, or to write to the client's file; `path` defaults to the usual one."""
     hint = key_hint(name, served)
     if name in TEXTS:
         return TEXTS[name](served) + hint
@@ -290,7 +290,7 @@ def shown(name: str, served: Served, path: Path | None = None) -> str:
     path = path or Path("~", *client.where[1:])
     config = client.config(served)
     new = config if path.exists() else {**client.needed, **config}
-    text = f"# {path}\n{files.shown(path, new)}{hint}"
+    text = f"# {path}\n{files.config_text(path, new)}{hint}"
     if client.once is None:
         return text
     return (

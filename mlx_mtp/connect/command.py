@@ -10,7 +10,7 @@ from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, resolve, secret, text
 
-# The keys of two tables in `clients`, which this module can't load.
+# The keys of two tables in `clients`, which would be slow to import for --help.
 NAMES = (
     *("opencode", "claude", "codex", "continue", "aider", "qwen", "zed"),
     *("open-webui", "cline", "llm"),
@@ -41,11 +41,11 @@ def add_connect(commands: Any) -> None:
 
 
 def run_connect(given: argparse.Namespace) -> int:
-    """Print what a client needs, or write it; returns the exit status."""
+    """Print a client's configuration, or write it; returns the exit status."""
     from mlx_mtp.connect import files
-    from mlx_mtp.connect.clients import CLIENTS, ask, key_hint, shown
+    from mlx_mtp.connect.clients import CLIENTS, key_hint, look_up, setup_text
 
-    served = ask(given.url or URL, resolve(given, [API_KEY], given.environ).api_key)
+    served = look_up(given.url or URL, resolve(given, [API_KEY], given.environ).api_key)
     client = CLIENTS.get(given.client)
     if client is None and given.write:
         raise UsageError(
@@ -57,9 +57,9 @@ def run_connect(given: argparse.Namespace) -> int:
         variable, below_home, name = client.where
         path = Path(given.environ.get(variable) or Path.home() / below_home, name)
     if client is None or path is None or not given.write:
-        say(shown(given.client, served, path))
+        say(setup_text(given.client, served, path))
         return 0
-    backup = files.write(path, files.merged(path, client.config(served), client.needed))
+    backup = files.replace_file(path, files.merged_text(path, client.config(served), client.needed))
     undo = ["rm", path] if backup is None else ["mv", backup, path]
     say(
         f"Wrote {path}. {client.changes}\nTo undo this: {shlex.join(map(str, undo))}\n"

@@ -1,4 +1,4 @@
-"""Configuration files: what is there stays, comments too where the format has them."""
+"""Configuration files, changed so that other settings and comments stay."""
 
 import io
 import itertools
@@ -29,7 +29,7 @@ def _dump_yaml(value: Any) -> str:
     return text.getvalue()
 
 
-# By suffix: how to load and to write a file, and an empty one.
+# Functions that load and dump a file, and an empty file, by suffix.
 _FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str], str]] = {
     ".json": (json.loads, lambda value: json.dumps(value, indent=2) + "\n", "{}"),
     ".toml": (tomlkit.parse, tomlkit.dumps, ""),
@@ -38,15 +38,15 @@ _FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str], str]] = {
 }
 
 
-def shown(path: Path, config: Config) -> str:
-    """A configuration as its file would have it."""
+def config_text(path: Path, config: Config) -> str:
+    """A configuration in the format of its file."""
     return _FORMATS[path.suffix][1](config)
 
 
-def merged(path: Path, config: Config, needed: Mapping[str, Any]) -> str:
-    """The text of a file with a configuration put in; UsageError if it can't be read.
+def merged_text(path: Path, config: Config, needed: Mapping[str, Any]) -> str:
+    """The text of a file with a configuration merged in; UsageError if it can't be read.
 
-    In a list, entries of the same name are replaced. Of `needed` what the file lacks is put in.
+    Entries of a list are replaced by name. Keys of `needed` are added if the file lacks them.
     """
     load, dump, empty = _FORMATS[path.suffix]
     try:
@@ -81,9 +81,9 @@ def _merge(there: Any, config: Config) -> None:
             there[key] = value
 
 
-def write(path: Path, text: str) -> Path | None:
-    """Write a file in one go; returns the copy of what was there, or raises UsageError."""
-    # A link stays one: many people keep such files elsewhere.
+def replace_file(path: Path, text: str) -> Path | None:
+    """Replace a file atomically; returns the path of its backup, if any, or raises UsageError."""
+    # Links stay: many people keep such files elsewhere.
     path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

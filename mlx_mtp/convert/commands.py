@@ -1,4 +1,4 @@
-"""The commands add-mtp-weights and convert; nothing heavy is imported before one of them runs."""
+"""The commands add-mtp-weights and convert. Heavy imports wait until one of them runs."""
 
 import argparse
 import signal
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlx_mtp import backend
 from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
@@ -27,12 +28,12 @@ _OUTPUT = "new directory with links to the model's files and the head; the model
 _NORMS = "whether the source's norms are zero-centred (hf) or have the 1 added (mlx), if its files "
 
 
-def add_subcommands(subparsers: Any) -> None:
+def add_convert(subparsers: Any) -> None:
     """Register `add-mtp-weights` and `convert`."""
     adding = subparsers.add_parser(
         "add-mtp-weights", help="give an MLX model its MTP head back", description=_DESCRIPTION
     )
-    adding.set_defaults(run=_run)
+    adding.set_defaults(run=_run_conversion)
     add = adding.add_argument
     add_flags(adding, replace(_MODEL, help="the MLX model, a directory or a hub id"))
     default: Any = argparse.SUPPRESS
@@ -46,7 +47,7 @@ def add_subcommands(subparsers: Any) -> None:
     converting = subparsers.add_parser(
         "convert", help="make an MLX model with its MTP head from a Hugging Face checkpoint"
     )
-    converting.set_defaults(run=_run)
+    converting.set_defaults(run=_run_conversion)
     add = converting.add_argument
     checkpoint = "the Hugging Face checkpoint, a directory or a hub id"
     add_flags(converting, replace(_MODEL, help=checkpoint))
@@ -69,27 +70,27 @@ def _add_shared(parser: argparse.ArgumentParser, bits: str, group_size: str, mod
     add("--verify", action="store_true", help=verify_help)
 
 
-def _run(options: argparse.Namespace) -> int:
-    given = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
-    if (model := given.pop("model")) is None:
+def _run_conversion(options: argparse.Namespace) -> int:
+    values = {
+        name: value for name, value in vars(options).items() if name not in ("command", "run")
+    }
+    if (model := values.pop("model")) is None:
         raise UsageError(f"{options.command} needs a MODEL (see mlx-mtp {options.command} --help).")
-    flags = {name: given.pop(name) for name in ("bits", "group_size", "mode")}
-    given["flags"] = {name: value for name, value in flags.items() if value is not None}
-    if given["flags"] and not given.get("quantize", True):
+    flags = {name: values.pop(name) for name in ("bits", "group_size", "mode")}
+    values["flags"] = {name: value for name, value in flags.items() if value is not None}
+    if values["flags"] and not values.get("quantize", True):
         raise UsageError("--bits, --group-size and --mode need --quantize (-q).")
-    from mlx_mtp import backend
-
-    # So that what is half written is removed; only a kill -9 leaves it to the next run.
+    # An exit removes half-written files; after a kill -9 the next run does.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     backend.prepare()
     from mlx_mtp.convert.convert import add_head, convert_model
 
     if options.command == "convert":
-        result = given.pop("output").resolve()
-        convert_model(model, result, **given)
+        result = values.pop("output").resolve()
+        convert_model(model, result, **values)
     else:
-        # By the name that was given: of a hub id, the weights may not be in the cache yet.
-        result = add_head(model, given.pop("source_model"), **given) or model
-    if not given.get("dry_run"):
+        # `serve` gets the same name: the weights of a hub id may not be in the cache yet.
+        result = add_head(model, values.pop("source_model"), **values) or model
+    if not values.get("dry_run"):
         say(f"Next: mlx-mtp serve {result}")
     return 0

@@ -1,4 +1,4 @@
-"""The two commands: a head for an MLX model, and an MLX model with its head."""
+"""The two conversions: adding a head to an MLX model, and making an MLX model with its head."""
 
 import shutil
 import tempfile
@@ -9,12 +9,13 @@ from typing import Any
 
 from mlx_mtp.console import say, size_text
 from mlx_mtp.convert.files import Existing, link_model, new_sidecar
-from mlx_mtp.convert.plan import Plan
+from mlx_mtp.convert.plan import ConversionPlan
 from mlx_mtp.convert.source import (
     HubRepo,
     LocalRepo,
     base_model,
     head_of,
+    on_hub,
     open_source,
     weight_map_of,
 )
@@ -23,7 +24,7 @@ from mlx_mtp.convert.verify import verify_head
 from mlx_mtp.errors import ConvertError, MlxMtpError
 from mlx_mtp.models.files import shapes_in
 from mlx_mtp.models.head_weights import SIDECAR, Convention
-from mlx_mtp.models.hub import HUB_ID, resolve_model
+from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.published import source_of
 from mlx_mtp.models.sizes import check_sizes
 
@@ -40,12 +41,15 @@ def add_head(
     verify: bool = False,
     mtp_norms: Convention | None = None,
 ) -> Path | None:
-    """Convert a head, or print that it is there already; after an error the model is as it was.
+    """Add its head to an MLX model, or print that it has it; an error leaves the model as it was.
 
-    Without a source it is what the model says that it was made from. Returns `output`, or None
-    where there is none because the model needs none.
+    The source defaults to the checkpoint that the model says it was made from. `output` is a
+    directory to create instead of changing the model's. Returns it, or None if the model's own
+    files have the head.
     """
-    model = _locate(model_name, whole=verify or output is not None)
+    # Otherwise config.json is enough of a model on the hub.
+    is_whole = verify or output is not None or not on_hub(model_name)
+    model = resolve_model(model_name) if is_whole else HubRepo(model_name, None).directory
     directory = output or model
     target = Target(model)
     existing = None if force else Existing.find(directory)
@@ -54,7 +58,7 @@ def add_head(
         return None
     source = open_source(source_name or _original(model_name), revision)
     target.check_source(source.config, source.name)
-    plan = Plan(target, source, flags or {})
+    plan = ConversionPlan(target, source, flags or {})
     commit = source.repo.commit
     if not existing or not commit or existing.differences(plan.header, but=["created_by"]):
         missing = source.repo.missing(source.files)
@@ -72,7 +76,7 @@ def add_head(
             if dry_run:
                 say(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
             else:
-                _write(plan, model, directory, verify)
+                _write_head(plan, model, directory, verify)
             return output
         _check_same(existing, plan, directory)
     say(f"{directory} already has this head: nothing to do.")
@@ -91,7 +95,7 @@ def convert_model(
     revision: str | None,
     verify: bool,
 ) -> None:
-    """Convert trunk and head into a new directory, which is there as a whole or not at all."""
+    """Convert trunk and head into a new directory, which appears complete or not at all."""
     from mlx_lm.convert import convert as mlx_lm_convert
 
     if output.exists():
@@ -133,30 +137,22 @@ def convert_model(
 
 
 def _original(name: str) -> str:
-    """What a model was made from."""
-    found = source_of(name)
-    if found is None:
-        path = Path(name).expanduser()
-        repo = LocalRepo(path) if path.is_dir() else HubRepo(name, None)
-        found = base_model(repo.file("README.md"))
-    if found is None:
+    """The checkpoint that a model was made from; ConvertError if the model doesn't say."""
+    original = source_of(name)
+    if original is None:
+        repo = HubRepo(name, None) if on_hub(name) else LocalRepo(Path(name).expanduser())
+        original = base_model(repo.file("README.md"))
+    if original is None:
         raise ConvertError(
             f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
             "with --source-model."
         )
-    say(f"The source is {found} (--source-model names another).")
-    return found
+    say(f"The source is {original} (--source-model names another).")
+    return original
 
 
-def _locate(name: str, *, whole: bool) -> Path:
-    """The model's directory; of a hub id that isn't downloaded only config.json unless `whole`."""
-    if whole or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
-        return resolve_model(name)
-    return HubRepo(name, None).directory
-
-
-def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
-    # The contents of the source count, not where it is.
+def _check_same(existing: Existing, plan: ConversionPlan, directory: Path) -> None:
+    # The source's contents count, not its place.
     differences = existing.differences(plan.header, ["created_by", "source", "source_revision"])
     if not differences:
         plan.read_through()
@@ -169,16 +165,15 @@ def _check_same(existing: Existing, plan: Plan, directory: Path) -> None:
     )
 
 
-def _write(plan: Plan, model: Path, directory: Path, verify: bool) -> None:
-    start = time.perf_counter()
-    size = size_text(plan.nbytes)
+def _write_head(plan: ConversionPlan, model: Path, directory: Path, verify: bool) -> None:
+    start, size = time.perf_counter(), size_text(plan.nbytes)
     try:
         if directory != model:
             link_model(model, directory)
         free = shutil.disk_usage(directory).free
-        if free < plan.nbytes + (1 << 20):  # With the header.
+        if free < plan.nbytes + (1 << 20):  # with room for the header
             raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
-        with new_sidecar(directory, plan.like, plan.metadata, plan.shown()) as path:
+        with new_sidecar(directory, plan.like, plan.metadata, plan.converted()) as path:
             say(f"Converted to {size} in {time.perf_counter() - start:.1f} s.")
             if verify:
                 with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:

@@ -1,4 +1,4 @@
-"""Safetensors files: a source's, read in slices as one may hold all experts; and sidecars."""
+"""Safetensors files: a source's, read in slices as a tensor may hold all experts; and sidecars."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mlx_mtp.models.head_weights import SIDECAR, SIDECAR_INDEX, SIDECAR_PATTERN,
 
 FORMAT_VERSION_KEY = "mlx_mtp_format_version"
 FP8 = "F8_E4M3"
-# The format's names of the types that are read; FP8 as its codes.
+# Types by the format's names; FP8 is read as its codes.
 TYPES = {**formats.TYPES, FP8: mx.uint8}
 _TYPE_NAMES = {dtype: name for name, dtype in formats.TYPES.items()}
 _TEMPORARY = ".mtp-{}.tmp"
 
 
 class SafetensorsFile:
-    """The header of a file, checked against its length; CheckpointError if it is damaged."""
+    """A file's header, checked against its length; CheckpointError if the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         start, header = read_header(path)
         self.path, self.size = path, path.stat().st_size
-        self.digest = hashlib.sha256()  # Of all that was read of the tensors, in that order.
+        self.digest = hashlib.sha256()  # of the tensors' bytes, in the order of the reads
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, StoredTensor] = {}
         for name, entry in header.items():
@@ -49,12 +49,12 @@ class StoredTensor:
 
     file: SafetensorsFile
     name: str
-    dtype: str  # The format's name of it.
+    dtype: str  # in the format's words
     shape: tuple[int, ...]
-    offset: int  # Of its first byte in the file.
+    offset: int  # of its first byte in the file
     nbytes: int
-    scales: StoredTensor | None = None  # Of FP8: [.., blocks of rows, blocks of columns].
-    block: tuple[int, int] = (1, 1)  # Rows and columns that share a scale.
+    scales: StoredTensor | None = None  # of FP8, [..., blocks of rows, blocks of columns]
+    block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
 
     def part(self, start: int, stop: int) -> StoredTensor:
         stride = self.nbytes // self.shape[0]
@@ -83,7 +83,10 @@ class StoredTensor:
         return replace(self, scales=scales, block=block)
 
     def like(self) -> mx.array:
-        """Zeros of the shape and type that `read` gives, which cost nothing until evaluated."""
+        """Unevaluated zeros of the shape and type that `read` returns.
+
+        CheckpointError for a type that can't be read.
+        """
         if self.dtype not in TYPES or (self.dtype == FP8 and self.scales is None):
             raise CheckpointError(
                 f"{self.name} in {self.file.path} has type {self.dtype}, of a quantization that is "
@@ -93,7 +96,7 @@ class StoredTensor:
         return mx.zeros(self.shape, dtype=mx.bfloat16 if self.scales else TYPES[self.dtype])
 
     def read(self) -> mx.array:
-        """The tensor; FP8 in bfloat16, code times scale in float32 and rounded once."""
+        """The tensor; FP8 becomes bfloat16, its code times its scale rounded once."""
         path = self.file.path
         try:
             data = np.fromfile(path, np.uint8, self.nbytes, offset=self.offset)
@@ -112,9 +115,9 @@ class StoredTensor:
 
 
 class Existing(NamedTuple):
-    """A sidecar that is there already."""
+    """A sidecar that a model already has."""
 
-    files: list[Path]  # Empty if they can't be read.
+    files: list[Path]  # empty if they can't be read
     metadata: Mapping[str, str]
 
     @classmethod
@@ -125,13 +128,13 @@ class Existing(NamedTuple):
         except ModelError:
             return cls([], {})
 
-    def differences(self, wanted: Mapping[str, str], but: Container[str]) -> list[str]:
-        """In which of the wanted header entries, but for these, it differs: `bits 4, not 8`."""
+    def differences(self, entries: Mapping[str, str], but: Container[str]) -> list[str]:
+        """How its header differs from these entries, such as `bits 4, not 8`, except in `but`."""
         if FORMAT_VERSION_KEY not in self.metadata:
             return ["it was not made by this program"]
         return [
             f"{key} {self.metadata.get(key, 'unknown')}, not {value}"
-            for key, value in wanted.items()
+            for key, value in entries.items()
             if key not in but and self.metadata.get(key) != value
         ]
 
@@ -143,13 +146,13 @@ def new_sidecar(
     metadata: Callable[[], dict[str, str]],
     tensors: Iterable[tuple[int, Mapping[str, mx.array]]],
 ) -> Iterator[Path]:
-    """Write a sidecar and yield its path; when the context ends it replaces the model's.
+    """Write a sidecar and yield its path; at the end of the context it replaces the model's.
 
-    `like` has the type and shape of each tensor of `tensors`, which come as bytes in slices, with
-    the number that a slice begins at; `metadata` is as long before they are read as afterwards.
+    `like` has the type and shape of each tensor. `tensors` yields slices of their bytes, each with
+    its index along the first axis. `metadata` must have the same length before and after that.
     """
     entries, end = dict[str, Any](), 0
-    # Wide types first, so that every tensor begins at a multiple of its item's size.
+    # Wide types come first, so that every tensor is aligned to its item size.
     for name, array in sorted(like.items(), key=lambda item: -item[1].itemsize):
         offsets = (end, end + array.nbytes)
         end += array.nbytes
@@ -160,7 +163,7 @@ def new_sidecar(
     _remove_leftovers(directory)
     try:
         with path.open("xb") as file:
-            # No run beside this one takes it for a leftover, where the file system has locks.
+            # The lock, if the file system has locks, tells other runs that this is no leftover.
             with contextlib.suppress(OSError):
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             for first, arrays in tensors:
@@ -191,7 +194,7 @@ def _publish(path: Path, directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-    # The index of an older sidecar in several files counts until it is gone.
+    # The index of an older sidecar in several files would take precedence.
     (directory / SIDECAR_INDEX).unlink(missing_ok=True)
     for shard in directory.glob("mtp-*-of-*.safetensors"):
         shard.unlink()
@@ -200,12 +203,15 @@ def _publish(path: Path, directory: Path) -> None:
 def _remove_leftovers(directory: Path) -> None:
     for path in directory.glob(_TEMPORARY.format("*")):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # A running one has it.
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a running one's
             path.unlink()
 
 
 def link_model(model: Path, directory: Path) -> None:
-    """Link a model's files into another directory, except its sidecar and hidden files."""
+    """Link a model's files into another directory, except its sidecar and hidden files.
+
+    ConvertError if the directory has another file of one of the names.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for path in sorted(model.glob("[!.]*")):
         if not path.is_file() or path.match(SIDECAR_PATTERN) or path.name == SIDECAR_INDEX:

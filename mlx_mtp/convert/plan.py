@@ -1,4 +1,4 @@
-"""Everything that a conversion will do, decided and checked before a byte is written."""
+"""The plan of a conversion, decided and checked before a byte is written."""
 
 import itertools
 import json
@@ -27,19 +27,20 @@ _GROUPS_AHEAD = 4
 _TRUNK = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
-class Plan:
-    """What becomes of every tensor of a source's head; see `open`."""
+class ConversionPlan:
+    """How every tensor of a source's head is converted; complete after `open`."""
 
     def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
         self._target, self._source, self._flags = target, source, flags
         self._head = target.head(moe=source.is_moe)
         self.default, self._settings = target.quantization(self._head, flags)
-        self.header = self._describe("hf")  # The sidecar's, but for the checksums.
+        self.header = self._describe("hf")  # the sidecar's, without the checksums
 
     def open(self, paths: Iterable[Path], asked_norms: head_weights.Convention | None) -> None:
-        """Decide the rest by the headers of the files that hold the head, check it, and report.
+        """Complete the plan by the headers of the head's files, check it, and print a summary.
 
-        Then `like` has the type and shape of each of the sidecar's tensors, of `nbytes` in all.
+        Sets `like`, zeros of the type and shape of each of the sidecar's tensors, and `nbytes`,
+        their size. CheckpointError or ConvertError if the head can't be converted.
         """
         self._files = [SafetensorsFile(path) for path in paths]
         tensors = self._source.tensors(self._files)
@@ -49,7 +50,7 @@ class Plan:
         num_parameters = sum(value.size for _, value in tree_flatten(self._head.parameters()))
         like = {name: tensor.like() for name, tensor in tensors.items()}
         self._check_experts(like)
-        # What is loaded where a source is served as it is: this checks names, shapes and packing.
+        # As when a source is served unconverted: this checks names, shapes and packing.
         stored = self._renamed(like)
         head_weights.load_into(self._head, stored, self._source.name)
         self._packed = {
@@ -69,10 +70,10 @@ class Plan:
             line = f"mtp.{name} is left out, as the trunk's own is used: {text}."
             say(line if equal else f"warning: {line}", file=None if equal else sys.stderr)
         for file in self._files:
-            file.digest = sha256()  # Of what the head takes over, which copies are no part of.
+            file.digest = sha256()  # of the tensors to convert, without the copies compared above
 
     def _check_experts(self, tensors: Mapping[str, mx.array]) -> None:
-        """An expert's place in the stack is computed, so all experts have to be alike."""
+        # The place of an expert in the stack is computed, so all must have one shape and type.
         for name, value in tensors.items():
             match = head_weights.EXPERT_KEY.match(name)
             first = tensors.get(f"{match[1]}.0.{match[3]}.weight", value) if match else value
@@ -108,43 +109,38 @@ class Plan:
         say(f"Norms: {norms[self._convention]}.")
 
     def metadata(self) -> dict[str, str]:
-        """The whole header, with checksums of what has been read by now."""
+        """The whole header, with checksums of the bytes that have been read so far."""
         sums = {
             f.path.name: {"head_sha256": f.digest.hexdigest(), "size": f.size} for f in self._files
         }
         return {**self.header, "source_files": json.dumps(sums, separators=(",", ":"))}
 
     def read_through(self) -> None:
-        """Read what `converted` would read, for the checksums alone."""
+        """Read the same tensors as `converted`, for the checksums alone."""
         for _, tensors in self.groups:
             for tensor in tensors.values():
                 tensor.read()
 
-    def shown(self) -> Iterator[tuple[int, dict[str, mx.array]]]:
-        """As `converted`, with a progress bar."""
-        with Bar(desc="Converting", total=self.nbytes) as bar:
-            for expert, tensors in self.converted():
-                yield expert, tensors
-                bar.update(sum(array.nbytes for array in tensors.values()))
-
     def converted(self) -> Iterator[tuple[int, dict[str, mx.array]]]:
-        """The sidecar's tensors as bytes, an expert at a time, with the number of the expert."""
-        # The CPU quantizes the next ones while the caller writes, even where there is a GPU.
+        """The sidecar's tensors as bytes, an expert at a time, with its number; shows a bar."""
+        # The CPU quantizes the next experts while the caller writes, also beside a GPU.
         streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, 8))]
         pending: deque[tuple[int, dict[str, mx.array]]] = deque()
-        for (expert, tensors), stream in zip(self.groups, itertools.cycle(streams)):
-            with mx.stream(stream):
-                stored = {name: tensor.read() for name, tensor in tensors.items()}
-                encoded = self._encoded(self._renamed(stored))
-                encoded = {k: mx.contiguous(v).view(mx.uint8) for k, v in encoded.items()}
-            mx.async_eval(encoded)
-            pending.append((expert, encoded))
-            if len(pending) > _GROUPS_AHEAD:
-                yield pending.popleft()
-        yield from pending
+        with Bar(desc="Converting", total=self.nbytes) as bar:
+            for (expert, tensors), stream in zip(self.groups, itertools.cycle(streams)):
+                with mx.stream(stream):
+                    stored = {name: tensor.read() for name, tensor in tensors.items()}
+                    encoded = self._encoded(self._renamed(stored))
+                    encoded = {k: mx.contiguous(v).view(mx.uint8) for k, v in encoded.items()}
+                mx.async_eval(encoded)
+                bar.update(sum(array.nbytes for array in encoded.values()))
+                pending.append((expert, encoded))
+                if len(pending) > _GROUPS_AHEAD:
+                    yield pending.popleft()
+            yield from pending
 
     def _renamed(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Names, stacks and norms of `MTPHead`; what is not packed in bfloat16 or float16."""
+        """Names, stacks and norms as in `MTPHead`; unpacked float32 becomes bfloat16."""
         rounded = dict(tensors)
         for name, value in tensors.items():
             if name in head_weights.NORMS:
@@ -156,7 +152,7 @@ class Plan:
         )
 
     def _encoded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The sidecar's tensors, not evaluated, of the whole head or some of its parameters."""
+        """The sidecar's tensors, unevaluated, for all of the head's parameters or some."""
         encoded = dict(tensors)
         for path in {**self._packed, **self._settings}:
             names = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
@@ -175,7 +171,7 @@ class Plan:
 
 
 def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, StoredTensor]]]:
-    """What is converted together, one expert or one module; and the number of the expert."""
+    """The tensors to convert together, of one expert or one module, with the expert's number."""
     groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory or on the hub: which file holds which tensor, and which the head."""
+"""Checkpoints in a directory or on the hub: which file holds which tensor of the head."""
 
 import contextlib
 import fnmatch
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import huggingface_hub as hub
 from huggingface_hub import get_hf_file_metadata
@@ -31,12 +31,12 @@ from mlx_mtp.models.loader import missing_head
 
 INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
-_CARD = 1 << 20  # characters of a model's card that are read
+_CARD_CHARACTERS = 1 << 20  # of a model's card that are read
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 
 
 class LocalRepo:
-    """A directory, with the methods of `HubRepo`."""
+    """A model's directory, with the methods of `HubRepo`."""
 
     commit = None
 
@@ -61,7 +61,7 @@ class LocalRepo:
 
 
 class HubRepo:
-    """A model repository at one revision, in the usual cache; ConvertError where the hub fails."""
+    """A model repository at one revision, in the hub's cache; ConvertError if the hub fails."""
 
     def __init__(self, repo_id: str, revision: str | None) -> None:
         self.repo_id, self._revision = repo_id, revision  # None: the main branch
@@ -69,18 +69,16 @@ class HubRepo:
 
     @cached_property
     def commit(self) -> str:
-        path = self.file("config.json")
-        if path is not None:
+        if (path := self.file("config.json")) is not None:
             return path.parent.name
         with self._explained("the list of files"):
-            found = hub.HfApi().model_info(self.repo_id, revision=self._revision or "main")
-        return _checked(found.sha, self.repo_id)
+            info = hub.HfApi().model_info(self.repo_id, revision=self._revision or "main")
+        return _checked_version(info.sha, self.repo_id)
 
     @property
     def directory(self) -> Path:
-        """Where the cache has config.json; ConvertError if there is none."""
-        config = self.file("config.json")
-        if config is None:
+        """The cache's directory with config.json; ConvertError if the model has none."""
+        if (config := self.file("config.json")) is None:
             raise ConvertError(f"{self.repo_id} has no config.json, so it is not a model.")
         return config.parent
 
@@ -102,26 +100,25 @@ class HubRepo:
     def remote(self, name: str) -> HfFileMetadata | None:
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
             url = hub.hf_hub_url(self.repo_id, name, revision=self.commit)
-            found = get_hf_file_metadata(url)
+            metadata = get_hf_file_metadata(url)
             # huggingface_hub makes paths of these two.
-            _checked(found.etag, name)
-            _checked(found.commit_hash, name)
-            if found.size is None:
+            _checked_version(metadata.etag, name)
+            _checked_version(metadata.commit_hash, name)
+            if metadata.size is None:
                 raise ConvertError(f"The hub does not report the size of {name} in {self.repo_id}.")
-            return found
+            return metadata
         return None
 
     def missing(self, names: Sequence[str]) -> dict[str, int]:
-        """The size of each file that is not in the cache; ConvertError for one not on the hub."""
+        """Bytes of each file that is not cached; ConvertError if the hub has no such file."""
         sizes = {}
         for name in names:
             cached = hub.try_to_load_from_cache(self.repo_id, name, revision=self.commit)
             if isinstance(cached, str):
                 continue
-            found = self.remote(name)
-            if found is None:
+            if (metadata := self.remote(name)) is None:
                 raise ConvertError(f"{self.repo_id} has no {name}, which its {INDEX} names.")
-            sizes[name] = found.size
+            sizes[name] = metadata.size
         return sizes
 
     def _explained(self, name: str) -> AbstractContextManager[None]:
@@ -131,12 +128,12 @@ class HubRepo:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with a head, of which nothing but names has been read."""
+    """A checkpoint with a head, of which only the names have been read."""
 
     name: str
     repo: LocalRepo | HubRepo
-    config: dict[str, Any]  # Empty if there is no config.json.
-    file_of: dict[str, str]  # File of each of the head's tensors, by its name in the checkpoint.
+    config: dict[str, Any]  # empty if there is no config.json
+    file_of: dict[str, str]  # file of each of the head's tensors, by name in the checkpoint
 
     @property
     def files(self) -> list[str]:
@@ -147,31 +144,42 @@ class Source:
         return has_router(head_name(key) or "" for key in self.file_of)
 
     def tensors(self, files: Iterable[SafetensorsFile]) -> dict[str, StoredTensor]:
-        """The head's tensors by name without prefix, FP8 ones with their scales."""
+        """The head's tensors, FP8 ones with their scales, by name without its prefix.
+
+        CheckpointError if a tensor is missing or occurs twice, or scales don't fit.
+        """
         by_name = {file.path.name: file for file in files}
-        found: dict[str, StoredTensor] = {}
+        tensors: dict[str, StoredTensor] = {}
         for key, file_name in self.file_of.items():
             file, name = by_name[file_name], head_name(key) or key
             if key not in file.tensors:
                 raise CheckpointError(f"{file.path} has no {key}, though {INDEX} says so.")
-            if name in found:
-                raise CheckpointError(f"There are two heads: {found[name].name} and {key}.")
-            found[name] = file.tensors[key]
+            if name in tensors:
+                raise CheckpointError(f"There are two heads: {tensors[name].name} and {key}.")
+            tensors[name] = file.tensors[key]
         quantization = self.config.get("quantization_config")
         block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-        for name, tensor in list(found.items()):
+        for name, tensor in list(tensors.items()):
             if tensor.dtype == FP8:
-                scales = found.pop(f"{name}_scale_inv", None)
-                found[name] = tensor.with_scales(scales, tuple(block or (128, 128)))
-        return found
+                scales = tensors.pop(f"{name}_scale_inv", None)
+                tensors[name] = tensor.with_scales(scales, tuple(block or (128, 128)))
+        return tensors
+
+
+def on_hub(name: str | None) -> TypeGuard[str]:
+    """True if a model's name is a hub id, and not a local path or None, the bundled model."""
+    return bool(name and HUB_ID.fullmatch(name) and not Path(name).expanduser().exists())
 
 
 def open_source(name: str, revision: str | None = None) -> Source:
-    """Open a directory or a repository on the hub, of which only small files are downloaded."""
+    """Open a checkpoint; of one on the hub only small files are downloaded.
+
+    ConvertError if there is no such checkpoint, or if it has no head.
+    """
     path = Path(name).expanduser()
     if path.is_dir() and revision is not None:
         raise ConvertError(f"--revision is for a hub id, and {name} is a directory.")
-    if not path.is_dir() and (path.exists() or not HUB_ID.fullmatch(name)):
+    if not path.is_dir() and not on_hub(name):
         raise ConvertError(
             f"{name!r} is neither an existing directory nor a hub id of the form organisation/name."
         )
@@ -179,7 +187,7 @@ def open_source(name: str, revision: str | None = None) -> Source:
     config = repo.file("config.json")
     names = _indexed(repo)
     if not head_of(names):
-        # A head that was added later, or a model without an index.
+        # The head was added later, or there is no index.
         names |= _scan(repo, r"[^/.][^/]*\.safetensors", but=set(names.values()))
     if not head_of(names):
         raise ConvertError(
@@ -193,66 +201,68 @@ def open_source(name: str, revision: str | None = None) -> Source:
 
 
 def check_head_on_hub(name: str | None) -> None:
-    """Raise MissingHeadError for a repository without a head, before its weights are downloaded."""
-    if name is None or Path(name).expanduser().exists() or not HUB_ID.fullmatch(name):
+    """Raise MissingHeadError if a model on the hub has no head, before it is downloaded."""
+    if not on_hub(name):
         return
     repo = HubRepo(name, None)
     try:
-        # add-mtp-weights puts a head into the cache, beside what the hub has.
+        # add-mtp-weights puts a head into the cache, beside the hub's files.
         if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
             return
-    except ConvertError:  # The download explains it, or the model is in the cache.
+    except ConvertError:  # The download will explain it, or the model is in the cache.
         return
     raise missing_head(name, "Its weights were not downloaded.")
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:
-    """The files of a head that was added to the cached copy."""
+    """The files of a head that was added to the cached copy of a model."""
     return sorted(repo.directory.glob(SIDECAR_PATTERN))
 
 
 def remote_sidecar(repo: HubRepo) -> list[str]:
-    """The files of a head beside the model."""
+    """The names of the files of a head beside a model on the hub."""
     return sorted(fnmatch.filter(repo.names(), SIDECAR_PATTERN))
 
 
 def base_model(readme: Path | None) -> str | None:
-    """The model that a model card says it was converted from."""
+    """The `base_model` of a model card; None if it has none, or there is no card."""
     if readme is None or not readme.is_file():
         return None
     with readme.open(encoding="utf-8", errors="replace") as file:
-        found = _BASE_MODEL.search(file.read(_CARD))
-    return found[1] if found else None
+        match = _BASE_MODEL.search(file.read(_CARD_CHARACTERS))
+    return match[1] if match else None
 
 
 def weight_map_of(repo: LocalRepo | HubRepo) -> dict[str, str]:
-    """File of each of a model's own tensors, by its index or the files' headers."""
+    """File of each tensor in a model's own files, by its index or else the files' headers."""
     return _indexed(repo) or _scan(repo, r"model[^/]*\.safetensors")
 
 
 def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
-    """The part of a map that is about the head."""
+    """The head's part of a map from tensors to files."""
     return {key: file for key, file in weight_map.items() if head_name(key) is not None}
 
 
 def norm_convention(
-    files: Sequence[SafetensorsFile], source: Source, asked: Convention | None
+    files: Sequence[SafetensorsFile], source: Source, flag: Convention | None
 ) -> Convention:
-    """Whether the norms in a head's files are zero-centred ("hf"); their values never decide.
+    """Whether the norms in a head's files are zero-centred ("hf") or not ("mlx").
 
-    In this order: what a header says; the flag; the layout of a convolution in the same file, which
-    must have been treated alike ([C, 1, K] in HF files, [C, K, 1] in MLX ones); PyTorch's mark in
-    the header; a convolution elsewhere in the source, if it is HF's. ConvertError if none decides.
+    The first of these decides, never the norms' values: the file's header; `flag`, the value of
+    --mtp-norms; the layout of a convolution in the same file, which was converted together with
+    the norms ([C, 1, K] in HF files, [C, K, 1] in MLX ones); PyTorch's mark in the header; a
+    convolution elsewhere in the source, if it has HF's layout. ConvertError if none does, or if
+    the files or the flag disagree.
     """
     names = ", ".join(str(file.path) for file in files)
     stated = {f.metadata.get(NORM_CONVENTION_KEY) for f in files} - {None}
-    if asked and stated - {asked}:
+    if flag and stated - {flag}:
         raise ConvertError(
-            f"--mtp-norms says {asked}, but the header of {names} says {NORM_CONVENTION_KEY} "
+            f"--mtp-norms says {flag}, but the header of {names} says {NORM_CONVENTION_KEY} "
             f"{', '.join(map(str, stated))}."
         )
-    found = {asked or _convention_of(file, source) for file in files}
-    if len(found) == 1 and (convention := found.pop()) is not None:
+    conventions = {flag or _convention_of(file, source) for file in files}
+    if len(conventions) == 1 and (convention := conventions.pop()) is not None:
         return convention
     raise ConvertError(
         f"Whether the norms in {names} are zero-centred can't be determined from the headers or "
@@ -273,7 +283,7 @@ def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
     for name, other in weight_map_of(source.repo).items() if not source.repo.commit else ():
         path = source.repo.file(other)
         if name.endswith(_CONVOLUTION) and head_name(name) is None and path:
-            # An MLX trunk proves nothing: a raw head is easily put beside a converted one.
+            # An MLX trunk proves nothing: a raw head may lie beside a converted trunk.
             return "hf" if SafetensorsFile(path).tensors[name].shape[-1] != 1 else None
     return None
 
@@ -288,7 +298,7 @@ def _indexed(repo: LocalRepo | HubRepo) -> dict[str, str]:
     return {} if path is None else read_index(path)
 
 
-def _checked(text: str | None, of: str) -> str:
+def _checked_version(text: str | None, of: str) -> str:
     if text is None or not re.fullmatch(r"[\w-]+", text, re.ASCII):
         raise ConvertError(f"The hub's answer about {of} is damaged: {text!r} names no version.")
     return text

@@ -1,4 +1,4 @@
-"""The model that gets a head: the head that would fit it, and how its matrices are quantized."""
+"""The model that gets a head: which head fits it, and how the head's matrices are quantized."""
 
 import re
 import sys
@@ -20,13 +20,13 @@ from mlx_mtp.models.loader import family_of
 from mlx_mtp.models.sizes import check_sizes
 
 UNQUANTIZED = 16
-# Fields of config.json that shape a head. A source that differs in one belongs to another model.
+# Fields of config.json that shape a head; a source with other values is of another model.
 _SHAPING = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SHAPING_EXPERTS = ("num_experts", "moe_intermediate_size")
 
 
 class Setting(NamedTuple):
-    """How a matrix is quantized."""
+    """The quantization of a matrix."""
 
     bits: int
     group_size: int
@@ -49,7 +49,7 @@ MODES = {"affine": _AFFINE, "mxfp4": ((4,), (32,)), "nvfp4": ((4,), (16,)), "mxf
 
 
 class Target:
-    """A model directory, of which config.json alone is read; ModelError if that can't be served."""
+    """A model's directory, of which only config.json is read; ModelError if it can't be served."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / "config.json")
@@ -57,15 +57,15 @@ class Target:
         check_sizes(self.config, path)
         model_class, args_class = self.family.classes(self.config)
         try:
-            # Nothing is allocated: mlx makes the random weights only when they are looked at.
+            # Nothing is allocated: mlx makes the random weights when they are evaluated.
             model = model_class(args_class.from_dict(self.config))  # type: ignore[attr-defined]
             self.args: Any = self.family.causal_lm(model).args  # mlx-lm's.
-        except Exception as error:  # Of mlx-lm, whatever it is.
+        except Exception as error:  # of mlx-lm, of any kind
             raise ConvertError(f"{path / 'config.json'} can't be used: {error!r:.300}") from error
         self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def head(self, *, moe: bool) -> MTPHead:
-        """The head that fits, unquantized and with nothing in it."""
+        """A head that fits the model, unquantized and not loaded; ConvertError if none does."""
         if moe and not getattr(self.args, "num_experts", 0):
             raise ConvertError(
                 f"The source's head is a mixture of experts, {self.path} has num_experts 0: "
@@ -76,7 +76,7 @@ class Target:
     def quantization(
         self, head: nn.Module, flags: Mapping[str, Any]
     ) -> tuple[Setting | None, dict[str, Setting]]:
-        """The setting of most matrices (None: unquantized), and those by path of the module."""
+        """The setting of most matrices (None: unquantized), and of each by its module's path."""
         table = self.config.get("quantization")
         table = table if isinstance(table, dict) else {}
         default = _default(table, flags)
@@ -89,12 +89,13 @@ class Target:
                 continue
             choice = twins[path] if path in twins else self._predicate(f"mtp.{path}", module)
             setting = setting_of(choice) if isinstance(choice, dict) else default
-            # As mlx-lm does: a matrix that the groups don't divide stays as it is.
+            # As in mlx-lm, a matrix whose rows the groups don't divide stays unquantized.
             if choice and module.weight.shape[-1] % setting.group_size == 0:
                 settings[path] = setting
         return default, settings
 
     def check_source(self, config: Mapping[str, Any], name: str) -> None:
+        """Raise ConvertError if a source's head can't fit; warn if its trunk is of another size."""
         theirs, ours = text_config(config), text_config(self.config)
         dense = not theirs.get("num_experts") and not ours.get("num_experts")
         for field in (*_SHAPING, *(["intermediate_size"] if dense else _SHAPING_EXPERTS)):
@@ -113,7 +114,7 @@ class Target:
             )
 
     def _twins(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any] | bool]:
-        """Entries that config.json has for the head itself, or for the layer most like it."""
+        """Entries of config.json for the head itself, or else for the layer most like it."""
         layers = enumerate(self.family.layer_specs(self.args))
         last_attention = max(i for i, layer in layers if isinstance(layer, AttentionSpec))
         of_layer = re.compile(rf"^(?:model\.|language_model\.)*layers\.{last_attention}\.(.+)$")
@@ -132,18 +133,18 @@ def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | No
     base = of_target or _of_mode("affine")
     if flags.get("mode", base.mode) != base.mode:
         base = _of_mode(flags["mode"])
-    return _checked(base._replace(**flags), "--bits, --group-size and --mode", UsageError)
+    return _checked_setting(base._replace(**flags), "--bits, --group-size and --mode", UsageError)
 
 
 def setting_of(table: Mapping[str, Any]) -> Setting:
-    """What an entry of config.json asks for; ConvertError for what MLX can't do."""
+    """The setting that an entry of config.json asks for; ConvertError if MLX doesn't have it."""
     mode = table.get("mode", "affine")
     if mode not in MODES:
         raise ConvertError(
             f"config.json has a quantization of mode {mode!r}; known are {', '.join(MODES)}."
         )
-    given: dict[str, Any] = {k: int(table[k]) for k in ("bits", "group_size") if k in table}
-    return _checked(_of_mode(mode)._replace(**given), "config.json", ConvertError)
+    values: dict[str, Any] = {k: int(table[k]) for k in ("bits", "group_size") if k in table}
+    return _checked_setting(_of_mode(mode)._replace(**values), "config.json", ConvertError)
 
 
 def _of_mode(mode: str) -> Setting:
@@ -151,8 +152,8 @@ def _of_mode(mode: str) -> Setting:
     return Setting(bits[0], sizes[0], mode)
 
 
-def _checked(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:
-    # Here and not by mlx, where a group size of 0 ends the process.
+def _checked_setting(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:
+    # mlx would end the process for a group size of 0.
     bits, sizes = MODES[setting.mode]
     if setting.bits not in bits or setting.group_size not in sizes:
         can = " bits and groups of ".join(", ".join(map(str, sorted(n))) for n in (bits, sizes))

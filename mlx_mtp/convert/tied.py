@@ -1,4 +1,4 @@
-"""Copies of the trunk's matrices that some heads carry: are they what the trunk has?"""
+"""Compares the copies of the trunk's matrices that some heads carry with the trunk's own."""
 
 import mlx.core as mx
 
@@ -12,9 +12,9 @@ _MAX_ERROR_RATIO = 1.5
 
 
 def compare_tied(name: str, copy: StoredTensor, target: Target, source: Source) -> tuple[bool, str]:
-    """Compare with the target's trunk, or else the source's; False if it differs, and the words.
+    """Compare a copy with the target's trunk, or else the source's: is it equal, and a sentence.
 
-    From a quantized trunk a copy may be as far as its own quantization is, and half as much more.
+    From a quantized trunk the copy may differ by 1.5 times the error of quantizing the copy itself.
     """
     # With tied embeddings there is no lm_head.
     endings = (*(["lm_head"] if "head" in name else []), "embed_tokens")
@@ -23,14 +23,14 @@ def compare_tied(name: str, copy: StoredTensor, target: Target, source: Source) 
             parts = _trunk_matrix(repo, ending) if isinstance(repo, LocalRepo) else []
             if parts and parts[0].dtype in TYPES and parts[0].dtype != FP8:
                 table = config.get("quantization") or {}
-                own = table.get(parts[0].name.removesuffix(".weight"))
-                setting = setting_of(own if isinstance(own, dict) else table)
+                entry = table.get(parts[0].name.removesuffix(".weight"))
+                setting = setting_of(entry if isinstance(entry, dict) else table)
                 return _compare(copy, parts, setting if len(parts) > 1 else None)
     return True, "not compared: the trunk's weights are not on this machine"
 
 
 def _trunk_matrix(repo: LocalRepo, ending: str) -> list[StoredTensor]:
-    """The weight, and if it is quantized its scales and biases; empty if they aren't there."""
+    """The weight, and its scales and biases if it is quantized; empty if there is none."""
     files = {key: path for key, name in weight_map_of(repo).items() if (path := repo.file(name))}
     stems = (key.removesuffix(".weight") for key in files if head_name(key) is None)
     stem = next((stem for stem in stems if stem.endswith(ending)), None)
@@ -41,7 +41,7 @@ def _trunk_matrix(repo: LocalRepo, ending: str) -> list[StoredTensor]:
 def _compare(
     copy: StoredTensor, parts: list[StoredTensor], setting: Setting | None
 ) -> tuple[bool, str]:
-    copy.like()  # CheckpointError for a type that can't be read.
+    copy.like()  # raises CheckpointError for a type that can't be read
     rows, columns = copy.shape[0], copy.shape[-1]
     packed = columns * setting.bits // 32 if setting else columns
     if parts[0].shape != (*copy.shape[:-1], packed):

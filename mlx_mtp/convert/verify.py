@@ -1,4 +1,4 @@
-"""Does a head draft what its trunk says next? The quick check that a conversion went right."""
+"""A quick check of a conversion: the share of the head's drafts that its trunk accepts."""
 
 import sys
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ PROMPTS = (
 )
 DEPTH = 3
 NUM_TOKENS = 64
-# Published shares of right drafts, from prose to code; and the one below which a head is wrong.
+# Published acceptance by depth, from prose to code, and the rate below which a head is wrong.
 HEALTHY = ((0.45, 0.95), (0.20, 0.90), (0.10, 0.85))
 BROKEN = 0.05
 
 
 def verify_head(directory: Path) -> tuple[int, list[float]]:
-    """Load a model, `measure` its head and print how it did; ModelError for a wrong head."""
+    """Load a model, measure its head and print the result; ConvertError for a wrong head."""
     say("Verifying: loading trunk and head ...")
     prompts = _prompt_tokens(directory)
-    num_steps, rates = measure(load_model(directory, enable_mtp=True), prompts)
+    num_steps, rates = measure_head(load_model(directory, enable_mtp=True), prompts)
     say(f"Drafts accepted, over {num_steps} steps of greedy text:")
     for depth, (rate, (low, high)) in enumerate(zip(rates, HEALTHY, strict=True), 1):
         say(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
@@ -50,8 +50,8 @@ def verify_head(directory: Path) -> tuple[int, list[float]]:
     return num_steps, rates
 
 
-def measure(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[int, list[float]]:
-    """Decode greedily: the number of steps, and the share that accepted draft 1, 2, .."""
+def measure_head(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[int, list[float]]:
+    """Decode greedily; returns the number of steps, and the share that accepted draft 1, 2, ..."""
     config = EngineConfig(num_draft_tokens=DEPTH, max_num_seqs=len(prompts))
     engine = build_engine(model, config, model.vocab_size, ())
     sampling = SamplingParams(NUM_TOKENS, temperature=0.0)

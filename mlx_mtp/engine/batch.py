@@ -106,6 +106,7 @@ class Batch:
         return batch
 
     def join(self, other: Batch) -> None:
+        """Append the other batch's rows, which leave it."""
         self.settle()
         other.settle()
         self.sequences += other.sequences
@@ -123,6 +124,7 @@ class Batch:
             setattr(self, name, mx.concatenate(pair))
 
     def arrays(self) -> Iterator[mx.array]:
+        """All arrays, which must be evaluated with a step."""
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
@@ -203,7 +205,7 @@ def hidden_states(batches: Batches) -> mx.array:
 
 
 def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
-    width = max(1, *map(len, ids))  # `accept` takes no empty array.
+    width = max(1, *map(len, ids))  # `verify_window` takes no empty array.
     rows = [(*values, *[-1] * (width - len(values))) for values in ids]
     return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 

@@ -48,6 +48,7 @@ class EngineCore:
         return self.scheduler.reuse.seconds_left  # All requests wait for prefixes from the disk.
 
     def step(self) -> list[RequestOutput]:
+        """Launch a plan, and return the outputs of the steps that have been read."""
         if self.scheduler.num_waiting:
             self.runner.prefixes.commit_ends()
         plan = self.scheduler.schedule()
@@ -61,6 +62,7 @@ class EngineCore:
         return outputs
 
     def release(self) -> None:
+        """Free the batches of an idle core."""
         assert self.idle
         self._last_plan = None
         self._clock = StepClock(self._clock.now)
@@ -86,9 +88,9 @@ class EngineCore:
             ready, self._in_flight = [*ready, *launched], []
         steps = []
         for step in ready:
-            asked = self._clock.now()
+            waits_from = self._clock.now()
             steps += self.runner.read(step)
-            self._clock.read(step, asked)
+            self._clock.read(step, waits_from)
         self._clock.end_round(ready, launched)
         return steps
 
@@ -115,18 +117,18 @@ class StepClock:
         for step in steps:
             step.launched_at, step.launching = began, self._launching
 
-    def read(self, step: InFlightStep, asked: float) -> None:
-        """Call when a step has been read that was asked for at `asked`; times chunks.
+    def read(self, step: InFlightStep, waits_from: float) -> None:
+        """Call when a step has been read that the host waited for since `waits_from`; times chunks.
 
         The device begins a step when it has been launched and the step before it has ended. If the
-        step had ended before it was asked for, launches count: the longer one of its own and of the
+        step had ended before the host waited, launches count: the longer one of its own and of the
         one after it, unless that took far longer. (On a CPU mlx waits in the launch for most of
         what it launches.)
         """
         now, launching = self.now(), self._launching
         if step.is_prefill:
             seen = now - max(self._read_at, step.launched_at)
-            if now - asked > _WAITED * seen:
+            if now - waits_from > _WAITED * seen:
                 step.seconds = max(step.launching, seen)
             elif launching <= _FAR * step.launching:
                 step.seconds = max(step.launching, launching)

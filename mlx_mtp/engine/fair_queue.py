@@ -1,11 +1,11 @@
 """The waiting requests, shared fairly between clients.
 
-Clients take turns by deficit round robin (Shreedhar and Varghese 1995; credit may go below 0, as in
-fq_codel, so that no look-ahead is needed). A turn lasts until the client has used `QUANTUM` prompt
-tokens; a longer prompt is admitted in its turn and paid for with the turns after it.
+Clients take turns by deficit round robin (Shreedhar and Varghese 1995). As in fq_codel credit may
+go below 0, so that no look-ahead is needed: a turn lasts until the client has used `QUANTUM` prompt
+tokens; a longer prompt is admitted in its turn and paid for with the following turns.
 
-A client is a path, the most trusted name first: (key or address, user or agent). Clients with the
-same first name share its turns, so that inventing names gains nothing.
+A client is a path of names, the most trusted first: (key or address, user or agent). Clients with
+the same first name share its turns, so that inventing names gains nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from mlx_mtp.engine.sequence import Sequence
 
 QUANTUM = 1024  # tokens of one turn
-FLAT_COST = 128  # of a request beside its prompt: it takes a row for an answer of unknown length
-NUM_NAMES = 2  # names of a client's path that count; missing ones are empty
+FLAT_COST = 128  # tokens per request beside its prompt, for the row that its answer takes
+NUM_NAMES = 2  # names of a path that count; missing ones are empty
 
 
 class _Lane:
-    """The requests of one name: by the next name of their paths, or in order at the last."""
+    """The requests under one name: lanes by the next name, or at the last name a queue."""
 
     def __init__(self) -> None:
         self.credit = QUANTUM
@@ -40,7 +40,7 @@ class _Lane:
             self.lanes.clear()
 
     def next(self) -> _Lane:
-        """The first lane with credit. Empty ones stay only until their debt is paid."""
+        """The first lane with credit and requests. Empty lanes stay until their debt is paid."""
         while True:
             name, lane = next(iter(self.lanes.items()))
             if lane.credit <= 0:
@@ -59,13 +59,13 @@ class _Lane:
 
 
 class FairQueue(_Lane):
-    """Requests of clients that take turns; in the order of their arrival within one client."""
+    """The waiting requests: clients take turns, and each client's are in order of arrival."""
 
     def __len__(self) -> int:
         return self.size
 
     def add(self, item: Sequence, *, first: bool = False) -> None:
-        """Queue a request behind its client's others, or before them; a new client comes last."""
+        """Queue a request after its client's others, or `first`; a new client comes last."""
         lane: _Lane = self
         lane.size += 1
         for name in (*item.client, *[""] * NUM_NAMES)[:NUM_NAMES]:
@@ -80,7 +80,7 @@ class FairQueue(_Lane):
         return self._next_path()[-1].items[0]
 
     def pop(self, *, free: bool = False) -> Sequence:
-        """Remove the next request, at its client's cost; free: to be added again."""
+        """Remove the next request; its client pays unless `free`, for one that is added again."""
         path = self._next_path()
         item = path[-1].items.popleft()
         for lane in path:

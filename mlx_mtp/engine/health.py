@@ -86,6 +86,7 @@ class Heartbeat:
         self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
 
     def end(self) -> None:
+        """Note that what was begun has ended, and learn its time."""
         beat, self._beat = self._beat, None
         if beat is None or beat.kind is None:
             return

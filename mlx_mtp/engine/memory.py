@@ -104,6 +104,7 @@ class MemoryPlan:
         return max(min(left // self.footprint.row(tokens), most - (beside > 0)), 0)
 
     def parts(self) -> dict[str, int]:
+        """Planned bytes by what takes them."""
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
         parts |= {"texts": text_bytes(self.limit.nbytes)}

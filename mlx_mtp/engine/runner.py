@@ -34,7 +34,7 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
-from mlx_mtp.speculative.verify import accept
+from mlx_mtp.speculative.verify import verify_window
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class ModelRunner:
             dropped = self.batches.drop(step.sequences)
             others = [StepRow(s) for s in dropped if s not in step.sequences]
             return [step, _failed(others, failure)]
-        self.prefixes.commit(step.saves)
+        if step.saves:
+            self.prefixes.commit(step.saves)
         return [step]
 
     def save_ends(self, steps: Iterable[InFlightStep]) -> None:
@@ -333,7 +334,7 @@ def _sample(
         mx.async_eval(logits)  # Meanwhile the host makes the masks.
         mask = batch.masks.window_mask(window)
     tokens, replaced = batch.sampler.verify(logits, positions, window, mask, num_drafts)
-    accepted = accept(
+    accepted = verify_window(
         tokens,
         window,
         stop_ids=batch.stop_ids,

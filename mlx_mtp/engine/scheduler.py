@@ -87,6 +87,7 @@ class Scheduler:
         self._held = [s for s in self._held if not s.finished]
 
     def schedule(self) -> StepPlan:
+        """Admit requests, and plan the next step, which must be launched."""
         self._drop_finished()
         decode = tuple(map(StepRow, self._running))
         if all(s.surely_finished for s in self._running):

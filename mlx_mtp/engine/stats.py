@@ -59,6 +59,7 @@ class EngineStats:
         return sum(prefill.done for prefill in self.prefills.values())
 
     def count_window(self, source: str, num_drafts: int, num_accepted: int) -> None:
+        """Count one row's verified window."""
         assert 0 <= num_accepted <= num_drafts
         if not num_drafts:
             return

@@ -1,10 +1,11 @@
-"""The commands `inspect` and `models`. Nothing heavy is imported before one of them runs."""
+"""The commands `inspect` and `models`. Heavy imports wait until one of them runs."""
 
 import argparse
 from dataclasses import replace
 from typing import Any
 
-from mlx_mtp.console import labelled, say, width_of
+from mlx_mtp import backend
+from mlx_mtp.console import labelled, say, size_text, width_of
 from mlx_mtp.flags import Flag, add_flags, gigabytes, size, whole
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
@@ -40,40 +41,35 @@ def add_inspect(subparsers: Any) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Print what a model is, first whether it fits; returns the exit status."""
-    from mlx_mtp import backend
-
+    """Print whether a model fits, and what it is; returns the exit status."""
     backend.prepare()
-    from mlx_mtp.console import size_text
-    from mlx_mtp.inspect.found import family, find, next_command, quantization
-    from mlx_mtp.inspect.memory import demand, fit_rows, memory_rows
+    from mlx_mtp.inspect.found import family, find_model, next_command, quantization
+    from mlx_mtp.inspect.memory import fit_rows, memory_demand, memory_rows
     from mlx_mtp.machine import memory_limit
 
-    found = find(options.model)
-    ranks, limit = options.ranks, memory_limit(options.memory_limit)
-    wanted = demand(found, options.dtype, ranks)
-    fits = fit_rows(wanted, limit)
-    num_bytes, num_files = found.trunk
+    model, ranks = find_model(options.model), options.ranks
+    demand = memory_demand(model, options.dtype, ranks)
+    fits = fit_rows(demand, memory_limit(options.memory_limit))
+    num_bytes, num_files = model.trunk
     files = f"{num_files} file{'' if num_files == 1 else 's'}"
     rows = {
         **fits,
         **({"ranks": f"{ranks}; the memory is that of each"} if ranks > 1 else {}),
-        "model": found.name,
-        "family": family(found),
-        "quantization": quantization(found.target.config),
+        "model": model.name,
+        "family": family(model),
+        "quantization": quantization(model.target.config),
         "weights": f"{size_text(num_bytes)} in {files}" if num_files else "none found",
-        "MTP head": found.head or "none",
-        **memory_rows(wanted),
-        "next": next_command(found, ranks, served=fits["fits"].startswith("yes")),
+        "MTP head": model.head or "none",
+        **memory_rows(demand),
+        "next": next_command(model, ranks, served=fits["fits"].startswith("yes")),
     }
     say(labelled(rows, width_of()))
     return 0
 
 
 def _run_models(options: argparse.Namespace) -> int:
-    from mlx_mtp import backend
-
     backend.prepare()
-    from mlx_mtp.inspect.models import run_models
+    from mlx_mtp.inspect.models import models_text
 
-    return run_models(options)
+    say(models_text(options.memory))
+    return 0

@@ -1,4 +1,4 @@
-"""What a model is and whether it has its MTP head, by its headers alone."""
+"""What a model is, and whether it has its MTP head, by its config.json and its files' headers."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,26 +9,26 @@ from mlx_mtp.console import size_text
 from mlx_mtp.convert import source
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
 from mlx_mtp.convert.target import Target
-from mlx_mtp.models.hub import HUB_ID, resolve_model
+from mlx_mtp.models.hub import resolve_model
 
 
-class Found(NamedTuple):
-    """What there is of a model."""
+class FoundModel(NamedTuple):
+    """A model on this machine or on the hub."""
 
-    name: str  # A directory or a hub id.
-    target: Target  # Its config.json.
-    trunk: tuple[int, int]  # Bytes of its own files, and how many files.
-    head: str | None  # In words; None without one.
-    head_bytes: int = 0  # On top of the trunk's.
-    directory: Path | None = None  # Where its weights are, if they are local.
-    refusal: str | None = None  # Why `serve` would refuse it, as far as is known.
+    name: str  # a directory or a hub id
+    target: Target  # its config.json
+    trunk: tuple[int, int]  # bytes and number of the model's own files
+    head: str | None  # a description; None without a head
+    head_bytes: int = 0  # on top of the trunk's
+    directory: Path | None = None  # of the weights, if they are local
+    refusal: str | None = None  # the known reason why `serve` would refuse the model
 
 
-def find(name: str | None) -> Found:
-    """Look at a directory, a hub id or the bundled model (None); ModelError if there is none."""
-    if name is None or Path(name).expanduser().is_dir() or not HUB_ID.fullmatch(name):
-        return _local(resolve_model(name))
-    return _remote(source.HubRepo(name, None))
+def find_model(name: str | None) -> FoundModel:
+    """Find a directory, a hub id or the bundled model (None); ModelError if there is none."""
+    if source.on_hub(name):
+        return _remote(source.HubRepo(name, None))
+    return _local(resolve_model(name))
 
 
 def quantization(config: Mapping[str, Any]) -> str:
@@ -43,31 +43,31 @@ def quantization(config: Mapping[str, Any]) -> str:
     return f"{table.get('bits')} bits, groups of {table.get('group_size')}, {mode}"
 
 
-def family(found: Found) -> str:
+def family(model: FoundModel) -> str:
     """A model's type and sizes, in words."""
-    args = found.target.args
-    layers = found.target.family.layer_specs(args)
+    args = model.target.args
+    layers = model.target.family.layer_specs(args)
     attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
     experts = layers[0].mlp.num_experts
     mlp = f"{experts} experts" if experts else "dense"
     return (
-        f"{found.target.config['model_type']}: {len(layers)} layers, {attention} of them with "
+        f"{model.target.config['model_type']}: {len(layers)} layers, {attention} of them with "
         f"attention; hidden size {args.hidden_size}, vocabulary {args.vocab_size:,}, {mlp}"
     )
 
 
-def next_command(found: Found, ranks: int, *, served: bool) -> str:
-    """What to type next: to serve it, or to give it its head first."""
+def next_command(model: FoundModel, ranks: int, *, served: bool) -> str:
+    """The command to type next: to serve the model, or to give it its head first."""
     if not served:
         return "none, as `serve` would refuse it (see the first line)"
     serve = "mlx-mtp serve" if ranks == 1 else f"mlx.launch -n {ranks} -- mlx-mtp serve"
-    if found.head:
-        return f"{serve} {found.name}"
-    adding = f"mlx-mtp add-mtp-weights {found.name}"
-    return f"{adding}; or without the head: {serve} {found.name}"
+    if model.head:
+        return f"{serve} {model.name}"
+    adding = f"mlx-mtp add-mtp-weights {model.name}"
+    return f"{adding}; or without the head: {serve} {model.name}"
 
 
-def _local(path: Path) -> Found:
+def _local(path: Path) -> FoundModel:
     target = Target(path)
     files = sorted(path.glob("model*.safetensors"))
     trunk = (_total(files), len(files))
@@ -78,26 +78,28 @@ def _local(path: Path) -> Found:
         head = _sidecar(existing, head_bytes)
     elif tensors := source.head_of(source.weight_map_of(repo := source.LocalRepo(path))):
         repo.missing(sorted(set(tensors.values())))
-        found = [SafetensorsFile(path / name).tensors for name in set(tensors.values())]
-        size = sum(t.nbytes for file in found for key, t in file.items() if key in tensors)
-        head = f"in {_names(tensors.values())}: {size_text(size)} of the weights"
-    return Found(str(path), target, trunk, head, head_bytes, path)
+        files_of_head = [SafetensorsFile(path / name) for name in set(tensors.values())]
+        size = sum(
+            t.nbytes for file in files_of_head for key, t in file.tensors.items() if key in tensors
+        )
+        head = f"in {_file_names(tensors.values())}: {size_text(size)} of the weights"
+    return FoundModel(str(path), target, trunk, head, head_bytes, path)
 
 
 def _sidecar(existing: Existing, size: int) -> str:
     if not existing.files:
         return "can't be read: write it again with `mlx-mtp add-mtp-weights --force`"
     metadata = existing.metadata
-    found = f"in {_names(file.name for file in existing.files)}: {size_text(size)}"
+    place = f"in {_file_names(file.name for file in existing.files)}: {size_text(size)}"
     if FORMAT_VERSION_KEY not in metadata:
-        return f"{found}, not made by this program"
+        return f"{place}, not made by this program"
     bits = f"{metadata['bits']} bits, {metadata['mode']}"
     bits = "unquantized" if metadata["mode"] == "none" else bits
     revision = f" at {metadata['source_revision'][:12]}" if metadata["source_revision"] else ""
-    return f"{found}, {bits}; from {metadata['source']}{revision}, by {metadata['created_by']}"
+    return f"{place}, {bits}; from {metadata['source']}{revision}, by {metadata['created_by']}"
 
 
-def _remote(repo: source.HubRepo) -> Found:
+def _remote(repo: source.HubRepo) -> FoundModel:
     target = Target(repo.directory)
     weights = source.weight_map_of(repo)
     files = set(weights.values())
@@ -107,19 +109,19 @@ def _remote(repo: source.HubRepo) -> Found:
         refusal = f"{repo.repo_id} has no {min(absent)}, which its index names."
     head, head_bytes = None, 0
     if inside := source.head_of(weights):
-        head = f"in {_names(inside.values())}"
+        head = f"in {_file_names(inside.values())}"
     elif added := source.cached_sidecar(repo):
-        head_bytes, names = _total(added), _names(file.name for file in added)
+        head_bytes, names = _total(added), _file_names(file.name for file in added)
         head = f"in {names} of the local cache: {size_text(head_bytes)}"
     elif beside := source.remote_sidecar(repo):
         head_bytes = sum(_sizes(repo, beside).values())
-        head = f"in {_names(beside)}: {size_text(head_bytes)}"
+        head = f"in {_file_names(beside)}: {size_text(head_bytes)}"
     total = sum(trunk.values()), len(trunk)
-    return Found(repo.repo_id, target, total, head, head_bytes, refusal=refusal)
+    return FoundModel(repo.repo_id, target, total, head, head_bytes, refusal=refusal)
 
 
 def _sizes(repo: source.HubRepo, names: Iterable[str]) -> dict[str, int]:
-    """Of those files that the hub has."""
+    """Bytes of each of these files that the hub has."""
     return {name: file.size for name in names if (file := repo.remote(name))}
 
 
@@ -127,5 +129,5 @@ def _total(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _names(files: Iterable[str]) -> str:
+def _file_names(files: Iterable[str]) -> str:
     return ", ".join(sorted(set(files)))

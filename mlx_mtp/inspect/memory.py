@@ -1,4 +1,4 @@
-"""What a model takes in memory when it is served, by the plan that `serve` makes at its start."""
+"""The memory that a served model takes, by the plan that `serve` makes at its start."""
 
 import itertools
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS, EngineConfig
 from mlx_mtp.console import size_text
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.errors import ModelError, UsageError
-from mlx_mtp.inspect.found import Found
+from mlx_mtp.inspect.found import FoundModel
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
@@ -26,26 +26,26 @@ _DEPTHS = (0, 1, 2, 3, MAX_DRAFT_TOKENS)
 
 
 class Demand(NamedTuple):
-    """What a model asks for."""
+    """The memory that a model asks for."""
 
-    footprint: Footprint  # with as many drafts a step as `serve` may take
+    footprint: Footprint  # with the most drafts per step that `serve` takes
     dtype: mx.Dtype  # of the activations
-    where: str  # "as loaded" or "as stored": how the size of the weights is meant
+    where: str  # "as loaded" or "as stored", which the size of the weights refers to
     allowed: int  # most tokens that the model allows
     lm_head_row: int | None = None  # bytes of a token's row of lm_head; None: unknown
-    refusal: str | None = None  # why `serve` would not load the model, as far as is known
+    refusal: str | None = None  # the known reason why `serve` would not load the model
 
 
-def demand(found: Found, dtype: str, ranks: int = 1) -> Demand:
-    """As `serve` would load the model; by the files' sizes where that can't be done here.
+def memory_demand(found: FoundModel, dtype: str, ranks: int = 1) -> Demand:
+    """The demand of a model as `serve` would load it; by its files' sizes if it can't be loaded.
 
-    With several ranks it is what each of them needs; UsageError if the model can't be cut so.
+    Of each rank if there are several; UsageError if the model can't be split among them.
     """
     has_head, refusal = found.head is not None, found.refusal
     if found.directory is not None:
+        options: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
         try:
-            given: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
-            model = load_model(found.directory, lazy=True, **given)
+            model = load_model(found.directory, lazy=True, **options)
             shape, row = footprint(model, MAX_HOST_DRAFTS), model.row_nbytes()
             refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
@@ -53,7 +53,7 @@ def demand(found: Found, dtype: str, ranks: int = 1) -> Demand:
             refusal = str(error)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
     layers = tuple(spec.part(ranks) for spec in target.family.layer_specs(target.args))
-    # Each rank has the embedding, whose bits are not known.
+    # Each rank has the whole embedding, whose bits are not known.
     whole = int(target.args.vocab_size) * int(target.args.hidden_size) * in_use.size
     whole = min(whole, found.trunk[0]) if ranks > 1 else 0
     shape = Footprint(
@@ -77,7 +77,7 @@ def _refusal(path: Path, generation_config: dict[str, Any]) -> str | None:
 
 
 def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
-    """The type of activations by config.json alone; `dtype` as `load_model` takes it."""
+    """The type of activations by config.json alone, for `dtype` as in `load_model`."""
     sources = (text_config(config), config)
     stored = next((s[k] for s in sources for k in ("dtype", "torch_dtype") if k in s), "bfloat16")
     if dtype == "auto":
@@ -85,25 +85,28 @@ def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
     return DTYPES.get(dtype, mx.bfloat16)
 
 
-def plan(wanted: Demand, limit: MemoryLimit) -> MemoryPlan:
-    """How `serve` would share the memory out without other flags; UsageError if it can't."""
-    given: dict[str, Any] = {
-        "prefill_step_size": EngineConfig().prefill_step_size,
-        "prefix_cache": None,
-        "longer_steps": True,
-    }
-    return plan_memory(wanted.footprint, limit, allowed=wanted.allowed, max_model_len=None, **given)
+def default_plan(demand: Demand, limit: MemoryLimit) -> MemoryPlan:
+    """The memory plan of `serve` without other flags; UsageError if the model doesn't fit."""
+    return plan_memory(
+        demand.footprint,
+        limit,
+        allowed=demand.allowed,
+        max_model_len=None,
+        prefill_step_size=EngineConfig().prefill_step_size,
+        prefix_cache=None,
+        longer_steps=True,
+    )
 
 
-def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
+def fit_rows(demand: Demand, limit: MemoryLimit) -> dict[str, str]:
     """Whether the model fits the machine, and up to which context; or why it can't be served."""
-    if wanted.refusal is not None:
-        return {"fits": f"no, it can't be served. {wanted.refusal}"}
+    if demand.refusal is not None:
+        return {"fits": f"no, it can't be served. {demand.refusal}"}
     try:
-        planned = plan(wanted, limit)
+        planned = default_plan(demand, limit)
     except UsageError as error:
         return {"fits": f"no. {error}"}
-    whole = f" of the model's {wanted.allowed:,}" if planned.reduced else ""
+    whole = f" of the model's {demand.allowed:,}" if planned.reduced else ""
     return {
         "fits": f"yes, in {size_text(limit.nbytes)} ({limit.source}): context up to "
         f"{planned.max_model_len:,}{whole} tokens",
@@ -112,28 +115,28 @@ def fit_rows(wanted: Demand, limit: MemoryLimit) -> dict[str, str]:
     }
 
 
-def memory_rows(wanted: Demand) -> dict[str, str]:
-    """What each part takes, in bytes."""
-    shape, caches = wanted.footprint, wanted.footprint.caches
-    name = str(wanted.dtype).removeprefix("mlx.core.")
+def memory_rows(demand: Demand) -> dict[str, str]:
+    """The bytes that each part takes."""
+    shape, caches = demand.footprint, demand.footprint.caches
+    name = str(demand.dtype).removeprefix("mlx.core.")
     weights = shape.weights + shape.head
     head = f" and {caches.head_kv_per_token:,} of the head's" if caches.has_head else ""
     depths = _DEPTHS if caches.has_head else _DEPTHS[:1]
     windows = ", ".join(f"{caches.window(k):,} with {k}" for k in depths)
     states = ", ".join(f"{nbytes:,} {what}" for what, nbytes in caches.states.items())
     rows = {
-        "memory": f"{size_text(weights)} of weights {wanted.where}; computed in {name}",
+        "memory": f"{size_text(weights)} of weights {demand.where}; computed in {name}",
         "  per token": f"{caches.kv_per_token:,} bytes of the trunk's keys and values{head}, "
         f"allocated in steps of a quarter, {GROWTH} tokens or more",
         "  per row": f"{sum(caches.states.values()):,} bytes at any length: {states}",
         "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
-    if caches.has_head and wanted.lm_head_row is not None:
-        rows["  draft vocab"] = f"{wanted.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
+    if caches.has_head and demand.lm_head_row is not None:
+        rows["  draft vocab"] = f"{demand.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
     rows["rows x tokens"] = (
         f"what serve sets aside for rows of a length, with up to {shape.depth} drafts a step"
     )
-    lengths = [tokens for tokens in _TOKENS if tokens <= wanted.allowed] or [wanted.allowed]
+    lengths = [tokens for tokens in _TOKENS if tokens <= demand.allowed] or [demand.allowed]
     for count, tokens in itertools.product(_ROWS, lengths):
         taken = count * shape.row(tokens)
         chunk = shape.chunk(EngineConfig().prefill_step_size, tokens)

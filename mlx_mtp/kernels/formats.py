@@ -1,6 +1,6 @@
-"""How the weights of products are stored: mlx's formats, and numbers as they are.
+"""Storage formats of weights: mlx's quantizations, and plain 16-bit numbers.
 
-What a format needs of the kernel for CUDA is in `DECODING`; the rest of it is the same for all.
+`DECODING` is the part of the skinny GEMM for CUDA that depends on the format.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ _KNOWN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 class Format(NamedTuple):
-    """One of them."""
+    """A mode, bits per weight, and columns that share a scale."""
 
     mode: str  # as mlx calls it, or "plain"
     bits: int
@@ -35,7 +35,7 @@ class Format(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight [.., N, K]; the last array that a format has stands for those that it lacks."""
+    """A weight [.., N, K]; a format without scales or biases repeats its last array."""
 
     codes: mx.array
     scales: mx.array
@@ -47,8 +47,8 @@ class Weight(NamedTuple):
         bits = 8 * self.codes.itemsize
         return self.codes.shape[-1] * bits // self.form.bits
 
-    def fits(self, dtype: mx.Dtype) -> bool:
-        """Whether it is made for activations of this type, and known."""
+    def is_of(self, dtype: mx.Dtype) -> bool:
+        """Whether its format is known, for activations of this type."""
         return self.form.known and self.scales.dtype in (dtype, mx.uint8)
 
 
@@ -67,7 +67,7 @@ BASES = {
     mx.bfloat16: "#define ONES 0x3f803f80u\n#define BASES 0x43004300u\n#define BASE 128.0f\n",
     mx.float16: "#define ONES 0x3c003c00u\n#define BASES 0x64006400u\n#define BASE 1024.0f\n",
 }
-# For `kernels.few_rows`, after what that needs of the hardware. A lane has runs of eight columns.
+# For `cuda.skinny_gemm`, after `mma.header`. A lane has runs of eight columns.
 # Masks find two codes at once: 0 4, 1 5, 2 6, 3 7; of 8 bits 0 2, 1 3, 4 6, 5 7.
 DECODING = r"""
 template <typename V, int count>

@@ -2,19 +2,18 @@
 
 The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one rank-one term a
 position, `state <- g state + delta k^T`, so a window is remembered by its (k, delta, g), and the
-next call folds the accepted prefix in before it runs its own window.
-
-On a GPU one kernel runs all of it, and prompts that `gated_delta_chunks.py` does not take. L lanes
-share R rows of one head's state, so that the dot products of a position are a few shuffles. The
-state is read once and written once, and a position's inputs while those before it are computed.
-Elsewhere it is matrix products, in `portable.py`.
+next call folds the accepted prefix in before it runs its own window. One kernel does both on any
+GPU. L lanes share R rows of one head's state, so that the dot products of a position are a few
+shuffles. The state is read once and written once, and a position's inputs are read while those
+before it are computed. `recurrence.py` chooses between this and the other forms.
 """
+
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
-from mlx_mtp.kernels.cuda import gated_delta_chunks
-from mlx_mtp.kernels.gdn_types import Pending, Shape, Window
+from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow, PendingWindow
 
 # Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
 LAYOUTS = ((16, 2), (16, 1), (32, 1))
@@ -172,57 +171,21 @@ KERNEL = gpu.Kernel(
     ],
     ["y", "state_out", "delta"],
     _BODY,
-    lambda shape, dtype: self_check.gated_delta(launch, shape, dtype),
-    lambda shape: shape.key_dim % gpu.LANES == 0,
 )
 
 
-def run(
-    q: mx.array,  # queries of the new window, l2-normalised, [B, T, Hk, Dk]
-    window: Window,  # its other inputs
-    state: mx.array,  # before the previous window, float32 [B, Hv, Dv, Dk]
-    previous: Pending | None,  # the window before, of any length; None: nothing to fold
-    num_kept: mx.array | None,  # how much of it each row keeps, int32 [B]
-    lengths: mx.array | None = None,  # how much of the new window each row keeps, if that is known
-) -> tuple[mx.array, mx.array, Pending | None]:
-    """Fold the previous window's accepted prefix, then run the new window on top of it.
-
-    Returns its outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2; those from `lengths[b]` on
-    are finite but mean nothing. Without `lengths` also the state after the fold, and the new
-    window, to be folded next time; else the state after each row's last position.
-    """
-    if lengths is not None and gated_delta_chunks.fits(window):
-        folded = state if num_kept is None else fold(previous, num_kept, state)
-        return *gated_delta_chunks.launch(q, window, folded, lengths), None
-    step = launch if fits(window) else portable.step
-    return step(q, window, state, previous, num_kept, lengths)
-
-
-def fold(previous: Pending | None, num_kept: mx.array | None, state: mx.array) -> mx.array:
-    """The state after the first `num_kept[b]` (int32 [B]) positions of the previous window."""
-    if previous is None:
-        return state
-    assert num_kept is not None
-    if not fits(previous):
-        return portable.fold(previous, num_kept, state)
-    # The kernel with a window of which no position is run.
-    k, delta, g = (a[:, :1] for a in previous)
-    nothing = mx.zeros_like(num_kept)
-    return launch(k, Window(k, delta, g, g), state, previous, num_kept, nothing)[1]
-
-
-def launch(
+def run_kernel(
     q: mx.array,
-    window: Window,
+    window: GDNWindow,
     state: mx.array,
-    previous: Pending | None,
+    previous: PendingWindow | None,
     num_kept: mx.array | None,
     lengths: mx.array | None = None,
-) -> tuple[mx.array, mx.array, Pending | None]:
-    """`run` by the kernel."""
+) -> tuple[mx.array, mx.array, PendingWindow | None]:
+    """As `recurrence.run`, without a choice."""
     batch, _, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
-        previous, num_kept = Pending(*window[:3]), gpu.zeros(batch)
+        previous, num_kept = PendingWindow(*window[:3]), gpu.zeros(batch)
     lanes, rows = next((n, r) for n, r in LAYOUTS if value_dim % (gpu.LANES // n * r) == 0)
     advance = lengths is not None
     outputs, after, delta = KERNEL(
@@ -237,14 +200,37 @@ def launch(
             ((1,) if advance else window.v.shape, mx.float32),
         ],
     )
-    return outputs, after, None if advance else Pending(window.k, delta, window.g)
+    return outputs, after, None if advance else PendingWindow(window.k, delta, window.g)
 
 
-def fits(window: Window | Pending) -> bool:
+def fold_by_kernel(previous: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
+    """As `recurrence.fold`, by the kernel with a window of which no position is run."""
+    k, delta, g = (a[:, :1] for a in previous)
+    window, none = GDNWindow(k, delta, g, g), mx.zeros_like(num_kept)
+    return run_kernel(k, window, state, previous, num_kept, none)[1]
+
+
+def fits(window: GDNWindow | PendingWindow) -> bool:
     """Whether the kernel runs windows of these shapes and types here."""
-    return KERNEL.works(_shape(window), window.k.dtype)
+    return GATED_DELTA.works(_shape(window), window.k.dtype)
 
 
-def _shape(window: Window | Pending) -> Shape:
+def _shape(window: GDNWindow | PendingWindow) -> GDNShape:
     # A window's values and a pending window's deltas have one shape.
-    return Shape(*window.k.shape[2:], *window[1].shape[2:])
+    return GDNShape(*window.k.shape[2:], *window[1].shape[2:])
+
+
+def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
+    inputs = self_check.RandomInputs(0, shape, dtype)
+    return *inputs.window(1, tokens), inputs.state(1), None, None
+
+
+GATED_DELTA = gpu.Operation(
+    "gated delta kernel / portable",
+    "gated_delta",
+    lambda shape, dtype: self_check.gated_delta(run_kernel, shape, dtype),
+    lambda shape, _: shape.key_dim % gpu.LANES == 0,
+    run_kernel,
+    portable.step,
+    _arguments,
+)

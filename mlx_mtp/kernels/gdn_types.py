@@ -1,4 +1,4 @@
-"""What goes into a window of the gated delta rule, and what is remembered of it."""
+"""Inputs of a GatedDeltaNet layer (GDN) for a window, and what is kept of the window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 
-class Shape(NamedTuple):
+class GDNShape(NamedTuple):
     """Hk, Dk, Hv, Dv of the recurrence, and K of the convolution over queries, keys and values."""
 
     key_heads: int
@@ -24,10 +24,10 @@ class Shape(NamedTuple):
         return dict(zip(("Hk", "Dk", "Hv", "Dv"), self[:4], strict=True))
 
 
-QWEN3_NEXT_80B = Shape(16, 128, 32, 128)
+QWEN3_NEXT_80B = GDNShape(16, 128, 32, 128)
 
 
-class Window(NamedTuple):
+class GDNWindow(NamedTuple):
     """The inputs of T recurrent steps, queries apart; Hv is a multiple of Hk."""
 
     k: mx.array  # keys, l2-normalised, [B, T, Hk, Dk]
@@ -39,14 +39,14 @@ class Window(NamedTuple):
     def length(self) -> int:
         return self.k.shape[1]
 
-    def cut(self, lengths: mx.array) -> Window:
-        """The window with positions from `lengths[b]` (int32 [B]) on that leave the state alone."""
-        kept = (mx.arange(self.length) < lengths[:, None])[..., None]
-        return self._replace(g=mx.where(kept, self.g, 1), beta=mx.where(kept, self.beta, 0))
+    def cut(self, lengths: mx.array) -> GDNWindow:
+        """The same, but positions from `lengths[b]` (int32 [B]) on don't change the state."""
+        mask = (mx.arange(self.length) < lengths[:, None])[..., None]
+        return self._replace(g=mx.where(mask, self.g, 1), beta=mx.where(mask, self.beta, 0))
 
 
-class Projected(NamedTuple):
-    """What a layer's input projections give for a window; R value heads share a key head."""
+class GDNProjections(NamedTuple):
+    """The outputs of a layer's input projections; R value heads share a key head."""
 
     q: mx.array  # [B, T, Hk, Dk]
     k: mx.array  # [B, T, Hk, Dk]
@@ -55,7 +55,7 @@ class Projected(NamedTuple):
     b: mx.array  # of the write strength, [B, T, Hk, R]
 
 
-class Convolution(NamedTuple):
+class ShortConvWeights(NamedTuple):
     """A layer's weights between its projections and the recurrence."""
 
     weight: mx.array  # of the depthwise causal convolution over q, k and v, [C, K, 1]
@@ -67,8 +67,8 @@ class Convolution(NamedTuple):
         return self.weight.shape[1]
 
 
-class Pending(NamedTuple):
-    """A window that has run, as its fold needs it."""
+class PendingWindow(NamedTuple):
+    """What folding a window that has run needs."""
 
     k: mx.array  # the window's keys, [B, T, Hk, Dk]
     delta: mx.array  # what each position wrote along its key, float32 [B, T, Hv, Dv]

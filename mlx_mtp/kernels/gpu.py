@@ -1,4 +1,4 @@
-"""What the kernels share: the backend, how they are built and launched, the check before use."""
+"""What kernels share: the backend, building and launching, the check before their use."""
 
 import contextlib
 import functools
@@ -17,19 +17,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Backend = Literal["metal", "cuda"]
-Launch = Callable[..., Sequence[Any]]
 
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
-MOST_ROWS = 128  # tokens; more are a prompt's, unless they are said to be a step's
-MOST_PROMPT_ROWS = 64  # what is said to be a prompt's: of more it is faster to expand the weights
+LONGEST_WINDOW = 17  # positions of a row in a decode step; more are a prompt's
+# Tokens that are computed as a decode step's where nothing says what they are, and of a prompt:
+# with more of a prompt's it is faster to expand the weights.
+MOST_ROWS, MOST_PROMPT_ROWS = 128, 64
 LANES = 32
 _WARPS = 4  # of a threadgroup, where a kernel does not say
-# Of float32 results near 1; a wrong kernel is off by far more, another order of sums by far less.
+# Of the largest float32 result (see `self_check.difference`): a wrong kernel is off by far more,
+# another order of sums by far less.
 TOLERANCE = 1e-4
 
 refused: set[str] = set()
-"""Names of kernels that were found not to work here, for some shape at least."""
+"""Names of operations whose kernels do not work here for at least one shape."""
 
 _of_step: ContextVar[bool | None] = ContextVar("of_step", default=None)
 
@@ -73,21 +75,21 @@ def backend() -> Backend | None:
     return "cuda" if mx.cuda.is_available() else None
 
 
-# Kilobytes of shared memory that a block may have, by architecture; where it is not known, 99.
+# Kilobytes of shared memory per block, by architecture; 99 on others.
 _SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}
 
 
 @functools.cache
 def shared_memory() -> int:
-    """Bytes of shared memory that a block may have on this CUDA GPU."""
+    """Bytes of shared memory per block on this CUDA GPU."""
     return 1024 * _SHARED.get(str(mx.device_info().get("architecture")), 99)
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of arrays and numbers that mlx compiles where there is a GPU.
+    """Decorate a function of arrays and numbers, so that mlx compiles it on a GPU.
 
-    Its small operations are then few launches. On the CPU mlx would call a compiler for them. None
-    of them may be on an empty array: on CUDA mlx then ends the process.
+    Its small operations then take few launches. On the CPU mlx would call a C++ compiler. No array
+    may be empty: on CUDA mlx then ends the process.
     """
     compiled = mx.compile(function)
 
@@ -100,12 +102,15 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def of_step() -> bool | None:
-    """Whether this pass is a decode step's, if that has been said by `step`."""
+    """Whether this pass is a decode step (see `step`); None outside `step`."""
     return _of_step.get()
 
 
 def few(rows: int) -> bool:
-    """Whether so many tokens are computed as a decode step's, where a row's bits are its own."""
+    """Whether a pass of this many tokens is computed as a decode step.
+
+    There a row's bits do not depend on other rows.
+    """
     is_step = of_step()
     most = MOST_PROMPT_ROWS if is_step is False else MOST_ROWS
     return rows > 0 and (rows <= most or bool(is_step))
@@ -113,7 +118,7 @@ def few(rows: int) -> bool:
 
 @contextlib.contextmanager
 def step(is_step: bool = True) -> Iterator[None]:
-    """A pass whose tokens are a decode step's, however many they are; or else a prompt's."""
+    """Within it passes are a decode step's, however many tokens they have; or else a prompt's."""
     token = _of_step.set(is_step)
     try:
         yield
@@ -124,12 +129,12 @@ def step(is_step: bool = True) -> Iterator[None]:
 @functools.cache
 def zeros(rows: int) -> mx.array:
     """int32 [B], made once: in a step it would be a launch."""
-    nothing = mx.zeros(rows, dtype=mx.int32)
-    mx.eval(nothing)
-    return nothing
+    array = mx.zeros(rows, dtype=mx.int32)
+    mx.eval(array)
+    return array
 
 
-def kernel_name(name: str, *source: str) -> str:
+def _kernel_name(name: str, *source: str) -> str:
     """A name for mlx, which keeps compiled CUDA kernels on disk by their names alone."""
     return f"mlx_mtp_{name}_{hashlib.sha256(''.join(source).encode()).hexdigest()[:12]}"
 
@@ -138,20 +143,6 @@ def lean(source: str) -> str:
     """The source without comments and indentation: mlx hashes it at each launch on CUDA."""
     lines = (line.partition("//")[0].strip() for line in source.split("\n"))
     return "".join(f"{line}\n" for line in lines if line)
-
-
-def agrees(name: str, check: Callable[[], float], tolerance: float = TOLERANCE) -> bool:
-    """Whether a kernel runs here and differs from what is right by less; a warning says why not."""
-    try:
-        error = check()
-        fault = "" if error < tolerance else f"it is off by {error:.1e}"
-    except Exception as problem:
-        fault = f"{type(problem).__name__}: {problem}"
-    if fault:
-        refused.add(name)
-        told = "The %s kernel is not used on %s, slower code is used: %s"
-        logger.warning(told, name.replace("_", " "), backend(), fault)
-    return not fault
 
 
 # Launches of attention differ by the sizes of all buffers, so that old ones must go.
@@ -163,8 +154,9 @@ def launcher(
     warps: int,  # of a threadgroup, along y
     outputs: tuple[Output, ...],
 ) -> Callable[..., list[mx.array]]:
-    """A launch compiled by mlx: a call of a custom kernel assembles its source anew, which takes
-    longer than all else that the host does for it.
+    """A launch compiled by mlx.
+
+    A plain call of a custom kernel assembles its source anew, most of the host's time.
     """
 
     def launch(*inputs: mx.array) -> list[mx.array]:
@@ -181,68 +173,111 @@ def launcher(
     return mx.compile(launch)
 
 
-def launch(
-    kernel: Any,
-    inputs: Sequence[mx.array],
-    template: dict[str, Any],
-    grid: tuple[int, int, int],
-    warps: int,
-    outputs: Sequence[Output],
-) -> list[mx.array]:
-    """A launch as `launcher` makes it; `template` has constants and types."""
-    return launcher(kernel, tuple(template.items()), grid, warps, tuple(outputs))(*inputs)
-
-
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
 
     Its body, written once for CUDA and Metal, may use lane, warp (of its threadgroup), grid_x,
-    grid_y, grid_z and the macros.
+    grid_y, grid_z and the macros; with `shared` it is for CUDA alone, and has none of these.
     """
 
     name: str
     inputs: list[str]
     outputs: list[str]
     body: str
-    # The largest difference from the portable code, at a shape and in a type.
-    check: Callable[[Any, mx.Dtype], float] = lambda _shape, _dtype: 0.0
-    applies: Callable[[Any], bool] = lambda _shape: True  # whether it is made for a shape
-    headers: dict[Backend, str] = field(default_factory=dict)  # what else it needs
-    contiguous: bool = False  # Its inputs are made so; else it uses their strides.
+    headers: dict[Backend, str] = field(default_factory=dict)  # declarations beside the macros
+    contiguous: bool = False  # mlx copies inputs that are not; else the body uses their strides
+    shared: int | None = None  # bytes of CUDA's dynamic shared memory; inputs are contiguous
     _built: dict[Backend, Any] = field(default_factory=dict)
-    _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
 
-    def __call__(
-        self,
-        inputs: list[mx.array],
-        template: dict[str, Any],  # constants and types
-        grid: tuple[int, int, int],  # warps in x, y and z
-        outputs: list[Output],
-        warps: int = _WARPS,  # of a threadgroup, along y
-    ) -> list[mx.array]:
+    def build(self) -> Any:
+        """mlx's kernel."""
         where = backend()
         assert where is not None
         if where not in self._built:
             make: Any = mx.fast.metal_kernel if where == "metal" else mx.fast.cuda_kernel
-            header = _HEADERS[where] + self.headers.get(where, "")
-            source = lean(_PROLOGUES[where] + self.body)
+            header, source = self.headers.get(where, ""), self.body
+            if self.shared is None:
+                header, source = _HEADERS[where] + header, _PROLOGUES[where] + source
+                options: dict[str, Any] = {"ensure_row_contiguous": self.contiguous}
+            else:
+                header, options = lean(header), {"shared_memory": self.shared}
+            source = lean(source)
             self._built[where] = make(
-                name=kernel_name(self.name, header, source),
+                name=_kernel_name(self.name, header, source, str(options)),
                 input_names=self.inputs,
                 output_names=self.outputs,
                 header=header,
                 source=source,
-                ensure_row_contiguous=self.contiguous,
+                **options,
             )
-        return launch(self._built[where], inputs, template, grid, min(warps, grid[1]), outputs)
+        return self._built[where]
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        template: dict[str, Any],  # constants and types
+        grid: tuple[int, int, int],  # warps in x, y and z
+        outputs: Sequence[Output],
+        warps: int = _WARPS,  # of a threadgroup, along y
+    ) -> list[mx.array]:
+        run = launcher(
+            self.build(), tuple(template.items()), grid, min(warps, grid[1]), tuple(outputs)
+        )
+        return run(*inputs)
+
+
+@dataclass(eq=False)
+class Operation:
+    """What kernels compute in place of operations of mlx, compared with those before its use.
+
+    A shape is what the kernels are compiled for, whatever its type is.
+    """
+
+    title: str  # the kernels and their reference
+    name: str
+    # The largest difference from the reference at a shape and type (see `self_check.difference`).
+    error: Callable[[Any, mx.Dtype], float]
+    # Whether the kernels are made for a shape and type.
+    applies: Callable[[Any, mx.Dtype], bool]
+    # To time it: by the kernels, in operations of mlx, and random arguments for both, of one row
+    # with some tokens.
+    run_kernel: Callable[..., Any] | None = None
+    reference: Callable[..., Any] | None = None
+    arguments: Callable[[Any, mx.Dtype, int], Sequence[Any]] | None = None
+    for_metal: bool = True  # else for CUDA alone
+    _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
+
+    def is_for(self, where: Backend | None) -> bool:
+        """Whether there are kernels for a backend."""
+        return where == "cuda" or (where == "metal" and self.for_metal)
 
     def works(self, shape: Any, dtype: mx.Dtype) -> bool:
-        """Whether it can be used here, checked before its first use; a warning says why not."""
+        """Whether the kernels can be used here: made for it, and right when first tried.
+
+        A warning says why a kernel that is made for a shape can't be used.
+        """
         where = backend()
-        if where is None or not self.applies(shape):
+        if where is None:
             return False
-        known = (where, shape, dtype)
-        if known not in self._works:
-            self._works[known] = agrees(self.name, lambda: self.check(shape, dtype))
-        return self._works[known]
+        known = self._works.get((where, shape, dtype))
+        if known is None:
+            known = (
+                self.is_for(where)
+                and self.applies(shape, dtype)
+                and self._is_right(where, shape, dtype)
+            )
+            self._works[where, shape, dtype] = known
+        return known
+
+    def _is_right(self, where: Backend, shape: Any, dtype: mx.Dtype) -> bool:
+        try:
+            error = self.error(shape, dtype)
+            fault = "" if error < TOLERANCE else f"it is off by {error:.1e}"
+        except Exception as problem:
+            fault = f"{type(problem).__name__}: {problem}"
+        if fault:
+            refused.add(self.name)
+            message = "The %s kernel is not used on %s, slower code is used: %s"
+            logger.warning(message, self.name.replace("_", " "), where, fault)
+        return not fault

@@ -1,13 +1,12 @@
-"""What lies between a layer's products, each in one launch: norms with what is before and behind.
+"""RMS norms fused with the operations before and after them, one launch each.
 
 A row's result does not depend on the other rows of its step or chunk, and sums are float32. Beside
-each kernel are mlx's own operations, which run where it does not fit or computes something else.
+each kernel are mlx's own operations, which run where it is not used.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -146,8 +145,8 @@ _ROTATE = f"""
 """
 
 
-class Shape(NamedTuple):
-    """What a kernel is made for; what one does not know is 0."""
+class NormShape(NamedTuple):
+    """What a kernel is compiled for; sizes that an operation has not are 0."""
 
     dim: int  # of what is normed
     eps: float
@@ -160,39 +159,40 @@ class Shape(NamedTuple):
     chosen: int = 0  # experts of a token, the shared one included
 
 
-@dataclass(eq=False)
-class Operation:
-    """A kernel and mlx's operations for it; both take a shape, and inputs, the first [N, ..].
+class FusedNorm(gpu.Operation):
+    """A norm with what is around it; a shape and arrays, the first [N, ..], are its arguments.
 
     Where the shape has heads a warp has a head of a token, else a threadgroup has a token.
     """
 
-    name: str
-    inputs: list[str]
-    outputs: list[str]
-    body: str
-    portable: Callable[..., list[mx.array]]
-    sizes: Callable[[Shape, int], tuple[Sizes, Sizes]]  # of its inputs and outputs, by N
-
-    def __post_init__(self) -> None:
-        inputs = [*self.inputs, *(["rotation"] if "rotation" in self.body else [])]
-        self.kernel = gpu.Kernel(
-            self.name, inputs, self.outputs, self.body, self._check, self._applies
+    def __init__(
+        self,
+        name: str,
+        inputs: list[str],
+        outputs: list[str],
+        body: str,
+        portable: Callable[..., list[mx.array]],
+        sizes: Callable[[NormShape, int], tuple[Sizes, Sizes]],  # of inputs and outputs, by N
+    ) -> None:
+        super().__init__(
+            f"{name.replace('_', ' ')} kernel / mlx",
+            name,
+            self._error,
+            self._applies,
+            self.by_kernel,
+            portable,
+            self._random_arguments,
         )
+        self.inputs, self.portable, self.sizes = inputs, portable, sizes
+        names = [*inputs, *(["rotation"] if "rotation" in body else [])]
+        self.kernel = gpu.Kernel(name, names, outputs, body)
 
-    def __call__(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
-        used = self.fits(shape, inputs[1].dtype)  # A mixture's x may be a sum in float32.
-        return (self.launch if used else self.portable)(shape, *inputs)
+    def __call__(self, shape: NormShape, *inputs: mx.array) -> list[mx.array]:
+        used = self.works(shape, inputs[1].dtype)  # a mixture's x may be a sum in float32
+        return (self.by_kernel if used else self.portable)(shape, *inputs)
 
-    def fits(self, shape: Shape, dtype: mx.Dtype) -> bool:
-        """Whether the kernel computes this here."""
-        return self.kernel.works(shape, dtype)
-
-    def _applies(self, shape: Shape) -> bool:
-        return shape.dim % gpu.LANES == 0 and shape.rotated % (2 * gpu.LANES) == 0
-
-    def launch(self, shape: Shape, *inputs: mx.array) -> list[mx.array]:
-        """By the kernel."""
+    def by_kernel(self, shape: NormShape, *inputs: mx.array) -> list[mx.array]:
+        """What the kernel computes."""
         rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + 2 * shape.keys
         most = _MOST_WARPS if gpu.few(rows) else _PROMPT_WARPS
         warps = heads or min(most, shape.dim // 32)
@@ -208,30 +208,36 @@ class Operation:
             _HEADS_AT_ONCE if heads else warps,
         )
 
-    def _check(self, shape: Shape, dtype: mx.Dtype) -> float:
-        with gpu.step(False):
-            return max(self._error(shape, dtype, rows) for rows in _CHECKED_ROWS)
-
-    def drawn(self, shape: Shape, dtype: mx.Dtype, rows: int) -> list[mx.array]:
-        """Random inputs."""
-        draw, inputs = np.random.default_rng(0), []
+    def _random_arguments(self, shape: NormShape, dtype: mx.Dtype, rows: int) -> list[Any]:
+        random, arguments = np.random.default_rng(0), list[Any]([shape])
         for name, size in zip(self.inputs, self.sizes(shape, rows)[0], strict=True):
-            drawn = mx.array(draw.standard_normal(size, dtype=np.float32))
-            inputs.append(drawn if name == "weights" else drawn.astype(dtype))
+            array = mx.array(random.standard_normal(size, dtype=np.float32))
             if name == "positions":
-                inputs[-1] = mx.array(np.resize([0, 7, 3000], rows), dtype=mx.int32)
-        return inputs
+                array = mx.array(np.resize([0, 7, 3000], rows), dtype=mx.int32)
+            elif name != "weights":
+                array = array.astype(dtype)
+            arguments.append(array)
+        return arguments
 
-    def _error(self, shape: Shape, dtype: mx.Dtype, rows: int) -> float:
-        inputs = self.drawn(shape, dtype, rows)
-        found = self.launch(shape, *inputs)
-        mx.eval(found)
-        with mx.stream(mx.cpu):
-            exact = [a.astype(mx.float32) if a.dtype == dtype else a for a in inputs]
-            return self_check.relative(found, self.portable(shape, *exact))
+    def _applies(self, shape: NormShape, _: mx.Dtype) -> bool:
+        return shape.dim % gpu.LANES == 0 and shape.rotated % (2 * gpu.LANES) == 0
+
+    def _error(self, shape: NormShape, dtype: mx.Dtype) -> float:
+        def exact(_: NormShape, *inputs: mx.array) -> Any:
+            inputs32 = [a.astype(mx.float32) if a.dtype == dtype else a for a in inputs]
+            return self.portable(shape, *inputs32)
+
+        differences = []
+        with gpu.step(False):
+            for rows in _CHECKED_ROWS:
+                arguments = self._random_arguments(shape, dtype, rows)
+                differences.append(
+                    self_check.compare(lambda run: run(*arguments), self.by_kernel, exact)  # noqa: B023
+                )
+        return float(np.max(differences))
 
 
-def _add_norm(shape: Shape, x: mx.array, added: mx.array, weight: mx.array) -> list[mx.array]:
+def _add_norm(shape: NormShape, x: mx.array, added: mx.array, weight: mx.array) -> list[mx.array]:
     residual = x + added
     return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
 
@@ -243,7 +249,7 @@ def add_up(experts: mx.array, weights: mx.array) -> mx.array:
 
 
 def _mix_norm(
-    shape: Shape,
+    shape: NormShape,
     x: mx.array,
     experts: mx.array,  # [N * K, D]
     weights: mx.array,  # float32 [N, K]
@@ -253,14 +259,14 @@ def _mix_norm(
     return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
 
 
-def _gated_norm(shape: Shape, x: mx.array, z: mx.array, weight: mx.array) -> list[mx.array]:
+def _gated_norm(shape: NormShape, x: mx.array, z: mx.array, weight: mx.array) -> list[mx.array]:
     normed = mx.fast.rms_norm(x, weight, shape.eps).astype(mx.float32)
     gated = normed * nn.silu(z.astype(mx.float32)).reshape(x.shape)
     return [gated.astype(x.dtype).reshape(len(x), -1)]
 
 
 def _rotate(
-    shape: Shape,
+    shape: NormShape,
     q: mx.array,
     k: mx.array,
     v: mx.array,
@@ -284,11 +290,11 @@ def _rotation(base: float, scale: float) -> mx.array:
     return rotation
 
 
-def _stream(shape: Shape, rows: int) -> tuple[int, ...]:
+def _stream(shape: NormShape, rows: int) -> tuple[int, ...]:
     return rows, shape.dim
 
 
-ADD_NORM = Operation(
+ADD_NORM = FusedNorm(
     "add_norm",
     ["x", "added", "weight"],
     ["residual", "normed"],
@@ -296,7 +302,7 @@ ADD_NORM = Operation(
     _add_norm,
     lambda s, n: ([_stream(s, n)] * 2 + [(s.dim,)], [_stream(s, n)] * 2),
 )
-MIX_NORM = Operation(
+MIX_NORM = FusedNorm(
     "mix_norm",
     ["x", "experts", "weights", "weight"],
     ["residual", "normed"],
@@ -307,7 +313,7 @@ MIX_NORM = Operation(
         [_stream(s, n)] * 2,
     ),
 )
-GATED_NORM = Operation(
+GATED_NORM = FusedNorm(
     "gated_norm",
     ["x", "z", "weight"],
     ["y"],
@@ -318,7 +324,7 @@ GATED_NORM = Operation(
         [(n, s.heads * s.dim)],
     ),
 )
-ROTATE = Operation(
+ROTATE = FusedNorm(
     "norm_rotate",
     ["q", "k", "v", "q_weight", "k_weight", "positions"],
     ["queries", "entries"],
@@ -330,22 +336,20 @@ ROTATE = Operation(
     ),
 )
 
-OPERATIONS = ADD_NORM, MIX_NORM, GATED_NORM, ROTATE
-
 
 def rotate(
-    shape: Shape,
+    shape: NormShape,
     queries: mx.array | None,
     entries: Sequence[mx.array],  # keys and values, or nothing
     q_weight: mx.array,
     k_weight: mx.array,
     positions: mx.array,
 ) -> list[mx.array]:
-    """`ROTATE` where it fits; without queries or entries only the other result means something."""
+    """`ROTATE` by its kernel; without queries or entries only the other result means something."""
     if queries is None:
         shape = shape._replace(heads=0)
     if not entries:
         shape = shape._replace(keys=0)
     q = entries[0] if queries is None else queries
     k, v = entries or (q, q)
-    return ROTATE.launch(shape, q, k, v, q_weight, k_weight, positions)
+    return ROTATE.by_kernel(shape, q, k, v, q_weight, k_weight, positions)

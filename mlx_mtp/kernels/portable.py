@@ -20,7 +20,7 @@ import functools
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
-from mlx_mtp.kernels.gdn_types import Convolution, Pending, Projected, Window
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNWindow, PendingWindow, ShortConvWeights
 
 CHUNK = 64
 EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
@@ -28,13 +28,13 @@ EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
 
 def step(
     q: mx.array,
-    window: Window,
+    window: GDNWindow,
     state: mx.array,
-    previous: Pending | None,
+    previous: PendingWindow | None,
     num_kept: mx.array | None,
     lengths: mx.array | None = None,
-) -> tuple[mx.array, mx.array, Pending | None]:
-    """As `gated_delta.run`."""
+) -> tuple[mx.array, mx.array, PendingWindow | None]:
+    """As `recurrence.run`."""
     if previous is not None and num_kept is not None:
         state = fold(previous, num_kept, state)
     if lengths is None:
@@ -47,12 +47,12 @@ def step(
 
 def run(
     q: mx.array,  # queries, l2-normalised, [B, T, Hk, Dk]
-    window: Window,
+    window: GDNWindow,
     state: mx.array,  # float32 [B, Hv, Dv, Dk]
     *,
     advance: bool = True,
-) -> tuple[mx.array, mx.array, Pending]:
-    """Run a window: outputs [B, T, Hv, Dv], the state after it if that is to advance, its fold."""
+) -> tuple[mx.array, mx.array, PendingWindow]:
+    """Run a window: outputs [B, T, Hv, Dv], the state (after it with `advance`), and its fold."""
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]
     size = min(length, CHUNK)
@@ -92,12 +92,12 @@ def run(
         flat = joined.reshape(batch, heads, -1, value_dim)[:, :, :length]
         return flat.swapaxes(1, 2)
 
-    pending = Pending(window.k, rows(deltas), window.g)
+    pending = PendingWindow(window.k, rows(deltas), window.g)
     return rows(outputs).astype(q.dtype), current.reshape(state.shape), pending
 
 
-def fold(pending: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
-    """Take the first `num_kept[b]` (int32 [B]) positions of a window into the state."""
+def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
+    """The state after the first `num_kept[b]` (int32 [B]) positions of a window."""
     batch, length, key_heads, _ = pending.k.shape
     kept = (mx.arange(length) < num_kept[:, None])[..., None]
     delta = mx.where(kept[..., None], pending.delta, 0)
@@ -114,7 +114,7 @@ def fold(pending: Pending, num_kept: mx.array, state: mx.array) -> mx.array:
 
 
 def loop(
-    q: mx.array, window: Window, state: mx.array, lengths: mx.array | None = None
+    q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """mlx-lm's loop: the slow reference. Positions from `lengths[b]` (int32 [B]) on don't count."""
     mask = None if lengths is None else mx.arange(window.length) < lengths[:, None]
@@ -147,10 +147,13 @@ def _lower(size: int, diagonal: int) -> mx.array:
     return mx.tri(size, k=diagonal, dtype=mx.bool_)
 
 
-def prepare(
-    projected: Projected, convolution: Convolution, history: mx.array, num_kept: mx.array | None
-) -> tuple[mx.array, Window, mx.array]:
-    """As `inputs.prepare`."""
+def short_conv(
+    projected: GDNProjections,
+    convolution: ShortConvWeights,
+    history: mx.array,
+    num_kept: mx.array | None,
+) -> tuple[mx.array, GDNWindow, mx.array]:
+    """As `short_conv.convolve`."""
     batch, length, key_heads, key_dim = projected.q.shape
     per_head = (batch, length, projected.v.shape[2] * projected.v.shape[3])
     flat = [t.reshape(batch, length, -1) for t in projected[:3]]
@@ -167,16 +170,16 @@ def prepare(
     by_key_head = projected.a.shape[2:]
     log_decay, dt_bias = (w.reshape(by_key_head) for w in convolution[1:])
     g, beta = _gates(projected.a, projected.b, log_decay, dt_bias)
-    window = Window(unit[:, :, key_heads:], v, g.reshape(per_head), beta.reshape(per_head))
+    window = GDNWindow(unit[:, :, key_heads:], v, g.reshape(per_head), beta.reshape(per_head))
     return unit[:, :, :key_heads], window, conv_input
 
 
 def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.array:
-    """The last `tail` (K-1) inputs that each row keeps of `prepare`'s history: [B, tail, C]."""
+    """The last `tail` (K-1) inputs that each row keeps of `short_conv`'s history: [B, tail, C]."""
     if num_kept is None:
         return history
     rows, length, channels = history.shape
-    # A number that is multiplied by would be in the source of a fused kernel, one for each length.
+    # A Python scalar would be compiled into the fused kernel, one per length; so an array.
     firsts = mx.arange(0, rows * length, length)
     where = num_kept[:, None] + mx.arange(tail) + firsts[:, None]
     return history.reshape(-1, channels)[where]  # Whole channels: take_along_axis takes each alone.

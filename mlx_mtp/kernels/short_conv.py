@@ -5,13 +5,14 @@ head at one position, of a prompt at a few, convolves, applies silu and the l2 n
 computes the gates.
 """
 
+from typing import Any
+
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
-from mlx_mtp.kernels.gdn_types import Convolution, Projected, Shape, Window
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow, ShortConvWeights
 
 _RUN = 4  # positions of a prompt for a warp
-_LONGEST_WINDOW = 17  # positions; more are a prompt's
 
 _BODY = """
     const int head = grid_y;
@@ -114,36 +115,37 @@ KERNEL = gpu.Kernel(
     ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
     ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
     _BODY,
-    lambda shape, dtype: self_check.inputs(launch, shape, dtype),
-    lambda shape: shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0,
 )
 
 
-def prepare(
-    projected: Projected,  # of T positions
-    convolution: Convolution,
+def convolve(
+    projected: GDNProjections,  # of T positions
+    convolution: ShortConvWeights,
     history: mx.array,  # the convolution's inputs before, K-1 and a window of P, [B, K-1+P, C]
     num_kept: mx.array | None,  # how much of that window each row keeps, int32 [B]; None: P is 0
-) -> tuple[mx.array, Window, mx.array]:
+) -> tuple[mx.array, GDNWindow, mx.array]:
     """Convolve q, k and v, apply silu, norm q and k, and compute the gates.
 
     Returns queries [B, T, Hk, Dk], the recurrence's other inputs, and the convolution's own input
     [B, K-1+T, C], which is the history of the next window; its channels are those of q, k, v.
     """
-    run = launch if fits(projected, convolution) else portable.prepare
-    return run(projected, convolution, history, num_kept)
+    by = run_kernel if fits(projected, convolution) else portable.short_conv
+    return by(projected, convolution, history, num_kept)
 
 
-def launch(
-    projected: Projected, convolution: Convolution, history: mx.array, num_kept: mx.array | None
-) -> tuple[mx.array, Window, mx.array]:
-    """`prepare` by the kernel."""
+def run_kernel(
+    projected: GDNProjections,
+    convolution: ShortConvWeights,
+    history: mx.array,
+    num_kept: mx.array | None,
+) -> tuple[mx.array, GDNWindow, mx.array]:
+    """As `convolve`, without a choice."""
     shape, dtype = _shape(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
     if num_kept is None:
         num_kept = gpu.zeros(batch)
     by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
-    run = _RUN if length > _LONGEST_WINDOW else 1
+    run = _RUN if length > gpu.LONGEST_WINDOW else 1
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     q, k, v, g, beta, conv_input = KERNEL(
         [*projected, *convolution, history, num_kept],
@@ -156,14 +158,30 @@ def launch(
             *((by_head, mx.float32), (by_head, dtype), (history_shape, dtype)),
         ],
     )
-    return q, Window(k, v, g, beta), conv_input
+    return q, GDNWindow(k, v, g, beta), conv_input
 
 
-def fits(projected: Projected, convolution: Convolution) -> bool:
+def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
     """Whether the kernel runs layers of these shapes and types here."""
-    return KERNEL.works(_shape(projected, convolution), projected.q.dtype)
+    return SHORT_CONV.works(_shape(projected, convolution), projected.q.dtype)
 
 
-def _shape(projected: Projected, convolution: Convolution) -> Shape:
+def _shape(projected: GDNProjections, convolution: ShortConvWeights) -> GDNShape:
     _, _, heads, ratio, value_dim = projected.v.shape
-    return Shape(heads, projected.q.shape[3], heads * ratio, value_dim, convolution.size)
+    return GDNShape(heads, projected.q.shape[3], heads * ratio, value_dim, convolution.size)
+
+
+def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
+    inputs = self_check.RandomInputs(0, shape, dtype)
+    return inputs.projected(1, tokens), inputs.convolution(), inputs.history(1, 0), None
+
+
+SHORT_CONV = gpu.Operation(
+    "inputs kernel / portable",
+    "gated_delta_inputs",
+    lambda shape, dtype: self_check.short_conv(run_kernel, shape, dtype),
+    lambda shape, _: shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0,
+    run_kernel,
+    portable.short_conv,
+    _arguments,
+)

@@ -1,10 +1,10 @@
-"""A mixture's router in one launch: the best experts of each token, their weights, and their order.
+"""A mixture's router in one launch: top-k experts of each token, their weights, and their order.
 
 The expert that all tokens share is one more, with a weight of its own. A step's pairs of token and
-expert are sorted too, as the experts' own kernel wants them (`kernels.few_rows`).
+expert are sorted too, as the experts' own kernel wants them (`skinny_gemm.experts`).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -100,14 +100,14 @@ _BODY = """
 
 
 class Router(NamedTuple):
-    """What a kernel is made for."""
+    """What the kernel is compiled for."""
 
     experts: int
     chosen: int  # K of them by each token
     normalize: bool  # Their weights add up to 1; else they are shares among all.
 
 
-class Routes(NamedTuple):
+class ExpertChoice(NamedTuple):
     """Which experts N tokens go to; the shared one, E, is each token's last. P pairs in all."""
 
     experts: mx.array  # int32 [N, K + 1]
@@ -116,18 +116,18 @@ class Routes(NamedTuple):
     order: mx.array  # int32 [P], the number of each of these pairs among `experts`
 
 
-def launch(logits: mx.array, gate: mx.array, router: Router) -> Routes:
-    """Routes of a step's tokens by logits [N, E], and by the shared expert's [N, 1]."""
-    return Routes(*_launch(logits, gate, router, sort=True))
+def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
+    """ExpertChoice of a step's tokens by logits [N, E], and by the shared expert's [N, 1]."""
+    return ExpertChoice(*_route(logits, gate, router, sort=True))
 
 
 def choose(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
-    """`Routes.experts` and `.weights` alone, of any number of tokens."""
-    experts, weights, *_ = _launch(logits, gate, router, sort=False)
+    """`ExpertChoice.experts` and `.weights` alone, of any number of tokens."""
+    experts, weights, *_ = _route(logits, gate, router, sort=False)
     return experts, weights
 
 
-def _launch(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> list[mx.array]:
+def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> list[mx.array]:
     rows, (experts, chosen, normalize) = gate.size, router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
@@ -141,8 +141,8 @@ def _launch(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> 
     return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)
 
 
-def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
-    """`launch` in operations of mlx."""
+def portable(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
+    """As `run_kernel`, in operations of mlx."""
     logits = logits.astype(mx.float32)
     experts = mx.argsort(-logits, axis=-1)[:, : router.chosen].astype(mx.int32)
     chosen = mx.take_along_axis(logits, experts, axis=-1)
@@ -151,40 +151,37 @@ def portable(logits: mx.array, gate: mx.array, router: Router) -> Routes:
     experts = mx.concatenate([experts, mx.full(gate.shape, router.experts, mx.int32)], axis=1)
     weights = mx.concatenate([weights, mx.sigmoid(gate.astype(mx.float32))], axis=1)
     order = mx.argsort(experts.reshape(-1)).astype(mx.int32)
-    return Routes(experts, weights, experts.reshape(-1)[order], order)
+    return ExpertChoice(experts, weights, experts.reshape(-1)[order], order)
 
 
-def fits(router: Router, dtype: mx.Dtype) -> bool:
-    """Whether the kernel routes by logits of this type here."""
-    return KERNEL.works(router, dtype)
-
-
-def _applies(router: Router) -> bool:
+def _applies(router: Router, _: mx.Dtype) -> bool:
     few = router.experts <= _MOST_EXPERTS and router.chosen <= min(_MOST_CHOSEN, router.experts)
     return few and router.experts % gpu.LANES == 0
 
 
-def _check(router: Router, dtype: mx.Dtype) -> float:
+def _error(router: Router, dtype: mx.Dtype) -> float:
     """The largest difference of weights; another choice or order counts as 1."""
-    draw = np.random.default_rng(0).permuted
+    permuted = np.random.default_rng(0).permuted
     # Of half as many values, so that there are equal ones.
     steps = np.arange(router.experts, dtype=np.float32) // 2 / 8
-    drawn = np.stack([draw(steps) for _ in range(_MOST_WARPS + 1)])  # a prompt's take two groups
-    logits, gate = (mx.array(a).astype(dtype) for a in (drawn, drawn[:, :1] / 8))
-    found, alone = launch(logits, gate, router), choose(logits, gate, router)
+    rows = np.stack([permuted(steps) for _ in range(_MOST_WARPS + 1)])  # two groups of a prompt
+    logits, gate = (mx.array(a).astype(dtype) for a in (rows, rows[:, :1] / 8))
+    found, alone = run_kernel(logits, gate, router), choose(logits, gate, router)
     mx.eval(found, alone)
     with mx.stream(mx.cpu):
         true = portable(logits, gate, router)
         pairs = [*zip(found[::2], true[::2]), (found[3], true[3]), *zip(alone, found[:2])]
         same = all(mx.array_equal(a, b).item() for a, b in pairs)
-        return self_check.relative(found[1:2], true[1:2]) if same else 1.0
+        return self_check.difference(found[1:2], true[1:2]) if same else 1.0
 
 
-KERNEL = gpu.Kernel(
-    "router",
-    ["logits", "gate"],
-    ["experts", "weights", "sorted", "order"],
-    _BODY,
-    _check,
-    _applies,
+def _arguments(router: Router, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
+    shape = tokens, router.experts + 1
+    logits = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
+    return logits[:, :-1], logits[:, -1:], router
+
+
+KERNEL = gpu.Kernel("router", ["logits", "gate"], ["experts", "weights", "sorted", "order"], _BODY)
+ROUTER = gpu.Operation(
+    "router kernel / mlx", "router", _error, _applies, run_kernel, portable, _arguments
 )

@@ -1,11 +1,10 @@
 """mlx-lm's models on our caches, and the MTP head.
 
-Loading: `hub` and `files` find and read, `sizes` checks, `loader` builds mlx-lm's model, `family`
-and the two files of families patch it, `head_weights` and `head` are the head's, `shards` cuts for
-several ranks, `loaded` is what the engine gets. `published` lists models.
+Loading: `hub` and `files` find and read a model, `sizes` checks its config.json, `loader` builds
+mlx-lm's model, `family` and the two files of families patch it, `head_weights` and `head` are the
+MTP head's, `tensor_parallel` splits weights over ranks, and the engine gets `model.LoadedModel`.
+`published` lists models.
 
-Running: `layers` and `mixture` are the patched layers, `shared` compiles them once for all of a
-kind. Which kernel a product runs is decided at load: `few_rows` for decode steps and `many_rows`
-for prompts, by agreement and speed; `fixed_rows` for `--exact`. The decision is a module's class,
-and its `least_rows`.
+Running: `layers` and `moe` are the patched layers, `compiled` compiles them once for all of a kind,
+and `gemm` decides at load which operation computes each product.
 """

@@ -1,8 +1,8 @@
-"""Methods of modules compiled by mlx, once for all modules that differ in their arrays alone.
+"""Methods of modules compiled by mlx, once for all modules that differ only in their arrays.
 
-A GPU waits for the host where that builds the graph anew at each step, or for each chunk of a
-prompt. A compiled function is repeated in a tenth of the time; with a layer's weights among its
-arguments, a new shape is traced for one layer of each kind and not for all.
+A GPU waits for the host while that builds the graph of a step or of a prompt's chunk. A compiled
+function takes a tenth of the time; with a layer's weights among its arguments, a new shape is
+traced for one layer of each kind and not for all.
 """
 
 import copy
@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from mlx_mtp.kernels.gpu import of_step
 
-# By `of_step`, of 45 kB each, a prompt's 90; mlx drops none as long as a function lives.
+# By `of_step`; 45 kB each, 90 of a prompt. mlx drops none as long as the function lives.
 _MOST_TRACES = {None: 1024, True: 1024, False: 128}
 
 Methods = dict[str, Callable[..., Any]]
@@ -27,7 +27,7 @@ _tracing = threading.RLock()  # Engines of one process share the twins.
 
 
 def compiled(module: nn.Module, *names: str) -> Methods:
-    """Methods of this module; what they get and return are arrays, numbers, and tuples of these."""
+    """Methods of a module, whose arguments and results are arrays, numbers, and tuples of these."""
     slots = list(_slots(module))
     arrays = [owner[key] for owner, key in slots]
     kind = names, *((key, a.shape, a.dtype) for (_, key), a in zip(slots, arrays)), *_facts(module)
@@ -53,15 +53,15 @@ class _Compiled:
 
     def _trace(self, *args: Any) -> Any:
         self._num_traces[of_step()] += 1
-        *own, arrays = args
+        *arguments, arrays = args
         with _tracing:
             for (owner, key), array in zip(self._slots, arrays, strict=True):
                 owner[key] = array
-            return self._method(*own)
+            return self._method(*arguments)
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A copy whose arrays may be replaced."""
+    """A copy whose arrays are replaced while a method is traced."""
     twin = copy.copy(module)
     for name, child in twin.items():
         if isinstance(child, nn.Module):
@@ -70,7 +70,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where this module and those in it have arrays."""
+    """The owner and name of each array in a module."""
     for key, value in module.items():
         if isinstance(value, nn.Module):
             yield from _slots(value)
@@ -81,7 +81,7 @@ def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _facts(module: nn.Module) -> Iterator[Any]:
-    """All that is no array and may make modules differ."""
+    """Everything but arrays in which modules may differ."""
     yield type(module)
     for name, value in sorted(vars(module).items()):
         yield name, value if isinstance(value, Hashable) else repr(value)

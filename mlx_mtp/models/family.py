@@ -1,4 +1,4 @@
-"""What a model family says of itself, and how an instance of mlx-lm's model is patched."""
+"""A model family: its layers, and how mlx-lm's model is patched."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
 from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
 from mlx_mtp.errors import UnsupportedModelError
-from mlx_mtp.kernels.gdn_types import Shape
+from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.layers import PartedLayer, RaggedAttention, WindowedGatedDeltaNet
 
@@ -26,7 +26,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 class Family:
     """One mlx-lm model family: its layers, and how to reach and patch its parts.
 
-    What is defined here is common to Qwen's hybrids of attention and GatedDeltaNet.
+    The methods are common to Qwen's hybrids of attention and GatedDeltaNet.
     """
 
     model_types: tuple[str, ...]  # in config.json; each is also the name of mlx-lm's module
@@ -45,7 +45,7 @@ class Family:
         attention = AttentionSpec(mlp, *heads, args.head_dim)
         keys = args.linear_num_key_heads, args.linear_key_head_dim
         values = args.linear_num_value_heads, args.linear_value_head_dim
-        linear = GatedDeltaSpec(mlp, Shape(*keys, *values, args.linear_conv_kernel_dim))
+        linear = GatedDeltaSpec(mlp, GDNShape(*keys, *values, args.linear_conv_kernel_dim))
         numbers = range(1, args.num_hidden_layers + 1)
         return [linear if n % args.full_attention_interval else attention for n in numbers]
 
@@ -58,12 +58,13 @@ class Family:
         return model.get("language_model", model)
 
     def make_head(self, args: Any, *, moe: bool) -> MTPHead:
-        """A head with nothing in it, whose MLP may be of another kind than the trunk's."""
+        """A head without weights, whose MLP may be of another kind than the target model's."""
         layer = self.decoder_layer(args, args.full_attention_interval - 1)
         layer.self_attn.__class__ = RaggedAttention
-        wanted = Qwen3NextSparseMoeBlock if moe else Qwen3NextMLP
-        if type(layer.mlp) is not wanted:
-            layer.mlp = wanted(args) if moe else wanted(args.hidden_size, args.intermediate_size)
+        if moe and type(layer.mlp) is not Qwen3NextSparseMoeBlock:
+            layer.mlp = Qwen3NextSparseMoeBlock(args)
+        if not moe and type(layer.mlp) is not Qwen3NextMLP:
+            layer.mlp = Qwen3NextMLP(args.hidden_size, args.intermediate_size)
         return MTPHead(layer, args.hidden_size, args.rms_norm_eps)
 
     def patch(self, model: nn.Module) -> None:

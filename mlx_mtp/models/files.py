@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from mlx_mtp.bounded_json import DuplicateNameError, unique_names
 from mlx_mtp.errors import CheckpointError, ModelError
 
-# Most bytes by name, of what is opened here, by mlx-lm or by transformers; the first that matches.
+# Most bytes of the files that this module, mlx-lm or transformers open; the first pattern counts.
 LARGEST = {
     "*config.json": 16 << 20,
     "*token*.json": 64 << 20,  # A vocabulary of 250,000 has about 20 MB,
@@ -47,10 +47,10 @@ def check_directory(path: Path) -> Path:
 
 
 def check_file(path: Path) -> None:
-    """CheckpointError for what is no regular file, is too large, or is a link out of the model.
+    """CheckpointError for a file that is not regular, is too large, or is a link out of the model.
 
-    Of a template's or a tokenizer's content parts end up in prompts and messages: a link must lead
-    to a file of the same name, or into the hub's cache. A reader of weights shows nothing.
+    Parts of templates and tokenizers end up in prompts and messages: their links must lead to a
+    file of the same name, or into the hub's cache. Of weights nothing is shown.
     """
     try:
         status = path.stat()
@@ -89,21 +89,21 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """File of each tensor by an index; names alone, as an index must not lead elsewhere."""
+    """File of each tensor by an index; without folders, as an index must not lead elsewhere."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path} can't be read: its weight_map is not a JSON object.")
-    found = {key: Path(str(file)).name for key, file in weight_map.items()}
-    for key, file in found.items():
+    files = {key: Path(str(file)).name for key, file in weight_map.items()}
+    for key, file in files.items():
         if not file.endswith(".safetensors"):
             raise CheckpointError(
                 f"{path} names {file[:80]!r} for {key[:80]}; only safetensors files are read."
             )
-    return found
+    return files
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where a safetensors file's data begin, and its header; CheckpointError if it is damaged."""
+    """The offset of a safetensors file's data, and its header; CheckpointError if it is damaged."""
     size = 0
     try:
         check_file(path)
@@ -126,21 +126,21 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor in a model's own files; CheckpointError if two have the same name."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(path.glob("model*.safetensors")):
         _, header = read_header(file)
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            if name in found:
+            if name in shapes:
                 raise CheckpointError(
                     f"{file} has {name}, which another file has: it is there twice."
                 )
-            found[name] = tuple(entry["shape"])
-    return found
+            shapes[name] = tuple(entry["shape"])
+    return shapes
 
 
 def check_tokenizer(path: Path) -> None:
-    """ModelError for too many added tokens, or a chat template that is no text."""
+    """ModelError for too many added tokens, or a chat template that is not a text."""
     for file, keys in _ADDED.items():
         content = read_json(path / file, default={})
         for added in (content if key is None else content.get(key) for key in keys):

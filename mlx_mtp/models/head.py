@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.models.skinny_gemm import few
+from mlx_mtp.models.gemm.routes import few
 
 
 class MTPHead(nn.Module):
@@ -44,8 +44,8 @@ class MTPHead(nn.Module):
         layer = self.layers[0]
         return z, layer.self_attn.entries(layer.input_layernorm(z), positions)
 
-    def ask(self, z: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """The layer's queries for z, [N, H], and the gate of their answer."""
+    def queries(self, z: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """The layer's queries for z, [N, H], and the gate of their attention."""
         layer = self.layers[0]
         queries: tuple[mx.array, mx.array] = layer.self_attn.queries(
             layer.input_layernorm(z), positions
@@ -53,7 +53,7 @@ class MTPHead(nn.Module):
         return queries
 
     def after(self, z: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
-        """m [N, H], the head's output, from what has been attended to."""
+        """m [N, H], the head's output, from attention and its gate."""
         _, m = self.layers[0].after(z, self.norm.weight, attended, gate)
         return m
 
@@ -67,18 +67,18 @@ class MTPHead(nn.Module):
 
     def run(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """The full pass for tokens that have been written: m [N, H] from z."""
-        _, ask, after = self._parts(z)
-        queries, gate = ask(z, packing.positions)
+        _, project_queries, after = self._parts(z)
+        queries, gate = project_queries(z, packing.positions)
         attended = cache.attend(packing, queries, self.layers[0].self_attn.scale)
         m: mx.array = after(z, attended, gate)
         return m
 
     def _parts(self, x: mx.array) -> tuple[Callable[..., Any], ...]:
-        """What surrounds the cache; compiled on a GPU, but not for a prompt's many shapes."""
+        """`join`, `queries` and `after`; compiled on a GPU, but not for a prompt's many shapes."""
         if not few(x) or backend() is None:
-            return self.join, self.ask, self.after
+            return self.join, self.queries, self.after
         return self._compiled
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], ...]:
-        return mx.compile(self.join), mx.compile(self.ask), mx.compile(self.after)
+        return mx.compile(self.join), mx.compile(self.queries), mx.compile(self.after)

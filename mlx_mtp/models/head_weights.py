@@ -1,7 +1,7 @@
 """Finds an MTP head's tensors and gives them the names, layout and convention of `MTPHead`.
 
-Whether norms are zero-centred (Hugging Face stores w, MLX 1 + w) can't be read off the values:
-real weights fool every threshold. Where the file comes from decides.
+Whether norms are zero-centred (Hugging Face stores w, MLX 1 + w) is decided by the kind of file,
+never by the values: real weights fool every threshold.
 """
 
 import re
@@ -35,7 +35,7 @@ TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
 
 class HeadTensors(NamedTuple):
-    """A head as it was found."""
+    """The tensors of a head as they are stored."""
 
     tensors: dict[str, mx.array]  # by name without the `mtp.` prefix, as stored
     convention: Convention  # of its norms
@@ -43,7 +43,7 @@ class HeadTensors(NamedTuple):
 
 
 def head_name(key: str) -> str | None:
-    """A checkpoint key without its `mtp.` prefix; None if it is none of the head's."""
+    """A checkpoint key without its `mtp.` prefix; None for a key of the target model."""
     return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), None)
 
 
@@ -105,10 +105,10 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
     return HeadTensors(head, convention, f"sidecar {names}")
 
 
-def to_mlx(found: HeadTensors) -> dict[str, mx.array]:
+def to_mlx(head: HeadTensors) -> dict[str, mx.array]:
     """Names, expert layout and norms as `MTPHead` has them; a zero-centred norm gets its 1 here."""
-    weights = stack_experts({k: v for k, v in found.tensors.items() if k not in TIED})
-    if found.convention == "hf":
+    weights = stack_experts({k: v for k, v in head.tensors.items() if k not in TIED})
+    if head.convention == "hf":
         for name in set(NORMS) & weights.keys():
             weights[name] = weights[name].astype(mx.float32) + 1.0
     return weights

@@ -14,7 +14,7 @@ BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 # No Python files: nothing that a checkpoint brings is executed.
 _FILES = ["*.json", "model*.safetensors", "mtp*.safetensors", "*.jinja", "*.txt"]
 _PATIENCE_SECONDS = 10
-_unreachable = ""  # Why the hub can't be reached, once that is known.
+_unreachable = ""  # why the hub can't be reached, once that is known
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 

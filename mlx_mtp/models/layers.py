@@ -1,8 +1,8 @@
-"""The layers that mlx-lm's instance is patched with: what surrounds a cache is apart from its use.
+"""The layers that mlx-lm's model is patched with; they run on our caches.
 
-To build a layer's graph anew takes the host longer than a GPU takes for a step of few tokens, and a
-third of what it takes for a chunk of a prompt. So there the parts before and after a layer's cache,
-which depend on their arguments alone, are compiled by mlx.
+Building a layer's graph takes the host longer than a GPU takes for a step of few tokens, and a
+third of the time of a prompt's chunk. So on a GPU the parts before and after a layer's cache, which
+depend on their arguments alone, are compiled by mlx.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,11 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
-from mlx_mtp.kernels.gdn_types import Convolution, Projected
+from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.models.compiled import Methods, compiled
+from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.moe import add_mlp
-from mlx_mtp.models.skinny_gemm import project
 
 
 class RaggedAttention(Qwen3NextAttention):
@@ -31,7 +31,7 @@ class RaggedAttention(Qwen3NextAttention):
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
         """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
 
-        All rows are one, so that a projection is one product.
+        The tokens of all rows are one product per projection.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         queries, gate = self._halves(doubled)
@@ -45,9 +45,9 @@ class RaggedAttention(Qwen3NextAttention):
         queries, gate, entries = inputs
         counts = [cache.packing.num_tokens for cache in caches]
         outputs = []
-        for cache, (asking, new) in zip(caches, _split([queries, entries], counts)):
+        for cache, (cache_queries, new) in zip(caches, _split([queries, entries], counts)):
             cache.write(cache.packing, new)
-            outputs.append([cache.attend(cache.packing, asking, self.scale)])
+            outputs.append([cache.attend(cache.packing, cache_queries, self.scale)])
         (attended,) = _joined(outputs)
         return attended, gate
 
@@ -56,7 +56,7 @@ class RaggedAttention(Qwen3NextAttention):
         return all_reduce(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)))
 
     def entries(self, x: mx.array, positions: mx.array) -> mx.array:
-        """What a cache gets: keys and values, [N, 2, heads, D]."""
+        """Keys and values for a cache, [N, 2, heads, D]."""
         entries: mx.array = self._rotated(positions, None, *project(x, self.k_proj, self.v_proj))[1]
         return entries
 
@@ -71,7 +71,7 @@ class RaggedAttention(Qwen3NextAttention):
     def _rotated(
         self, positions: mx.array, queries: mx.array | None, *projected: mx.array
     ) -> list[Any]:
-        """Queries [N, heads, D] and entries of keys and values, in one launch where that serves.
+        """Queries [N, heads, D] and entries of keys and values, in one launch if a kernel serves.
 
         Queries and keys are normed and rotated.
         """
@@ -80,9 +80,9 @@ class RaggedAttention(Qwen3NextAttention):
         rope = self.rope
         if type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
-            shape = norms.Shape(self.head_dim, self.q_norm.eps, *heads, *angles)
+            shape = norms.NormShape(self.head_dim, self.q_norm.eps, *heads, *angles)
             weights = self.q_norm.weight, self.k_norm.weight
-            if norms.ROTATE.fits(shape, weights[0].dtype):
+            if norms.ROTATE.works(shape, weights[0].dtype):
                 return norms.rotate(shape, queries, entries, *weights, positions)
         if queries is not None:
             queries = self._turned(self.q_norm(queries), positions)
@@ -97,7 +97,7 @@ class RaggedAttention(Qwen3NextAttention):
         if backend() == "cuda" and getattr(self.rope, "dims", 32) < 32:
             most = min(64, 256 // x.shape[1])  # Of more tokens at once the launch is refused.
         parts = [slice(at, at + most) for at in range(0, len(x), most)]
-        turned = [self.rope(x[own, :, None], offset=positions[own]) for own in parts]
+        turned = [self.rope(x[part, :, None], offset=positions[part]) for part in parts]
         return (turned[0] if len(turned) == 1 else mx.concatenate(turned)).squeeze(2)
 
 
@@ -106,7 +106,9 @@ class WindowedGatedDeltaNet(nn.Module):
 
     projections: tuple[str, ...]  # the layers with the input's projections
 
-    def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
+    def arrange(
+        self, parts: Sequence[mx.array], order: Rectangle
+    ) -> tuple[GDNProjections, mx.array]:
         """Projections of [N, H], all [B, T, ..], and the gate of the output, z [N, Hk, R, Dv]."""
         raise NotImplementedError
 
@@ -114,7 +116,7 @@ class WindowedGatedDeltaNet(nn.Module):
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
     ) -> Sequence[mx.array]:
         """The recurrences' outputs [N, Hv, Dv], and the gate."""
-        convolution = Convolution(self.conv1d.weight, self.A_log, self.dt_bias)
+        convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
         parts = _split(projected, [order.num_tokens for order in orders])
         outputs = []
@@ -126,7 +128,7 @@ class WindowedGatedDeltaNet(nn.Module):
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
         """[N, H]."""
         _, heads, dim = outputs.shape
-        shape = norms.Shape(dim, self.norm.eps, heads, ratio=z.shape[2])
+        shape = norms.NormShape(dim, self.norm.eps, heads, ratio=z.shape[2])
         normed = norms.GATED_NORM(shape, outputs, z, self.norm.weight)[0]
         return all_reduce(self.out_proj(normed))
 
@@ -167,20 +169,20 @@ class PartedLayer(nn.Module):
         order: Sequence[Rectangle],
         held: Sequence[Held],
     ) -> tuple[mx.array, mx.array, tuple[Held, ...]]:
-        """`step` of a layer with a recurrence, and what its caches hold then."""
+        """`step` of a layer with a recurrence, and what its caches hold after it."""
         caches = [GatedDeltaCache.of(each) for each in held]
         mixed = self.linear_attn.mix(normed, order, caches)
         x, normed = self.after(x, next_norm, *mixed)
         return x, normed, tuple(cache.held for cache in caches)
 
     def before(self, normed: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """What precedes the cache of a layer with attention."""
+        """The part before the cache of a layer with attention."""
         return self.self_attn.before(normed, positions)
 
     def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
-        """What follows the layer's cache."""
+        """The part after the layer's cache."""
         norm = self.post_attention_layernorm
-        width = norms.Shape(x.shape[-1], norm.eps)
+        width = norms.NormShape(x.shape[-1], norm.eps)
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)
         x, normed = norms.ADD_NORM(width, x, attended, norm.weight)
         return add_mlp(x, normed, self.mlp, next_norm, norm.eps)
@@ -196,7 +198,7 @@ class PartedLayer(nn.Module):
 
 
 def _split(arrays: Sequence[mx.array], counts: Sequence[int]) -> Iterator[Sequence[mx.array]]:
-    """The tokens of each batch, so many in each, of arrays [N, ..]."""
+    """Split arrays [N, ..] into those of each batch, by its number of tokens."""
     first = 0
     for count in counts:
         yield arrays if len(counts) == 1 else [a[first : first + count] for a in arrays]
@@ -204,5 +206,5 @@ def _split(arrays: Sequence[mx.array], counts: Sequence[int]) -> Iterator[Sequen
 
 
 def _joined(parts: Sequence[Sequence[mx.array]]) -> Sequence[mx.array]:
-    """Arrays [N, ..] from those of each batch."""
+    """Join the arrays of each batch to [N, ..]."""
     return parts[0] if len(parts) == 1 else [mx.concatenate([*own]) for own in zip(*parts)]

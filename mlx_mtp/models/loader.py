@@ -1,4 +1,4 @@
-"""From a directory to a model that runs on our caches, with its head."""
+"""Builds a model that runs on our caches, with its MTP head, from a directory."""
 
 import contextlib
 import logging
@@ -37,7 +37,7 @@ FAMILIES: dict[str, Family] = {
     model_type: family for family in (QWEN3_NEXT, QWEN3_5) for model_type in family.model_types
 }
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
-_DEQUANTIZED_SHARE = 0.5  # of the memory, that a model expanded to float32 may take
+_DEQUANTIZED_SHARE = 0.5  # of memory that a model expanded to float32 may take
 _FINAL_NORMS = ("model.norm.weight", "language_model.norm.weight")
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h5", ".msgpack")
 
@@ -55,9 +55,9 @@ def load_model(
 
     `enable_mtp` loads the head, which must be there. `dtype` is one of `DTYPES`, or "auto":
     float32 on the CPU (which has no MoE in any other type), else as stored. `lazy` reads no
-    weights until `LoadedModel.read`. `memory` is the machine's, in bytes: on the CPU a quantized
-    model that fits half of it in float32 is expanded. `part` is a rank and the number of ranks: of
-    the weights that rank's part is loaded.
+    weights until `LoadedModel.load_weights`. `memory` is the machine's, in bytes: on the CPU a
+    quantized model that fits half of it in float32 is expanded. `part` is a rank and the number of
+    ranks: that rank's part of the weights is loaded.
 
     Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
     """
@@ -86,9 +86,9 @@ def load_model(
         raise CheckpointError(f"{path} can't be loaded: {what:.1000}") from error
     files = config, generation_config
     loaded = LoadedModel(path, *files, model, family, head_source, part[1])
-    loaded.check()
+    loaded.check_eos_token_ids()
     if not lazy:
-        loaded.read()
+        loaded.load_weights()
     return loaded
 
 
@@ -101,7 +101,7 @@ def _build(
     *,
     enable_mtp: bool,
 ) -> tuple[nn.Module, str | None]:
-    """The patched model with its head, of which no weight is read, and where the head is from."""
+    """The patched model with its head, whose weights are not read yet, and the head's source."""
     model, head, stored_dtype = _load_trunk(path, family)
     family.patch(model)
     _check_rope(family.causal_lm(model).model.layers)
@@ -122,7 +122,7 @@ def _build(
 
 
 def _check_rope(layers: Sequence[nn.Module]) -> None:
-    """ModelError if positions of two rows can't be rotated, or not to finite numbers."""
+    """ModelError if RoPE fails for positions of two rows, or makes numbers that are not finite."""
     attention = next(layer.self_attn for layer in layers if "self_attn" in layer)
     try:
         ones = mx.ones((2, 1, 2, attention.head_dim))
@@ -131,12 +131,14 @@ def _check_rope(layers: Sequence[nn.Module]) -> None:
     except Exception as error:
         fault = f": {error}"
     if fault:
-        told = "can't be used as rope_theta, rope_scaling or rope_parameters say"
-        raise ModelError(f"The model's rope {told}{fault:.300}")
+        raise ModelError(
+            "The model's rope can't be used as rope_theta, rope_scaling or rope_parameters say"
+            f"{fault:.300}"
+        )
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
-    """The family that serves a config.json; UnsupportedModelError lists those there are."""
+    """The family that serves a config.json; else UnsupportedModelError."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
@@ -164,7 +166,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | None, mx.Dtype]:
-    """mlx-lm's model, and what model*.safetensors have of a head and of the activations' type."""
+    """mlx-lm's model, the head in model*.safetensors if any, and the type of activations."""
     seen: dict[str, Any] = {}
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -195,7 +197,7 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
 
 
 def _absent(path: Path) -> list[str]:
-    """What a copy or a download that broke off has left out. The index is of no other use here."""
+    """Files that the index names and that are missing, as after an interrupted download."""
     index = path / "model.safetensors.index.json"
     with contextlib.suppress(MlxMtpError):
         return sorted({file for file in read_index(index).values() if not (path / file).exists()})
@@ -203,11 +205,11 @@ def _absent(path: Path) -> list[str]:
 
 
 def _others(path: Path) -> str:
-    found = sorted(each.name for each in path.glob("[!.]*") if each.suffix in _UNSAFE_SUFFIXES)
-    if not found:
+    others = sorted(each.name for each in path.glob("[!.]*") if each.suffix in _UNSAFE_SUFFIXES)
+    if not others:
         return ""
     return (
-        f", but {found[0]}: only safetensors are read, as the other formats can bring code or are "
+        f", but {others[0]}: only safetensors are read, as the other formats can bring code or are "
         "not MLX's. Convert it with mlx_lm.convert, or take a repository that has safetensors"
     )
 
@@ -236,7 +238,7 @@ def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
 
 
 def missing_head(model: str, note: str = "") -> MissingHeadError:
-    """The error that says how to give a model its head."""
+    """The error for a model without a head; its text says how to add one."""
     return MissingHeadError(
         f"{model} has no MTP head: neither {SIDECAR_PATTERN} beside the model, nor tensors named "
         f"{', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions drop "

@@ -1,4 +1,4 @@
-"""A loaded model as the engine sees it: a trunk, perhaps a head, and the caches they need."""
+"""A loaded model as the engine sees it: a target model, perhaps an MTP head, and their caches."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
-from mlx_mtp.kernels.cuda.decode_attention import DIMS, LONGEST
-from mlx_mtp.kernels.gpu import backend, refused, step
+from mlx_mtp.kernels.attention import is_batch_invariant
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, refused, step
 from mlx_mtp.models.family import Family, text_config
+from mlx_mtp.models.gemm.measure import choose_routes, serves
 from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.skinny_gemm import serves, use_few_rows
 from mlx_mtp.progress import Bar
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The patched mlx-lm instance and what its files say."""
+    """The patched mlx-lm model and the contents of its configuration files."""
 
     path: Path
     config: dict[str, Any]  # config.json
@@ -35,7 +35,7 @@ class LoadedModel:
     model: nn.Module  # with the head as its `mtp` if one was loaded
     family: Family
     head_source: str | None  # where the head came from; None without one
-    num_ranks: int = 1  # this has the part of one of them
+    num_ranks: int = 1  # of which this has one rank's weights
 
     @property
     def model_type(self) -> str:
@@ -90,7 +90,8 @@ class LoadedModel:
         parameters = tree_flatten(self.output_layer.parameters())
         return sum(value.nbytes // value.shape[0] for _, value in parameters)
 
-    def check(self) -> None:
+    def check_eos_token_ids(self) -> None:
+        """ModelError for an id that is not in the vocabulary."""
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ModelError(
@@ -98,8 +99,11 @@ class LoadedModel:
                     f"are 0 to {self.vocab_size - 1}."
                 )
 
-    def read(self) -> None:
-        """Read the weights; UsageError if this machine can't compute in their type."""
+    def load_weights(self) -> None:
+        """Read the weights and choose the operations of their products.
+
+        UsageError if this machine can't compute in their type.
+        """
         if mx.default_device() == mx.cpu:
             for name, value in tree_flatten(self.model.parameters()):
                 if ".switch_mlp." in name and value.dtype in (mx.bfloat16, mx.float16):
@@ -108,33 +112,33 @@ class LoadedModel:
                         f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of "
                         "experts only in float32. Use --dtype float32 or auto."
                     )
-        # Not the parameters alone: a scaled RoPE's frequencies are none, and what is still lazy
-        # can't be evaluated on another thread than this one.
+        # A scaled RoPE's frequencies are no parameters, and a lazy array can be evaluated only on
+        # the thread that made it. So the whole state is evaluated below.
         weights = [value for _, value in tree_flatten(self.model.parameters())]
         with Bar(desc="Loading the weights", total=sum(array.nbytes for array in weights)) as bar:
             for array in weights:
                 mx.eval(array)
                 bar.update(array.nbytes)
         mx.eval(self.model.state)
-        use_few_rows(self.model, self.dtype)
+        choose_routes(self.model, self.dtype)
 
     def without_head(self) -> LoadedModel:
         return replace(self, head_source=None)
 
     @property
     def can_be_exact(self) -> bool:
-        """Whether a token's bits can be those of its own text, whatever else is computed."""
+        """Whether a token's bits can depend on its own text alone, whatever else is computed."""
         attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
         alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
-        return alone and all(spec.head_dim in DIMS for spec in attention)
+        return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
-    def is_exact(self, wanted: bool | None = None) -> bool:
-        """What `EngineConfig.exact` is: as wanted, or else whether it makes no product slower."""
-        return self.can_be_exact and serves(self.model, self.dtype) if wanted is None else wanted
+    def is_exact(self, exact: bool | None = None) -> bool:
+        """The value of `EngineConfig.exact`; without one, whether it makes no product slower."""
+        return self.can_be_exact and serves(self.model, self.dtype) if exact is None else exact
 
     @property
     def unused_kernels(self) -> list[str]:
-        """Names of the kernels that do not work here, as far as they have been tried."""
+        """Names of kernels that have been tried and do not work here."""
         return sorted(name.replace("_", " ") for name in refused)
 
     def make_cache(self, num_rows: int) -> BatchCache:
@@ -142,9 +146,9 @@ class LoadedModel:
         return BatchCache(layers, num_rows)
 
     def hidden(self, tokens: mx.array, *caches: BatchCache) -> mx.array:
-        """Post-norm hidden states [N, H] of token ids [N], for which the cache has begun.
+        """Post-norm hidden states [N, H] of token ids [N], after `begin` of each cache.
 
-        The tokens of several caches lie side by side.
+        The tokens of several caches are side by side.
         """
         trunk = self.causal_lm.model
         first, *others = [layer.input_layernorm for layer in trunk.layers]
@@ -154,19 +158,19 @@ class LoadedModel:
         positions = [packing.positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
-        with step(all(packing.longest <= LONGEST for packing in packings)):
-            for layer, own, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
-                x, normed = layer.step(x, normed, norm.weight, where, own)
+        with step(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
+            for layer, layer_caches, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
+                x, normed = layer.step(x, normed, norm.weight, where, layer_caches)
         return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""
-        own = self.output_layer if layer is None else layer
+        head = self.output_layer if layer is None else layer
         with step():
-            if hasattr(own, "as_linear"):  # tied, and so whole on each rank
-                return own.as_linear(hidden)
-            found = own(hidden)
-        return all_gather(found) if layer is None else found
+            if hasattr(head, "as_linear"):  # tied, and so whole on each rank
+                return head.as_linear(hidden)
+            logits = head(hidden)
+        return all_gather(logits) if layer is None else logits
 
     def embed(self, tokens: mx.array) -> mx.array:
         return self.causal_lm.model.embed_tokens(tokens)

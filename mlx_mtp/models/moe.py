@@ -1,4 +1,4 @@
-"""An MLP between two norms; of a mixture of experts, the router and the sums are a launch each."""
+"""An MLP or mixture of experts between two norms; a mixture's router and sums are a launch each."""
 
 import functools
 
@@ -8,29 +8,29 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.distributed import all_reduce, world
 from mlx_mtp.kernels import norms, topk
-from mlx_mtp.models.skinny_gemm import FewRowsMixture, few, project, served
+from mlx_mtp.models.gemm.routes import experts_in_order, few, project, served
 
 
 def add_mlp(
     x: mx.array, normed: mx.array, mlp: nn.Module, weight: mx.array, eps: float
 ) -> list[mx.array]:
     """x [N, H] plus an MLP of its norm; and that normed again, by the weight given."""
-    width, rows = norms.Shape(x.shape[-1], eps), len(x)
-    if type(mlp) in (FewRowsMixture, Qwen3NextSparseMoeBlock):
+    width, rows = norms.NormShape(x.shape[-1], eps), len(x)
+    if type(mlp) is Qwen3NextSparseMoeBlock:
         kind = topk.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
         if few(x) and rows * (mlp.top_k + 1) > topk.MOST_PAIRS:
             halves = slice(rows // 2), slice(rows // 2, None)
-            parts = [add_mlp(x[own], normed[own], mlp, weight, eps) for own in halves]
+            parts = [add_mlp(x[half], normed[half], mlp, weight, eps) for half in halves]
             return [mx.concatenate(list(pair)) for pair in zip(*parts)]
-        if few(x) and topk.fits(kind, x.dtype):
-            found, weights = _mixture(normed, mlp, kind)
+        if few(x) and topk.ROUTER.works(kind, x.dtype):
+            outputs, weights = _mixture(normed, mlp, kind)
             if world().size == 1:
                 mixed = width._replace(chosen=mlp.top_k + 1)
-                return norms.MIX_NORM(mixed, x, found, weights, weight)
-            # Between what several ranks compute and a norm is a sum over them.
-            part = norms.add_up(found, weights)
+                return norms.MIX_NORM(mixed, x, outputs, weights, weight)
+            # The sum over ranks comes between their outputs and the norm.
+            part = norms.add_up(outputs, weights)
             return norms.ADD_NORM(width, x, all_reduce(part), weight)
-        if rows and world().size == 1 and topk.fits(kind, x.dtype):
+        if rows and world().size == 1 and topk.ROUTER.works(kind, x.dtype):
             return _add_to_prompt(x, normed, mlp, kind, weight, eps)
     return norms.ADD_NORM(width, x, all_reduce(mlp(normed)), weight)
 
@@ -43,12 +43,12 @@ def _add_to_prompt(
     weight: mx.array,
     eps: float,
 ) -> list[mx.array]:
-    """As `add_mlp`, of many tokens: the shared expert is a product of all of them."""
+    """As `add_mlp`, for many tokens: the shared expert is a product of all of them."""
     gates = mlp.gate(normed), mlp.shared_expert_gate(normed)
     experts, weights = topk.choose(*gates, kind)
     routed = mlp.switch_mlp(normed, experts[:, :-1]).flatten(0, 1)
     added = _add_share(x, weights[:, -1:], mlp.shared_expert(normed))
-    shape = norms.Shape(x.shape[-1], eps, chosen=mlp.top_k)
+    shape = norms.NormShape(x.shape[-1], eps, chosen=mlp.top_k)
     return norms.MIX_NORM(shape, added, routed, weights[:, :-1], weight)
 
 
@@ -58,12 +58,13 @@ def _add_share(x: mx.array, share: mx.array, y: mx.array) -> mx.array:
 
 
 def _mixture(x: mx.array, mlp: nn.Module, kind: topk.Router) -> tuple[mx.array, mx.array]:
-    """What each token's experts give, [N * (K + 1), H], the shared one's last; their weights."""
+    """Outputs of each token's experts, [N * (K + 1), H], the shared one's last; their weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
-    routes = topk.launch(logits, gate, kind)
-    if type(mlp) is FewRowsMixture and served(x, mlp.switch_mlp):
-        found = mlp.switch_mlp.ordered(x, mlp.shared_expert, routes.sorted, routes.order)
+    routes = topk.run_kernel(logits, gate, kind)
+    if getattr(mlp, "joins_shared", False) and served(x, mlp.switch_mlp):
+        pairs = routes.sorted, routes.order
+        outputs = experts_in_order(mlp.switch_mlp, x, mlp.shared_expert, *pairs)
     else:
         routed = mlp.switch_mlp(x, routes.experts[:, :-1])
-        found = mx.concatenate([routed, mlp.shared_expert(x)[:, None]], axis=1).flatten(0, 1)
-    return found, routes.weights
+        outputs = mx.concatenate([routed, mlp.shared_expert(x)[:, None]], axis=1).flatten(0, 1)
+    return outputs, routes.weights

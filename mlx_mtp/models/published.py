@@ -1,15 +1,15 @@
-"""Published models of the families that are served: names on the hub and shapes, no weights.
+"""Published models of the supported families: names on the hub and shapes, no weights.
 
-Shapes are those of the originals' config.json files; names are those that public programs load.
-None was looked up on the hub when this was written: `mlx-mtp inspect NAME` does that.
+Shapes come from the originals' config.json files, names from public programs that load them. They
+were not looked up on the hub; `mlx-mtp inspect NAME` does that.
 """
 
 from typing import Any, NamedTuple
 
 GROUP_SIZE = 64
-"""Of the published quantizations."""
+"""Weights that share a scale in the published quantizations."""
 BITS = (4, 8)
-"""In which each model of `RELEASES` is published."""
+"""Bits per weight of the published quantizations of each model."""
 
 _GDN: dict[str, Any] = {
     "head_dim": 256,
@@ -44,7 +44,7 @@ def _experts(count: int, used: int, size: int = 512) -> dict[str, Any]:
 def _qwen3_5(
     hidden: int, layers: int, heads: tuple[int, int], value_heads: int, **more: Any
 ) -> dict[str, Any]:
-    """`heads` are those of attention, of queries and of keys; `value_heads` GatedDeltaNet's."""
+    """`heads` are attention's, of queries and of keys; `value_heads` are GatedDeltaNet's."""
     model_type = "qwen3_5_moe" if "num_experts" in more else "qwen3_5"
     sizes = {"vocab_size": 248320, "hidden_size": hidden, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
@@ -84,11 +84,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3.5-122B-A10B": _qwen3_5(3072, 48, (32, 2), 64, **_experts(256, 8, 1024)),
     "Qwen3.5-397B-A17B": _qwen3_5(4096, 60, (32, 2), 64, **_experts(512, 10, 1024)),
 }
-"""config.json by name, the smallest first."""
+"""config.json by name, smallest model first."""
 _INFIX = {name: "MLX-" for name in SHAPES if name.endswith(("-0.8B", "-2B", "-4B", "-9B"))}
 
 
-class Release(NamedTuple):
+class PublishedQuant(NamedTuple):
     """A quantization on the hub."""
 
     name: str  # of its original, without the organisation
@@ -104,7 +104,7 @@ class Release(NamedTuple):
         return f"Qwen/{self.name}"
 
 
-RELEASES = tuple(Release(name, bits) for name in SHAPES for bits in BITS)
+RELEASES = tuple(PublishedQuant(name, bits) for name in SHAPES for bits in BITS)
 
 
 source_of = {each.repo_id: each.source for each in RELEASES}.get

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mlx_mtp.cache.packing import Rectangle
-from mlx_mtp.kernels.gdn_types import Projected
+from mlx_mtp.kernels.gdn_types import GDNProjections
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.head_weights import stack_experts
 from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
@@ -15,13 +15,15 @@ from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
     projections = "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"
 
-    def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
+    def arrange(
+        self, parts: Sequence[mx.array], order: Rectangle
+    ) -> tuple[GDNProjections, mx.array]:
         """q, k and v come from one projection, the others from one each."""
         heads, ratio = self.num_k_heads, self.num_v_heads // self.num_k_heads
         qkv, z, a, b = parts
         q, k, v = mx.split(order.fill(qkv, -1), [self.key_dim, 2 * self.key_dim], axis=-1)
         by_key = (*q.shape[:2], heads)
-        projected = Projected(
+        projected = GDNProjections(
             q.reshape(*by_key, self.head_k_dim),
             k.reshape(*by_key, self.head_k_dim),
             v.reshape(*by_key, ratio, self.head_v_dim),

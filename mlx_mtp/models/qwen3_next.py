@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaNet
 
 from mlx_mtp.cache.packing import Rectangle
-from mlx_mtp.kernels.gdn_types import Projected
+from mlx_mtp.kernels.gdn_types import GDNProjections
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 
@@ -14,7 +14,9 @@ from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
     projections = "in_proj_qkvz", "in_proj_ba"
 
-    def arrange(self, parts: Sequence[mx.array], order: Rectangle) -> tuple[Projected, mx.array]:
+    def arrange(
+        self, parts: Sequence[mx.array], order: Rectangle
+    ) -> tuple[GDNProjections, mx.array]:
         """q, k, v and z come interleaved by key head, and so do b and a."""
         dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
         width = ratio * self.head_v_dim
@@ -25,7 +27,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         v = v.reshape(*v.shape[:3], ratio, self.head_v_dim)
         if order.tokens is not None:  # Then the rectangle is another array.
             z = qkvz.reshape(len(qkvz), self.num_k_heads, -1)[..., 2 * dim + width :]
-        return Projected(q, k, v, a, b), z.reshape(len(qkvz), -1, ratio, self.head_v_dim)
+        return GDNProjections(q, k, v, a, b), z.reshape(len(qkvz), -1, ratio, self.head_v_dim)
 
 
 class _Layer(PartedLayer, Qwen3NextDecoderLayer):

@@ -37,7 +37,7 @@ _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d{1,9})\.")
 def check_sizes(
     config: Mapping[str, Any], path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """ModelError for sizes that can't be, or that `shapes`, those of the weights, don't have."""
+    """ModelError for impossible sizes, or ones that `shapes`, those of the weights, don't have."""
     inner = text_config(config)
     nulls = {name for name in _MAY_BE_NULL if inner.get(name) is None}
     sizes = {name: inner[name] for name in sorted(_RANGES.keys() & inner.keys() - nulls)}

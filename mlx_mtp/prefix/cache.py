@@ -1,4 +1,4 @@
-"""Prefixes in and out of the batches: saved as prompts and answers are computed, and restored."""
+"""Copies prefixes out of batches as prompts and answers are computed, and into new ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
-    """What is copied from and restored to (see `engine.batch.Batch`)."""
+    """The rows that prefixes are copied from and restored to (see `engine.batch.Batch`)."""
 
     cache: BatchCache
     last_hidden: mx.array  # [B, 1, H], post-norm
@@ -31,18 +31,18 @@ class Rows(Protocol):
 
 
 class Save(NamedTuple):
-    """A copy of a row's prefix, to enter the cache when the step it was made in has succeeded."""
+    """A copy of a row's prefix, which enters the tree when its step has succeeded."""
 
     state: PrefixState
     tokens: tuple[int, ...]
-    entry: Entry  # with the KV that is not in the cache: one segment, or none
+    entry: Entry  # with the KV that is not in the tree: one segment, or none
 
 
 class PrefixCache:
-    """The arrays behind a tree of prefixes, which may take `limit` bytes; KV is stored in `bits`.
+    """A tree of prefixes of at most `limit` bytes (0: none is kept), with KV stored in `bits`.
 
-    With a limit of 0 nothing is kept. Nothing that goes wrong here hits a request: what can't be
-    saved is not saved, and a prompt whose prefix can't be restored is computed.
+    No failure here reaches a request: what can't be saved is not saved, and a prompt whose prefix
+    can't be restored is computed.
     """
 
     def __init__(
@@ -75,21 +75,22 @@ class PrefixCache:
         self._ends += self._copy(batch, row, state, tokens)
 
     def clear(self) -> None:
-        """Give the memory back, but for what is about to be restored. The disk keeps its own."""
+        """Free the memory, but for prefixes about to be restored. Those on disk stay there."""
         self._ends.clear()
         self.tree.clear()
 
     def commit_ends(self) -> None:
-        """Insert the copied ends of answers, for the next lookup."""
-        self.commit(self._ends)
+        """Insert the copied answers, before the next lookup."""
+        if self._ends:
+            self.commit(self._ends)
 
     def commit(self, saves: list[Save]) -> None:
-        """Insert copies from steps that have succeeded; the list is emptied."""
+        """Insert copies of steps that have succeeded; empties the list."""
         while saves:
             state, tokens, entry = saves.pop(0)
             state.saved(len(tokens))
             if state.dropped:
-                # It may have failed in the step before, which this one began with.
+                # It may have failed in the step before the one that this copy is of.
                 continue
             lasting = state.message_ends[:1] == [len(tokens)]
             try:
@@ -104,7 +105,7 @@ class PrefixCache:
         if not self.tree.limit:
             return []
         try:
-            # What was copied a step ago will be in the tree when this is inserted.
+            # What was copied in the step before will be in the tree when this is inserted.
             start = max(self.tree.covered(state.salt, tokens), state.num_copied)
             entry = take(batch, row, start, len(tokens), self._bits)
         except Exception:
@@ -116,7 +117,7 @@ class PrefixCache:
 
 
 def take(batch: Rows, row: int, start: int, end: int, bits: int | None) -> Entry:
-    """Copy a row's KV from `start` to `end`, if that is any, and its snapshot there."""
+    """Copy a row's KV of the tokens `start` to `end`, if any, and the snapshot at `end`."""
     entry: Entry = []
     if start < end:
         batch.settle()

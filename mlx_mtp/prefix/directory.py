@@ -1,10 +1,10 @@
 """The directory of the prefix cache on disk, and the format of its files.
 
-The files hold keys, values and states of prompts and answers, unencrypted: the directory is 0700,
-the files are 0600, no symbolic link is followed, and every file is reached through one descriptor
-of the directory. A file is what `mx.save_safetensors` writes. Its name says which rows of which
-prefix it holds. A SHA-256 in its metadata covers the fingerprint, the name and every other byte;
-it is checked before any of them is parsed.
+The files hold keys, values and states of prompts and answers, unencrypted: the directory has mode
+0700 and the files 0600, no symbolic link is followed, and every file is opened through one
+descriptor of the directory. A file is written by `mx.save_safetensors`; its name says which rows of
+which prefix it holds. A SHA-256 in its metadata covers the fingerprint, the name and every other
+byte; it is checked before anything is parsed.
 """
 
 import contextlib
@@ -37,52 +37,52 @@ _PREFIX = "mlx-mtp-prefix-"
 _NAME = re.compile(
     _PREFIX + r"([0-9a-f]{8})-([0-9a-f]{40}s?)-([0-9a-f]{40})-(\d+)-(\d+)\.safetensors"
 )
-# Files of any version of this program, unfinished ones too.
+# Files of any version of this program, and unfinished ones.
 _OURS = re.compile(_PREFIX + r"[0-9a-f]{8}[-.0-9a-fs]*\.(safetensors|tmp)")
 _LOCK = "mlx-mtp-prefix.lock"
-_LOCK_SECONDS = 3.0  # For a server that is about to end.
+_LOCK_SECONDS = 3.0  # to wait for a server that is about to end
 _POLL_SECONDS = 0.1
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
 _BLANK = "0" * 64
-_DIGEST_WITHIN = 4096  # The metadata come first in a file.
-_HASH_BLOCK = 256 << 20  # of weights, so that one large file is read by several threads too
+_DIGEST_WITHIN = 4096  # bytes: the metadata come first in a file
+_HASH_BLOCK = 256 << 20  # bytes of weights per task: several threads read one large file
 _HASH_PIECE = 1 << 18
 _HASH_THREADS = 8
 
 
 @dataclass(slots=True, eq=False)
 class StoredFile:
-    """A file: rows of KV that follow those of another KV file, or the snapshot at their end."""
+    """A file with rows of KV that follow those of another file, or with a snapshot."""
 
-    key: str  # of the prefix that it ends (`prefix_keys`); with an s behind it, of its snapshot
+    key: str  # of the prefix up to its end (`prefix_keys`), followed by "s" for a snapshot
     parent: str  # key of the KV file that it builds on, or the salt's root
-    start: int  # first and last token of its rows; equal for a snapshot
-    end: int
+    start: int  # first token of its rows
+    end: int  # token after them; a snapshot has `start` here
     nbytes: int = 0
-    used: int = 0  # when it was used last, in nanoseconds
-    content: bytes | None = None  # of one that has not been written yet
+    used: int = 0  # last use, in nanoseconds
+    content: bytes | None = None  # until it is written
 
 
 def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
-    """A file's content, its digest still blank. For the engine's thread: CUDA may move a buffer."""
+    """A file's content with a blank digest. Engine's thread only: CUDA may move a buffer."""
     file = io.BytesIO()
     mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK})
     return file.getvalue()
 
 
 def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
-    """Arrays and bits of a content that has been checked.
+    """Arrays and bits of a checked content.
 
-    Not by `mx.load`, which reads a Python file on a thread that needs the interpreter's lock: on a
-    CPU `mx.clear_cache` holds that lock while it waits for such threads, those of others too.
+    `mx.load` would read a Python file on a thread that needs the GIL, and on a CPU
+    `mx.clear_cache` holds the GIL while it waits for such threads.
     """
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     bits = int(header.pop("__metadata__")["bits"])
     arrays = {}
-    with mx.stream(mx.cpu):  # A GPU's stream would be waited for, with all that has been launched.
+    with mx.stream(mx.cpu):  # A GPU's stream would first run all that was launched.
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             data = mx.array(np.frombuffer(content, np.uint8, end - begin, start + begin))
@@ -92,10 +92,10 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
 
 
 def kv_fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
-    """Hash of everything that the numbers in a cache depend on: 64 hexadecimal digits.
+    """Hash of everything that cached numbers depend on: 64 hexadecimal digits.
 
-    Weights count by their whole content, which is then in the system's cache for the load: sizes,
-    times and samples are the same after some exchanges (reproducible images, `rsync -t`).
+    Weights are hashed whole, and are then in the system's cache for the load. Sizes, times and
+    samples can be equal after a file was replaced (reproducible images, `rsync -t`).
     """
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         blocks = [
@@ -118,7 +118,7 @@ def _digest(path: Path, start: int) -> str:
 
 
 class PrefixDirectory:
-    """An open, locked directory. UsageError if it can't be used, isn't safe, or is in use."""
+    """An open, locked directory; raises UsageError if it is in use, unsafe or unusable."""
 
     def __init__(self, path: Path, fingerprint: str) -> None:
         self.path = path
@@ -145,7 +145,7 @@ class PrefixDirectory:
             self.close = opened.pop_all().close
 
     def read(self, file: StoredFile) -> bytes:
-        """A file's content; raises ValueError if that is not what was written."""
+        """A file's content; raises ValueError if it is not what was written."""
         name = self._name(file)
         fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _SAFE, dir_fd=self._fd)
         with io.FileIO(fd) as opened:
@@ -157,7 +157,8 @@ class PrefixDirectory:
             raise ValueError("its content is damaged")
         return content
 
-    def write(self, file: StoredFile, content: bytes, wanted: Callable[[], bool]) -> bool:
+    def write(self, file: StoredFile, content: bytes, goes_on: Callable[[], bool]) -> bool:
+        """Write a file; returns False if `goes_on` returned False meanwhile."""
         name = self._name(file)
         temporary = f"{_PREFIX}{self._mark}-{file.key}.{secrets.token_hex(4)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
@@ -166,14 +167,14 @@ class PrefixDirectory:
             stack.callback(os.close, fd)
             try:
                 for piece in self._signed(name, content):
-                    while piece and wanted():
+                    while piece and goes_on():
                         piece = piece[os.write(fd, piece[:_SLICE]) :]
-                if wanted():
+                if goes_on():
                     os.fsync(fd)
-                if not wanted():
+                if not goes_on():
                     return False
                 os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-                os.fsync(self._fd)  # So that the name survives a power failure.
+                os.fsync(self._fd)  # for the name to survive a power failure
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary, dir_fd=self._fd)
@@ -184,20 +185,20 @@ class PrefixDirectory:
             os.unlink(self._name(file), dir_fd=self._fd)
 
     def mark_used(self, file: StoredFile) -> None:
-        """Set a file's times, so that the next process knows what is old."""
+        """Set a file's times, by which the next process knows the last use."""
         with contextlib.suppress(OSError):
             times = file.used, file.used
             os.utime(self._name(file), ns=times, dir_fd=self._fd, follow_symlinks=False)
 
     def _scan(self) -> list[StoredFile]:
-        """The files that are here; those of another fingerprint and unfinished ones are removed."""
-        found, num_removed = [], 0
+        """The directory's files; removes those of another fingerprint and unfinished ones."""
+        files, num_removed = [], 0
         for name in os.listdir(self._fd):
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             match = _NAME.fullmatch(name)
             if match and match[1] == self._mark and stat.S_ISREG(status.st_mode):
                 place = match[2], match[3], int(match[4]), int(match[5])
-                found.append(StoredFile(*place, status.st_size, status.st_mtime_ns))
+                files.append(StoredFile(*place, status.st_size, status.st_mtime_ns))
             elif _OURS.fullmatch(name):
                 num_removed += 1
                 with contextlib.suppress(OSError):
@@ -205,15 +206,15 @@ class PrefixDirectory:
         if num_removed:
             why = "they are of another model, version or setting, or were not finished"
             logger.info("%d files in %s removed: %s", num_removed, self.path, why)
-        return found
+        return files
 
     def _name(self, file: StoredFile) -> str:
-        """Two keys of 40 digits let it fit the 143 bytes that eCryptfs allows."""
+        """A file's name: at most the 143 bytes that eCryptfs allows."""
         keys = f"{self._mark}-{file.key}-{file.parent}"
         return f"{_PREFIX}{keys}-{file.start}-{file.end}.safetensors"
 
     def _signed(self, name: str, content: bytes) -> tuple[memoryview, ...]:
-        """What is before a content's digest, what that should be, and what is behind it."""
+        """A content before its digest, the digest that it should have, and the content after it."""
         start = content.find(_DIGEST, 0, _DIGEST_WITHIN) + len(_DIGEST)
         view = memoryview(content)
         before, behind = view[:start], view[start + len(_BLANK) :]
@@ -224,20 +225,20 @@ class PrefixDirectory:
 
 
 def _check_safe(fd: int, flag: str) -> None:
-    found = os.fstat(fd)
-    if found.st_uid != os.geteuid():
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
         raise UsageError(
-            f"{flag} belongs to user {found.st_uid}, not to the server's user {os.geteuid()}; "
+            f"{flag} belongs to user {status.st_uid}, not to the server's user {os.geteuid()}; "
             "it would hold unencrypted prompts. Choose a directory of your own."
         )
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise UsageError(
-            f"{flag} can be written by others (mode {found.st_mode & 0o777:o}); whoever writes "
+            f"{flag} can be written by others (mode {status.st_mode & 0o777:o}); whoever writes "
             "there could change answers. Make it yours alone: chmod 700."
         )
     names = os.listdir(fd)
-    if found.st_mode & 0o077 and all(name.startswith("mlx-mtp-prefix") for name in names):
-        # No other program's files become unreadable by that.
+    if status.st_mode & 0o077 and all(name.startswith("mlx-mtp-prefix") for name in names):
+        # Only if that hides no other program's files.
         os.fchmod(fd, 0o700)
 
 

@@ -18,8 +18,8 @@ from mlx_mtp import __version__
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.distributed import own_folder
 from mlx_mtp.errors import UsageError
-from mlx_mtp.models.batch_invariant import choices
 from mlx_mtp.models.files import WEIGHTS
+from mlx_mtp.models.gemm.routes import digest
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.directory import PrefixDirectory, StoredFile, kv_fingerprint, pack, unpack
 from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
@@ -27,11 +27,11 @@ from mlx_mtp.prefix.segments import Entry, Segment, join_segments
 
 logger = logging.getLogger(__name__)
 
-# How long a read is waited for: 4 GB at 150 MB/s. A slower disk is taken to hang until it answers.
+# Most time for a read: 4 GB at 150 MB/s. A slower disk counts as hanging until it answers.
 READ_SECONDS = 30.0
-_RETRY_SECONDS = 60.0  # For so long nothing is written after the disk refused a write.
-_ABANDON_SECONDS = 5.0  # What has begun may take so much longer than the time for closing.
-_HEADER_BYTES = 256  # more than an array's entry in a header takes, and than the rest of it
+_RETRY_SECONDS = 60.0  # without writes, after the disk refused one
+_ABANDON_SECONDS = 5.0  # that a task in progress may take beyond the time for closing
+_HEADER_BYTES = 256  # upper bound of an array's entry in a header, and of the rest of it
 _MANY_TASKS = 10_000
 
 
@@ -47,10 +47,10 @@ class StoreStats(NamedTuple):
 class PrefixStore:
     """Prefixes in a directory of their own. All methods are for the engine's thread.
 
-    One other thread reads and writes the files, and sees bytes alone. Nothing that goes wrong with
-    the disk reaches the engine: a write that fails is dropped, a file that can't be read is a
-    miss. A file is of use only with its ancestors, those that it builds on. Using it uses these,
-    after it: so nothing builds on the least recently used file, and it can be evicted.
+    One other thread reads and writes the files, and sees only bytes. No failure of the disk reaches
+    the engine: a failed write is dropped, and a file that can't be read is a miss. A file is of use
+    only with its ancestors, the files that it builds on. Using a file uses its ancestors after it,
+    so nothing builds on the least recently used file, and it can be evicted.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class PrefixStore:
         fingerprint: str,
         max_bytes: int,
         max_queued_bytes: int = 1 << 30,
-        # What is known when the model is loaded, and must be as it was: asked for at the first use.
+        # Facts that are known when the model is loaded and must be unchanged: called at first use.
         choices: Callable[[], str] = str,
     ) -> None:
         self.path = path
         self.max_bytes = max_bytes
         self.on_read: Callable[[], None] = lambda: None  # on the store's thread
-        # The files that are being read, or have been and were not taken, and their content then.
+        # The files that are being read, or were read and not taken, and then their content.
         self.reading: list[StoredFile] = []
         self._contents: deque[bytes] | None = None
         self._max_queued_bytes, self._get_choices = max_queued_bytes, choices
         self._directory = PrefixDirectory(path, fingerprint)
-        self._lock = threading.Condition()  # guards what follows; never held while the disk works
-        self._files: dict[str, StoredFile] = {}  # A file comes behind those that it builds on.
+        self._lock = threading.Condition()  # guards all below; never held while the disk works
+        self._files: dict[str, StoredFile] = {}  # a file after those it builds on
         self._tasks: deque[Callable[[], None]] = deque()  # of the thread
-        self._began: float | None = None  # when it began the task before these
+        self._began: float | None = None  # when it began its current task
         self._num_written = self._num_dropped = self._last_use = 0
         self._refused_until = 0.0
         self._complaints: set[int | None] = set()
@@ -84,13 +84,13 @@ class PrefixStore:
         self._thread.start()
 
     def longest(self, salt: str, tokens: Sequence[int]) -> int:
-        """Length of the longest prefix of the tokens that is here with its snapshot, or 0."""
+        """Length of the longest prefix of the tokens that is stored with its snapshot, or 0."""
         with self._lock:
             prefixes = reversed(self._prefixes(salt, tokens))
             return next((end for end, key in prefixes if key + "s" in self._files), 0)
 
     def keep(self, salt: str, tokens: Sequence[int], entry: Entry) -> None:
-        """Write what is not here of a prefix, in the background; its bytes are copied now."""
+        """Write the parts of a prefix that are not stored, in the background; copies them now."""
         *segments, snapshot = entry
         with self._lock:
             prefixes = self._prefixes(salt, tokens)
@@ -118,10 +118,10 @@ class PrefixStore:
     def fetch(
         self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
     ) -> Fetch | Entry:
-        """A prefix's KV from the token `start` or one before it on, and its snapshot behind it.
+        """A prefix's KV from the token `start`, or one before it, on, and then its snapshot.
 
-        Or how far it has come; to be called again while it is COMING. `make_room` is called with
-        its bytes before it is read, and says whether they fit in memory.
+        Or the state of the read: call again while it is COMING. `make_room` is called with the
+        number of bytes before they are read; it returns whether they fit in memory.
         """
         if self.seconds_left <= 0:
             return Fetch.LATE
@@ -141,7 +141,7 @@ class PrefixStore:
             if contents is None:
                 return Fetch.COMING
             self.forget()
-        # Popped, so that the bytes of each are freed before the arrays of the next are made.
+        # Popped, so that a file's bytes are freed before the arrays of the next are made.
         return [Segment(file.start, file.end, *unpack(contents.popleft())) for file in files]
 
     @property
@@ -150,18 +150,18 @@ class PrefixStore:
         return READ_SECONDS if began is None else began + READ_SECONDS - now
 
     def forget(self) -> None:
-        """Drop what is being read, or has been and was not taken."""
+        """Drop what is being read, or was read and not taken."""
         with self._lock:
             self.reading, self._contents = [], None
 
     def stats(self) -> StoreStats:
-        """For any thread."""
+        """Thread-safe."""
         with self._lock:
             written = [file.nbytes for file in self._files.values() if file.content is None]
             return StoreStats(len(written), sum(written), self._num_written, self._num_dropped)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write what is queued, for so long at most, and leave the directory to others."""
+        """Write what is queued for at most `seconds`, and unlock the directory."""
         if self._deadline < math.inf:
             return
         self.forget()
@@ -175,7 +175,7 @@ class PrefixStore:
             self._directory.close()
 
     def _put(self, file: StoredFile, content: Segment) -> bool:
-        """Queue a file unless it is here; False: there is no room for it."""
+        """Queue a file unless it is stored; returns False if there is no room for it."""
         at_most = content.nbytes + _HEADER_BYTES * (1 + len(content.arrays))
         with self._lock:
             self._touch(file.key)
@@ -205,7 +205,7 @@ class PrefixStore:
     # These are called with the lock held.
 
     def _prefixes(self, salt: str, tokens: Sequence[int]) -> list[tuple[int, str]]:
-        """Lengths and keys of the prefixes of a prompt that files may end at, and of the whole."""
+        """Lengths and keys of a prompt's prefixes that files may end at, and of all of it."""
         ends = {file.end for file in self._files.values() if file.end < len(tokens)}
         return list(prefix_keys(self._root(salt), tokens, sorted({*ends, len(tokens)})))
 
@@ -214,7 +214,7 @@ class PrefixStore:
         return key + "s"
 
     def _root(self, salt: str) -> str:
-        """Files of other choices have other keys: they stay, and are not found."""
+        """The root of the keys. Files of other choices have other keys: they stay unused."""
         return root_key(f"{salt} {self._choices}") if self._choices else salt
 
     @cached_property
@@ -229,13 +229,13 @@ class PrefixStore:
     def _touch(self, key: str) -> None:
         for file in self._lineage(key):
             self._last_use = file.used = max(self._last_use + 1, time.time_ns())
-            # A disk that hangs must not make them grow without a bound.
+            # While the disk hangs the queue must not grow without a limit.
             if len(self._tasks) < _MANY_TASKS:
                 self._tasks.append(partial(self._directory.mark_used, file))
         self._lock.notify_all()
 
     def _remove(self, key: str) -> int:
-        """Forget a file and all that build on it, and have them unlinked, or not written."""
+        """Remove a file and all that build on it; returns how many these may be."""
         lost = {key}
         for file in list(self._files.values()):
             if file.key in lost or file.parent in lost:
@@ -251,7 +251,7 @@ class PrefixStore:
             self._remove(min(self._files.values(), key=lambda file: file.used).key)
 
     def _fill(self) -> None:
-        """Take in what was there at the start, but for what lacks an ancestor or is too much."""
+        """Take over the directory's files, but for those that lack an ancestor or don't fit."""
         for file in sorted(self._directory.found, key=lambda file: (file.end, file.start)):
             if (file.start == 0 or file.parent in self._files) and file.key not in self._files:
                 self._files[file.key] = file
@@ -285,7 +285,7 @@ class PrefixStore:
         contents: deque[bytes] = deque()
         for file in files:
             if self.reading is not files:
-                break  # Forgotten: whoever waits for it must ask again.
+                break  # Forgotten meanwhile.
             try:
                 contents.append(file.content or self._directory.read(file))
             except Exception as error:
@@ -303,23 +303,23 @@ class PrefixStore:
         self.on_read()
 
     def _write(self, file: StoredFile) -> None:
-        def wanted() -> bool:
+        def goes_on() -> bool:
             return self._files.get(file.key) is file and time.monotonic() < self._deadline
 
-        if file.content is None or not wanted():
+        if file.content is None or not goes_on():
             return
         try:
-            written = self._directory.write(file, file.content, wanted)
+            written = self._directory.write(file, file.content, goes_on)
         except Exception:
             with self._lock:
                 self._num_dropped += self._remove(file.key)
             raise
         with self._lock:
-            kept = written and self._files.get(file.key) is file
-            if kept:
+            stored = written and self._files.get(file.key) is file
+            if stored:
                 file.content = None
                 self._num_written += 1
-        if written and not kept:
+        if written and not stored:
             self._directory.remove(file)
 
     def _complain(self, error: OSError, what: str) -> None:
@@ -350,16 +350,16 @@ def open_store(
         kv_bits=config.kv_cache_quantization,
         dtype=dtype,
         exact=config.exact,
-        # With a bound of pauses the lengths follow time in any case; and memory, on a GPU.
+        # With --max-decode-pause the lengths of chunks vary with time in any case.
         prefill_step_size=config.prefill_step_size
         if config.exact or not config.max_decode_pause
         else None,
         device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
         platform=[platform.system(), platform.machine()],
-        # CUDA's libraries choose by themselves how they compute a product.
+        # CUDA's libraries choose how they compute a product.
         packages=sorted(each for each in packages if each.startswith(("mlx", "nvidia-"))),
         version=__version__,
     )
-    # Bits depend on what was measured when the model was loaded, which is still to come.
-    chosen = partial(choices, model.model) if config.exact else str
-    return make(own_folder(path), mark, max_bytes, choices=chosen)
+    # The bits depend on choices that are measured when the model is loaded, after this.
+    facts = partial(digest, model.model) if config.exact else str
+    return make(own_folder(path), mark, max_bytes, choices=facts)

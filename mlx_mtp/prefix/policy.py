@@ -1,4 +1,4 @@
-"""What a request takes from the prefix cache, what it waits for, and where its prompt is saved."""
+"""Which prefix a prompt continues, what a request waits for, and where its prompt is saved."""
 
 from array import array
 from bisect import bisect
@@ -10,9 +10,9 @@ from zlib import crc32
 
 from mlx_mtp.prefix.radix_tree import Fetch, Node, PrefixTree, common_length
 
-MIN_GAIN = 64  # A prefill is not cut, and a request does not wait, to save fewer tokens.
-MOST_STEP = 512  # Save points are multiples of at most this, however long chunks may be.
-NUM_MESSAGES = 2  # The ends of so many messages are saved, counted from the last.
+MIN_GAIN = 64  # No chunk is cut and no request waits to save fewer tokens.
+MOST_STEP = 512  # Save points inside long texts are multiples of at most this many tokens.
+NUM_MESSAGES = 2  # The ends of the last messages that are saved.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PrefixCacheStats:
 
 @dataclass(eq=False, slots=True)
 class PrefixState:
-    """What the prefix cache knows of one sequence. Lengths and places count tokens."""
+    """What the prefix cache knows of one sequence. Lengths and places are in tokens."""
 
     prompt: tuple[int, ...]
     salt: str  # a `root_key`: sequences share prefixes only with those of the same
@@ -69,11 +69,11 @@ class PrefixState:
 
 
 class PrefixReuse:
-    """Looks prompts up, and holds back requests while another computes their prefix, or it is read.
+    """Looks up prompts, and holds back requests whose prefix is being computed or read.
 
-    Each waits only for prompts that were before it in the queue, so none waits forever. One prefix
-    is read at a time; one that wants the same finds it in memory then. When the disk is late all
-    that wait for it give up. A tree of no size keeps nothing, and nothing is looked up.
+    A request waits only for prompts that arrived before it, so none waits forever. One prefix is
+    read at a time; another request for the same one then finds it in memory. When the disk is late
+    all requests that wait for it give up. With a tree of size 0 nothing is looked up.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PrefixReuse:
         self._message_end_ids = message_end_ids
         self._step, self._min_gain, self._exact = step, min_gain, exact
         self._num_seen = 0
-        self._reads: set[PrefixState] = set()  # those that wait for the disk,
+        self._reads: set[PrefixState] = set()  # that wait for the disk,
         self._reader: PrefixState | None = None  # and the one that it reads for
 
     def find(self, state: PrefixState) -> Node | None:
@@ -218,10 +218,10 @@ def message_ends(prompt: Many[int], end_ids: Container[int]) -> list[int]:
 
 
 def chunk_ends(end: int, message_ends: Many[int], step: int, min_gain: int = MIN_GAIN) -> list[int]:
-    """Where the chunks of a prompt end so that the tokens before each place alone decide it.
+    """Where the chunks of a prompt end if each end depends on the tokens before it alone.
 
     The bits of a token's KV may depend on the chunk it was computed in. So prompts that begin alike
-    are cut alike, whatever follows and wherever one of them continues a cached prefix.
+    get the same chunks, whatever follows and whichever cached prefix they continue.
     """
     ends = [0]
     for message_end in message_ends:
@@ -232,9 +232,9 @@ def chunk_ends(end: int, message_ends: Many[int], step: int, min_gain: int = MIN
 
 
 def by_chunk(prompt: tuple[int, ...], chunk_ends: Many[int]) -> tuple[int, ...]:
-    """A prompt's tokens, the first of each chunk marked by all that the chunk has.
+    """A prompt's tokens, of which the first of each chunk also has a checksum of the chunk.
 
-    Prompts that part inside a chunk share none of it: its KV is that of its own length.
+    So prompts that differ inside a chunk share none of it: KV depends on the whole chunk.
     """
     key = list(prompt)
     for start, end in pairwise(dict.fromkeys((0, *chunk_ends, len(prompt)))):
@@ -254,8 +254,8 @@ def save_points(
 
     A recurrent state exists only where it was saved, so it is saved where conversations branch:
     after the first message, which others share (system prompt and tools), after the last messages,
-    as a template may render the end of a prompt otherwise in the next turn, and at the end. Inside
-    a long text, which may branch anywhere, at doubling distances, where the prefill is cut anyway.
+    as a template may render the end of a prompt differently in the next turn, and at the end. A
+    long text may branch anywhere: in it at doubling distances, where chunks end anyway.
     """
     if start == end:
         return []

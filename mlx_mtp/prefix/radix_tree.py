@@ -1,8 +1,8 @@
-"""Which prefixes are kept in memory, found and evicted. No arrays, no model: policy alone.
+"""A radix tree of prefixes: which are kept in memory, found and evicted. No arrays, no model.
 
-A radix tree of token segments for each salt. A node holds the KV of its own tokens. An entry is a
-node with a snapshot, the recurrent states at its end; a match ends only there. The least recently
-used entry is evicted first; where others lie beyond it, the snapshot alone goes.
+Each salt has a tree of token segments. A node holds the KV of its own tokens. An entry is a node
+with a snapshot, the recurrent states at its end; only there a match can end. The least recently
+used entry is evicted first; if other entries lie beyond it, only its snapshot goes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 TokenIds = tuple[int, ...]
 
-NUM_RECENT = 3  # snapshots at the end of a chain that are not thinned
+NUM_RECENT = 3  # latest snapshots of a chain, which are not thinned
 _KEY_DIGITS = 40
 _TOKEN_BYTES = 8
 _STRIDE = 256
 
 
 class Fetch(enum.Enum):
-    """How far a prefix has come from the disk."""
+    """The state of a read from the disk."""
 
     HERE = enum.auto()
     COMING = enum.auto()
@@ -43,14 +43,14 @@ class Fetch(enum.Enum):
 
 @dataclass(eq=False)
 class Node:
-    """A segment of tokens and of their KV, which ends at `end` of the prefix; the root has none."""
+    """A segment of tokens with their KV, which ends at `end` of the prefix; the root has none."""
 
     salt: str  # its `root_key`
     parent: Node | None
     tokens: TokenIds
     kv: Segment | None
     snapshot: Segment | None = None  # the states after the last token
-    lasting: bool = False  # its snapshot is not thinned
+    lasting: bool = False  # the snapshot is not thinned
     children: dict[tuple[str, int], Node] = field(default_factory=dict)  # by salt and first token
 
     @property
@@ -62,6 +62,7 @@ class Node:
         return self.salt, self.tokens[0]
 
     def path(self) -> list[Node]:
+        """The nodes from below the root to this one."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -78,7 +79,7 @@ class Node:
 
 
 class PrefixTree:
-    """The prefixes in memory, which take `nbytes` of `limit` bytes, and on the disk behind it."""
+    """The prefixes in memory, `nbytes` of at most `limit` bytes, in front of those on `disk`."""
 
     def __init__(self, limit: int, disk: PrefixStore | None = None) -> None:
         self.limit = limit
@@ -93,25 +94,25 @@ class PrefixTree:
         return len(self._entries)
 
     def match(self, salt: str, tokens: TokenIds) -> Node | None:
-        """The end of the longest entry in memory that is a prefix of the tokens, or all of them."""
-        found, covered = self._walk(salt, tokens)
-        node: Node | None = found
+        """The longest entry in memory that is a prefix of the tokens; None if there is none."""
+        last, covered = self._walk(salt, tokens)
+        node: Node | None = last
         while node is not None and (node.snapshot is None or node.end > covered):
             node = node.parent
         return node
 
     def covered(self, salt: str, tokens: TokenIds) -> int:
-        """How many of the tokens have their KV in memory, with or without an entry there."""
+        """How many of the first tokens have KV in memory, with or without an entry there."""
         return self._walk(salt, tokens)[1]
 
     def touch(self, node: Node) -> None:
-        """Mark an entry as used."""
+        """Mark an entry as used now."""
         self._entries.move_to_end(node)
         if self.disk is not None:
             self.disk.touch(node.salt, node.prefix())
 
     def pin(self, node: Node) -> None:
-        """Keep a node and its path until it is unpinned as often."""
+        """Keep a node and its path until it was unpinned as often as pinned."""
         self._pins[node] += 1
 
     def unpin(self, node: Node) -> None:
@@ -120,9 +121,9 @@ class PrefixTree:
         self._prune(node)
 
     def insert(self, salt: str, tokens: TokenIds, entry: Entry, lasting: bool = False) -> bool:
-        """Add an entry; False: it has no room, or the KV before its own is not here any more.
+        """Add an entry; returns False if there is no room, or the KV before its own is gone.
 
-        Its KV is what should not be here yet. A `lasting` one stays when its chain is thinned.
+        `entry` has the KV that is not in the tree. A `lasting` one stays when a chain is thinned.
         """
         *kv, snapshot = entry
         node, covered = self._walk(salt, tokens)
@@ -157,7 +158,7 @@ class PrefixTree:
             self._evict(node, reason)
 
     def clear(self) -> None:
-        """Evict all entries but those that are pinned; what is on the disk stays there."""
+        """Evict all entries that are not pinned; those on the disk stay there."""
         if self.disk is not None:
             self.disk.forget()
         for node in [n for n in self._entries if n not in self._pins]:
@@ -165,29 +166,30 @@ class PrefixTree:
 
     @property
     def fetched_nbytes(self) -> int:
-        """Bytes of what is being read from the disk, or has been and is not in the tree."""
+        """Bytes of files that are being read, or were read and are not in the tree yet."""
         return 0 if self.disk is None else sum(file.nbytes for file in self.disk.reading)
 
     def fetch(self, salt: str, tokens: TokenIds, lasting: bool = False) -> Fetch:
-        """Take in an entry from the disk, or have it read; call it again while it is COMING."""
+        """Insert an entry from the disk, or have it read; call again while it is COMING."""
         assert self.disk is not None
         node, covered = self._walk(salt, tokens)
         self.pin(node)
         try:
-            found = self.disk.fetch(salt, tokens, covered, self._make_room)
-            if not isinstance(found, Fetch):
-                kept = self.insert(salt, tokens, found, lasting)
-                found = Fetch.HERE if kept else Fetch.GONE
+            entry = self.disk.fetch(salt, tokens, covered, self._make_room)
+            if isinstance(entry, Fetch):
+                state = entry
+            else:
+                state = Fetch.HERE if self.insert(salt, tokens, entry, lasting) else Fetch.GONE
         except Exception:
             logger.exception("A prefix could not be read; its tokens are computed instead")
-            found = Fetch.GONE
+            state = Fetch.GONE
         self.unpin(node)
-        if found is Fetch.GONE:
+        if state is Fetch.GONE:
             self.disk.drop_snapshot(salt, tokens)
-        return found
+        return state
 
     def _walk(self, salt: str, tokens: TokenIds) -> tuple[Node, int]:
-        """The last node that any of the tokens is in, and how many of them are in nodes."""
+        """The last node on the tokens' path, and how many of the tokens are in nodes."""
         node, at = self._root, 0
         while at == node.end < len(tokens) and (salt, tokens[at]) in node.children:
             node = node.children[salt, tokens[at]]
@@ -195,10 +197,10 @@ class PrefixTree:
         return node, at
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node in two; it becomes the lower part. Returns the upper one."""
+        """Split a node, which becomes the lower part; returns the upper part."""
         assert node.parent is not None and node.kv is not None
         start = node.kv.start
-        # Should there be no memory for that, the tree is as it was.
+        # If there is no memory for the copies the tree stays as it was.
         above, below = node.kv.cut(start, at), node.kv.cut(at, node.end)
         self.nbytes += above.nbytes + below.nbytes - node.kv.nbytes
         upper = Node(node.salt, node.parent, node.tokens[: at - start], above)
@@ -208,13 +210,13 @@ class PrefixTree:
         return upper
 
     def _make_room(self, more: int, anchor: Node | None = None) -> bool:
-        """Evict entries, but not the KV up to the anchor, until so many bytes fit, or none."""
+        """Evict entries until `more` bytes fit, but not KV up to `anchor`; none if they can't."""
         room = self.limit - self.fetched_nbytes - more
         ends = [*self._pins, anchor] if anchor else [*self._pins]
         needed = {node for end in ends for node in end.path()}
-        kept = sum(node.kv.nbytes for node in needed if node.kv is not None)
-        kept += sum(node.snapshot.nbytes for node in self._pins if node.snapshot is not None)
-        if kept > room:
+        pinned = sum(node.kv.nbytes for node in needed if node.kv is not None)
+        pinned += sum(node.snapshot.nbytes for node in self._pins if node.snapshot is not None)
+        if pinned > room:
             return False
         for node in list(self._entries):
             if self.nbytes > room and node not in self._pins:
@@ -238,7 +240,7 @@ class PrefixTree:
             node = node.parent
 
     def _thin(self, node: Node) -> None:
-        """Remove the snapshots that a chain can do without, now that it has grown to a node."""
+        """Remove the snapshots that a chain, which has grown to `node`, can do without."""
         inner = [n for n in node.path()[:-1] if n.snapshot is not None]
         ends = spare([n.end for n in inner], node.end)
         for each in inner:
@@ -248,10 +250,10 @@ class PrefixTree:
 
 
 def spare(ends: Sequence[int], last: int) -> list[int]:
-    """Which snapshots of a chain, at `ends`, to remove: distances from its end about double.
+    """The snapshots of a chain, at `ends`, to remove so that distances from its end double.
 
-    The first and the latest stay. Of the others one goes if the next before it is at most twice as
-    far from the end as the next behind it.
+    The first and the latest stay. Another one goes if the snapshot before it is at most twice as
+    far from the end as the one after it.
     """
     dropped: list[int] = []
     older = list(ends[:-NUM_RECENT])
@@ -266,9 +268,9 @@ def spare(ends: Sequence[int], last: int) -> list[int]:
 
 
 def common_length(one: TokenIds, other: TokenIds, at: int = 0) -> int:
-    """How many tokens `one` has in common with `other` from its place `at` on."""
+    """How many tokens `one` shares with `other` from place `at` on."""
     end = min(len(one), len(other) - at)
-    for start in range(0, end, _STRIDE):  # Slices are compared faster than single tokens.
+    for start in range(0, end, _STRIDE):  # Comparing slices is faster than comparing tokens.
         stop = min(start + _STRIDE, end)
         if one[start:stop] != other[at + start : at + stop]:
             return next(i for i in range(start, stop) if one[i] != other[at + i])
@@ -276,16 +278,16 @@ def common_length(one: TokenIds, other: TokenIds, at: int = 0) -> int:
 
 
 def root_key(salt: str | None, *, optimistic: bool = False) -> str:
-    """Key of the empty prefix: 40 hexadecimal digits. No salt and the empty one differ."""
+    """Key of the empty prefix, 40 hexadecimal digits; None and the empty salt differ."""
     text = b"mlx-mtp prefix\0" + (b"optimistic\0" if optimistic else b"")
     text += b"" if salt is None else b"salt\0" + salt.encode()
     return hashlib.sha256(text).hexdigest()[:_KEY_DIGITS]
 
 
 def prefix_keys(root: str, tokens: Sequence[int], ends: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Lengths and keys of prefixes of a prompt, which `ends` names in ascending order.
+    """Lengths and keys of the prefixes of a prompt that end at `ends`, in ascending order.
 
-    A key is a hash over the salt's `root_key` and the tokens, however they are cut into files.
+    A key is a hash of the salt's `root_key` and the tokens, however these are split into files.
     """
     data = memoryview(array("Q", tokens).tobytes())
     digest, done = hashlib.sha256(bytes.fromhex(root)), 0

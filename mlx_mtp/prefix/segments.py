@@ -1,13 +1,13 @@
 """What a cached prefix holds, as named arrays: copied out of a batch's caches and back into them.
 
-A segment is the KV of a run of tokens. A snapshot is a segment without tokens: all else that
-decoding needs after those before it. Names are those of the parts: `layers.3.keys`, `mtp.keys`,
+A segment is the KV of consecutive tokens. A snapshot is a segment without tokens: all else that
+decoding needs after the tokens before it. Arrays are named by part: `layers.3.keys`, `mtp.keys`,
 `layers.0.state` (float32 [Hv, Dv, Dk]), `layers.0.history` (the last inputs of the convolution,
-[K-1, C]), and `hidden` [H], the trunk's post-norm hidden state of the last token.
+[K-1, C]), and `hidden` [H], the target model's post-norm hidden state of the last token.
 
-The head's row p joins the hidden state at p with the token at p+1, so n tokens determine its rows
-0 to n-2: the head's KV of a segment lies one row before the trunk's. Row n-1 is written when the
-prefix is used, from the snapshot's hidden state and the token that follows then.
+Row p of the MTP head's KV joins the hidden state at p with the token at p+1, so n tokens determine
+its rows 0 to n-2, and in a segment the head's rows are one behind the target model's. Row n-1 is
+written when the prefix is used, from the snapshot's hidden state and the token that follows.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Segment:
 
     start: int
     end: int
-    arrays: Arrays  # keys and values, each [heads, rows, dim], or the three quantized parts of it
-    bits: int | None = None  # of what is quantized; None: nothing is
+    arrays: Arrays  # keys and values [heads, rows, dim], or the three parts of each, quantized
+    bits: int | None = None  # of quantized arrays; None: nothing is quantized
 
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays.values())
 
     def cut(self, start: int, end: int) -> Segment:
+        """A copy of the part from the token `start` to `end`."""
         arrays = Arrays()
         for name, array in self.arrays.items():
             first = _row(name, self.start)
@@ -56,18 +57,18 @@ class Segment:
 
 
 Entry = list[Segment]
-"""The KV of a prefix in its order, if any, and the snapshot at its end."""
+"""The KV of a prefix in order, if any, and then the snapshot at its end."""
 
 
 def join_segments(segments: Sequence[Segment], start: int) -> Segment:
-    """The rows of consecutive segments from the token `start` of the first on, as one segment."""
+    """Consecutive segments as one, from the token `start` of the first segment on."""
     first, last = segments[0], segments[-1]
     assert first.start <= start < last.end
     if len(segments) == 1 and start == first.start:
         return first
     arrays = Arrays()
     for name in last.arrays:
-        # Of the first token alone the head has no row yet: that array is empty, and not quantized.
+        # The head has no row for the first token alone: that array is empty and not quantized.
         parts = [s.arrays[name] for s in segments if name in s.arrays]
         parts[0] = parts[0][:, _row(name, start) - _row(name, first.start) :]
         arrays[name] = mx.concatenate(parts, axis=1)
@@ -75,19 +76,19 @@ def join_segments(segments: Sequence[Segment], start: int) -> Segment:
 
 
 def take_segment(batch: BatchCache, row: int, start: int, end: int, bits: int | None) -> Segment:
-    """Copy the KV of a row's tokens `start` to `end`, in `bits`; the head's is one row behind."""
+    """Copy the KV of a row's tokens `start` to `end`, quantized to `bits` unless None."""
     arrays = Arrays()
     for name, cache in _caches(RaggedKVCache, batch):
         rows = slice(_row(name, start), _row(name, end))
         for part, whole in zip(_KV, cache.row(batch.layout.places[row])):
-            # Contiguous, so that the batch's whole buffer isn't kept alive.
+            # A view would keep the batch's whole buffer alive.
             copied = mx.contiguous(whole[:, rows])
             arrays.update(_stored(f"{name}.{part}", copied, bits))
     return Segment(start, end, arrays, bits)
 
 
 def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Segment:
-    """Copy a row's states as they are after its token `end`; `hidden` is [B, 1, H]."""
+    """Copy a row's states after `end` tokens; `hidden` is [B, 1, H]."""
     arrays = Arrays({_HIDDEN: mx.contiguous(hidden[row, 0])})
     for name, cache in _caches(GatedDeltaCache, batch):
         cache.fold()
@@ -97,7 +98,7 @@ def take_snapshot(batch: BatchCache, row: int, end: int, hidden: mx.array) -> Se
 
 
 def restore(batch: BatchCache, rows: Sequence[Entry]) -> mx.array:
-    """Fill empty caches with a prefix for each row; returns the last hidden states, [B, 1, H]."""
+    """Fill empty caches with a prefix per row; returns the last hidden states, [B, 1, H]."""
     batch.offset = mx.array([entry[-1].end for entry in rows], dtype=mx.int32)
     for name, cache in _caches(RaggedKVCache, batch):
         for place, entry in zip(batch.layout.places, rows, strict=True):
@@ -118,7 +119,7 @@ def _caches(kind: type[_Cache], batch: BatchCache) -> list[tuple[str, _Cache]]:
 
 
 def _row(name: str, token: int) -> int:
-    """The first row of a cache that a segment from this token on holds."""
+    """The first row of a cache for a segment that starts at this token."""
     return max(token - 1, 0) if name.startswith(_HEAD) else token
 
 
@@ -131,13 +132,13 @@ def _stored(name: str, array: mx.array, bits: int | None) -> Arrays:
 
 
 def _loaded(segment: Segment, name: str) -> mx.array:
-    """Rows as they were before they were stored, but for rounding: [heads, rows, dim]."""
+    """Stored rows, dequantized if they are quantized: [heads, rows, dim]."""
     plain = segment.arrays.get(name)
     if plain is not None:
         return plain
     packed, scales, biases = (segment.arrays[f"{name}.{part}"] for part in _PARTS)
     assert segment.bits is not None
-    # A uint32 holds 32 / bits values, and each scale is that of a group of them.
+    # A uint32 holds 32 / bits values; each group of values has a scale.
     group = packed.shape[-1] * 32 // segment.bits // scales.shape[-1]
     if not packed.shape[1]:
         return mx.zeros((packed.shape[0], 0, group * scales.shape[-1]), dtype=scales.dtype)

@@ -70,7 +70,7 @@ def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None)
     # Rank 0 finishes what runs, and then tells.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: logger.info("Rank %d ends when rank 0 does.", rank))
-    loaded.read()
+    loaded.load_weights()
     link.send("ready")
     logger.info("Rank %d of %d is ready.", rank, world().size)
     try:

@@ -1,4 +1,4 @@
-"""Texts that an answer must not contain: which tokens would complete one of them; no mlx."""
+"""Texts that an answer must not contain, and the tokens that would complete one; no mlx."""
 
 import re
 from bisect import bisect_left
@@ -12,7 +12,7 @@ MAX_BAD_WORD_CHARACTERS = 64
 
 
 class TokenTexts:
-    """The bytes of a vocabulary's tokens, sorted: all that begin alike are neighbours."""
+    """The bytes of a vocabulary's tokens, sorted, so that those that begin alike are adjacent."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -27,15 +27,15 @@ class TokenTexts:
         return self._ids[bisect_left(self._sorted, text) : bisect_left(self._sorted, after)]
 
     def containing(self, text: bytes) -> np.ndarray:
-        found = [match.start() for match in re.finditer(re.escape(text), self._joined)]
-        return self._ids[np.searchsorted(self._ends, found, side="right")]
+        places = [match.start() for match in re.finditer(re.escape(text), self._joined)]
+        return self._ids[np.searchsorted(self._ends, places, side="right")]
 
 
 class BadWords:
-    """What a request's answer must not contain, however the tokenizer cuts it.
+    """Texts that an answer must not contain, however it is split into tokens.
 
-    `shown` gives the bytes that a token adds to the answer's text. A `tail` is the end of a text,
-    as long as a word may have begun in it.
+    `shown` returns the bytes that a token adds to the answer's text. A `tail` is the end of a text
+    in which one of the words may have begun.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BadWords:
         self._texts, self._shown = texts, shown
         self._longest = max(map(len, self._words)) - 1  # bytes of a tail
         self._inside = np.concatenate([texts.containing(word) for word in self._words])
-        self._rests = defaultdict[bytes, list[bytes]](list)  # of words, by their beginnings
+        self._rests = defaultdict[bytes, list[bytes]](list)  # ends of words, by their beginnings
         for word in self._words:
             for length in range(1, len(word)):
                 self._rests[word[:length]].append(word[length:])
@@ -56,12 +56,12 @@ class BadWords:
         return text[max(len(text) - self._longest, 0) :]
 
     def completed(self, tail: bytes, token: int) -> bool:
-        """Whether this token completes a word."""
+        """True if this token completes a word."""
         text = tail + self._shown(token)
         return any(text.find(w, max(len(tail) - len(w) + 1, 0)) >= 0 for w in self._words)
 
     def forbid(self, mask: np.ndarray, tail: bytes) -> None:
-        """Clear the bits of tokens that would complete a word in a mask, int32 [words]."""
+        """Clear the bits of tokens that would complete a word; the mask is int32 [words]."""
         ends = (tail[start:] for start in range(len(tail)))
         rests = (rest for end in ends for rest in self._rests.get(end, ()))
         ids = np.concatenate([self._inside, *map(self._texts.starting_with, rests)])

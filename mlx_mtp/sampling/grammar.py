@@ -1,4 +1,4 @@
-"""Compiles what a request asks for to a matcher that says which tokens may come next; no mlx."""
+"""Compiles a request's grammar to a matcher that knows which tokens may come next; no mlx."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from llguidance.numpy import fill_next_token_bitmask
 from mlx_mtp.errors import GrammarError
 from mlx_mtp.sampling.params import GrammarSpec
 
-MAX_GRAMMAR_CHARACTERS = 256 << 10  # All of 2,500 real schemas are shorter.
+MAX_GRAMMAR_CHARACTERS = 256 << 10  # 2,500 real schemas are all shorter
 MAX_CHOICES = 4096
-# White space in JSON, as usual printers write it. Without a bound, small models never stop it.
+# White space in JSON, as common printers write it. Without a limit small models never end it.
 JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
 
 _MAX_WORDS = 400
 _UNFULFILLABLE = "No text of this model's tokens fulfils it."
+# No forced text: the tokenizer would turn the string "<think>" into the special token, which no
+# string matches, and the answer could not continue.
 _OPTIONS = '%llguidance {"no_forcing": true}'
-# Forced text would be cut into tokens by the tokenizer, which makes the special token <think> of
-# the string "<think>"; but no string matches a special token, and the answer could not go on.
 _AFTER_FREE = r"/\n{0,2}/"
-# With these the worst grammars that were tried take 50 ms for one mask of 150,000 tokens, and then
-# fail (with llguidance's own, 280 ms). None of 2,500 real schemas meets one; they take 0.03 ms.
+# With these limits the worst grammars that were tried take 50 ms for a mask of 150,000 tokens and
+# then fail (280 ms with llguidance's limits). 2,500 real schemas take 0.03 ms and meet no limit.
 _LIMITS: dict[str, Any] = {"step_max_items": 20_000, "max_lexer_states": 50_000}
-# Parallel parses: their cost is linear in a schema (500 optional properties need 2,000), but may be
+# Parallel parses. Their cost is linear in a schema (500 optional properties need 2,000), but may be
 # cubic in a grammar.
 _MAX_ITEMS = 2000
 _MAX_ITEMS_OF_LARK = 500
@@ -37,12 +37,12 @@ _MAX_ITEMS_OF_LARK = 500
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A bound of what a sequence may write before a certain text, and how far it is used up."""
+    """A limit of the tokens before a certain text, and how much of it is used."""
 
     max_tokens: int = 0  # before the end is forced
-    end: tuple[int, ...] = ()  # the text's token ids, then forced one by one; none: no bound
-    used: int = 0  # tokens so far, those of the forced end included
-    matched: int = 0  # how much of the end the last tokens were
+    end: tuple[int, ...] = ()  # token ids of the text, which are then forced; empty: no limit
+    used: int = 0  # tokens so far, with those of the forced end
+    matched: int = 0  # tokens of the end that the last tokens match
 
     @property
     def over(self) -> bool:
@@ -50,31 +50,32 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """The one token that may come next; None: any."""
+        """The only token that may come next; None: any may."""
         return None if self.over or self.used < self.max_tokens else self.end[self.matched]
 
     def after(self, token: int) -> ThinkingBudget:
+        """The budget after one more token."""
         if self.over:
             return self
-        going_on = token == self.end[self.matched]
-        matched = self.matched + 1 if going_on else int(token == self.end[0])
+        continues = token == self.end[self.matched]
+        matched = self.matched + 1 if continues else int(token == self.end[0])
         return replace(self, used=self.used + 1, matched=matched)
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A compiled grammar. Each sequence that asks for it begins with a copy of the matcher."""
+    """A compiled grammar. Each sequence begins with a copy of its matcher."""
 
     spec: GrammarSpec
-    matcher: LLMatcher | None  # at its beginning, never moved; None: only the budget restricts
+    matcher: LLMatcher | None  # in its first state; None: only the budget restricts
     budget: ThinkingBudget
     num_words: int  # 32-bit words of a mask
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer.json; ends of sequence are allowed where they accept.
+    """Compiles grammars for a tokenizer.json; end tokens are allowed where a grammar may end.
 
-    Building it takes up to a second with the GIL held; compiling releases the GIL.
+    Construction takes up to a second with the GIL held; compiling releases the GIL.
     """
 
     def __init__(self, tokenizer_json: str, eos_token_ids: Sequence[int]) -> None:
@@ -83,9 +84,9 @@ class GrammarCompiler:
         self._num_words = (self._tokenizer.vocab_size + 31) // 32
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile, and make the first mask, as some limits show only then; or raise GrammarError.
+        """Compile a grammar, and try its first mask, which meets some limits; or GrammarError.
 
-        Neither the time nor the depth of the stack is bounded: see `server.grammar_check`.
+        Neither the time nor the depth of the stack is limited: see `text.sandbox.grammar_check`.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
         budget = ThinkingBudget()
@@ -103,7 +104,7 @@ class GrammarCompiler:
         answer = {**_answer(spec), "name": "answer"}
         before = rule = ""
         if spec.free_until is not None:
-            # A Lark grammar says itself what may stand between.
+            # A Lark grammar defines itself what may be between.
             before = "free" if spec.kind == "lark" else f"free {_AFTER_FREE}"
             rule = f"\n{self._free(spec.free_until)}"
         start = {"lark_grammar": f"{_OPTIONS}\nstart: {before} @answer{rule}"}
@@ -146,7 +147,7 @@ def _answer(spec: GrammarSpec) -> dict[str, Any]:
 
 
 def _try_first_token(matcher: LLMatcher, num_words: int) -> None:
-    """Draw it, and take it back as drafts are: Lark's `max_tokens=` makes that impossible."""
+    """Consume a token and roll back, as drafts do: not possible with Lark's `max_tokens=`."""
     mask = np.zeros((1, num_words), dtype=np.int32)
     fill_next_token_bitmask(matcher, mask)
     _check(matcher)
@@ -163,7 +164,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def grammar_error(matcher: LLMatcher) -> GrammarError:
-    """What a matcher that failed says of it."""
+    """The error of a matcher that failed."""
     words, _, _ = matcher.get_error().partition("<non-verbose/>")
     words = " ".join(words.split()) or "llguidance gives no reason"
     if words.startswith("NoExtension"):

@@ -1,7 +1,7 @@
-"""Which tokens each row's grammar, thinking budget and bad words allow, for windows and drafts.
+"""Masks of the tokens that grammars, thinking budgets and bad words allow, for windows and drafts.
 
 A mask depends on the token before it: the tokens of a step are read before the next step's masks
-are made, and each draft before the next draft's. It has a bit for each token, the lowest first.
+are made, and each draft before the next draft's. A mask has one bit per token, the lowest first.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -22,9 +22,8 @@ from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar, ThinkingBudget, grammar_error
 from mlx_mtp.sampling.sampler import Sampler
 
-_Place = tuple[
-    ThinkingBudget, bytes
-]  # how far the budget is used up, and a `tail` (see `BadWords`)
+_Place = tuple[ThinkingBudget, bytes]
+"""A budget with what is used of it, and a `tail` (see `BadWords`)."""
 _NOTHING_LEFT = (
     "The answer can't be continued: no token fulfils all of bad_words, allowed_token_ids, the "
     "grammar and the thinking budget."
@@ -32,15 +31,15 @@ _NOTHING_LEFT = (
 
 
 class Constraint:
-    """One sequence's position in its grammar and in its budget, and the end of its text."""
+    """One sequence's state in its grammar and budget, and the end of its text."""
 
     def __init__(
         self,
         grammar: Grammar | None,
         bad_words: BadWords | None = None,
-        allowed: Collection[int] | None = None,  # which the sampler masks; None: all
+        allowed: Collection[int] | None = None,  # ids that the sampler allows; None: all
     ) -> None:
-        self.error: GrammarError | None = None  # why the sequence can't go on
+        self.error: GrammarError | None = None  # why the sequence can't continue
         self.num_words = max(part.num_words for part in (grammar, bad_words) if part is not None)
         self._start = None if grammar is None else grammar.matcher
         self._matcher = None if self._start is None else self._start.deep_copy()
@@ -49,19 +48,19 @@ class Constraint:
         self._place: _Place = (ThinkingBudget() if grammar is None else grammar.budget), b""
         self._tokens: list[int] = []
         self._stuck: tuple[int, GrammarError] | None = None
-        # The matcher consumes drafts too, until one fails; `rewind` takes them back.
+        # The matcher also consumes drafts, until one fails; `rewind` rolls them back.
         self._num_drafted = 0
         self._drafting = True
         self._draft_place = self._place
 
     @property
     def active(self) -> bool:
-        """It may still forbid a token. Once it may not, it never will again."""
+        """True while it may forbid a token; once False it stays False."""
         limited = self._matcher is not None or self._bad_words is not None
         return limited or not self._place[0].over
 
     def rewind(self) -> LLMatcher | None:
-        """Take the drafts back: the grammar's state after the tokens so far, if there is one."""
+        """Roll back the drafts; returns the matcher, if there is one."""
         matcher, drafted = self._matcher, self._num_drafted
         if matcher is not None and (drafted or not self._drafting):
             if matcher.is_error() or (drafted and not matcher.rollback(drafted)):
@@ -71,10 +70,9 @@ class Constraint:
         return self._matcher
 
     def finish_masks(self, masks: np.ndarray, drafts: Sequence[int]) -> bool:
-        """Correct the masks, int32 [T, words], that the matcher made of a window of T-1 drafts.
+        """Correct the masks, int32 [T, words], that the matcher made for a window of T-1 drafts.
 
-        They are all ones after a draft that is not allowed. Returns whether some token is
-        forbidden.
+        They are all ones after a forbidden draft. Returns whether any token is forbidden.
         """
         self._stuck = None
         if self._matcher is not None and self._matcher.is_error():
@@ -93,16 +91,16 @@ class Constraint:
             return
         matcher = self.rewind()
         if not all(map(self._advance, tokens)):
-            self.error = GrammarError(_NOTHING_LEFT)  # The sampler draws some token all the same.
+            self.error = GrammarError(_NOTHING_LEFT)  # The sampler has drawn a token anyway.
         self._draft_place = self._place
         self._tokens += tokens
-        # One by one: `consume_tokens` refuses the end-of-sequence token of a grammar that is over.
+        # One by one: `consume_tokens` refuses the end token of a grammar that has ended.
         if matcher is not None and not all(map(matcher.consume_token, tokens)):
             alone = self._allowed is None and self._bad_words is None
             self.error = _failure(matcher) if alone else GrammarError(_NOTHING_LEFT)
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, one after another."""
+        """How many of these tokens, from the first on, may follow."""
         matcher = self.rewind()
         count = len(tokens) if matcher is None else matcher.validate_tokens(list(tokens))
         places = accumulate(tokens[:count], self._after, initial=self._place)
@@ -114,7 +112,7 @@ class Constraint:
         return count
 
     def draft_mask(self, mask: np.ndarray) -> bool:
-        """Write the mask of the next draft, int32 [words]; False if it allows everything."""
+        """Write the next draft's mask, int32 [words]; returns False if it allows all tokens."""
         restricted = False
         if self._matcher is not None and self._drafting:
             fill_next_token_bitmask(self._matcher, mask[None])
@@ -125,7 +123,7 @@ class Constraint:
         self._draft_place = self._after(self._draft_place, token)
         if self._matcher is None or not self._drafting:
             return
-        # After the end nothing counts, and a draft that was not masked may be wrong.
+        # After the end no draft counts, and one that was not masked may be forbidden.
         self._drafting = not self._matcher.is_stopped() and self._matcher.consume_token(token)
         self._num_drafted += self._drafting
 
@@ -134,7 +132,7 @@ class Constraint:
         return budget.after(token), tail if words is None else words.after(tail, token)
 
     def _restrict(self, mask: np.ndarray, place: _Place) -> bool:
-        """Forbid what the budget does, or else the bad words; False if that is nothing."""
+        """Apply the budget, or else the bad words, to a mask; returns False if neither does."""
         budget, tail = place
         if (token := budget.forced) is not None:
             mask[:] = 0
@@ -144,7 +142,7 @@ class Constraint:
         return token is not None or self._bad_words is not None
 
     def _advance(self, token: int) -> bool:
-        """Go on to the next token; False if it was forbidden."""
+        """Move to the next token; returns False if it was forbidden."""
         (budget, tail), words = self._place, self._bad_words
         self._place = self._after(self._place, token)
         if budget.forced is not None:
@@ -153,7 +151,7 @@ class Constraint:
         return allowed and (words is None or not words.completed(tail, token))
 
     def _rebuild(self) -> None:
-        """Begin anew: a matcher that has failed once stays so, but its drafts may never come."""
+        """Make a new matcher: one that failed, maybe on a rejected draft, stays failed."""
         assert self._start is not None
         self._matcher = self._start.deep_copy()
         for token in self._tokens:
@@ -174,7 +172,7 @@ class Constraint:
 
 
 class GrammarMasks:
-    """The masks of a batch's rows for one step. False if no row is constrained."""
+    """The masks of a batch's rows for one step; false if no row is constrained."""
 
     def __init__(self, constraints: Iterable[Constraint | None]) -> None:
         rows = enumerate(constraints)
@@ -185,7 +183,7 @@ class GrammarMasks:
         return bool(self._rows)
 
     def window_mask(self, window: mx.array) -> mx.array | None:
-        """What may follow each position of a window: uint8 [B, T, bytes]; None: anything."""
+        """The mask after each position of a window: uint8 [B, T, bytes]; None: all tokens."""
         batch, length = window.shape
         drafts = np.array(window[:, 1:]).tolist()
         masks = self._all_allowed(batch, length)
@@ -199,14 +197,14 @@ class GrammarMasks:
             fill_next_token_bitmask_par_with_draft_tokens(_executor(), work, flat)
         elif work:
             fill_next_token_bitmask_par(_executor(), [(m, row) for m, row, _ in work], flat)
-        finished = [c.finish_masks(masks[row], drafts[row]) for row, c in self._rows.items()]
-        return mx.array(masks.view(np.uint8)) if any(finished) else None
+        restricted = [c.finish_masks(masks[row], drafts[row]) for row, c in self._rows.items()]
+        return mx.array(masks.view(np.uint8)) if any(restricted) else None
 
     def advance(self, tokens: mx.array, num_kept: mx.array) -> None:
-        """Read the tokens int32 [B, T] that a step drew; each row consumes its `num_kept[b]`."""
-        drawn, kept = np.array(tokens).tolist(), np.array(num_kept).tolist()
+        """Read a step's tokens, int32 [B, T]; each row consumes its first `num_kept[b]`."""
+        ids, counts = np.array(tokens).tolist(), np.array(num_kept).tolist()
         for row, constraint in self._rows.items():
-            constraint.advance(drawn[row][: kept[row]])
+            constraint.advance(ids[row][: counts[row]])
 
     def errors(self) -> dict[int, GrammarError]:
         return {row: c.error for row, c in self._rows.items() if c.error is not None}
@@ -217,16 +215,16 @@ class GrammarMasks:
         return mx.array(masks.view(np.uint8)) if any(restricted) else None
 
     def drafted(self, tokens: mx.array) -> None:
-        drawn = np.array(tokens)[:, 0].tolist()
+        ids = np.array(tokens)[:, 0].tolist()
         for row, constraint in self._rows.items():
-            constraint.drafted(drawn[row])
+            constraint.drafted(ids[row])
 
     def _all_allowed(self, batch: int, length: int) -> np.ndarray:
         return np.full((batch, length, self._num_words), -1, dtype=np.int32)
 
 
 class DraftSampler:
-    """Draws a batch's drafts in order, each masked by the grammars so that it can be accepted."""
+    """Samples a batch's drafts in order, each masked as the token itself will be."""
 
     def __init__(self, sampler: Sampler, masks: GrammarMasks) -> None:
         self._sampler, self._masks = sampler, masks
@@ -235,7 +233,7 @@ class DraftSampler:
     def draw(
         self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None = None
     ) -> mx.array:
-        """See `Sampler.draw`. The draft before is read first; the last of all never is."""
+        """Like `Sampler.draw`, but reads the draft before first; the last draft is not read."""
         if self._last is not None:
             self._masks.drafted(self._last)
         mask = self._masks.draft_mask(logits.shape[0])

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. No arrays here: the server may import this."""
+"""The sampling parameters of a request. No arrays: the server imports this."""
 
 import hashlib
 import math
@@ -26,28 +26,28 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer must look like. Equal specs share one compiled grammar."""
+    """The form of an answer. Equal specs share one compiled grammar."""
 
-    kind: GrammarKind  # how `value` is read; "free" asks for nothing after `free_until`
+    kind: GrammarKind  # how `value` is read; "free": any text
     # The JSON text of a schema ("json_schema") or of a list of strings ("choice"), a regular
     # expression that the whole answer matches, or a grammar in llguidance's dialect of Lark.
     value: str = ""
-    # The answer is free up to this text ("</think>"), and the grammar begins after it.
+    # The answer is free up to and including this text ("</think>"); then the grammar begins.
     free_until: str | None = None
-    free_tokens: int | None = None  # after so many tokens that text is forced: a thinking budget
+    free_tokens: int | None = None  # tokens after which that text is forced: a thinking budget
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a sampling parameter may have."""
+    """The range of a sampling parameter."""
 
     low: float
     high: float
     open_low: bool = False  # `low` itself is out of range
-    from_model: bool = False  # the model's generation_config.json may have a default for it
+    from_model: bool = False  # generation_config.json may have a default
 
     def check(self, name: str, value: float) -> None:
-        """Raise InvalidRequestError, with the field's name, for a value out of range."""
+        """Raise InvalidRequestError, which names the field, for a value out of range."""
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequestError(f"{name} must be a finite number, not {value}.", param=name)
         if value > self.high or value < self.low or (self.open_low and value == self.low):
@@ -60,13 +60,13 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence is sampled. Neutral values leave the distribution as the model gives it.
+    """How one sequence is sampled; neutral values leave the model's distribution as it is.
 
-    The APIs' fields, the defaults of generation_config.json and `validate` follow from it.
+    The APIs' fields, the defaults of generation_config.json and `validate` follow from this.
     """
 
     max_tokens: Annotated[int, Range(0, _INT31)]  # 0 computes the prompt alone
-    # 0 is greedy, and so is anything below 1e-5, where scores would overflow.
+    # 0 is greedy, and so are values below 1e-5, with which scores would overflow.
     temperature: Annotated[float, Range(0.0, 100.0, from_model=True)] = 1.0
     # Keep the smallest set of tokens with at least this probability,
     top_p: Annotated[float, Range(0.0, 1.0, open_low=True, from_model=True)] = 1.0
@@ -74,27 +74,27 @@ class SamplingParams:
     top_k: Annotated[int, Range(0, _INT31, from_model=True)] = 0
     # the tokens with at least this share of the most probable one's probability.
     min_p: Annotated[float, Range(0.0, 1.0, from_model=True)] = 0.0
-    # Divides (multiplies when negative) logits of tokens in prompt or output.
+    # Divides (if negative: multiplies) the logits of tokens in prompt or output.
     repetition_penalty: Annotated[float, Range(0.01, 100.0, from_model=True)] = 1.0
-    repetition_context_size: Annotated[int, Range(0, _INT31)] = 0  # of the last so many; 0: of all
+    repetition_context_size: Annotated[int, Range(0, _INT31)] = 0  # of the last N tokens; 0: of all
     # Subtracted once, and per occurrence, from logits of tokens in the output.
     presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value) added to the logits
-    allowed_token_ids: tuple[int, ...] | None = None  # no others are drawn; None: all are allowed
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled; None: all are allowed
     seed: Annotated[int, Range(-_INT64, _INT64 - 1)] = 0
     stop_token_ids: tuple[int, ...] = ()  # end the sequence as the end-of-sequence ids do
     ignore_eos: bool = False
-    # Before so many tokens neither those ids nor stop strings end the sequence. Where a grammar or
-    # `allowed_token_ids` leave nothing but the end, it ends all the same.
+    # Before this many tokens neither end ids nor stop strings end the sequence. If a grammar or
+    # `allowed_token_ids` leave only the end, it ends anyway.
     min_tokens: Annotated[int, Range(0, _INT31)] = 0
     # Alternatives to report for each token; None: no logprobs at all.
     top_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
-    # The same for the tokens of the prompt, but for its first, which nothing precedes.
+    # The same for the tokens of the prompt but the first, which has no predecessor.
     prompt_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
     choice: Annotated[int, Range(0, 1 << 16)] = 0  # of the request's `n`, each with its own noise
-    # Also accept a draft with at least this share of the probability of the token drawn, which it
-    # then replaces (0: none). Only with it does the answer depend on the drafts.
+    # Typical (lossy) acceptance: a draft with at least this share of the probability of the sampled
+    # token replaces it; 0: off. Only with it does the answer depend on the drafts.
     optimistic: Annotated[float, Range(0.0, 1.0)] = 0.0
     grammar: GrammarSpec | None = None
 
@@ -107,12 +107,12 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def noise_seed(self) -> int:
-        """The uint32 word that, with a position, keys the noise: a hash of seed and choice."""
+        """A hash of seed and choice, uint32, which keys the noise together with a position."""
         text = f"{self.seed}:{self.choice}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidRequestError for a value out of range; mlx does not check token ids."""
+        """Raise InvalidRequestError for a value or token id out of range."""
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None:
@@ -147,7 +147,7 @@ RANGES = {
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise InvalidRequestError, with the field's name, for the first that is out of range."""
+    """Raise InvalidRequestError, which names the field, for the first id out of range."""
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise InvalidRequestError(
@@ -157,17 +157,17 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
 
 
 def check_draft_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
-    """Ids in ascending order; UsageError, which names `source`, if they are not a vocabulary."""
-    found: set[int] = set()
+    """The ids in ascending order; UsageError, which names `source`, for a wrong id or none."""
+    checked: set[int] = set()
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise UsageError(
                 f"{source} names token {token!r}, but this model's token ids are 0 to "
                 f"{vocab_size - 1}."
             )
-        if token in found:
+        if token in checked:
             raise UsageError(f"{source} names token {token} twice; each may occur once.")
-        found.add(token)
-    if not found:
+        checked.add(token)
+    if not checked:
         raise UsageError(f"{source} names no token; it must name at least one.")
-    return tuple(sorted(found))
+    return tuple(sorted(checked))

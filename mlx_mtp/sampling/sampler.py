@@ -1,11 +1,10 @@
-"""Draws tokens for all rows and positions of a window at once.
+"""Samples tokens for all rows and positions of a window at once.
 
 The token at absolute position p is a function of the logits at p, the request's parameters, its
-seed and p: a draft is accepted when it equals the token drawn (`verify` has the one exception). The
-logits are processed in this order: penalties, bias and allowed ids, mask, min_tokens, temperature,
-top_k, top_p, min_p, noise.
-Each step leaves a row with neutral parameters exactly as it was, so that a row's tokens don't
-depend on its neighbours.
+seed and p, so a draft is accepted if it equals the sampled token (`verify` has one exception).
+Logits are processed in this order: penalties, bias and allowed ids, mask, min_tokens, temperature,
+top_k, top_p, min_p, noise. Each of these leaves a row with neutral parameters exactly as it was, so
+a row's tokens don't depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
 
 
 class Sampler:
-    """The sampling parameters of B rows as arrays, and the token counts that penalties need.
+    """The sampling parameters of B rows as arrays, and the token counts for penalties.
 
-    Token ids at or above `vocab_size` (V) are never drawn. `stop_ids` are all that end each row.
+    Ids at or above `vocab_size` (V) are never sampled. `stop_ids` are all ids that end each row.
     """
 
     def __init__(
@@ -41,8 +40,8 @@ class Sampler:
         stop_ids = [p.stop_token_ids for p in params] if stop_ids is None else stop_ids
         firsts = (len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True))
         self._set_params(params, list(zip(firsts, stop_ids, strict=True)))
-        # With penalties, int32 [B, V]: how often each token is in the output, and 1 + its last
-        # position in the prompt (0: none). With a penalty's context size in the output as well.
+        # With penalties, int32 [B, V]: each token's number in the output, and 1 + its last position
+        # in the prompt (0: none), or in the output too if a penalty has a context size.
         self.counts: tuple[mx.array, mx.array] | None = None
         if self.any_penalties:
             latest = np.zeros((len(params), vocab_size), dtype=np.int32)
@@ -54,7 +53,7 @@ class Sampler:
         self, params: Sequence[SamplingParams], ends: Sequence[tuple[int, Sequence[int]]]
     ) -> None:
         self.params = list(params)
-        self._ends = list(ends)  # each row's first position that a stop id may have, and these ids
+        self._ends = list(ends)  # each row's first position for a stop id, and these ids
         self.any_sampled = any(not p.greedy for p in params)
         reported = [p.top_logprobs for p in params if p.top_logprobs is not None]
         self.num_logprobs = max(reported, default=None)
@@ -73,13 +72,13 @@ class Sampler:
         # How many of the last tokens the repetition penalty looks at; 0: all.
         contexts = [p.repetition_context_size * (p.repetition_penalty != 1.0) for p in params]
         self.context = mx.array(contexts)[:, None, None] if any(contexts) else None
-        # float32 [B, 1]: by how much a draft may score less than the token drawn, which it then
-        # replaces; minus infinity: never.
+        # float32 [B, 1]: how much less than the sampled token a draft that replaces it may score;
+        # minus infinity: no draft may.
         self.margin: mx.array | None = None
         if any(p.optimistic for p in params):
             shares = [p.optimistic for p in params]
             self.margin = mx.array([-math.log(x) if x else -math.inf for x in shares])[:, None]
-        self.stops: mx.array | None = None  # bool [B, 1, V], which are not drawn before `first_end`
+        self.stops: mx.array | None = None  # bool [B, 1, V], ids forbidden before `first_end`
         if any(p.min_tokens for p in params):
             stops = np.zeros((len(params), 1, self.vocab_size), dtype=bool)
             for row, (_, ids) in enumerate(ends):
@@ -100,17 +99,17 @@ class Sampler:
     def draw(
         self,
         logits: mx.array,  # [B, T, V or more], any float type; with `ids` [B, T, N]
-        positions: mx.array,  # int32 [B, T], absolute position of the token to draw
+        positions: mx.array,  # int32 [B, T], absolute positions of the tokens
         window: mx.array,  # int32 [B, W], W >= T, the tokens before; all but the first are drafts
         ids: mx.array | None = None,  # int32 [N], ascending, below V
-        mask: mx.array | None = None,  # uint8 [B, T, bytes], a bit for each token; None: all
+        mask: mx.array | None = None,  # uint8 [B, T, bytes], a bit per token; None: all
     ) -> mx.array:
-        """Draw the token that follows each of the last T positions of a window: int32 [B, T].
+        """Sample the token after each of the last T positions of a window: int32 [B, T].
 
-        With `ids` the draw equals that from all V tokens with minus infinity for the others.
+        With `ids` the result is as if all other tokens had a logit of minus infinity.
         """
         if self._plain and mask is None:
-            scores = logits[..., : self.vocab_size]  # Not copied: the largest is the same.
+            scores = logits[..., : self.vocab_size]  # no float32 copy: the largest is the same
         else:
             scores = self.scores(logits, positions, window, ids, mask)
         best = mx.argmax(scores, axis=-1).view(mx.int32)
@@ -122,11 +121,11 @@ class Sampler:
         positions: mx.array,  # int32 [B, T]
         window: mx.array,  # int32 [B, T]
         mask: mx.array | None,
-        num_drafts: mx.array | None,  # int32 [B], how many of a row's count; None: all
+        num_drafts: mx.array | None,  # int32 [B], of a row's drafts; None: all count
     ) -> tuple[mx.array, mx.array | None]:
-        """`draw`, but that drafts replace what was drawn where `SamplingParams.optimistic` says so.
+        """Like `draw`, but drafts replace sampled tokens as `SamplingParams.optimistic` allows.
 
-        Returns the tokens, and where that was done, bool [B, T-1]; None: nowhere.
+        Returns the tokens, and bool [B, T-1], True where one was replaced; None: nowhere.
         """
         if self.margin is None or window.shape[1] == 1:
             return self.draw(logits, positions, window, mask=mask), None
@@ -135,7 +134,7 @@ class Sampler:
         before, drafts = drawn[:, :-1], window[:, 1:]
         both = mx.take_along_axis(scores[:, :-1], mx.stack([before, drafts], axis=-1), axis=-1)
         taken = (both[..., 1] >= both[..., 0] - self.margin) & (drafts != before)
-        taken = taken & (both[..., 1] > -mx.inf)  # Even where nothing can be drawn.
+        taken = taken & (both[..., 1] > -mx.inf)  # even if no token is possible
         if num_drafts is not None:
             taken = taken & (mx.arange(taken.shape[1]) < num_drafts[:, None])
         tokens = mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1)
@@ -160,23 +159,23 @@ class Sampler:
         ids: mx.array | None,
         mask: mx.array | None,
     ) -> mx.array:
-        """Logits of the distributions that tokens are drawn from: float32 [B, T, V or N]."""
+        """Processed logits, without noise: float32 [B, T, V or N]."""
         scores = logits[..., : self.vocab_size].astype(mx.float32)
         if self.counts is not None:
             scores = self._penalize(scores, positions, window, ids)
         if self.bias is not None:
             scores = scores + _at(self.bias, ids)
         if mask is not None:
-            # Before the cuts, which choose among the tokens that are allowed.
+            # Before top_k, top_p and min_p, which choose among allowed tokens.
             scores = mask_out(scores, mask, ids)
         if self.stops is not None:
             early = _at(self.stops, ids) & (positions[..., None] < self.first_end)
             longer = mx.where(early, -mx.inf, scores)
-            goes_on = mx.max(longer, axis=-1, keepdims=True) > -mx.inf
-            scores = mx.where(goes_on, longer, scores)
+            possible = mx.max(longer, axis=-1, keepdims=True) > -mx.inf
+            scores = mx.where(possible, longer, scores)
         if not self.any_sampled:
             return scores
-        scores = scores / self.temperature  # 1 in greedy rows, which no cut changes either
+        scores = scores / self.temperature  # 1 in greedy rows, which are not truncated either
         return self.truncation.apply(scores) if self.truncation else scores
 
     def _noisy(self, scores: mx.array, positions: mx.array, ids: mx.array | None) -> mx.array:
@@ -194,7 +193,7 @@ class Sampler:
         counts = output[:, None] + drafted
         seen = (latest[:, None] > 0) | (counts > 0)
         if self.context is not None:
-            # Of a draft, 1 + its position is that of the token behind it.
+            # 1 + a draft's position is the position of the token after it.
             behind = positions[:, -1:] + mx.arange(2 - window.shape[1], 1)
             latests = _latest(latest, window[:, 1:], behind, tokens)[-logits.shape[1] :]
             first = mx.maximum(positions[..., None] - self.context, 0)
@@ -204,23 +203,23 @@ class Sampler:
         return logits - self.presence * (counts > 0) - self.frequency * counts
 
     def count(self, tokens: mx.array, num_kept: mx.array, positions: mx.array) -> None:
-        """Add the first `num_kept[b]` of the tokens [B, T] that were drawn to the counts."""
+        """Add the first `num_kept[b]` of the sampled tokens [B, T] to the counts."""
         if self.counts is None:
             return
         output, latest = self.counts
-        kept = mx.arange(tokens.shape[1]) < num_kept[:, None]
+        is_kept = mx.arange(tokens.shape[1]) < num_kept[:, None]
         rows = mx.arange(tokens.shape[0])[:, None]
         if self.context is not None:
-            counted, every = mx.where(kept, tokens, -1), mx.arange(self.vocab_size)
+            counted, every = mx.where(is_kept, tokens, -1), mx.arange(self.vocab_size)
             latest = _latest(latest, counted, positions + 1, every)[-1]
-        self.counts = output.at[rows, tokens].add(kept.astype(mx.int32)), latest
+        self.counts = output.at[rows, tokens].add(is_kept.astype(mx.int32)), latest
 
     def logprobs(
         self, logits: mx.array, tokens: mx.array
     ) -> tuple[mx.array, mx.array, mx.array] | None:
-        """Log-probabilities of the model's own distribution; None if no row asked for them.
+        """Log-probabilities of the unprocessed distribution; None if no row asked for them.
 
-        Of the tokens drawn, float32 [B, T], and ids and values of the N most probable, [B, T, N].
+        Of the tokens, float32 [B, T], and ids and values of the N most probable ones, [B, T, N].
         """
         if self.num_logprobs is None:
             return None
@@ -245,12 +244,12 @@ class Sampler:
 
     @property
     def _plain(self) -> bool:
-        """Nothing is done to any row's logits."""
+        """True if no row's logits are processed and none gets noise."""
         changing = self.counts, self.bias, self.stops
         return not self.any_sampled and all(each is None for each in changing)
 
     def _counts(self) -> tuple[mx.array, mx.array]:
-        """The counts; zeros for rows without penalties, which never need them."""
+        """The counts, or zeros if no row has penalties."""
         shape = (len(self.params), self.vocab_size)
         return self.counts or (mx.zeros(shape, dtype=mx.int32), mx.zeros(shape, dtype=mx.int32))
 
@@ -261,10 +260,10 @@ class Sampler:
 def logprobs(
     logits: mx.array, tokens: mx.array, count: int
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Log-probabilities by logits [..., V], which are not processed, of tokens int32 [...].
+    """Log-probabilities of tokens, int32 [...], by unprocessed logits [..., V].
 
-    Of these tokens, float32 [...]; ids and values of the N = `count` most probable, [..., N]; and
-    the ranks of these tokens, int32 [...]: how many are more probable, and one.
+    Returns those of the tokens, float32 [...]; ids and values of the N = `count` most probable
+    tokens, [..., N]; and the tokens' ranks, int32 [...], 1 for the most probable.
     """
     scores = logits.astype(mx.float32)
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
@@ -277,7 +276,7 @@ def logprobs(
 @fused
 def _add_noise(
     scores: mx.array,  # [B, T, V or N]
-    greedy: mx.array,  # bool [B, 1, 1], rows that get none
+    greedy: mx.array,  # bool [B, 1, 1], rows without noise
     seeds: mx.array,
     positions: mx.array,
     vocab_size: int,
@@ -291,20 +290,20 @@ def keyed_gumbel(
 ) -> mx.array:
     """Gumbel noise, float32 [B, T, V or N], of seeds uint32 [B] at positions int32 [B, T].
 
-    It depends on nothing else, so `argmax(logits + noise)` draws from softmax(logits) (the
-    Gumbel-max trick), and draws the same token wherever and however often a position is computed.
+    `argmax(logits + noise)` samples from softmax(logits) (the Gumbel-max trick). As the noise
+    depends on nothing else, it samples the same token however often a position is computed.
     """
     batch, length = positions.shape
     seeds = mx.broadcast_to(seeds[:, None], (batch, length))
     keys = mx.stack([seeds, positions.astype(mx.uint32)], axis=-1).reshape(-1, 2)
     draw = mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))
     uniform = draw(keys).reshape(batch, length, vocab_size)
-    # The two logarithms take longer than the bits: only for the tokens asked for.
+    # The two logarithms take longer than the bits, so they are computed for `ids` alone.
     return -mx.log(-mx.log(_at(uniform, ids)))
 
 
 def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> mx.array:
-    """Set the tokens that a mask, uint8 [B, T, bytes], forbids to minus infinity."""
+    """Set logits of tokens that a mask, uint8 [B, T, bytes], forbids to minus infinity."""
     bits = (mask[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     bits = _at(bits.reshape(*mask.shape[:-1], -1), ids)
     assert bits.shape[-1] >= logits.shape[-1], "the mask is of another vocabulary"
@@ -314,7 +313,7 @@ def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> m
 def _latest(
     latest: mx.array, tokens: mx.array, places: mx.array, vocabulary: mx.array
 ) -> list[mx.array]:
-    """Where each of the vocabulary was last, int32 [B, V], before and after each of some tokens."""
+    """Each token's last place, int32 [B, V], before the first of `tokens` and after each."""
 
     def after(before: mx.array, i: int) -> mx.array:
         return mx.where(tokens[:, i, None] == vocabulary, places[:, i, None], before)

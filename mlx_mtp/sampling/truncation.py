@@ -1,9 +1,8 @@
-"""The cuts top_k, top_p and min_p of a batch's rows, each exact and as cheap as possible.
+"""Truncation by top_k, top_p and min_p of a batch's rows, exact and as cheap as possible.
 
 A row keeps its top_k largest logits, of these the smallest set of most probable tokens that
-reaches top_p, and of these the tokens with at least the share min_p of the best one's probability.
-Each cut keeps all tokens that tie with the last one it keeps. Only top_p alone needs the
-vocabulary sorted.
+reaches top_p, and of these the tokens with at least min_p times the best token's probability. Each
+keeps all tokens that tie with the last one it keeps. Only top_p without top_k needs a full sort.
 """
 
 import math
@@ -20,9 +19,9 @@ _MAX_ORDERED = 2048
 
 
 class _Group(NamedTuple):
-    """Rows that are cut in the same way."""
+    """Rows that are truncated in the same way."""
 
-    num_ordered: int  # how many of the largest values are put in order; 1 if only min_p cuts
+    num_ordered: int  # of the largest values that are sorted; 1 if only min_p is set
     rows: mx.array | None  # int32 [R]; None: all rows of the batch
     top_k: mx.array  # [R, 1, 1], as are the others; V to keep all
     top_p: mx.array
@@ -70,13 +69,13 @@ def _cut(logits: mx.array, least: mx.array) -> mx.array:
 
 
 class Truncation:
-    """The cuts of B rows, one of `params` each; greedy rows are not cut. False if none is."""
+    """The truncation of B rows, one per `params`, but of no greedy row; false if none has any."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         rows: dict[int, list[int]] = {}
         for row, p in enumerate(params):
             if p.truncates and not p.greedy:
-                # By the row's own parameters: its tokens must not depend on its neighbours.
+                # By the row's parameters alone: its tokens must not depend on its neighbours.
                 rows.setdefault(_num_ordered(p, vocab_size), []).append(row)
         self._groups = [
             _Group(
@@ -93,7 +92,7 @@ class Truncation:
         return bool(self._groups)
 
     def apply(self, logits: mx.array) -> mx.array:
-        """Set what is cut to minus infinity: float32 [B, T, V or less], divided by temperature."""
+        """Set removed tokens to minus infinity; logits [B, T, V or less], after temperature."""
         if self._groups and self._groups[0].rows is None:
             least = self._groups[0].threshold(logits)
         else:
@@ -104,20 +103,20 @@ class Truncation:
 
 
 def _num_ordered(p: SamplingParams, vocab_size: int) -> int:
-    """Twice top_k at least, as many logits in bfloat16 may tie with the last one."""
+    """At least twice top_k, as many logits in bfloat16 may tie with the last one."""
     if 0 < 2 * p.top_k <= _MAX_ORDERED:
         return max(_MIN_ORDERED, 1 << (2 * p.top_k - 1).bit_length())
     return 1 if p.top_k == 0 and p.top_p >= 1.0 else vocab_size
 
 
 def column(values: Sequence[float]) -> mx.array:
-    """One value a row, to be broadcast over [B, T, V]: [B, 1, 1]."""
+    """One value per row, broadcast over [B, T, V]: [B, 1, 1]."""
     return mx.array(list(values))[:, None, None]
 
 
-# The values are cut into blocks, of which each has its maximum. The N largest values lie in the N
-# blocks with the largest maxima: for a value elsewhere, N values are no smaller. With blocks of
-# about the root of V / N values, little is left to sort after one pass over all of them.
+# The values are split into blocks. The N largest values are in the N blocks with the largest
+# maxima: for a value elsewhere N values are at least as large. With blocks of about sqrt(V / N)
+# values little is left to sort after one pass over all of them.
 
 
 def largest(values: mx.array, count: int) -> mx.array:
@@ -135,7 +134,7 @@ def largest(values: mx.array, count: int) -> mx.array:
 
 
 def largest_ids(values: mx.array, count: int) -> mx.array:
-    """Where the largest of values [..., V] are, as a stable sort has them: int32 [..., N]."""
+    """Places of the largest of values [..., V], in the order of a stable sort: int32 [..., N]."""
     size = values.shape[-1]
     count = min(count, size)
     if count == 0:
@@ -143,7 +142,7 @@ def largest_ids(values: mx.array, count: int) -> mx.array:
     blocks = _blocks(values, count)
     length = blocks.shape[-1]
     first = mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[..., :count]
-    # In their order, so that the second sort too has the lowest of equal ones first.
+    # In ascending order, so that the second sort also has the lowest of equal ones first.
     chosen = mx.sort(first, axis=-1)[..., None]
     candidates = mx.flatten(mx.take_along_axis(blocks, chosen, axis=-2), -2)
     ids = mx.flatten(chosen.astype(mx.int32) * length + mx.arange(length), -2)
@@ -154,7 +153,7 @@ def largest_ids(values: mx.array, count: int) -> mx.array:
 def _blocks(values: mx.array, count: int) -> mx.array:
     """The values as [..., blocks, length], padded with minus infinity."""
     size = values.shape[-1]
-    # A power of two, of which most vocabularies are a multiple: then nothing is copied.
+    # A power of two, of which most vocabularies are multiples: then nothing is copied.
     length = 1 << (math.isqrt(size // count).bit_length() - 1)
     missing = -size % length
     if missing:

@@ -1,4 +1,4 @@
-"""The arguments of `selftest`. Nothing heavy is imported: --help answers at once."""
+"""The arguments of `selftest`. Heavy imports wait, so that --help answers at once."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ def add_selftest(subparsers: Any) -> None:
         "decoding, measure acceptance and speed, and print one table for a report.",
         epilog="Exit status: 0 all is well, 1 a check failed, 2 it could not be run.",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run_selftest)
     seconds = "time to take after loading; what doesn't fit is skipped"
     add_flags(
         parser,
@@ -31,12 +31,12 @@ def add_selftest(subparsers: Any) -> None:
     )
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run_selftest(options: argparse.Namespace) -> int:
     from mlx_mtp.bench.report import check_writable
 
     check_writable(options.json, options.report)
     if options.dtype == "float32":
-        # TF32 would round float32 products; mlx reads this at its first product.
+        # TF32 would round float32 products; mlx reads the variable at its first product.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
     info = prepare_command(options)
 

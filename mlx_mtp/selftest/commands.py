@@ -1,4 +1,4 @@
-"""`mlx-mtp selftest`: from a loaded model to the table."""
+"""The command `mlx-mtp selftest`: from a loaded model to the table."""
 
 import argparse
 import contextlib
@@ -21,30 +21,30 @@ from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _DEPTHS: tuple[DraftTokens, ...] = (0, 1, 2, 3, "auto")
-_AUTO_SHARE = 0.4  # Of the time, that must be left for "auto", which calibrates itself first.
-_TIE = 1e-4  # Candidates closer than this may change places in float32 when shapes change.
-_PRODUCTS_SHARE = 0.2
+_AUTO_SHARE = 0.4  # of the time must be left for "auto", which calibrates itself first
+_TIE = 1e-4  # Log-probabilities closer than this may change places in float32 with other shapes.
+_PRODUCTS_SHARE = 0.2  # of the time
 _COMPARED_TOKENS = 48
 _REFERENCE_SHARE, _FEWEST_REFERENCES = 0.15, 3
 _ROWS, _ROUNDS = (1, 4), 3
 _MOST_TIMED, _FEWEST_TIMED = 64, 16
-_ROW_COST = 2.5  # Of 4 rows over 1, as long as nothing is known; a server's CPU has about this.
+_ROW_COST = 2.5  # assumed ratio of a step of 4 rows to one of 1 row; about a server CPU's
 
-# A prompt's token ids, and whether it is a chat: others say nothing about acceptance.
-BuiltIn = tuple[tuple[int, ...], bool]
+# A prompt's token ids, and whether it is a chat: only chats say something about acceptance.
+BuiltInPrompt = tuple[tuple[int, ...], bool]
 
 
 class Reference(NamedTuple):
-    """A plain greedy answer; `gaps` say how far each runner-up's log-probability was behind."""
+    """A plain greedy answer."""
 
     tokens: tuple[int, ...]
-    gaps: tuple[float, ...]
+    gaps: tuple[float, ...]  # between the log-probabilities of each token and its runner-up
 
 
 def run_selftest(
     options: argparse.Namespace, model: LoadedModel, tokenizer: Tokenizer, backend: str
 ) -> int:
-    """Check and measure, and print the table; returns the exit status. `model` has its head."""
+    """Check and measure a model with its head, and print the table; returns the exit status."""
     began = perf_counter()
     with showing("selftest: kernels ..."):
         kernels = check_model(model)
@@ -63,7 +63,10 @@ def run_selftest(
 def check_engines(
     report: Report, model: LoadedModel, tokenizer: Tokenizer, seconds: float, began: float
 ) -> None:
-    """Compare tokens, then measure speed; an engine that fails is noted and ends it."""
+    """Compare tokens, then measure speed, into the report; stops at an engine that fails.
+
+    `seconds` is the time that may be taken from `began`, a time of `perf_counter`.
+    """
     deadline, name, asking = began + seconds, OFF, Asking(max_tokens=8)
     prompts, expected, rate = built_in_prompts(tokenizer), list[Reference](), 0.0
     subjects: list[EngineSubject] = []
@@ -89,8 +92,8 @@ def check_engines(
             report.equality.append(Equality(name, problem=str(error)))
 
 
-def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltIn]:
-    """Six short chats, and two prompts of raw tokens that no tokenizer would give."""
+def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltInPrompt]:
+    """Six short chats, and two prompts of token ids that no tokenizer would produce."""
     source = PromptSource(seed=0)
     chats = [
         (tokenizer.encode_chat([{"role": "user", "content": prompt.text}]), True)
@@ -102,29 +105,32 @@ def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltIn]:
 
 
 def references(
-    plain: EngineSubject, prompts: Sequence[BuiltIn], deadline: float
+    plain: EngineSubject, prompts: Sequence[BuiltInPrompt], deadline: float
 ) -> tuple[list[Reference], float]:
-    """Decode prompts one by one, at least three: the answers, and tokens per second."""
+    """Decode prompts one by one, at least three; returns the answers and tokens per second."""
     began = perf_counter()
     until = began + _REFERENCE_SHARE * max(0.0, deadline - began)
-    found: list[Reference] = []
+    answers: list[Reference] = []
     for number, (ids, _) in enumerate(prompts):
         if number >= _FEWEST_REFERENCES and perf_counter() > until:
             break
         ((_, outputs),) = plain.run([(ids, _sampling(top_logprobs=2))])
         tops = [logprobs.top for output in outputs for logprobs in output.logprobs]
         gaps = tuple(best[1] - second[1] for best, second in tops)
-        found.append(Reference(_tokens(outputs), gaps))
-    return found, sum(len(r.tokens) for r in found) / (perf_counter() - began)
+        answers.append(Reference(_tokens(outputs), gaps))
+    return answers, sum(len(r.tokens) for r in answers) / (perf_counter() - began)
 
 
 def compare(
-    subject: EngineSubject, prompts: Sequence[BuiltIn], expected: Sequence[Reference], strict: bool
+    subject: EngineSubject,
+    prompts: Sequence[BuiltInPrompt],
+    expected: Sequence[Reference],
+    strict: bool,
 ) -> Equality:
-    """Submit prompts at once and compare; with `strict` only ties excuse a difference."""
-    asked, identical = prompts[: len(expected)], 0
+    """Submit prompts at once and compare; if `strict`, only ties excuse a difference."""
+    prompts, identical = prompts[: len(expected)], 0
     partings, windows = list[Parting](), list[RequestOutput]()
-    answers = subject.run([(ids, _sampling()) for ids, _ in asked])
+    answers = subject.run([(ids, _sampling()) for ids, _ in prompts])
     for number, ((_, outputs), reference) in enumerate(zip(answers, expected, strict=True)):
         tokens = _tokens(outputs)
         same = [*map(eq, tokens, reference.tokens), False].index(False)
@@ -132,7 +138,7 @@ def compare(
         if tokens != reference.tokens:
             gap = reference.gaps[same] if same < len(reference.gaps) else None
             partings.append(Parting(number, same, gap))
-        if asked[number][1]:
+        if prompts[number][1]:
             windows += [output for output in outputs if output.num_draft_tokens]
     depth = max((output.num_draft_tokens for output in windows), default=0)
     return Equality(
@@ -151,9 +157,9 @@ def compare(
 def measure_speed(
     report: Report, subjects: Sequence[EngineSubject], plain_rate: float, deadline: float
 ) -> None:
-    """Ask all the same in turns, as far as the time allows; `plain_rate` is that of MTP off."""
+    """Measure all subjects in turns, within the time left; `plain_rate` is MTP off's tokens/s."""
     left = deadline - perf_counter()
-    cost = len(subjects) / plain_rate  # Seconds of a token in each, one row.
+    cost = len(subjects) / plain_rate  # seconds of a token by each subject, in one row
     rows, tokens = list(_ROWS), int(left / (cost * (1 + _ROW_COST)))
     if tokens < _FEWEST_TIMED:
         last, tokens = rows.pop(), int(left / cost)
@@ -164,8 +170,8 @@ def measure_speed(
     asking = Asking(max_tokens=min(tokens, _MOST_TIMED), ignore_eos=True)
     for subject in subjects:
         subject.asking = asking
-    cells = [("story", count) for count in rows]
-    waves = measure(subjects, cells, _ROUNDS, warmups=0, seed=0, deadline=deadline)
+    combinations = [("story", count) for count in rows]
+    waves = measure(subjects, combinations, _ROUNDS, warmups=0, seed=0, deadline=deadline)
     rounds = len({wave.round for wave in waves})
     if rounds < _ROUNDS:
         report.skipped.append(f"{_ROUNDS - rounds} of {_ROUNDS} rounds of speed")

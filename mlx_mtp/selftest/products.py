@@ -1,6 +1,5 @@
-"""What the model's products cost by rows, and whether a row's bits depend on those beside it."""
+"""Time of the model's products by rows, and whether a row's bits depend on other rows."""
 
-import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -12,26 +11,26 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_mtp.kernels.formats import Weight, weight_of
-from mlx_mtp.models.model import LoadedModel, module_nbytes
-from mlx_mtp.models.skinny_gemm import (
-    REPLACED,
-    FewRowsExperts,
-    FewRowsMixture,
-    apply,
-    problem,
+from mlx_mtp.models.gemm.measure import by_kernel, kernel_bands, problem
+from mlx_mtp.models.gemm.routes import (
+    BY_MLX,
+    experts_in_order,
+    product,
+    routes_of,
     served,
-    with_kernel,
+    with_routes,
 )
+from mlx_mtp.models.model import LoadedModel, module_nbytes
 from mlx_mtp.selftest.kernels import name_of
-from mlx_mtp.selftest.timing import Launch, microseconds
+from mlx_mtp.selftest.timing import TimedLaunch, microseconds
 
 ROWS = (1, 2, 4, 8, 16)
-Timer = Callable[[Launch], float]
+Timer = Callable[[TimedLaunch], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One kind of product, by `rows`: what a layer takes, and reading its weights once."""
+    """One kind of product: time of a layer at each of `rows`, and of reading its weights once."""
 
     name: str
     layers: int
@@ -48,16 +47,13 @@ class Product:
 
 @dataclass
 class _Timed:
-    """A layer's product, the numbers of rows, and the share of its weights that so many read."""
+    """A layer's product, numbers of rows, and the share of its weights that each number reads."""
 
     layer: nn.Module
     rows: Sequence[int]
     routed: bool = False
-    run: Callable[[nn.Module, mx.array], mx.array] = apply
+    run: Callable[[nn.Module, mx.array], mx.array] = product
     share: Callable[[int], float] = lambda _rows: 1.0
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.run(self.layer, x)
 
 
 def _experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
@@ -70,14 +66,14 @@ def _experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
     def ordered(tokens: int) -> tuple[mx.array, mx.array]:
         pairs = chosen[:tokens].flatten().astype(mx.int32)
         order = mx.argsort(pairs).astype(mx.int32)
-        mx.eval(found := (pairs[order], order))
-        return found
+        mx.eval(routes := (pairs[order], order))
+        return routes
 
     def run(layer: nn.Module, x: mx.array) -> mx.array:
         # Where the shared expert is one of the others, a step's router has sorted the pairs.
-        if type(block) is FewRowsMixture and type(layer) is FewRowsExperts and served(x, layer):
-            found = layer.ordered(x, None, *ordered(len(x)))
-            return found.reshape(len(x), block.top_k, -1)
+        if getattr(block, "joins_shared", False) and served(x, layer):
+            pairs = experts_in_order(layer, x, None, *ordered(len(x)))
+            return pairs.reshape(len(x), block.top_k, -1)
         return layer(x, chosen[: len(x)])
 
     def share(tokens: int) -> float:
@@ -110,13 +106,13 @@ def measure_products(
             kinds.setdefault(name, []).append(_experts(module, tokens))
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) or module is model.output_layer:
             kinds.setdefault(_name(module), []).append(_Timed(module, rows))
-    found = []
+    products = []
     for name, layers in sorted(
         kinds.items(), key=lambda kind: -sum(module_nbytes(each.layer) for each in kind[1])
     ):
         if time.perf_counter() < deadline:
-            found.append(_measured(name, layers, model.dtype, timer))
-    return found
+            products.append(_measured(name, layers, model.dtype, timer))
+    return products
 
 
 def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer) -> Product:
@@ -125,24 +121,18 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer
     once = timer(lambda: [mx.max(array) for arrays in weights for array in arrays])
     most = mx.random.normal((counts[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
     rows = [most[:count].astype(dtype) for count in counts]
-    times = _times(layers, rows, timer)
-    first = [layers[0](x)[0] for x in rows]
+    used, own = routes_of(layers[0].layer).kernel, [each.layer for each in layers]
+    times = _times(layers, rows, timer, own)
+    first = [layers[0].run(own[0], x)[0] for x in rows]
     independent = all(mx.array_equal(first[0], other).item() for other in first[1:])
     theirs, unused, wrong = list[float](), list[float](), None
-    ours = [with_kernel(each.layer, dtype) for each in layers]
-    used = getattr(layers[0].layer, "served", ())
-    if original := REPLACED.get(type(layers[0].layer)):
-        for each in layers:
-            each.layer = copy.copy(each.layer)
-            each.layer.__class__ = original
-        theirs = _times(layers, rows, timer)
-    if ours[0] is not None and any(n in ours[0].served and n not in used for n in counts):
-        wrong = problem(ours[0], dtype)
+    if used:
+        theirs = _times(layers, rows, timer, [with_routes(layer, BY_MLX) for layer in own])
+    made_for = kernel_bands(own[0], dtype).values()
+    if any(n in band and n not in used for n in counts for band in made_for):
+        wrong = problem(own[0], dtype)
         if wrong is None:
-            for each, found in zip(layers, ours, strict=True):
-                assert found is not None
-                each.layer = found
-            unused = _times(layers, rows, timer)
+            unused = _times(layers, rows, timer, [by_kernel(layer, dtype) for layer in own])
     shares = [*map(layers[0].share, counts)]
     return Product(
         name,
@@ -159,9 +149,12 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer
     )
 
 
-def _times(layers: Sequence[_Timed], rows: Sequence[mx.array], timer: Timer) -> list[float]:
-    """Microseconds of one layer."""
-    together = [timer(lambda x=x: [layer(x) for layer in layers]) for x in rows]  # type: ignore[misc]
+def _times(
+    layers: Sequence[_Timed], rows: Sequence[mx.array], timer: Timer, modules: Sequence[nn.Module]
+) -> list[float]:
+    """Microseconds of one layer, computed by these modules."""
+    runs = [(each.run, module) for each, module in zip(layers, modules, strict=True)]
+    together = [timer(lambda x=x: [run(module, x) for run, module in runs]) for x in rows]  # type: ignore[misc]
     return [each / len(layers) for each in together]
 
 

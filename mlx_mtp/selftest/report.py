@@ -1,4 +1,4 @@
-"""A self-test as one table, and as JSON."""
+"""The result of a self-test, as a table and as JSON."""
 
 import dataclasses
 import json
@@ -29,40 +29,40 @@ _VERDICTS = {True: "ok", False: "FAILED"}
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where an answer left the reference; numbers are from 0."""
+    """Where an answer left its reference; numbers count from 0."""
 
     prompt: int
     token: int
-    gap: float | None  # How far the runner-up was behind; None past the reference's end.
+    gap: float | None  # to the runner-up, in log-probability; None past the reference's end
 
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """An engine's answers beside the references."""
+    """An engine's answers compared with the references."""
 
     name: str
     answers: int = 0
-    tokens: int = 0  # Of the references.
-    identical: int = 0  # Of these, before the answers parted.
+    tokens: int = 0  # of the references
+    identical: int = 0  # of these, before the answers parted
     partings: list[Parting] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)  # Share of the chats' drafts, by position.
-    ok: bool = False  # Where a difference is a failure, only ties excuse it.
-    problem: str | None = None  # Why there are no answers.
+    accepted: list[float] = field(default_factory=list)  # share of chats' drafts, by position
+    ok: bool = False  # False if a difference is a failure and no tie
+    problem: str | None = None  # why there are no answers
 
 
 @dataclass
 class Report:
-    """What a self-test found."""
+    """The result of a self-test."""
 
     machine: dict[str, Any]
     model: dict[str, Any]
     kernels: list[KernelCheck]
-    strict: bool  # Differences between tokens are failures, but for ties.
+    strict: bool  # True if different tokens are a failure, except in ties
     products: list[Product] = field(default_factory=list)
     equality: list[Equality] = field(default_factory=list)
-    speed: dict[str, Any] | None = None  # None if the engine failed before, or no time was left.
+    speed: dict[str, Any] | None = None  # None if an engine failed, or no time was left
     skipped: list[str] = field(default_factory=list)
-    seconds: float = 0.0  # Without loading.
+    seconds: float = 0.0  # without loading
 
     @property
     def failures(self) -> list[str]:
@@ -78,18 +78,18 @@ class Report:
         return render(("", "result", "check"), [title, *self._rows()], left=3)
 
     def show(self) -> None:
-        """Print the table, and on standard error what failed."""
+        """Print the table, and the failures on standard error."""
         say(self.table())
         for failure in self.failures:
             print_error(f"failed: {failure}")
 
     def write(self, figures: Path | None, whole: Path | None) -> None:
-        """What was measured as JSON, and the table with it in a file to paste into an issue."""
+        """Write the figures as JSON, and a file with table and figures to paste into an issue."""
         if figures is not None:
             write_json(figures, self.content())
         if whole is not None:
-            found = json.dumps(self.content(), indent=1, default=str)
-            whole.write_text(f"{self.table()}\n\n```json\n{found}\n```\n")
+            content = json.dumps(self.content(), indent=1, default=str)
+            whole.write_text(f"{self.table()}\n\n```json\n{content}\n```\n")
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         machine, model = self.machine, self.model
@@ -124,16 +124,16 @@ class Report:
             if not product.independent:
                 text += "; a row's bits depend on the others"
             yield f"{product.name}, {product.layers} layers", text, ""
-        for found in self.equality:
-            # Where differences are no failure there is nothing to judge, only a rate.
-            see = found.ok and found.partings and not self.strict
-            name = f"same tokens as plain, one by one: {found.name}"
-            text = found.problem or _tokens_text(found)
-            yield name, text, "see" if see else _VERDICTS[found.ok]
-        for found in self.equality:
-            if found.accepted:
-                shares = ", ".join(f"{share:.1%}" for share in found.accepted)
-                yield f"drafts accepted by position: {found.name}", shares, ""
+        for engine in self.equality:
+            # If differences are no failures, the reader judges them.
+            see = engine.ok and engine.partings and not self.strict
+            name = f"same tokens as plain, one by one: {engine.name}"
+            text = engine.problem or _tokens_text(engine)
+            yield name, text, "see" if see else _VERDICTS[engine.ok]
+        for engine in self.equality:
+            if engine.accepted:
+                shares = ", ".join(f"{share:.1%}" for share in engine.accepted)
+                yield f"drafts accepted by position: {engine.name}", shares, ""
         for s in self.speed["summaries"] if self.speed else ():
             yield f"tokens/s, {s['concurrency']} at once: {s['subject']}", rate_and_ratio(s, 1), ""
         for what in self.skipped:
@@ -141,7 +141,7 @@ class Report:
 
 
 def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> Report:
-    """A report with versions, hardware and model; `details` are the backend in words."""
+    """A report of versions, hardware and model; `details` describes the backend."""
     info, dtype = mx.device_info(), model.causal_lm.model.norm.weight.dtype
     versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
     machine = {
@@ -163,18 +163,18 @@ def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> 
 
 
 def computes_exactly(dtype: mx.Dtype) -> bool:
-    """Whether products are float32 with all their digits, so that only ties may part two runs."""
-    # GPUs round their inputs to TF32 unless MLX_ENABLE_TF32 is 0.
+    """True if products have full float32 precision, so that only ties may part two runs."""
+    # GPUs round inputs to TF32 unless MLX_ENABLE_TF32 is 0.
     rounded = gpu.backend() is not None and os.environ.get("MLX_ENABLE_TF32", "1") != "0"
     return dtype == mx.float32 and not rounded
 
 
-def _tokens_text(found: Equality) -> str:
-    shown = []
-    for p in found.partings[:_SHOWN_PARTINGS]:
+def _tokens_text(engine: Equality) -> str:
+    partings = []
+    for p in engine.partings[:_SHOWN_PARTINGS]:
         behind = "past its end" if p.gap is None else f"runner-up {p.gap:.1e} behind"
-        shown.append(f"answer {p.prompt + 1}, token {p.token + 1}, {behind}")
-    if more := found.partings[_SHOWN_PARTINGS:]:
-        shown.append(f"{len(more)} more")
-    text = f"{found.identical} of {found.tokens} ({found.answers} answers)"
-    return f"{text}; part at {'; '.join(shown)}" if shown else text
+        partings.append(f"answer {p.prompt + 1}, token {p.token + 1}, {behind}")
+    if more := engine.partings[_SHOWN_PARTINGS:]:
+        partings.append(f"{len(more)} more")
+    text = f"{engine.identical} of {engine.tokens} ({engine.answers} answers)"
+    return f"{text}; part at {'; '.join(partings)}" if partings else text

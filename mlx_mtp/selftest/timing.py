@@ -1,4 +1,4 @@
-"""How long launches take, repeated until the time says something."""
+"""The time of kernel launches, repeated until it can be measured."""
 
 import statistics
 import time
@@ -7,14 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 
-Launch = Callable[[], Iterable[Any]]  # of arrays and tuples of them
+TimedLaunch = Callable[[], Iterable[Any]]  # returns unevaluated arrays, or tuples of them
 
 _ROUNDS = 5
-_LEAST_SECONDS = 2e-3  # of a round: several launches, or the host's work is all that is seen
+_LEAST_SECONDS = 2e-3  # of a round; in less, the host's work hides that of the launches
 
 
-def microseconds(launch: Launch) -> float:
-    """The median of what a launch takes, repeated in one evaluation until it takes long enough."""
+def microseconds(launch: TimedLaunch) -> float:
+    """Median microseconds of a launch, repeated within one evaluation to fill a round."""
     repeats = 1
     while (seconds := _seconds(launch, repeats)) < _LEAST_SECONDS:
         repeats *= 2
@@ -22,7 +22,7 @@ def microseconds(launch: Launch) -> float:
     return 1e6 * statistics.median(rounds) / repeats
 
 
-def _seconds(launch: Launch, repeats: int) -> float:
+def _seconds(launch: TimedLaunch, repeats: int) -> float:
     results = [result for _ in range(repeats) for result in launch()]
     began = time.perf_counter()
     mx.eval(results)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlx_mtp.connect.clients import Served, shown
+from mlx_mtp.connect.clients import Served, setup_text
 from mlx_mtp.connect.command import NAMES
 from mlx_mtp.errors import NotFoundError
 from mlx_mtp.server.context import context_of
@@ -93,7 +93,7 @@ async def clients(request: Request) -> Response:
     context = context_of(request)
     url, keys = f"http://{request.headers.get('host', '')}", context.config.api_keys
     served = Served(url, context.model_names[0], context.engine.info.max_model_len, bool(keys))
-    return JSONResponse([{"name": name, "text": shown(name, served)} for name in NAMES])
+    return JSONResponse([{"name": name, "text": setup_text(name, served)} for name in NAMES])
 
 
 class _Watch(StreamingResponse):

@@ -17,24 +17,21 @@ from mlx_mtp.sampling.grammar_masks import TokenSampler
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEFERRED = 16  # positions that the head's KV may be behind while nothing is drafted
+_MOST_DEFERRED = 16  # positions per row that the head's KV may lack while nothing is drafted
 
 
 class Computed(NamedTuple):
-    """A window that was just computed, N tokens of B rows: a prefill chunk or a verify window.
+    """A prefill chunk or a verify window that was just computed: N tokens of B rows."""
 
-    The last token of a row is that after its `last[b]`.
-    """
-
-    hidden: mx.array  # [N, H], the trunk's post-norm hidden states
-    targets: mx.array  # int32 [N], the token after each
-    last: Index  # of the N, the last one that each row keeps; its first if it has ended
-    packing: Packing  # whose the N tokens are
-    cache: BatchCache  # with room for the window, and for all drafts but the last
+    hidden: mx.array  # [N, H], the target model's hidden states after its last norm
+    targets: mx.array  # int32 [N], the token after each of the N
+    last: Index  # [B], which of the N is the last one that a row keeps; its first if it has ended
+    packing: Packing  # of the N tokens
+    cache: BatchCache  # has room for the window, and for all drafts but the last
 
     @property
     def next_position(self) -> mx.array:
-        """Of the token that follows each row's last one, the first draft: int32 [B]."""
+        """Position of each row's first draft, which follows `targets[last]`: int32 [B]."""
         return self.packing.positions[self.last] + 2
 
 
@@ -118,8 +115,8 @@ class MTPDrafter:
             state.defer(window)
             return nothing
         state.settle(cache)
-        # Row p of the head's KV joins the hidden state at p with the token at p+1, so the kept rows
-        # are written from the trunk's true hidden states, over what the recursion wrote before.
+        # Row p of the head's KV joins the hidden state at p with the token at p + 1. Those of the
+        # window are written from the target model's hidden states, over those of earlier drafts.
         z = self._write(cache, packing, hidden, targets)
         if not any(num_drafts):
             return nothing
@@ -142,7 +139,7 @@ class MTPDrafter:
         num_drafts: Sequence[int],
         sampler: TokenSampler,
     ) -> mx.array:
-        """Passes of the head, each for the rows that want one draft more: int32 [B, k]."""
+        """Draft in passes of the head, each for the rows with a draft left: int32 [B, k]."""
         assert cache.head is not None
         m: mx.array | None = None  # [B, 1, H], the head's output
         drafts: list[mx.array] = []

@@ -1,8 +1,9 @@
-"""Drafts that are copied: what followed the end of a text where it occurred before.
+"""N-gram drafts: the tokens that followed the end of a text where it occurred before.
 
-An edited file is mostly copied from the prompt, and an agent repeats its earlier answers. The next
-tokens are those after the longest match with the end of prompt and answer, in the request itself
-or else in earlier answers under its cache_salt. An index takes about a microsecond a token.
+Also known as prompt lookup (vLLM's ngram proposer). An edited file is mostly a copy of the prompt,
+and an agent repeats its earlier answers. The drafts are the tokens after the longest match with the
+end of prompt and answer, in the request itself or else in earlier answers under its cache_salt.
+Indexing takes about a microsecond per token.
 """
 
 from array import array
@@ -16,28 +17,28 @@ import numpy as np
 from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN
 from mlx_mtp.speculative.acceptance_rates import MOST_MATCH, NgramRates
 
-GRAM = 3  # tokens that must agree
+GRAM = 3  # tokens that must be equal
 _MOST_TRIED = 16  # occurrences that are compared, the latest first
-_GOOD_MATCH = 16  # nothing else is looked for while one of so many goes on
-_LEAST_CHANCE = 0.3  # of the first token: below it nothing is offered
+_GOOD_MATCH = 16  # tokens: while such a match goes on, no other is looked for
+_LEAST_ACCEPTANCE = 0.3  # of the first token: below it nothing is offered
 _FIRST_ENTRIES = 256
-OBJECTS = 640  # bytes of an index without what is in its arrays, and of its key
+OBJECTS = 640  # bytes of an index and of its key, without the index's arrays
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd
 _WORD = (1 << 64) - 1
-_SEPARATOR = -1  # between answers: no token's id
+_SEPARATOR = -1  # between answers; not a token's id
 
 
 class NgramIndex:
-    """Where each `GRAM` tokens of a text occurred: a hash table of chains, the latest first.
+    """Where each n-gram of `GRAM` tokens occurred in a text: a hash table of chains, latest first.
 
-    It takes 4 bytes for each token, 4 for its chain and 4 for each of at most twice as many
-    entries (256 at least), and what its objects take.
+    Takes 4 bytes per token, 4 for its chain, 4 per entry of the table (at most twice as many as
+    tokens, at least 256), and `OBJECTS`.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = array("i")
-        self._before = array("i")  # the place of the same hash before; 0: none
-        self._heads = array("i", bytes(4 * _FIRST_ENTRIES))  # the latest place of each hash
+        self._before = array("i")  # the place before it with the same hash; 0: none
+        self._heads = array("i", bytes(4 * _FIRST_ENTRIES))  # the latest place with each hash
         self.extend(tokens)
 
     @property
@@ -47,9 +48,9 @@ class NgramIndex:
     def extend(self, tokens: Sequence[int]) -> None:
         first = max(len(self.tokens), GRAM)
         self.tokens.extend(tokens)
-        # Building takes a third of the time a token, but for all tokens.
-        many = len(tokens) > max(_FIRST_ENTRIES, len(self.tokens) // 4)
-        if many or len(self.tokens) > len(self._heads):
+        # Building takes a third of the time per token, but has to take all tokens.
+        is_long = len(tokens) > max(_FIRST_ENTRIES, len(self.tokens) // 4)
+        if is_long or len(self.tokens) > len(self._heads):
             self._build()
             return
         self._before.extend([0] * (len(self.tokens) - len(self._before)))
@@ -58,9 +59,10 @@ class NgramIndex:
             self._before[place], self._heads[entry] = self._heads[entry], place
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
-        """The longest match with the end of `text`: its length, and the place after it.
+        """Length of the longest match with the end of `text`, and the place after the match.
 
-        0 and 0 without one. Places have a token: the end of the index's own text is none.
+        Returns (0, 0) if there is none. A match at the very end of the index does not count: no
+        token follows it.
         """
         best = at = 0
         if len(text) < GRAM:
@@ -87,20 +89,20 @@ class NgramIndex:
         return length
 
     def _entry(self, tokens: Sequence[int], place: int) -> int:
-        """Of the `GRAM` tokens before a place."""
+        """Entry of the table for the `GRAM` tokens before a place."""
         a, b, c = tokens[place - GRAM : place]
         value = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2]) & _WORD
         return (value >> 32) & (len(self._heads) - 1)
 
     def _build(self) -> None:
-        """All at once, with arrays: about 0.1 microseconds a token."""
+        """Index all tokens at once, with NumPy: about 0.1 microseconds per token."""
         count = len(self.tokens)
         size = max(_FIRST_ENTRIES, 1 << count.bit_length())
         tokens = np.frombuffer(self.tokens, np.int32).astype(np.uint64)
         heads, before = np.zeros(size, np.int32), np.zeros(count, np.int32)
         if count > GRAM:
-            # Entry and place in one number: that sorts several times as fast as one by the other.
-            # In place: what numpy takes for a moment the process keeps.
+            # Entry and place are packed into one number, as sorting these is several times as fast
+            # as sorting places by entry. In place, as the process keeps what NumPy once allocated.
             keys = np.zeros(count - GRAM, np.uint64)
             for i, factor in enumerate(_FACTORS):
                 keys += tokens[i : i + count - GRAM] * np.uint64(factor)
@@ -113,30 +115,30 @@ class NgramIndex:
             places = keys.astype(np.uint32).astype(np.int32)
             keys >>= np.uint64(32)
             before[places[1:]] = np.where(keys[1:] == keys[:-1], places[:-1], 0)
-            heads[keys] = places  # Of equal ones the last stays.
+            heads[keys] = places  # Of equal keys the last one stays.
         self._heads, self._before = array("i"), array("i")
         self._heads.frombytes(heads.data.cast("B"))
         self._before.frombytes(before.data.cast("B"))
 
 
 class NgramSource:
-    """What requests may copy; earlier answers by salt, in at most `limit` bytes.
+    """A `HostSource`: earlier answers by salt, in at most `limit` bytes.
 
-    The salts that were used least recently go first.
+    The least recently used salts are dropped first.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._texts: OrderedDict[Hashable, NgramIndex] = OrderedDict()
         self.nbytes = 0
-        # By salt too, while a request uses them: the choices of a prompt share its index.
+        # By salt and prompt while a request uses them: the choices of a request share an index.
         self._prompts: WeakValueDictionary[Hashable, NgramIndex] = WeakValueDictionary()
         self._rates = NgramRates(0.99)  # of all requests
 
     def drafter(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
     ) -> "NgramDrafter":
-        """A drafter for a request; if `alone`, it reads the request itself only."""
+        """A drafter for a request; if `alone`, it uses no earlier answers."""
         key = salt, prompt
         index = self._prompts.get(key)
         if index is None:
@@ -144,6 +146,7 @@ class NgramSource:
         return NgramDrafter(index, self._rates, None if alone else self._texts.get(salt))
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
+        """Add an answer to those of its salt."""
         if not self._limit or len(answer) <= GRAM:
             return
         text = self._texts.pop(salt, None)
@@ -153,7 +156,7 @@ class NgramSource:
             self.nbytes -= text.nbytes
         text.extend([_SEPARATOR, *answer])
         if text.nbytes > self._limit:
-            # 16 bytes a token at most; half of it, so that this is rare.
+            # At most 16 bytes per token; cut to half of the limit, so that this is rare.
             text = NgramIndex(text.tokens[-(self._limit // 32) :])
         self._texts[salt] = text
         self.nbytes += text.nbytes
@@ -166,13 +169,14 @@ class NgramSource:
 
 
 class NgramDrafter:
-    """What one request may copy next: `run`, after a match of `match` tokens.
+    """A `HostDrafter`: its run follows a match of `match` tokens.
 
-    It is compared with what comes in any case, so its chances are known before it is used.
+    Runs are compared with the tokens that come, whether they were drafted or not, so acceptance is
+    known before a run is used.
     """
 
     def __init__(self, prompt: NgramIndex, pool: NgramRates, others: NgramIndex | None) -> None:
-        # The answer, behind as much of the prompt as a match may have.
+        # The answer, after as many tokens of the prompt as a match may have.
         self._text, self._prompt = NgramIndex(prompt.tokens[-MOST_MATCH:]), prompt
         self._others, self._pool = others, pool
         self._rates = NgramRates(0.97)
@@ -186,31 +190,31 @@ class NgramDrafter:
         return self._source is self._others
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens have been drawn: judge the run by them, and look for the next one."""
+        """Count how far the run was right, and look for the next one."""
         pairs = list(zip(self.run, tokens))
-        passed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         for rates in (self._rates, self._pool):
-            rates.observe(self.match, passed, failed=passed < len(pairs))
-        going_on = 0 < passed == len(tokens)
+            rates.observe(self.match, num_right, missed=num_right < len(pairs))
+        goes_on = 0 < num_right == len(tokens)
         self._text.extend(tokens)
-        self._at, self.match = self._at + passed, min(self.match + passed, MOST_MATCH)
-        if not going_on or self.match < _GOOD_MATCH or self._at >= len(self._source.tokens):
+        self._at, self.match = self._at + num_right, min(self.match + num_right, MOST_MATCH)
+        if not goes_on or self.match < _GOOD_MATCH or self._at >= len(self._source.tokens):
             self._look()
         self.run = self._source.tokens[self._at : self._at + MAX_RUN] if self.match else ()
         if self._source is self._text and 0 < len(self.run) < MAX_RUN:
-            # What comes after the text's end repeats its end.
+            # The run reaches the end of the text: it repeats itself.
             self.run = (self.run * MAX_RUN)[:MAX_RUN]
         if _SEPARATOR in self.run:
             self.run = self.run[: self.run.index(_SEPARATOR)]
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
-        """That the first, second, .. token of the run behind `ahead` others comes there.
+        """Of the first, second, .. token of the run after `ahead` others; [] if that is too low.
 
-        Empty where that is unlikely. The others are what a window in flight may bring.
+        A window in flight may emit the others.
         """
         count = min(len(self.run), ahead + MAX_HOST_DRAFTS)
-        chances = self._rates.cumulative_acceptance(self.match, count, self._pool)[ahead:]
-        return chances if chances and chances[0] >= _LEAST_CHANCE else []
+        acceptance = self._rates.cumulative_acceptance(self.match, count, self._pool)[ahead:]
+        return acceptance if acceptance and acceptance[0] >= _LEAST_ACCEPTANCE else []
 
     def _look(self) -> None:
         self._source, self.match, self._at = self._text, 0, 0

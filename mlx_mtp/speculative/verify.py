@@ -1,4 +1,4 @@
-"""Which of a verify window's tokens each row keeps, decided on the device."""
+"""Which tokens of a verify window each row emits, decided on the device."""
 
 from typing import NamedTuple
 
@@ -8,36 +8,38 @@ from mlx_mtp.kernels.gpu import fused
 
 
 class AcceptResult(NamedTuple):
-    """What each row keeps of a window: the accepted drafts and one token more, cut at its end."""
+    """What each row emits of a window: the accepted drafts and one more token, up to its end."""
 
     num_kept: mx.array  # int32 [B], tokens that are emitted
     num_accepted: mx.array  # int32 [B], how many of the emitted tokens were drafts
-    finished: mx.array  # bool [B], the row emits nothing from here on
+    finished: mx.array  # bool [B], the row emits nothing any more
     remaining: mx.array  # int32 [B], tokens each row may still emit
     last: mx.array  # int32 [B], the last token each row has emitted
-    at_last: mx.array  # int32 [B], its position in the window, 0 if none is emitted
+    at_last: mx.array  # int32 [B], its position in the window; 0 if none was emitted
 
 
-def accept(
-    targets: mx.array,  # int32 [B, T], the token drawn after each position of the window
+def verify_window(
+    sampled: mx.array,  # int32 [B, T], the token sampled after each position of the window
     window: mx.array,  # int32 [B, T], the last emitted token and T-1 drafts
     *,
     stop_ids: mx.array,  # int32 [B, S], S > 0, padded with -1
-    remaining: mx.array,  # int32 [B], before the window, as is
+    remaining: mx.array,  # int32 [B], before the window
     finished: mx.array,  # bool [B]
-    num_drafts: mx.array | None = None,  # int32 [B], how many of a row's count; None: all
+    num_drafts: mx.array | None = None,  # int32 [B], of each row; None: T-1
 ) -> AcceptResult:
-    """Keep the drafts up to the first that differs from the model's own token, and that token.
+    """Accept the drafts before the first that differs from the sampled token; emit that one, too.
 
-    Token j of a row is valid only if every draft before it is accepted.
+    Greedy verification, also of sampled tokens: as a draft is proposed with the noise of its
+    position, no rejection sampling is needed. Token j of a row is valid only if all drafts before
+    it are accepted.
     """
-    given = targets, window, stop_ids, remaining, finished, num_drafts
-    return AcceptResult(*_accept(*given))
+    arguments = sampled, window, stop_ids, remaining, finished, num_drafts
+    return AcceptResult(*_verify_window(*arguments))
 
 
 @fused
-def _accept(
-    targets: mx.array,
+def _verify_window(
+    sampled: mx.array,
     window: mx.array,
     stop_ids: mx.array,
     remaining: mx.array,
@@ -46,19 +48,19 @@ def _accept(
 ) -> AcceptResult:
     num_agreed = mx.zeros_like(remaining)
     if window.shape[1] > 1:  # Nothing empty may be compiled.
-        agreed = (targets[:, :-1] == window[:, 1:]).astype(mx.int32)
+        agreed = (sampled[:, :-1] == window[:, 1:]).astype(mx.int32)
         if num_drafts is not None:
             agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
         num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
     allowed = mx.minimum(num_agreed + 1, remaining)
-    is_stop = (targets[..., None] == stop_ids[:, None]).any(axis=-1)
-    stop_in = is_stop & (mx.arange(targets.shape[1]) < allowed[:, None])
+    is_stop = (sampled[..., None] == stop_ids[:, None]).any(axis=-1)
+    stop_in = is_stop & (mx.arange(sampled.shape[1]) < allowed[:, None])
     stopped = stop_in.any(axis=1)
     num_kept = mx.where(stopped, mx.argmax(stop_in, axis=1).astype(mx.int32) + 1, allowed)
     num_kept = mx.where(finished, 0, num_kept)
     remaining = remaining - num_kept
     at_last = mx.maximum(num_kept - 1, 0)
-    newest = mx.take_along_axis(targets, at_last[:, None], axis=1)[:, 0]
+    newest = mx.take_along_axis(sampled, at_last[:, None], axis=1)[:, 0]
     return AcceptResult(
         num_kept=num_kept,
         num_accepted=mx.minimum(num_agreed, num_kept),

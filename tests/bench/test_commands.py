@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks.over_http import contenders
-from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Wave, summarize
 from mlx_mtp.bench.report import footnotes
 from mlx_mtp.cli import main as cli
@@ -106,7 +106,7 @@ def test_files(serve, bench, tmp_path):
     waves = []
     for wave in content["waves"]:
         del wave["rate"]
-        answers = tuple(Answer(**a | {"split": Split(a["split"])}) for a in wave["answers"])
+        answers = tuple(TimedAnswer(**a | {"split": Split(a["split"])}) for a in wave["answers"])
         waves.append(Wave(**wave | {"answers": answers}))
     for ours, theirs in zip(summarize(waves, ["A", "B"], reference="A"), summaries, strict=True):
         assert ours == pytest.approx(theirs)

@@ -33,12 +33,12 @@ def test_with_small_sizes(command):
 
 
 def test_a_draft_that_is_believed_is_a_difference(monkeypatch):
-    accept = runner.accept
+    verify_window = runner.verify_window
 
     def believing(targets, window, **more):
         targets = mx.concatenate([window[:, 1:], targets[:, -1:]], axis=1)
-        return accept(targets, window, **more)
+        return verify_window(targets, window, **more)
 
-    monkeypatch.setattr(runner, "accept", believing)
+    monkeypatch.setattr(runner, "verify_window", believing)
     with pytest.raises(BenchError, match=r"^[1-9].* different tokens"):
         list(exact(SIBLING, requests=4, tokens=12))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_mtp.bench.answer import Answer, Split
+from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Wave, measure, percentiles, summarize
 from mlx_mtp.errors import BenchError
 
@@ -23,12 +23,12 @@ class Scripted:
         return [make(0.0, [1.0, 2.0] if self.text else []) for _ in prompts]
 
 
-def make(sent, times, tokens=(), **more) -> Answer:
+def make(sent, times, tokens=(), **more) -> TimedAnswer:
     """An answer whose chunks hold one token each, unless it is said how many."""
     tokens = tuple(tokens or [1.0] * len(times))
     fields = {"sent": sent, "ended": times[-1] if times else sent + 1, "times": tuple(times)}
     fields |= {"tokens": tokens, "num_tokens": int(sum(tokens)), "split": Split.SINGLE}
-    return Answer(**fields | {"num_events": len(times)} | more)
+    return TimedAnswer(**fields | {"num_events": len(times)} | more)
 
 
 def test_all_are_asked_the_same_in_turns():

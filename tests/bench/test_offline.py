@@ -2,13 +2,13 @@
 
 import re
 
+from mlx_mtp import build
 from mlx_mtp.bench import offline
 from mlx_mtp.bench.answer import Split
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.offline import EngineSubject, engine_subject
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.cli import main as cli
-from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.bench.test_commands import table_of
@@ -26,7 +26,7 @@ class Words:
 
 
 def test_tokens_and_times_are_those_of_the_steps(ticking):
-    ticking(engine_module, offline)
+    ticking(build, offline)
     engine = FakeEngine(answer([7] * 9, sizes=(1, 3)))
     asking = Asking(max_tokens=6, temperature=0.5, ignore_eos=True)
     with EngineSubject("E", engine, Words(), asking) as measured:

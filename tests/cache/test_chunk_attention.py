@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.cache import kv
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import prefill_attention
+from mlx_mtp.kernels import attention
 
 DIM, HEADS, KV_HEADS = 32, 6, 2
 
@@ -32,8 +31,8 @@ def test_a_chunk_attends_to_the_same(start, length, block):
     queries = normal(length, HEADS, DIM, seed=7)
     expected = cache.attend(packing, queries, DIM**-0.5)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(prefill_attention, "fits", lambda _: True)
-        patched.setattr(prefill_attention, "BLOCK", block)
+        patched.setattr(attention, "attends_in_blocks", lambda _: True)
+        patched.setattr(attention, "BLOCK", block)
         found = cache.attend(packing, queries, DIM**-0.5)
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
 
@@ -59,16 +58,16 @@ def test_a_window_on_metal_is_cut_to_mlxs_fused_form(monkeypatch, heads, kv_head
     expected = cache.attend(packing, queries, dim**-0.5)
     lengths, own = [], mx.fast.scaled_dot_product_attention
 
-    def attention(part, *given, **how):
+    def by_mlx(part, *given, **how):
         lengths.append(part.shape[2])
         return own(part, *given, **how)
 
-    monkeypatch.setattr(kv, "backend", lambda: "metal")
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(attention, "backend", lambda: "metal")
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", by_mlx)
     assert cache.attend(packing, queries, dim**-0.5).shape == expected.shape
     assert lengths == [17], "of few keys"
     lengths.clear()
-    monkeypatch.setattr(kv, "_FUSED_KEYS", 300)
+    monkeypatch.setattr(attention, "_METAL_KEYS", 300)
     found = cache.attend(packing, queries, dim**-0.5)
     assert lengths == pieces
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)

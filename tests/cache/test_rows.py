@@ -12,11 +12,11 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout, most_slots, rounded_capacity
-from mlx_mtp.kernels.gdn_types import Convolution, Projected, Shape
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
 
 HEADS, DIM = 2, 4
 HK, RATIO, DK, DV = 2, 2, 32, 8
-SHAPE = Shape(HK, DK, HK * RATIO, DV)
+SHAPE = GDNShape(HK, DK, HK * RATIO, DV)
 SEEDS = st.integers(0, 2**16)
 
 
@@ -158,9 +158,9 @@ def normal(random, *shape):
     return mx.array(random.standard_normal(shape).astype(np.float32))
 
 
-def convolution(random) -> Convolution:
+def convolution(random) -> ShortConvWeights:
     shapes = (SHAPE.channels, SHAPE.conv_size, 1), (HK * RATIO,), (HK * RATIO,)
-    return Convolution(*(normal(random, *shape) for shape in shapes))
+    return ShortConvWeights(*(normal(random, *shape) for shape in shapes))
 
 
 def close(ours, true) -> None:
@@ -170,7 +170,7 @@ def close(ours, true) -> None:
 class StateRows:
     """A cache of states, and each row run alone, token by token, through a cache of its own."""
 
-    def __init__(self, random, weights: Convolution, count: int) -> None:
+    def __init__(self, random, weights: ShortConvWeights, count: int) -> None:
         self.random, self.weights = random, weights
         self.cache = GatedDeltaCache(count, SHAPE, mx.float32)
         self.alone = [GatedDeltaCache(1, SHAPE, mx.float32) for _ in range(count)]
@@ -179,7 +179,9 @@ class StateRows:
         """One window, each row keeping a random part of it, and the same tokens one by one."""
         count = len(self.alone)
         shapes = (HK, DK), (HK, DK), (HK, RATIO, DV), (HK, RATIO), (HK, RATIO)
-        projected = Projected(*(normal(self.random, count, length, *shape) for shape in shapes))
+        projected = GDNProjections(
+            *(normal(self.random, count, length, *shape) for shape in shapes)
+        )
         kept = mx.array(self.random.integers(0, length + 1, count).astype(np.int32))
         self.cache.coming = kept if known else None
         outputs = self.cache.run(projected, self.weights)
@@ -187,7 +189,7 @@ class StateRows:
             self.cache.num_kept = kept
         for row, number in enumerate(kept.tolist()):
             for t in range(number):
-                one = Projected(*(a[row : row + 1, t : t + 1] for a in projected))
+                one = GDNProjections(*(a[row : row + 1, t : t + 1] for a in projected))
                 self.alone[row].coming = mx.array([1])
                 expected = self.alone[row].run(one, self.weights)
                 close(outputs[row, t], expected[0, 0])

@@ -14,7 +14,6 @@ from mlx_mtp import build as build_module
 from mlx_mtp.build import build_engine, plan_for
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import engine as engine_module
-from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import acquire_restart
 from mlx_mtp.engine.request import Request, RequestOptions, RequestOutput
@@ -251,16 +250,16 @@ def test_what_nothing_catches_ends_all_requests_and_the_same_thread_goes_on(
 
 def test_an_end_that_was_read_but_not_told_when_the_thread_died_is_told(client, monkeypatch):
     served = client()
-    stats = EngineCore.stats
+    stats = Scheduler.stats
     ended: list[bool] = []
 
-    def broken(core: EngineCore):
-        if core.idle and not ended:
+    def broken(scheduler: Scheduler):
+        if scheduler.idle and not ended:
             ended.append(True)
             raise RuntimeError("a bug behind the step")
-        return stats(core)
+        return stats(scheduler)
 
-    monkeypatch.setattr(EngineCore, "stats", broken)
+    monkeypatch.setattr(Scheduler, "stats", broken)
     served.engine.submit(request("a", [5, 6], greedy(3, ignore_eos=True)))
     served.wait("a")
     assert isinstance(served.outputs["a"][-1].error, EngineStoppedError)

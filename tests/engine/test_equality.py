@@ -9,7 +9,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request, RequestOptions
-from mlx_mtp.kernels import prefill_attention
+from mlx_mtp.kernels import attention
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.host_sources import HostSources
 from tests.engine.cases import (
@@ -213,8 +213,8 @@ def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, n
 
 def test_a_prompt_whose_attention_is_in_blocks_of_queries(tiny_models, monkeypatch):
     """As on a GPU: tokens and the head's KV are as ever."""
-    monkeypatch.setattr(prefill_attention, "BLOCK", 48)
-    monkeypatch.setattr(prefill_attention, "fits", lambda queries: len(queries) == 1)
+    monkeypatch.setattr(attention, "BLOCK", 48)
+    monkeypatch.setattr(attention, "attends_in_blocks", lambda queries: len(queries) == 1)
     model, tokens = tiny_models["qwen3_next"], [*range(2, 90)] * 4
     requests = [request(f"r{n}", tokens[: 300 + n], greedy(24, ignore_eos=True)) for n in range(2)]
     config = EngineConfig(num_draft_tokens=3, prefill_step_size=128)

@@ -108,7 +108,7 @@ PLACES: dict[str, Patch] = {
     "the device in both": on_the_device(LoadedModel, "hidden", is_shared),
     "logits": before(LoadedModel, "logits"),
     "sampling": before(Sampler, "draw"),
-    "accept": before(runner_module, "accept"),
+    "verify_window": before(runner_module, "verify_window"),
     "propose": before(MTPDrafter, "propose"),
     "a row's first state": before(MTPDrafter, "make_state"),
     "a new cache": before(LoadedModel, "make_cache"),

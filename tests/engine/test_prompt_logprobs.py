@@ -109,18 +109,11 @@ def test_the_logits_of_few_positions_are_in_memory_at_once():
     count, size, hidden = 1024, 10_000, 16
     table, states = mx.random.normal((hidden, size)), mx.random.normal((count, hidden))
     mx.eval(table, states)
-    sequence = SimpleNamespace(request=request("r", [5], greedy(1, prompt_logprobs=TOP)))
-    chunk = SimpleNamespace(
-        following=mx.arange(count),
-        num_computed=np.array([count]),
-        lengths=np.array([count]),
-        is_last=np.array([False]),
-    )
     model = SimpleNamespace(logits=lambda hidden: hidden @ table)
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    scores = prompt_scores(model, states, chunk, [sequence], size)
+    scores = prompt_scores(model, states, mx.arange(count), [count], [count], [TOP], size)
     mx.async_eval(scores)
     assert scores.tables[0].shape == (count,)
     mx.synchronize()

@@ -60,16 +60,16 @@ def play(
         depth=Erratic(seed),
     )
     left = int(random.integers(12, 25))
-    accept = runner.accept
+    verify_window = runner.verify_window
 
     def failing(*given, **more):
         nonlocal left
         left -= 1
         if left == 0:
             raise ValueError("a bug")
-        return accept(*given, **more)
+        return verify_window(*given, **more)
 
-    monkeypatch.setattr(runner, "accept", failing)
+    monkeypatch.setattr(runner, "verify_window", failing)
     arrivals: dict[int, list[Request]] = {}
     for wanted in requests:
         arrivals.setdefault(int(random.integers(0, 40)), []).append(wanted)

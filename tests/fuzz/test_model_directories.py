@@ -28,7 +28,7 @@ def start(path: Path) -> None:
     """What `serve` does before it is ready."""
     model = load_model(resolve_model(str(path)), enable_mtp=True, lazy=True)
     tokenizer = Tokenizer.load(path)
-    model.read()
+    model.load_weights()
     engine = build_engine(model, EngineConfig(), tokenizer.vocab_size, (), check=True)
     try:
         engine.launch()

@@ -16,8 +16,8 @@ from mlx_mtp.build import plan_engine
 from mlx_mtp.cli import main as cli
 from mlx_mtp.console import size_text
 from mlx_mtp.flags import resolve
-from mlx_mtp.inspect.found import find
-from mlx_mtp.inspect.memory import demand, plan
+from mlx_mtp.inspect.found import find_model
+from mlx_mtp.inspect.memory import default_plan, memory_demand
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
@@ -109,7 +109,8 @@ def test_a_models_files_do_not_steer_the_terminal(tmp_path, capfd):
 def test_the_plan_is_that_of_serve(nbytes):
     options = resolve(argparse.Namespace(memory_limit=nbytes), cli.SERVE_FLAGS, {})
     loaded = load_model(DEMO, enable_mtp=True, lazy=True)
-    ours = plan(demand(find(None), "auto"), MemoryLimit(nbytes, "--memory-limit"))
+    demand = memory_demand(find_model(None), "auto")
+    ours = default_plan(demand, MemoryLimit(nbytes, "--memory-limit"))
     assert ours == plan_engine(loaded, options).memory
 
 
@@ -165,7 +166,7 @@ def test_the_memory_of_tokens_and_rows(run, tmp_path):
         ("per window", f" {conv_input + 4:,} with 0, {2 * (conv_input + written) + 4:,} with 1, "),
     ):
         assert words in told[label]
-    shape = demand(find(str(tmp_path)), "bfloat16").footprint
+    shape = memory_demand(find_model(str(tmp_path)), "bfloat16").footprint
     for count in (1, 16):
         assert told[f"{count} x 512"].startswith(f"{size_text(count * shape.row(512))}; ")
 
@@ -174,7 +175,7 @@ def test_the_memory_of_tokens_and_rows(run, tmp_path):
 def test_the_weights_shown_are_those_that_are_loaded(tmp_path, family):
     layout = Layout(family, stacked_experts=family == "qwen3_5_moe", dtype=mx.bfloat16)
     write_checkpoint(tmp_path, layout)
-    shown = demand(find(str(tmp_path)), "auto")
+    shown = memory_demand(find_model(str(tmp_path)), "auto")
     loaded = load_model(tmp_path, enable_mtp=True)
     parameters = [value for _, value in tree_flatten(loaded.model.parameters())]
     weights = shown.footprint.weights + shown.footprint.head
@@ -186,7 +187,7 @@ def test_no_weights_are_read_also_in_another_machines_type():
     """A mixture of experts in bfloat16, which no CPU computes."""
     gc.collect()  # What earlier tests left would be freed in between, and hide them.
     before = mx.get_active_memory()
-    shown = demand(find(None), "bfloat16")
+    shown = memory_demand(find_model(None), "bfloat16")
     assert mx.get_active_memory() - before < 1_000_000
     assert shown.dtype == mx.bfloat16
     weights = shown.footprint.weights + shown.footprint.head

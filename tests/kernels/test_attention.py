@@ -7,9 +7,11 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention_plan
-from mlx_mtp.kernels.cuda import decode_attention
-from mlx_mtp.selftest.kernels import check_attention
+from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.cases import KernelCase
+from mlx_mtp.kernels.cuda import attention_plan, decode_attention
+from mlx_mtp.selftest.kernels import check_cases
+from tests.kernels.conftest import forget_kernels
 
 BF16, F16 = mx.bfloat16, mx.float16
 # Query heads, KV heads, dimension, type.
@@ -34,30 +36,34 @@ def normal(*shape, seed=0, dtype=BF16):
 def test_it_is_exact_and_a_position_does_not_depend_on_others(heads, kv_heads, dim, dtype, caplog):
     """Windows of several lengths at the borders of pieces, of rows in one to five buffers."""
     queries, kv = normal(1, heads, dim, dtype=dtype), normal(2 * kv_heads, dim, dtype=dtype)
-    assert decode_attention.fits(queries, kv, kv_heads, decode_attention.LONGEST, dim**-0.5), (
-        caplog.text
-    )
-    assert not decode_attention.fits(queries, kv, kv_heads, decode_attention.LONGEST + 1, dim**-0.5)
+    longest, scale = gpu.LONGEST_WINDOW, dim**-0.5
+    assert decode_attention.fits(queries, kv, kv_heads, longest, scale), caplog.text
+    assert not decode_attention.fits(queries, kv, kv_heads, longest + 1, scale)
     assert not decode_attention.fits(queries, kv, kv_heads, 1, 1.0)
-    assert not decode_attention.fits(queries.astype(mx.float32), kv, kv_heads, 1, dim**-0.5)
+    assert not decode_attention.fits(queries.astype(mx.float32), kv, kv_heads, 1, scale)
 
 
 @pytest.mark.full
 def test_the_self_test_shows_it(monkeypatch):
-    found = check_attention("small", 4, 1, 128)
-    assert found.ok and 0 < found.difference < decode_attention.TOLERANCE
-    assert not check_attention("tiny", 4, 1, 32).applies
+    def check(*heads):
+        (found,) = check_cases(
+            "small", [KernelCase(decode_attention.WINDOW_ATTENTION, heads, BF16)]
+        )
+        return found
+
+    found = check(4, 1, 128)
+    assert found.ok and 0 < found.difference < gpu.TOLERANCE
+    assert not check(4, 1, 32).applies
     monkeypatch.setattr(
         decode_attention, "_ADD", decode_attention._ADD.replace("out / total", "out")
     )
-    decode_attention._kernel.cache_clear()
-    decode_attention._launchers.cache_clear()
-    assert not check_attention("small", 4, 1, 128).ok
+    forget_kernels()
+    assert not check(4, 1, 128).ok
 
 
 def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
     """Through the cache, beside mlx's own: a row that keeps nothing, and one that is far longer."""
-    monkeypatch.setattr(decode_attention, "_works", lambda *_: True)
+    monkeypatch.setattr(decode_attention.WINDOW_ATTENTION, "_is_right", lambda *_: True)
     monkeypatch.setattr(attention_plan, "BUFFERS", (1, 2))
     lengths = [2, 0, 1, 17, 1, 1, 3]
     starts = [254, 3, 700, 239, 0, 1100, 511]
@@ -76,21 +82,3 @@ def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
     assert found.shape == true.shape and found.dtype == true.dtype
     found, true = (np.array(a.astype(mx.float32)) for a in (found, true))
     np.testing.assert_allclose(found, true, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("lane + 32 * i <= own ?", "lane + 32 * i < own ?"),
-        pytest.param("(stats[2 * from] - most) * SCALE", "0.0f", marks=pytest.mark.full),
-        pytest.param("int end = pos", "int end = pos[0] + pos", marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.full
-def test_a_wrong_body_is_found_and_not_used(spoil, caplog, right, wrong):
-    spoil(
-        decode_attention, "_PIECES" if right in decode_attention._PIECES else "_ADD", right, wrong
-    )
-    queries, kv = normal(1, 4, 128), normal(2, 128)
-    assert not decode_attention.fits(queries, kv, 1, 1, 128**-0.5)
-    assert "slower code is used" in caplog.text

@@ -10,13 +10,16 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.cuda import skinny_gemm
+from mlx_mtp.kernels import gpu, skinny_gemm
+from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
-from mlx_mtp.models import skinny_gemm as layers
+from mlx_mtp.models.gemm import measure
+from mlx_mtp.models.gemm.routes import BY_MLX, Routes, project, routes_of, set_routes, with_routes
+from tests.kernels import gemms
+from tests.kernels.conftest import forget_kernels
 
 BF16, F16 = mx.bfloat16, mx.float16
-REAL = layers._is_worth_it
+REAL = measure._is_worth_it
 
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
@@ -24,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("matrix_units")
 
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch):
-    monkeypatch.setattr(layers, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(measure, "_choose_expansion", lambda *_: None)  # takes long here
 
 
 AFFINE4, AFFINE8 = Format("affine", 4, 64), Format("affine", 8, 64)
@@ -69,21 +73,21 @@ def near(ours, true, lost=2e-4):
 def test_a_row_has_the_same_bits_whatever_is_beside_it(form, dtype):
     inputs = 1280 if form == AFFINE4 else 512
     weight = weight_of(linear(inputs, 32, form, seed=inputs + form.bits, dtype=dtype))
-    if not skinny_gemm.fits(weight, dtype):
+    if not cuda_gemm.applies(weight, dtype):
         assert dtype == F16 and form in (MX4, MX8, NV4)
         return
     x = mx.random.normal((19, inputs), key=mx.random.key(1)).astype(dtype)
     other = weight_of(linear(inputs, 17, form, seed=9, dtype=dtype))  # One more than a block has.
     both = [weight, other, weight]
-    most = skinny_gemm.products(x, both)
+    most = gemms.products(x, both)
     for found, each in zip(most, both, strict=True):
         near(found, exact(x, each))
-    gated = skinny_gemm.gate_and_up(x, weight, weight)
+    gated = gemms.gate_and_up(x, weight, weight)
     up = exact(x, weight)
     near(gated, up / (1 + np.exp(-up)) * up)
     for rows in (slice(0, 1), slice(3, 11), slice(18, 19), slice(2, 18)):
-        assert mx.array_equal(skinny_gemm.products(x[rows], both)[0], most[0][rows])
-        assert mx.array_equal(skinny_gemm.gate_and_up(x[rows], weight, weight), gated[rows])
+        assert mx.array_equal(gemms.products(x[rows], both)[0], most[0][rows])
+        assert mx.array_equal(gemms.gate_and_up(x[rows], weight, weight), gated[rows])
 
 
 @pytest.mark.parametrize("form", [MX4, MX8])
@@ -97,7 +101,7 @@ def test_scales_far_from_one(form):
     for scale in (100, 127, 150):
         layer.scales = mx.full(layer.scales.shape, scale, dtype=mx.uint8)
         weight, x = weight_of(layer), mx.eye(256)[:64].astype(BF16)
-        (found,) = skinny_gemm.products(x, [weight])
+        (found,) = gemms.products(x, [weight])
         np.testing.assert_array_equal(np.array(found.astype(mx.float32)), exact(x, weight))
 
 
@@ -106,7 +110,7 @@ def test_scales_far_from_one(form):
 )
 def test_experts(form, many, monkeypatch):
     """Experts of no pair, of one, and of more pairs than a block takes; and each pair alone."""
-    monkeypatch.setattr(skinny_gemm, "_MANY_PAIRS", many)  # which have blocks of several experts
+    monkeypatch.setattr(cuda_gemm, "_MANY_PAIRS", many)  # which have blocks of several experts
     block = SwitchGLU(256, 512, 5)
     for name, inner in (("gate_proj", 256), ("up_proj", 256), ("down_proj", 512)):
         each = [linear(inner, 768 - inner, form, seed) for seed in range(5)]
@@ -116,7 +120,7 @@ def test_experts(form, many, monkeypatch):
             block[name][part] = mx.stack([layer[part] for layer in each])
     x = mx.random.normal((11, 256), key=mx.random.key(2)).astype(BF16)
     indices = mx.array([[3, 1]] * 9 + [[1, 4], [0, 3]])
-    block.__class__, block.served = layers.FewRowsExperts, range(1, 20)
+    set_routes(block, Routes(kernel=range(1, 20)))
     found = block(x, indices)
     whole = [weight_of(block[name]) for name in ("gate_proj", "up_proj", "down_proj")]
     for row, chosen in enumerate(indices.tolist()):
@@ -133,25 +137,24 @@ def test_experts(form, many, monkeypatch):
 
 @pytest.mark.parametrize(("shared", "joins"), [(512, True), (256, False)])
 def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplog):
-    monkeypatch.setattr(layers, "_COMPARED", (13,))  # as more take too long here
+    monkeypatch.setattr(measure, "_COMPARED", (13,))  # as more take too long here
     sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
     args = SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=shared)
     block = Qwen3NextSparseMoeBlock(args)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    assert layers.use_few_rows(block, BF16)
-    assert type(block.gate) is layers.FewRowsLinear, "also of a feature count that is not 16's"
-    assert (type(block) is layers.FewRowsMixture) == joins
+    assert measure.choose_routes(block, BF16)
+    assert 1 in routes_of(block.gate).kernel, "also of a feature count that is not 16's"
+    assert block.joins_shared == joins
     assert "WARNING" not in caplog.text
 
     monkeypatch.setattr(
         skinny_gemm, "_SHARED", skinny_gemm._SHARED.replace("b_at = bI", "b_at = sI")
     )
-    skinny_gemm._kernel.cache_clear()
-    block.__class__ = Qwen3NextSparseMoeBlock
+    forget_kernels()
     if joins:
-        assert not layers._joins(block, BF16)
+        assert not measure._joins(block, BF16)
         assert "other results" in caplog.text
 
 
@@ -176,61 +179,54 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
             for name in ("gate_proj", "up_proj", "down_proj"):
                 self.mlp[name] = linear(256, 256, AFFINE4, 5)
 
-    kinds = [layers.FewRowsLinear] * 4 + [layers.FewRowsPlainLinear]
     model = Model()
-    before = [type(layer) for layer in model.others]
-    assert layers.use_few_rows(model, BF16)
-    assert [type(layer) for layer in model.ours] == kinds
-    assert type(model.mlp) is layers.FewRowsMLP
+    assert measure.choose_routes(model, BF16)
+    assert all(1 in routes_of(layer).kernel for layer in [*model.ours, model.mlp])
     assert "WARNING" not in caplog.text
-    assert before == [nn.QuantizedLinear] * 3 + [nn.Linear]
+    assert [type(layer) for layer in model.others] == [nn.QuantizedLinear] * 3 + [nn.Linear]
     for layer in model.ours:
         weight = weight_of(layer)
         ones = mx.ones((1, weight.inputs), dtype=BF16)
         near(layer(ones[None])[0], exact(ones, weight))
         many = mx.ones((gpu.MOST_ROWS + 1, weight.inputs), dtype=BF16)
-        assert mx.array_equal(layer(many), layers.REPLACED[type(layer)].__call__(layer, many))
-    mixed = layers.project(ones, *model.ours[:2], *model.ours[3:])
+        assert mx.array_equal(layer(many), with_routes(layer, BY_MLX)(many))
+    mixed = project(ones, *model.ours[:2], *model.ours[3:])
     assert all(mx.array_equal(a, layer(ones)) for a, layer in zip(mixed, model.ours[:2]))
 
-    monkeypatch.setattr(
-        skinny_gemm, "_BODY", skinny_gemm._BODY.replace("-17 * BASE : -BASE", "0 : 0")
-    )
-    skinny_gemm._kernel.cache_clear()
+    monkeypatch.setattr(cuda_gemm, "_BODY", cuda_gemm._BODY.replace("-17 * BASE : -BASE", "0 : 0"))
+    forget_kernels()
     model = Model()
-    assert layers.use_few_rows(model, BF16), "those that are not affine"
+    assert measure.choose_routes(model, BF16), "those that are not affine"
     assert [type(layer) for layer in model.ours[:3]] == [nn.QuantizedLinear] * 3
     assert "not used" in caplog.text
 
 
-@pytest.mark.parametrize(("where", "most"), [("cuda", skinny_gemm.WORTH), ("metal", 1)])
+@pytest.mark.parametrize(("where", "most"), [("cuda", cuda_gemm.WORTH), ("metal", 1)])
 def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
     """Rows that don't depend on each other may take somewhat longer, shared reads not.
 
     Small weights on CUDA are always ours: they share a launch with others.
     """
-    monkeypatch.setattr(layers, "SMALL", 0)
-    clock, took, ours = [0.0], {nn.QuantizedLinear: 1.0}, layers.FewRowsLinear
+    monkeypatch.setattr(measure, "SMALL", 0)
+    clock, factor = [0.0], 1.0
     monkeypatch.setattr(gpu, "backend", lambda: where)
 
-    def apply(module, x):
-        clock[0] += took[type(module)]
+    def product(module, x):
+        clock[0] += most * factor if routes_of(module).kernel else 1.0
         return x
 
-    monkeypatch.setattr(layers, "apply", apply)
-    monkeypatch.setattr(layers, "_problem", lambda *_: None)
-    monkeypatch.setattr(layers, "_class_for", lambda *_: ours)
-    monkeypatch.setattr(layers, "_is_worth_it", REAL)
+    monkeypatch.setattr(measure, "product", product)
+    monkeypatch.setattr(measure, "_problem", lambda *_: None)
+    monkeypatch.setattr(measure, "_is_worth_it", REAL)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    for factor, kind in ((0.99, ours), (1.01, nn.QuantizedLinear)):
-        took[ours] = most * factor
+    for factor in (0.99, 1.01):
         layer = linear(256, 32, AFFINE4, 0)
-        assert layers.use_few_rows(layer, BF16) == (kind is ours)
-        assert type(layer) is kind
-        monkeypatch.setattr(layers, "SMALL", 1 << 20)
+        assert measure.choose_routes(layer, BF16) == (factor < 1)
+        assert (type(layer) is nn.QuantizedLinear) == (factor > 1)
+        monkeypatch.setattr(measure, "SMALL", 1 << 20)
         small = linear(256, 32, AFFINE4, 0)
-        assert layers.use_few_rows(small, BF16) == (kind is ours or where == "cuda")
-        monkeypatch.setattr(layers, "SMALL", 0)
+        assert measure.choose_routes(small, BF16) == (factor < 1 or where == "cuda")
+        monkeypatch.setattr(measure, "SMALL", 0)
     assert "WARNING" not in caplog.text
 
 
@@ -238,22 +234,22 @@ def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
 @pytest.mark.parametrize("is_large", [False, True])
 def test_an_embedding_that_is_lm_head(form, is_large, monkeypatch):
     if is_large:
-        monkeypatch.setattr(skinny_gemm, "_MANY_FEATURES", 40)
-    inputs = 256 * (skinny_gemm._THEIR_WARPS + 1)  # a warp has two chunks, if there are so many
+        monkeypatch.setattr(cuda_gemm, "_MANY_FEATURES", 40)
+    inputs = 256 * (cuda_gemm._THEIR_WARPS + 1)  # a warp has two chunks, if there are so many
     model = nn.Module()
     model.embed_tokens = nn.Embedding(40, inputs)
     model.embed_tokens.set_dtype(BF16)
     if form.bits < 16:
         model.embed_tokens = model.embed_tokens.to_quantized(64, form.bits)
     theirs, x = type(model.embed_tokens), mx.random.normal((9, inputs)).astype(BF16)
-    assert layers.use_few_rows(model, BF16)
+    assert measure.choose_routes(model, BF16)
     own = model.embed_tokens
-    assert layers.REPLACED[type(own)] is theirs
+    assert 1 in routes_of(own).kernel
     near(own.as_linear(x), exact(x, weight_of(own)))
     assert mx.array_equal(own.as_linear(x[:1]), own.as_linear(x)[:1])
     assert mx.array_equal(own(mx.array([3])), theirs.__call__(own, mx.array([3])))
 
     model.embed_tokens.__class__ = theirs
     model.lm_head = linear(inputs, 40, form, 0)
-    assert layers.use_few_rows(model, BF16)
+    assert measure.choose_routes(model, BF16)
     assert type(model.embed_tokens) is theirs, "it is only looked up"

@@ -10,13 +10,25 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
-from mlx_mtp.kernels.metal import skinny_gemm as kernels
-from mlx_mtp.models import skinny_gemm
+from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
+from mlx_mtp.models.gemm import measure, routes
+from mlx_mtp.models.gemm.routes import BY_MLX, routes_of, with_routes
 from mlx_mtp.selftest import products
+from tests.kernels import gemms
+from tests.kernels.conftest import forget_kernels
 from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
 
 ODD = [Format("affine", *each) for each in [(2, 64), (3, 32), (5, 64), (6, 64), (4, 128)]] + [MX4]
 BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
+
+
+@pytest.fixture(autouse=True)
+def metal_body(monkeypatch):
+    """On CUDA too."""
+    for module in (routes, measure, gemms):
+        monkeypatch.setattr(module, "skinny_kernel", lambda: metal_gemm)
+
+
 on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
 on_both = pytest.mark.parametrize(
     "emulated", ["metal", pytest.param("cuda", marks=pytest.mark.full)], indirect=True
@@ -41,21 +53,21 @@ def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
     gate, up = exact(x, weight), exact(x, other)
     gated = gate / (1 + np.exp(-gate)) * up
     for most, some in BANDS:
-        found, found_other = kernels.products(x[most], [weight, other])
+        found, found_other = gemms.products(x[most], [weight, other])
         near(found, gate[most])
         near(found_other, up[most])
-        both = kernels.gate_and_up(x[most], weight, other)
+        both = gemms.gate_and_up(x[most], weight, other)
         near(both, gated[most])
-        assert mx.array_equal(kernels.products(x[some], [weight])[0], found[some])
-        assert mx.array_equal(kernels.gate_and_up(x[some], weight, other), both[some])
+        assert mx.array_equal(gemms.products(x[some], [weight])[0], found[some])
+        assert mx.array_equal(gemms.gate_and_up(x[some], weight, other), both[some])
 
 
 @on_both
 def test_many_features_have_wider_warps(emulated, monkeypatch):
-    monkeypatch.setattr(kernels, "_WIDE", 64)
+    monkeypatch.setattr(metal_gemm, "_WIDE", 64)
     weight = weight_of(linear(128, 70, AFFINE4, seed=0))
     x = mx.random.normal((9, 128), key=mx.random.key(1)).astype(BF16)
-    near(kernels.products(x, [weight])[0], exact(x, weight))
+    near(gemms.products(x, [weight])[0], exact(x, weight))
 
 
 @on_both
@@ -75,7 +87,7 @@ def test_pairs_are_computed_by_their_experts(emulated):
     order = mx.array([1, 0, 2, 4, 6, 8, 3, 5, 7, 9], dtype=mx.int32)
     x = mx.random.normal((5, 128), key=mx.random.key(2)).astype(BF16)
     for parts in (1, 2):
-        found = kernels.experts(x, routed[:parts], shared[:parts], chosen, order)
+        found = gemms.experts(x, routed[:parts], shared[:parts], chosen, order)
         for place, expert in zip(order.tolist(), chosen.tolist(), strict=True):
             gate, *ups = (exact(x[place // 2][None], weight_of(each[expert])) for each in layers)
             true = gate / (1 + np.exp(-gate)) * ups[0] if parts == 2 else gate
@@ -94,19 +106,19 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         return found
 
     def layer(*worth):
-        monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *given: given[-1] in worth)
+        monkeypatch.setattr(measure, "_is_worth_it", lambda *given: given[-1] in worth)
         layer = linear(256, 32, AFFINE4, seed=0)
-        skinny_gemm.use_few_rows(layer, BF16)
+        measure.choose_routes(layer, BF16)
         return layer
 
     for worth, ours in [((4, 16), range(2, 17)), ((4,), range(2, 5)), ((16,), range(5, 17))]:
         used = layer(*worth)
-        assert type(used) is skinny_gemm.FewRowsLinear
+        assert routes_of(used).kernel == ours
         for rows in (1, 2, 4, 5, 16, 17):
             x = mx.random.normal((1, rows, 256), key=mx.random.key(rows)).astype(BF16)
             if rows in ours:
                 near(used(x)[0], exact(x[0], weight_of(used)))
-            plain = nn.QuantizedLinear.__call__(used, x)
+            plain = with_routes(used, BY_MLX)(x)
             assert mx.array_equal(used(x), plain).item() != (rows in ours)
     assert "WARNING" not in caplog.text
     unused = layer()
@@ -120,11 +132,11 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         ("_MATRICES", "values[n][8 + i]", "values[n][i]", range(2, 5)),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(kernels, name, getattr(kernels, name).replace(right, wrong))
-            kernels._kernel.cache_clear()
-            assert (found := layer(4, 16)).served == left
+            patch.setattr(metal_gemm, name, getattr(metal_gemm, name).replace(right, wrong))
+            forget_kernels()
+            assert routes_of(found := layer(4, 16)).kernel == left
             assert "it is off by" in measured(found).problem
-        kernels._kernel.cache_clear()
+        forget_kernels()
         assert "it is off by" in caplog.text
         caplog.clear()
 
@@ -132,8 +144,8 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
 @on_metal
 @pytest.mark.parametrize(("worth", "rows"), [((4, 16, 32), 6), ((4,), 4)])
 def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "_MOST_TOKENS", 6)  # as more take too long here
-    monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *given: given[-1] in worth)
+    monkeypatch.setattr(metal_gemm, "_MOST_TOKENS", 6)  # as more take too long here
+    monkeypatch.setattr(measure, "_is_worth_it", lambda *given: given[-1] in worth)
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
     block = Qwen3NextSparseMoeBlock(
@@ -141,15 +153,15 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
     )
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    assert skinny_gemm.use_few_rows(block, BF16)
-    assert type(block) is skinny_gemm.FewRowsMixture
-    assert block.switch_mlp.served == range(1, 7 if 32 in worth else 5)
-    assert block.shared_expert.served == range(2, 17 if 16 in worth else 5)
+    assert measure.choose_routes(block, BF16)
+    assert block.joins_shared
+    assert routes_of(block.switch_mlp).kernel == range(1, 7 if 32 in worth else 5)
+    assert routes_of(block.shared_expert).kernel == range(2, 17 if 16 in worth else 5)
     x = mx.random.normal((rows, 128), key=mx.random.key(0)).astype(BF16)
     chosen = mx.array([[0, 1], [1, 2]] * (rows // 2))
     for layer, *rest in ((block.switch_mlp, chosen), (block.shared_expert,)):
         found = layer(x, *rest).astype(mx.float32)
-        true = skinny_gemm._in_float32(layer)(x.astype(mx.float32), *rest)
+        true = measure._in_float32(layer)(x.astype(mx.float32), *rest)
         assert mx.abs(found - true).max() < 0.02 * mx.abs(true).max()
     assert "WARNING" not in caplog.text
 
@@ -166,13 +178,13 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
 )
 def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, caplog):
     """Neither of few tokens nor of many, nor with a block that goes on into another expert."""
-    monkeypatch.setattr(skinny_gemm, "_is_worth_it", lambda *_: True)
-    spoil(kernels, "_PAIRS", right, wrong)
+    monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
+    spoil(metal_gemm, "_PAIRS", right, wrong)
     block = SwitchGLU(128, 64, 9)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    skinny_gemm.use_few_rows(block, BF16)
-    assert type(block) is SwitchGLU and not block.served
+    measure.choose_routes(block, BF16)
+    assert type(block) is SwitchGLU
     assert "not used" in caplog.text
 
 
@@ -182,36 +194,38 @@ def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
     emulated, rows, fails, monkeypatch, caplog
 ):
     """That which is timed, or the largest; without a number only the timing may fail."""
-    run, times = kernels.experts, iter(range(99))
+    run, times = metal_gemm.run_kernel, iter(range(99))
 
-    def experts(x, weights, shared, chosen, order):
-        found = run(x, weights, shared, chosen, order)
-        if rows is None or len(chosen) != 2 * rows:
-            return found
+    def experts(gemm):
+        if rows is None or gemm.rows != 2 * rows:
+            return run(gemm)
         if fails:
             raise RuntimeError("no memory")
-        return found * 1.1
+        return [1.1 * each for each in run(gemm)]
 
     def timed(call, _):
         if fails and rows is None:
             raise RuntimeError("no memory")
         return None, next(times)
 
-    monkeypatch.setattr(kernels, "experts", experts)
-    monkeypatch.setattr(skinny_gemm, "timed", timed)
+    monkeypatch.setattr(metal_gemm, "run_kernel", experts)
+    monkeypatch.setattr(measure, "timed", timed)
     block = SwitchGLU(64, 64, 3)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
-    skinny_gemm.use_few_rows(block, BF16)
+    measure.choose_routes(block, BF16)
     sound = range(0) if fails else range(1, 65)
     used = sound if rows is None else range(1, 5)
-    assert block.served == used and (type(block) is skinny_gemm.FewRowsExperts) == bool(used)
+    assert routes_of(block).kernel == used and (type(block) is SwitchGLU) == (not used)
     fault = "no memory" if fails else f"at {rows} rows"
     assert (fault in caplog.text) == (used != range(1, 65))
 
 
 @on_both
 def test_what_does_not_fit(emulated):
-    fits = {form: kernels.fits(weight_of(linear(128, 8, form, 0)), BF16) for form in (AFFINE8, MX8)}
+    fits = {
+        form: metal_gemm.applies(weight_of(linear(128, 8, form, 0)), BF16)
+        for form in (AFFINE8, MX8)
+    }
     assert all(fits.values()) == (emulated == "metal")
-    assert not kernels.fits(weight_of(linear(96, 8, Format("affine", 4, 32), 0)), BF16)
+    assert not metal_gemm.applies(weight_of(linear(96, 8, Format("affine", 4, 32), 0)), BF16)

@@ -7,8 +7,10 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels.cuda import flash_attention, mma
-from mlx_mtp.selftest.kernels import check_chunk_attention
+from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.cases import KernelCase
+from mlx_mtp.kernels.cuda import flash_attention
+from mlx_mtp.selftest.kernels import check_cases
 
 DIM, BF16, F16 = flash_attention.DIM, mx.bfloat16, mx.float16
 
@@ -37,13 +39,13 @@ def test_it_is_exact_and_a_query_does_not_depend_on_the_cut(heads, kv_heads, dty
 @pytest.mark.parametrize("block", [16, 32])
 def test_blocks_of_other_sizes(monkeypatch, block):
     monkeypatch.setattr(flash_attention, "BLOCK", block)
-    assert 0 < flash_attention.error(2, 1, BF16) < flash_attention.TOLERANCE
+    assert 0 < flash_attention.FLASH_ATTENTION.error((2, 1, DIM), BF16) < gpu.TOLERANCE
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 129), (190, 130), (511, 128)])
 def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, length):
     """Queries are a view, and what lies behind the last position changes no bit."""
-    monkeypatch.setattr(flash_attention, "_works", lambda *_: True)
+    monkeypatch.setattr(flash_attention.FLASH_ATTENTION, "_is_right", lambda *_: True)
     layout, cache = Layout(1), RaggedKVCache()
     layout.arrange([start + length], [start + length])
     packing = Packing(layout, mx.array([start], dtype=mx.int32), [length])
@@ -78,41 +80,8 @@ def test_the_largest_score_comes_last_and_first():
 
 
 def test_the_self_test_shows_it():
-    found = check_chunk_attention("small", 2, 1, DIM)
-    assert found.ok and 0 < found.difference < flash_attention.TOLERANCE
-    assert not check_chunk_attention("tiny", 2, 1, 128).applies
-
-
-@pytest.mark.parametrize(
-    ("where", "right", "wrong"),
-    [
-        (flash_attention, "i % 2 > first", "i % 2 >= first"),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in [
-                (flash_attention, "(lane ^ warp) % 8", "lane % 8"),
-                (flash_attention, "BLOCK * 128, 1024", "1024, BLOCK * 128"),
-                (flash_attention, "(long long)min(first + 8 * i + warp, last)", "0"),
-                (flash_attention, "o[i] *= factor", "o[i] *= 1.0f + 0.0f * factor"),
-                (flash_attention, "block % 3", "block % 2"),
-                (
-                    flash_attention,
-                    "if (block + 2 < blocks) load_keys(block + 2)",
-                    "load_keys(block + 1)",
-                ),
-                (flash_attention, "meet();\n      if", "if"),
-                (flash_attention, "wait_products<1>", "wait_products<2>"),
-                (flash_attention, "wait<0>(), publish()", "wait<1>(), publish()"),
-                (mma, "1u << 30", "1u << 31"),
-                (mma, "down >> 4", "down >> 3"),
-            ]
-        ),
-    ],
-)
-def test_a_wrong_body_is_found_and_not_used(spoil, caplog, where, right, wrong):
-    name = next(n for n in ("_BODY", "_LOAD", "MATRIX") if right in getattr(where, n, ""))
-    spoil(where, name, right, wrong)
-    assert not flash_attention.fits(
-        normal(1, flash_attention.LEAST, 2, DIM), normal(1, 1, 1, DIM), DIM**-0.5
-    )
-    assert "slower code is used" in caplog.text
+    operation = flash_attention.FLASH_ATTENTION
+    small, tiny = (KernelCase(operation, (2, 1, dim), BF16) for dim in (DIM, 128))
+    found, other = check_cases("small", [small, tiny])
+    assert found.ok and 0 < found.difference < gpu.TOLERANCE
+    assert not other.applies

@@ -9,17 +9,18 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.distributed import World
 from mlx_mtp.kernels import gpu, norms, topk
+from mlx_mtp.kernels.cases import layer_cases
 from mlx_mtp.kernels.topk import Router
 from mlx_mtp.models import moe
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.selftest import kernels
+from mlx_mtp.selftest.kernels import check_cases
 from tests.tiny_models import Layout, write_checkpoint
 
-ROTATED = norms.Shape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
+ROTATED = norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
 SHAPES = [
-    (norms.ADD_NORM, norms.Shape(1056, 1e-6)),  # more than its warps do at once
-    (norms.MIX_NORM, norms.Shape(96, 1e-5, chosen=3)),
-    (norms.GATED_NORM, norms.Shape(64, 1e-6, 6, ratio=3)),
+    (norms.ADD_NORM, norms.NormShape(1056, 1e-6)),  # more than its warps do at once
+    (norms.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3)),
+    (norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3)),
     (norms.ROTATE, ROTATED),
 ]
 
@@ -27,7 +28,7 @@ SHAPES = [
 @pytest.mark.parametrize(("operation", "shape"), SHAPES, ids=lambda each: getattr(each, "name", ""))
 def test_norms(emulated, operation, shape, caplog):
     """Each agrees in both types, and a row's result does not depend on the others."""
-    assert operation.fits(shape, mx.float32) and operation.fits(shape, mx.bfloat16), caplog.text
+    assert operation.works(shape, mx.float32) and operation.works(shape, mx.bfloat16), caplog.text
     draw = np.random.default_rng(1)
     inputs = [
         mx.array(draw.standard_normal(size, dtype=np.float32) * (7 if name == "positions" else 1))
@@ -41,21 +42,21 @@ def test_norms(emulated, operation, shape, caplog):
             yield a if axis is None else mx.split(a, 3, axis=axis)[row]
 
     alone = operation.sizes(shape, 1)
-    together = operation.launch(shape, *inputs)
+    together = operation.by_kernel(shape, *inputs)
     for row in range(3):
-        found = operation.launch(shape, *of_row(inputs, alone[0], row))
+        found = operation.by_kernel(shape, *of_row(inputs, alone[0], row))
         for a, b in zip(found, of_row(together, alone[1], row), strict=True):
             assert mx.array_equal(a, b)
 
 
 def test_a_sum_in_float32_is_rounded_once(emulated):
     """The residual stream of a prompt's mixture, to which the shared expert has been added."""
-    shape = norms.Shape(64, 1e-6, chosen=2)
+    shape = norms.NormShape(64, 1e-6, chosen=2)
     x, weights = (mx.random.normal(size, key=mx.random.key(0)) for size in ((3, 64), (3, 2)))
     experts, weight = (mx.random.normal((n, 64), key=mx.random.key(n)) for n in (6, 1))
     inputs = 100 * x, experts.astype(mx.bfloat16), weights, weight[0].astype(mx.bfloat16)
     exact = inputs[0] + norms.add_up(inputs[1].astype(mx.float32), weights)
-    for compute in (norms.MIX_NORM.launch, norms.MIX_NORM.portable):
+    for compute in (norms.MIX_NORM.by_kernel, norms.MIX_NORM.portable):
         residual, normed = compute(shape, *inputs)
         assert residual.dtype == normed.dtype == mx.bfloat16
         error = mx.abs(residual.astype(mx.float32) - exact)
@@ -80,42 +81,19 @@ def test_only_queries_or_entries(emulated):
 def test_router(emulated, normalize):
     """Rows up to all that a launch takes, equal logits among them."""
     kind = Router(64, 5, normalize)
-    assert topk.fits(kind, mx.float32) and topk.fits(kind, mx.bfloat16)
+    assert topk.ROUTER.works(kind, mx.float32) and topk.ROUTER.works(kind, mx.bfloat16)
     draw = np.random.default_rng(2)
     most = topk.MOST_PAIRS // 6
     logits = mx.array(draw.integers(-40, 40, (most, 64)).astype(np.float32) / 4)
     gate = mx.contiguous(logits[:, :1])
     for rows in (1, 3, gpu.MOST_ROWS + 6, most):
         inputs = logits[:rows], gate[:rows]
-        found, true = topk.launch(*inputs, kind), topk.portable(*inputs, kind)
+        found, true = topk.run_kernel(*inputs, kind), topk.portable(*inputs, kind)
         for ours, theirs in zip(found, true, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    assert mx.array_equal(found.weights[:3], topk.launch(logits[:3], gate[:3], kind).weights)
+    assert mx.array_equal(found.weights[:3], topk.run_kernel(logits[:3], gate[:3], kind).weights)
     for ours, theirs in zip(topk.choose(logits, gate, kind), found):
         assert mx.array_equal(ours, theirs), "of a prompt, whose pairs are not sorted"
-
-
-def test_a_wrong_choice_of_a_prompt_is_found(emulated, spoil, caplog):
-    """It is a kernel of its own: a step's is one group."""
-    spoil(topk.KERNEL, "body", "row = grid_x * warps + warp", "row = warp")
-    assert not topk.fits(Router(64, 5, True), mx.float32)
-    assert "slower code is used" in caplog.text
-
-
-@pytest.mark.parametrize("of_step", [False, True])
-def test_a_wrong_norm_of_a_prompt_is_found(emulated, spoil, caplog, of_step):
-    """It has fewer warps a row, also where it is compared within a step."""
-    wrong = "squares / (WARPS == 8 ? 1 : DIM)"
-    spoil(norms.ADD_NORM.kernel, "body", "squares / DIM", wrong)
-    with gpu.step(of_step):
-        assert not norms.ADD_NORM.fits(norms.Shape(288, 1e-6), mx.float32)
-    assert "slower code is used" in caplog.text
-
-
-@pytest.mark.parametrize("wrong", ["grid_x * v_strides[0]", "(own - KEYS) * v_strides[1]"])
-def test_wrong_values_are_found(emulated, spoil, wrong):
-    spoil(norms.ROTATE.kernel, "body", wrong, "0")
-    assert not norms.ROTATE.fits(ROTATED, mx.float32)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -140,14 +118,14 @@ def test_a_mixture(emulated, monkeypatch, ranks):
     np.testing.assert_allclose(of_prompt, found, atol=1e-5)
     none = moe.add_mlp(x[:0], normed[:0], block, weight, 1e-6)
     assert [each.shape for each in none] == [(0, 64)] * 2
-    for kernel in (topk.KERNEL, (norms.MIX_NORM if ranks == 1 else norms.ADD_NORM).kernel):
-        assert kernel._works and all(kernel._works.values()), "by the kernel"
+    for operation in (topk.ROUTER, norms.MIX_NORM if ranks == 1 else norms.ADD_NORM):
+        assert operation._works and all(operation._works.values()), "by the kernel"
 
 
 def test_the_self_test_compares_them(emulated, tmp_path):
     write_checkpoint(tmp_path, Layout("qwen3_next", seed=1))
     model = load_model(tmp_path, enable_mtp=True)
-    checks = [kernels._check("tiny", model.dtype, case) for case in kernels._fused_cases(model)]
+    checks = check_cases("tiny", layer_cases(model.causal_lm.args, model.dtype))
     assert all(check.ok for check in checks), checks
     ours = {check.name: check.applies for check in checks}
     assert len(checks) == 6, "sums of a step and of a prompt"

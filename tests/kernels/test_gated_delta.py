@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from mlx_mtp.kernels import portable
-from mlx_mtp.kernels.gated_delta import fold, run
-from mlx_mtp.kernels.gdn_types import Shape, Window
-from mlx_mtp.kernels.self_check import Cases
-from mlx_mtp.kernels.short_conv import prepare
+from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
+from mlx_mtp.kernels.recurrence import fold, run
+from mlx_mtp.kernels.self_check import RandomInputs
+from mlx_mtp.kernels.short_conv import convolve
 
 
-def written_out(q, window: Window, state, lengths=None):
+def written_out(q, window: GDNWindow, state, lengths=None):
     """Token by token in float64: S = g S; S += beta (v - S k) k^T; y = S q / sqrt(Dk)."""
     q, k, v, g, beta = (np.array(a, dtype=np.float64) for a in (q, *window))
     state = np.array(state, dtype=np.float64)
@@ -39,7 +39,7 @@ def close(ours, true, tolerance=1e-5):
 @pytest.mark.parametrize(("hk", "hv"), [(2, 2), (1, 4), (2, 6)])
 @pytest.mark.parametrize("length", [1, 4, 63, 64, 65, 130])
 def test_all_forms_equal_the_rule_written_out(length, hk, hv):
-    cases = Cases(length, Shape(hk, 32, hv, 8), mx.float32)
+    cases = RandomInputs(length, GDNShape(hk, 32, hv, 8), mx.float32)
     q, window = cases.window(2, length)
     state = cases.state(2)
     expected, expected_state = written_out(q, window, state)
@@ -51,7 +51,7 @@ def test_all_forms_equal_the_rule_written_out(length, hk, hv):
 
 def test_decays_that_underflow_and_keys_that_repeat():
     """A power series of the triangular system, or quotients of decays, would overflow here."""
-    cases = Cases(0, Shape(1, 32, 2, 8), mx.float32)
+    cases = RandomInputs(0, GDNShape(1, 32, 2, 8), mx.float32)
     q, window = cases.window(1, 128)
     same = mx.broadcast_to(window.k[:, :1], window.k.shape)
     g = mx.where(mx.arange(128)[:, None] % 7 == 0, 0.0, window.g)
@@ -78,7 +78,10 @@ def test_windows_with_rejected_tails_equal_token_by_token(seed, lengths, batch, 
 
     What lies beyond a row's part changes nothing, whatever it is.
     """
-    cases, random = Cases(seed, Shape(2, 32, 4, 8), mx.float32), np.random.default_rng(seed)
+    cases, random = (
+        RandomInputs(seed, GDNShape(2, 32, 4, 8), mx.float32),
+        np.random.default_rng(seed),
+    )
     state, pending, kept = mx.zeros((batch, 4, 8, 32)), None, None
     single = np.zeros((batch, 4, 8, 32))
     for number, length in enumerate(lengths, 1):
@@ -104,14 +107,14 @@ HK, DK, DV, K = 2, 32, 16, 4
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 @pytest.mark.parametrize("length", [1, 5, 70])
 def test_equals_mlx_lms_modules(length, ratio):
-    cases = Cases(length, Shape(HK, DK, HK * ratio, DV), mx.float32)
+    cases = RandomInputs(length, GDNShape(HK, DK, HK * ratio, DV), mx.float32)
     heads, channels = HK * ratio, cases.shape.channels
     weights, projected, history = (
         cases.convolution(),
         cases.projected(3, length),
         cases.history(3, 0),
     )
-    q, inner, conv_input = prepare(projected, weights, history, None)
+    q, inner, conv_input = convolve(projected, weights, history, None)
 
     conv1d = nn.Conv1d(channels, channels, K, groups=channels, bias=False)
     conv1d.weight = weights.weight

@@ -8,7 +8,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_mtp.kernels.cuda import dequantize, grouped_gemm
 from mlx_mtp.kernels.formats import Format, weight_of
 from mlx_mtp.kernels.gpu import MOST_ROWS
-from mlx_mtp.models import skinny_gemm as layers
+from mlx_mtp.models.gemm.routes import Routes, set_routes
 from tests.kernels.test_few_rows import BF16, exact, linear, near
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
@@ -30,12 +30,11 @@ def test_experts_of_a_prompt(monkeypatch, spread):
             block[name][part] = mx.stack([layer[part] for layer in each])
         for expert, layer in zip(single, each, strict=True):
             expert.append(weight_of(layer))
-    assert all(grouped_gemm.fits(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
+    assert all(grouped_gemm.applies(weight_of(block[name])) for name in ("gate_proj", "down_proj"))
     x = mx.random.normal((rows, 256), key=mx.random.key(2)).astype(BF16)
     drawn = mx.random.gumbel((rows, 7), key=mx.random.key(3)) - spread * mx.arange(7)
     indices = mx.argsort(-drawn, axis=-1)[:, :2].astype(mx.int32)
-    block.__class__, block.least_rows = layers.FewRowsExperts, rows - 1
-    block.served = range(1, 65)
+    set_routes(block, Routes(kernel=range(1, 65), expand_from=rows - 1))
     found = block(x, indices)
     first = indices[:, :1]  # not contiguous
     assert mx.array_equal(block(x, first), block(x, mx.contiguous(first)))

@@ -5,7 +5,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.verify import accept
+from mlx_mtp.speculative.verify import verify_window
 
 VOCAB = 3000
 ROWS = [
@@ -36,7 +36,7 @@ def test_equal_bits(monkeypatch):
             limits["stop_ids"] = tokens[:, :1] * mx.array([1, 0, 0, 0])[some, None]
             limits["finished"] = mx.array([False, False, False, True])[some]
             drafts = mx.concatenate([tokens[:, :1], tokens[:, :2]], axis=1)
-            found += [scores, few, *accept(tokens, drafts, **limits)]
+            found += [scores, few, *verify_window(tokens, drafts, **limits)]
         return found
 
     assert all(map(mx.array_equal, drawn("cuda"), drawn(None)))

@@ -13,8 +13,8 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.gdn_types import Shape
-from mlx_mtp.models import skinny_gemm
+from mlx_mtp.kernels.gdn_types import GDNShape
+from mlx_mtp.models.gemm.routes import Routes, set_routes
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.selftest import commands, kernels
 from mlx_mtp.selftest import report as reports
@@ -30,7 +30,7 @@ from tests.bench.test_measure import Scripted
 @pytest.fixture
 def selftest(demo_model, monkeypatch, capsys, tmp_path):
     """Run it, without time if no seconds are given: status, standard output and error, JSON."""
-    monkeypatch.setattr(kernels, "QWEN3_NEXT_80B", Shape(1, 32, 2, 8))
+    monkeypatch.setattr(kernels, "QWEN3_NEXT_80B", GDNShape(1, 32, 2, 8))
     monkeypatch.setattr(commands, "_COMPARED_TOKENS", 24)
     path = tmp_path / "found.json"
 
@@ -73,9 +73,9 @@ def test_without_time_little_is_done_and_a_wrong_token_is_found(selftest, monkey
     def credulous(targets, window, **more):
         # What the model draws after each position is made to be what was drafted there.
         drafted = mx.concatenate([window[:, 1:], targets[:, -1:]], axis=1)
-        return verify.accept(drafted, window, **more)
+        return verify.verify_window(drafted, window, **more)
 
-    monkeypatch.setattr("mlx_mtp.engine.runner.accept", credulous)
+    monkeypatch.setattr("mlx_mtp.engine.runner.verify_window", credulous)
     monkeypatch.setattr(reports, "computes_exactly", lambda _: True)
     monkeypatch.setattr(commands, "_DEPTHS", (0, 3, "auto"))
     status, out, err, found = selftest()
@@ -144,7 +144,7 @@ def test_speed_is_measured_as_far_as_the_time_allows(monkeypatch, left, max_toke
 
 def test_a_wrong_portable_form_is_found(monkeypatch):
     monkeypatch.setattr(kernels.gpu, "backend", lambda: None)
-    shapes = {"small": Shape(1, 32, 2, 8)}
+    shapes = {"small": GDNShape(1, 32, 2, 8)}
     assert all(check.ok for check in check_kernels(shapes))
     right = kernels.portable.run
 
@@ -205,9 +205,11 @@ class Coupled(Alone):
 
 
 @pytest.mark.parametrize("kind", [Alone, Coupled])
-def test_a_row_that_depends_on_others_is_told(kind, monkeypatch):
-    monkeypatch.setitem(skinny_gemm.REPLACED, Coupled, Alone)
-    model = SimpleNamespace(model=kind(32, 16, bias=False), output_layer=None, dtype=mx.float32)
+def test_a_row_that_depends_on_others_is_told(kind):
+    layer = kind(32, 16, bias=False)
+    if kind is Coupled:
+        set_routes(layer, Routes(kernel=range(1, 17)))
+    model = SimpleNamespace(model=layer, output_layer=None, dtype=mx.float32)
     (found,) = measure_products(model, float("inf"))
     assert (found.name, found.layers) == ("32 -> 16, float32", 1)
     assert found.independent == (kind is Alone)

@@ -10,7 +10,7 @@ import pytest
 from mlx_mtp import backend
 from mlx_mtp.errors import BackendError
 
-ON_LINUX_CPU = platform.system() == "Linux" and backend._version("mlx-cpu") is not None
+ON_LINUX_CPU = platform.system() == "Linux" and backend._installed_version("mlx-cpu") is not None
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,9 @@ def test_one_backend_is_found_and_none_and_two_are_refused_with_advice(
     monkeypatch, system, installed, device, words
 ):
     monkeypatch.setattr(platform, "system", lambda: system)
-    monkeypatch.setattr(backend, "_version", lambda name: "0.32" if name in installed else None)
+    monkeypatch.setattr(
+        backend, "_installed_version", lambda name: "0.32" if name in installed else None
+    )
     monkeypatch.setattr(backend, "_fast_blas", lambda: "some BLAS")
     prepare = backend.prepare.__wrapped__  # What is prepared stays so for the other tests.
     if device is None:

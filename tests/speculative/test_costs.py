@@ -125,21 +125,21 @@ def test_a_row_is_as_much_better_than_all_as_it_was():
         for row, accepted in zip(rows, (4, number % 2)):
             row.observe(accepted < 4, pool.observe(4, accepted))
         pool.fade(2)
-    good, bad = (pool.cumulative_acceptance(row.misses) for row in rows)
+    good, bad = (pool.cumulative_acceptance(row.miss_ratio) for row in rows)
     assert good[3] > 0.9
     assert bad[0] == pytest.approx(0.5, abs=0.1)
     for _ in range(300):
         rows[1].observe(False, pool.observe(0, 0))
-    assert rows[1].misses == pytest.approx(1.0, abs=0.01)
+    assert rows[1].miss_ratio == pytest.approx(1.0, abs=0.01)
 
 
-def test_copies_are_rated_by_the_length_of_the_match_before_them():
+def test_ngram_drafts_are_rated_by_the_length_of_the_match_before_them():
     row, pool = NgramRates(0.97), NgramRates(0.99)
     first = row.cumulative_acceptance(3, 16, pool)
     assert first == sorted(first, reverse=True)
     assert row.cumulative_acceptance(40, 16, pool)[-1] > first[-1]
     for _ in range(50):
-        pool.observe(3, 0, failed=True)  # Short matches are chance,
-        pool.observe(20, 16, failed=False)  # long ones go on.
+        pool.observe(3, 0, missed=True)  # Short matches are chance,
+        pool.observe(20, 16, missed=False)  # long ones go on.
     assert row.cumulative_acceptance(3, 1, pool)[0] < 0.1
     assert row.cumulative_acceptance(20, 16, pool)[-1] > 0.9

@@ -440,3 +440,37 @@ def true_prices(machine: Machine, rows: int) -> BatchCosts:
 
     verify = [more(n, 0) for n in range(16 * rows + 1)]
     return BatchCosts(verify, [more(0, n) - 1.0 for n in range(K + 1)])
+
+
+# The head's drafts of each row + the host's, x steps.
+RECORDED = (
+    "1 1 0 + 0 0 5 x 3; 0 0 0 + 0 0 5 x 1; 1 1 0 + 0 0 5 x 1; 0 0 0 + 0 0 5 x 2; 1 1 0 + 0 0 "
+    "5 x 3; 3 3 0 + 0 0 5 x 1; 1 1 0 + 0 0 5 x 1; 3 3 0 + 0 0 5 x 1; 0 0 0 + 0 0 5 x 138; 1 1 "
+    "1 + 0 0 0 x 8; 2 2 2 + 0 0 0 x 6; 1 1 1 + 0 0 0 x 2; 0 3 5 + 0 0 0 x 8; 1 1 1 + 0 0 0 x "
+    "32; 0 1 1 + 0 0 0 x 16; 0 2 2 + 0 0 0 x 8; 4 4 4 + 0 0 0 x 6; 1 4 5 + 0 0 0 x 10; 1 4 4 "
+    "+ 0 0 0 x 16; 1 3 4 + 0 0 0 x 8; 2 4 5 + 0 0 0 x 8; 1 4 5 + 0 0 0 x 8; 4 4 4 + 0 0 0 x "
+    "6; 1 3 4 + 0 0 0 x 2; 1 4 4 + 0 0 0 x 7"
+)
+
+
+def test_the_choices_of_a_recorded_run():
+    """From the same costs and outcomes the same choices; change this only to change the policy."""
+    rows, choices = [MixedRow() for _ in range(3)], []
+    for row, rate in zip(rows, (0.9, 0.6, 0.85)):
+        row.true = [rate] * K
+    rows[2].host["copy"] = Run([0.9] * 5)
+    policy = calibrated(GPU, 1, 4)
+    choose = policy.choose
+
+    def noted(rows, *, steady):
+        choice = choose(rows, steady=steady)
+        choices.append(" + ".join(" ".join(map(str, counts)) for counts in choice[:2]))
+        return choice
+
+    policy.choose = noted
+    machine = Mix(cost_of({3: GPU[4]}), list, noise=0.05)
+    machine.run(policy, 3, 150, rows)
+    rows[0].true, rows[2].host = [0.2] * K, {}
+    machine.run(policy, 3, 150, rows)
+    runs = ((each, len([*same])) for each, same in itertools.groupby(choices))
+    assert "; ".join(f"{each} x {count}" for each, count in runs) == RECORDED

@@ -4,7 +4,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.speculative.verify import accept
+from mlx_mtp.speculative.verify import verify_window
 
 
 def reference(targets, window, stop_ids, remaining, finished, num_drafts):
@@ -43,7 +43,7 @@ def test_equals_a_loop(data, length, batch):
     finished = [cell for (cell,) in draw(st.booleans(), 1)]
     limited = data.draw(st.booleans())
     limits = [cell if limited else length for (cell,) in draw(st.integers(0, length - 1), 1)]
-    accepted = accept(
+    accepted = verify_window(
         mx.array(targets),
         mx.array(window),
         stop_ids=mx.array(stops, dtype=mx.int32).reshape(batch, width),

@@ -9,21 +9,17 @@ buffers: a position's result has the same bits.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import self_check
-from mlx_mtp.kernels.attention_plan import PIECE, TILE, Plan
+from mlx_mtp.kernels import gpu, self_check
 from mlx_mtp.kernels.cuda import mma
-from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launcher, lean
+from mlx_mtp.kernels.cuda.attention_plan import PIECE, TILE, plan
 
-LONGEST = 17  # window
 DIMS = (64, 128, 256)
 _AHEAD = 2  # loads of keys, and of values
 _STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
-TOLERANCE = 0.02  # of 16-bit results, relative to the largest
 
 # What the bodies need of the hardware beside `mma`; the tests have it in C++.
 STREAM = r"""
@@ -261,44 +257,37 @@ _ADD = r"""
 """
 
 
-def fits(queries: mx.array, kv: mx.array, kv_heads: int, longest: int, scale: float) -> bool:
-    """Whether the kernel serves such queries [N, heads, D], in windows of up to so many tokens."""
-    _, heads, dim = queries.shape
-    if backend() != "cuda" or longest > LONGEST or dim not in DIMS or scale != dim**-0.5:
-        return False
-    if kv.dtype != queries.dtype or kv.dtype not in (mx.bfloat16, mx.float16):
-        return False
-    return _works(heads, kv_heads, dim, kv.dtype)
-
-
-@functools.cache
-def _works(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> bool:
-    return agrees("attention", lambda: error(heads, kv_heads, dim, dtype), TOLERANCE)
-
-
-def error(heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> float:
-    """The largest one, relative to the largest result (see `self_check.attention`)."""
-    return self_check.attention(attend, heads, kv_heads, dim, dtype, LONGEST)
-
-
 def attend(
     queries: mx.array,  # [N, heads, D]
     positions: mx.array,  # of each, int32 [N]: it attends up to its own
     buffers: Sequence[mx.array],  # keys, then values: [2 * slots * KV heads * capacity, D]
     kv_heads: int,
-    launches: Plan,
+    rows: tuple[tuple[int, ...], ...],  # see `attention_plan.plan`
 ) -> mx.array:
     """Attention of all windows of a pass: [N, heads, D]."""
     heads = queries.shape[1]
+    launches, order = plan(rows, heads // kv_heads)
     outputs = []
-    for work in launches.works:
-        own = [buffers[number] for number in work.buffers]
-        counts = len(work.buffers), work.tiles, len(work.items), len(work.tokens)
+    for each in launches:
+        own = [buffers[number] for number in each.buffers]
+        counts = len(each.buffers), each.tiles, len(each.items), len(each.tokens)
         pieces, add = _launchers(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
-        parts, stats = pieces(queries, positions, work.items, *own)
-        outputs += add(parts, stats, positions, work.tokens)
+        parts, stats = pieces(queries, positions, each.items, *own)
+        outputs += add(parts, stats, positions, each.tokens)
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return joined if launches.order is None else joined[launches.order]
+    return joined if order is None else joined[order]
+
+
+def fits(queries: mx.array, kv: mx.array, kv_heads: int, longest: int, scale: float) -> bool:
+    """Whether the kernel serves such queries [N, heads, D], in windows of up to `longest`."""
+    _, heads, dim = queries.shape
+    if longest > gpu.LONGEST_WINDOW or scale != dim**-0.5 or kv.dtype != queries.dtype:
+        return False
+    return WINDOW_ATTENTION.works((heads, kv_heads, dim), kv.dtype)
+
+
+def _applies(heads: tuple[int, int, int], dtype: mx.Dtype) -> bool:
+    return heads[2] in DIMS and dtype in (mx.bfloat16, mx.float16)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -312,20 +301,20 @@ def _launchers(
     dim: int,
     dtype: mx.Dtype,
 ) -> tuple[Callable[..., list[mx.array]], ...]:
-    """What computes the pieces, and what adds them."""
+    """The launches that compute the pieces, and that add them."""
     rows, warps = tiles * TILE, dim // 32
     sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
     constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE, "AHEAD": _AHEAD}
     shapes = (items, kv_heads, rows, dim), (items, kv_heads, rows, 2)
-    pieces = launcher(
-        _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)),
+    pieces = gpu.launcher(
+        _kernel(buffers, dtype, dim, 4 * rows * max(_STRIDE, dim)).build(),
         tuple((sizes | constants).items()),
         (items, warps * kv_heads, 1),
         warps,
         tuple((shape, mx.float32) for shape in shapes),
     )
-    add = launcher(
-        _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)),
+    add = gpu.launcher(
+        _kernel(0, dtype, dim, 4 * _ADDING_WARPS * (dim + 1)).build(),
         tuple((sizes | {"WARPS": _ADDING_WARPS}).items()),
         (tokens, _ADDING_WARPS * heads, 1),
         _ADDING_WARPS,
@@ -335,8 +324,8 @@ def _launchers(
 
 
 @functools.cache
-def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
-    """The kernel for pieces of so many buffers; with none, that which adds the pieces."""
+def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> gpu.Kernel:
+    """The kernel for pieces of this many buffers; with none, the one that adds the pieces."""
     if buffers:
         inputs = ["q", "positions", "items", *(f"kv{number}" for number in range(buffers))]
         choices = (
@@ -348,12 +337,14 @@ def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> Any:
     else:
         inputs = ["parts", "stats", "positions", "tokens"]
         outputs, body, bounds = ["y"], _ADD, ""
-    header, source = lean(mma.header(dtype) + STREAM + bounds), lean(_COMMON + body)
-    return mx.fast.cuda_kernel(
-        name=kernel_name(f"attention_{buffers}", header, source),
-        input_names=inputs,
-        output_names=outputs,
-        header=header,
-        source=source,
-        shared_memory=shared,
-    )
+    names, header = (f"attention_{buffers}", inputs, outputs), mma.header(dtype) + STREAM + bounds
+    return gpu.Kernel(*names, _COMMON + body, {"cuda": header}, shared=shared)
+
+
+WINDOW_ATTENTION = gpu.Operation(
+    "attention kernel / float32",
+    "attention",
+    lambda heads, dtype: self_check.window_attention(attend, heads, dtype, gpu.LONGEST_WINDOW),
+    _applies,
+    for_metal=False,
+)

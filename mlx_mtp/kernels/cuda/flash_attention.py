@@ -7,19 +7,16 @@ what is masked adds zeros: a query's result has the same bits however the prompt
 """
 
 import functools
-from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import self_check
+from mlx_mtp.kernels import gpu, self_check
 from mlx_mtp.kernels.cuda import mma
-from mlx_mtp.kernels.gpu import agrees, backend, kernel_name, launch, lean
 
 DIM = 256
 ROWS = 128  # queries of a block
 BLOCK = 64  # positions; shared memory has the keys of two blocks and the values of three
 LEAST = 64  # queries; fewer leave most of the GPU idle
-TOLERANCE = 0.02  # of 16-bit results, relative to the largest
 _WARPS = 8
 
 # Rows of 256 numbers as `wgmma` takes them: 64 columns of all rows, 128 bytes of each, then the
@@ -175,32 +172,6 @@ _BODY = r"""
 """
 
 
-def fits(queries: mx.array, keys: mx.array, scale: float) -> bool:
-    """Whether the kernel serves such queries [slots, T, heads, D]; keys [.., KV heads, .., D]."""
-    slots, length, heads, dim = queries.shape
-    if slots != 1 or length < LEAST or backend() != "cuda" or not hopper():
-        return False
-    if dim != DIM or scale != dim**-0.5 or keys.dtype != queries.dtype:
-        return False
-    return keys.dtype in (mx.bfloat16, mx.float16) and _works(heads, keys.shape[1], keys.dtype)
-
-
-@functools.cache
-def hopper() -> bool:
-    """Whether the GPU has these products of warpgroups; only compute capability 9.0 has."""
-    return mx.device_info().get("architecture") == "sm_90"
-
-
-@functools.cache
-def _works(heads: int, kv_heads: int, dtype: mx.Dtype) -> bool:
-    return agrees("flash", lambda: error(heads, kv_heads, dtype), TOLERANCE)
-
-
-def error(heads: int, kv_heads: int, dtype: mx.Dtype) -> float:
-    """The largest one, relative to the largest result (see `self_check.chunk_attention`)."""
-    return self_check.chunk_attention(attend, heads, kv_heads, DIM, dtype)
-
-
 def attend(
     queries: mx.array,  # [T, heads, D]
     keys: mx.array,  # [slots, KV heads, capacity, D], of which the first slot is used
@@ -210,26 +181,47 @@ def attend(
     """Attention of each query up to its own position, [T, heads, D]."""
     length, heads, _ = queries.shape
     template = {"T": queries.dtype, "D": DIM, "ROWS": ROWS, "BLOCK": BLOCK}
-    return launch(
-        _kernel(queries.dtype, BLOCK),
+    return _kernel(queries.dtype, BLOCK)(
         [queries, keys, values, positions],
         template | {"GROUP": heads // keys.shape[1]},
         (heads, _WARPS * -(-length // ROWS), 1),
-        _WARPS,
         [(queries.shape, queries.dtype)],
+        _WARPS,
     )[0]
 
 
+def fits(queries: mx.array, keys: mx.array, scale: float) -> bool:
+    """Whether the kernel serves such queries [slots, T, heads, D]; keys [.., KV heads, .., D]."""
+    slots, length, heads, dim = queries.shape
+    if slots != 1 or length < LEAST or scale != dim**-0.5 or keys.dtype != queries.dtype:
+        return False
+    return FLASH_ATTENTION.works((heads, keys.shape[1], dim), keys.dtype)
+
+
 @functools.cache
-def _kernel(dtype: mx.Dtype, block: int) -> Any:
+def hopper() -> bool:
+    """Whether the GPU has these products of warpgroups; only compute capability 9.0 has."""
+    return mx.device_info().get("architecture") == "sm_90"
+
+
+def _applies(heads: tuple[int, int, int], dtype: mx.Dtype) -> bool:
+    is_made = heads[2] == DIM and dtype in (mx.bfloat16, mx.float16)
+    return is_made and hopper()
+
+
+@functools.cache
+def _kernel(dtype: mx.Dtype, block: int) -> gpu.Kernel:
     instructions = mma.header(dtype, mma.wgmma(block, DIM))
-    header, source = lean(instructions + mma.bounds(32 * _WARPS, 1) + _LOAD), lean(_BODY)
+    header = instructions + mma.bounds(32 * _WARPS, 1) + _LOAD
     shared = 2 * DIM * (ROWS + 5 * block) + 1024
-    return mx.fast.cuda_kernel(
-        name=kernel_name("flash", header, source, str(shared)),
-        input_names=["q", "k", "v", "positions"],
-        output_names=["y"],
-        header=header,
-        source=source,
-        shared_memory=shared,
-    )
+    names = "flash", ["q", "k", "v", "positions"], ["y"]
+    return gpu.Kernel(*names, _BODY, {"cuda": header}, shared=shared)
+
+
+FLASH_ATTENTION = gpu.Operation(
+    "chunk attention kernel / float32",
+    "flash",
+    lambda heads, dtype: self_check.chunk_attention(attend, heads, dtype),
+    _applies,
+    for_metal=False,
+)

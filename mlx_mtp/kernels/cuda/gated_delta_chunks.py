@@ -10,13 +10,11 @@ from chunk to chunk with a slice of a head's state in registers:
 Float32 operands are sums of two 16-bit numbers, so that a product in bfloat16 has some 16 bits.
 """
 
-import functools
-
 import mlx.core as mx
 
-from mlx_mtp.kernels import gpu, self_check
-from mlx_mtp.kernels.cuda.gated_delta_prepare import CHUNK, WARPS, kernel, prepare
-from mlx_mtp.kernels.gdn_types import Shape, Window
+from mlx_mtp.kernels import gpu, portable, self_check
+from mlx_mtp.kernels.cuda.gated_delta_prepare import CHUNK, WARPS, chunk_kernel, prepare_chunks
+from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
 
 LEAST = 64  # positions; fewer are left to the kernel that takes one after the other
 _SLICE = 32  # of a state's Dv rows, for a threadgroup
@@ -233,16 +231,36 @@ _BODY = """
 """
 
 
-def fits(window: Window) -> bool:
+def run_kernel(
+    q: mx.array,  # l2-normalised, [B, T, Hk, Dk]
+    window: GDNWindow,
+    state: mx.array,  # before it, float32 [B, Hv, Dv, Dk]
+    lengths: mx.array,  # positions of the window that each row keeps, int32 [B]
+) -> tuple[mx.array, mx.array]:
+    """Outputs [B, T, Hv, Dv], and the state after the kept positions (see `recurrence.run`)."""
+    (batch, _, key_heads, key_dim), (heads, value_dim) = q.shape, window.v.shape[2:]
+    mixing, logs = prepare_chunks(q, window, lengths)
+    names = ("q", "k", "v", "mixing", "logs", "state", "lengths"), ("y", "state_out")
+    sizes = {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "DV": value_dim}
+    outputs, after = chunk_kernel("run", *names, _BODY, key_dim, q.dtype, _shared(key_dim))(
+        [q, window.k, window.v, mixing, logs, state, lengths],
+        sizes | {"SLICE": _SLICE, "WARPS": WARPS},
+        (value_dim // _SLICE, WARPS * heads, batch),
+        [(window.v.shape, q.dtype), (state.shape, mx.float32)],
+        WARPS,
+    )
+    return outputs, after
+
+
+def fits(window: GDNWindow) -> bool:
     """Whether the kernels run such a prompt here."""
-    dtype, shape = window.k.dtype, Shape(*window.k.shape[2:], *window.v.shape[2:])
-    return window.length >= LEAST and applies(shape, dtype) and _works(shape, dtype)
+    shape = GDNShape(*window.k.shape[2:], *window.v.shape[2:])
+    return window.length >= LEAST and GATED_DELTA_CHUNKS.works(shape, window.k.dtype)
 
 
-def applies(shape: Shape, dtype: mx.Dtype) -> bool:
-    """Whether the kernels are made for this."""
+def _applies(shape: GDNShape, dtype: mx.Dtype) -> bool:
     made = shape.key_dim in _KEY_DIMS and shape.value_dim % _SLICE == 0
-    if not made or gpu.backend() != "cuda" or dtype not in (mx.bfloat16, mx.float16):
+    if not made or dtype not in (mx.bfloat16, mx.float16):
         return False
     return _shared(shape.key_dim) <= gpu.shared_memory()
 
@@ -254,33 +272,16 @@ def _shared(key_dim: int) -> int:
     return 2 * (2 * stage + 2 * _SLICE * (key_dim + 8) + 6 * part)
 
 
-@functools.cache
-def _works(shape: Shape, dtype: mx.Dtype) -> bool:
-    return gpu.agrees("gated_delta_chunks", lambda: error(shape, dtype))
-
-
-def error(shape: Shape, dtype: mx.Dtype) -> float:
-    """The largest difference from the portable code (see `self_check.gated_delta_chunks`)."""
-    return self_check.gated_delta_chunks(launch, shape, dtype)
-
-
-def launch(
-    q: mx.array,  # l2-normalised, [B, T, Hk, Dk]
-    window: Window,
-    state: mx.array,  # before it, float32 [B, Hv, Dv, Dk]
-    lengths: mx.array,  # how much of the window each row keeps, int32 [B]
+def _reference(
+    q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `gated_delta.run`: outputs [B, T, Hv, Dv], and the state after the kept positions."""
-    (batch, _, key_heads, key_dim), (heads, value_dim) = q.shape, window.v.shape[2:]
-    mixing, logs = prepare(q, window, lengths)
-    names = ("q", "k", "v", "mixing", "logs", "state", "lengths"), ("y", "state_out")
-    sizes = {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "DV": value_dim}
-    outputs, after = gpu.launch(
-        kernel("run", *names, _BODY, key_dim, q.dtype, _shared(key_dim)),
-        [q, window.k, window.v, mixing, logs, state, lengths],
-        sizes | {"SLICE": _SLICE, "WARPS": WARPS},
-        (value_dim // _SLICE, WARPS * heads, batch),
-        WARPS,
-        [(window.v.shape, q.dtype), (state.shape, mx.float32)],
-    )
-    return outputs, after
+    return portable.run(q, window.cut(lengths), state)[:2]
+
+
+GATED_DELTA_CHUNKS = gpu.Operation(
+    "gated delta of prompts / portable",
+    "gated_delta_chunks",
+    lambda shape, dtype: self_check.gated_delta_prompt(run_kernel, _reference, shape, dtype),
+    _applies,
+    for_metal=False,
+)

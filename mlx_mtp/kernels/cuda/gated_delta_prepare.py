@@ -1,16 +1,12 @@
-"""What the gated delta rule's chunks need that does not depend on the state, for CUDA.
-
-See `gated_delta_chunks.py`. All chunks of a prompt are computed at once.
-"""
+"""The first launch of `gated_delta_chunks.py`: of all chunks what does not depend on the state."""
 
 import functools
-from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
-from mlx_mtp.kernels.gdn_types import Window
+from mlx_mtp.kernels.gdn_types import GDNWindow
 
 CHUNK = 64
 WARPS = 4  # each with 16 positions of a chunk
@@ -128,7 +124,7 @@ _BODY = """
 """
 
 
-def prepare(q: mx.array, window: Window, lengths: mx.array) -> list[mx.array]:
+def prepare_chunks(q: mx.array, window: GDNWindow, lengths: mx.array) -> list[mx.array]:
     """Of each row, head and chunk: (I + A)^-1 beta in two parts and the weights of (q . k), and
     float32 sums of the decays' logs: [B, Hv, chunks, 3, 64, 64] and [B, Hv, chunks, 64].
     """
@@ -136,21 +132,20 @@ def prepare(q: mx.array, window: Window, lengths: mx.array) -> list[mx.array]:
     chunks = -(-length // CHUNK)
     shared = 2 * 2 * CHUNK * (key_dim + 8) + 4 * CHUNK * (CHUNK + 4 + 3)
     names = ("q", "k", "decay", "beta", "lengths"), ("mixing", "logs")
-    return gpu.launch(
-        kernel("prepare", *names, _BODY, key_dim, q.dtype, shared),
+    return chunk_kernel("prepare", *names, _BODY, key_dim, q.dtype, shared)(
         [q, window.k, window.g, window.beta, lengths],
         {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "WARPS": WARPS},
         (chunks, WARPS * heads, batch),
-        WARPS,
         [
             ((batch, heads, chunks, 3, CHUNK, CHUNK), q.dtype),
             ((batch, heads, chunks, CHUNK), mx.float32),
         ],
+        WARPS,
     )
 
 
 @functools.cache
-def kernel(
+def chunk_kernel(
     name: str,
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
@@ -158,15 +153,8 @@ def kernel(
     key_dim: int,
     dtype: mx.Dtype,
     shared: int,  # bytes
-) -> Any:
+) -> gpu.Kernel:
     """A kernel of `COMMON` and a body."""
     scale = f"    constexpr float SCALE = {key_dim**-0.5!r}f;\n"
-    header, source = gpu.lean(mma.header(dtype)), gpu.lean(COMMON + scale + body)
-    return mx.fast.cuda_kernel(
-        name=gpu.kernel_name(f"gated_delta_{name}", header, source, str(shared)),
-        input_names=list(inputs),
-        output_names=list(outputs),
-        header=header,
-        source=source,
-        shared_memory=shared,
-    )
+    names = f"gated_delta_{name}", [*inputs], [*outputs]
+    return gpu.Kernel(*names, COMMON + scale + body, {"cuda": mma.header(dtype)}, shared=shared)

@@ -1,13 +1,12 @@
-"""Grouped GEMM of a prompt's tokens with their experts, whose weights are expanded in registers.
+"""Grouped GEMM of a prompt's tokens with their experts, which expands weights in registers.
 
-For CUDA: the pairs of token and expert, sorted by expert, are cut into blocks that have one expert
+The pairs of token and expert, sorted by expert, are cut into blocks that have one expert
 and up to 64 pairs each, so that the work follows the pairs however unevenly they are routed.
 """
 
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -221,9 +220,9 @@ __device__ __forceinline__ unsigned expanded(unsigned codes, unsigned scale, uns
 """
 
 
-def fits(weight: Weight) -> bool:
-    """Whether the kernel is made for this; N and K are multiples of 256, as `few_rows` asks."""
-    return weight.form == Format("affine", 4, 64) and weight.fits(mx.bfloat16)
+def applies(weight: Weight) -> bool:
+    """Whether the kernel is made for this; N and K are multiples of 256, as `skinny_gemm` asks."""
+    return weight.form == Format("affine", 4, 64) and weight.is_of(mx.bfloat16)
 
 
 def swiglu(
@@ -235,11 +234,11 @@ def swiglu(
     order, blocks = _sort(experts, len(weights[0].codes))
     grid = (x.shape[1] // (8 * gpu.LANES), len(x), 1)
     (x,) = _ARRANGE([mx.contiguous(x)], {"K": x.shape[1]}, grid, [(x.shape, x.dtype)])
-    return _launch(_launch(x, weights[:2], blocks, order), weights[2:], blocks, order)
+    return _product(_product(x, weights[:2], blocks, order), weights[2:], blocks, order)
 
 
 def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
-    """int32: all pairs, those of an expert side by side; and [B, 3], what blocks have of them."""
+    """int32 [P], pairs by expert, and [B, 3], the expert, first pair and count of each block."""
     chosen = mx.contiguous(chosen)  # One expert a token leaves a stride, which the body has not.
     blocks = chosen.size // (8 * _TILES) + experts
     constants = {"TILES": _TILES, "WARPS": _SORTING}
@@ -247,36 +246,26 @@ def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
     return _ORDER([chosen], constants, (1, _SORTING * experts, 1), outputs, _SORTING)
 
 
-def _launch(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.array) -> mx.array:
+def _product(x: mx.array, weights: Sequence[Weight], blocks: mx.array, order: mx.array) -> mx.array:
     parts, (outputs, inner) = len(weights), (weights[0].codes.shape[1], x.shape[1])
     features = 16 * _BANDS * _WARPS
     template = {"T": x.dtype, "K": inner, "PARTS": parts, "PAIRS": order.size // len(x)}
     template |= {"TILES": _TILES, "BANDS": _BANDS, "WARPS": _WARPS, "STAGES": _STAGES}
-    return gpu.launch(
-        _kernel(parts, _STAGES * (8 * _TILES * 256 + features * 72)),
+    return _kernel(parts, _STAGES * (8 * _TILES * 256 + features * 72))(
         [x, *itertools.chain(*(each[:3] for each in weights)), blocks, order],
         template,
         (outputs * parts // features, _WARPS * len(blocks), 1),
-        _WARPS,
         [((order.size, outputs), x.dtype)],
+        _WARPS,
     )[0]
 
 
 @functools.cache
-def _kernel(parts: int, shared: int) -> Any:
-    header, source = mma.header(mx.bfloat16) + _EXPANDED, _START.format(parts - 1) + _BODY
-    return mx.fast.cuda_kernel(
-        name=gpu.kernel_name(f"grouped_{parts}", header, source, str(shared)),
-        input_names=[
-            "x",
-            *(f"{name}{number}" for number in range(parts) for name in "wsb"),
-            *("blocks", "order"),
-        ],
-        output_names=["y"],
-        header=header,
-        source=source,
-        shared_memory=shared,
-    )
+def _kernel(parts: int, shared: int) -> gpu.Kernel:
+    weights = (f"{name}{number}" for number in range(parts) for name in "wsb")
+    names = f"grouped_{parts}", ["x", *weights, "blocks", "order"], ["y"]
+    header, body = mma.header(mx.bfloat16) + _EXPANDED, _START.format(parts - 1) + _BODY
+    return gpu.Kernel(*names, body, {"cuda": header}, shared=shared)
 
 
 _ARRANGE = gpu.Kernel("grouped_arrange", ["x"], ["y"], _ARRANGE_BODY)

@@ -1,22 +1,19 @@
-"""GEMMs of few rows, where a row's result has the same bits whatever rows are beside it.
+"""The skinny GEMM for CUDA, by the tensor cores' m16n8k16.
 
-For CUDA, by the tensor cores' m16n8k16: 16 features of the weights are its a, 8 rows of x its b, so
-that weights are read once for up to 16 rows. The warps of a block split K, and their sums are added
-in a fixed order, which depends on the weights alone. mlx's own read the weights once a row up to
-7 rows.
+16 features of the weights are its a, 8 rows of x its b, so that weights are read once for up to 16
+rows. The warps of a block split K, and their sums are added in a fixed order, which depends on the
+weights alone.
 """
 
 import functools
-import itertools
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
+from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.formats import BASES, DECODING, Weight
-from mlx_mtp.kernels.gpu import backend, kernel_name, launch, lean
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block
@@ -34,9 +31,8 @@ __device__ __forceinline__ float swiglu(const float* gate_up) {
   return gate_up[0] / (1.0f + __expf(-gate_up[0])) * gate_up[1];
 }
 """
-# `_kernel` puts the source together: the start, which weights a block has, which rows, the body. A
-# block has the features from f0 on, of N. By its place in an mma fragment a lane has features g and
-# g + 8, of x the row g, and of the results the rows 2 t and 2 t + 1.
+# A block has the features from f0 on, of N. By its place in an mma fragment a lane has features g
+# and g + 8, of x the row g, and of the results the rows 2 t and 2 t + 1.
 _START = r"""
     const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
     int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
@@ -44,7 +40,6 @@ _START = r"""
     auto s_at = s0, s_up = s0, b_at = b0, b_up = b0;
     auto y_at = y0;
 """
-_GATE_AND_UP = "    w_up = w1, s_up = s1, b_up = b1;\n"
 # The block belongs to one of several weights with the same input.
 _NEXT = """
     if (f0 >= (N + 15) / 16 * 16) {
@@ -75,14 +70,6 @@ _PAIRS = r"""
 _NEXT_PAIRS = """
     __syncthreads();
     } while (SPAN > 1 && (first += count) < last);
-"""
-# The expert behind the last one, which all tokens share, has weights of its own.
-_SHARED = """
-    if (expert == w0_shape[0]) {
-      base = 0;
-      w_at = wI, s_at = sI, b_at = bI;
-      w_up = wL, s_up = sL, b_up = bL;
-    }
 """
 # Of each 32 columns a lane has those from 8 t on.
 _BODY = r"""
@@ -242,11 +229,11 @@ _BODY = r"""
 """
 
 
-def fits(weight: Weight, dtype: mx.Dtype) -> bool:
+def applies(weight: Weight, dtype: mx.Dtype) -> bool:
     """Whether the kernel is made for such a weight, activations, and this backend."""
     # A scale of mxfp has more than float16's range.
     wide = dtype == mx.bfloat16 or (dtype == mx.float16 and weight.scales.dtype == dtype)
-    return backend() == "cuda" and wide and weight.fits(dtype) and weight.inputs % _CHUNK == 0
+    return gpu.backend() == "cuda" and wide and weight.is_of(dtype) and weight.inputs % _CHUNK == 0
 
 
 def bands(weight: Weight) -> dict[int, range]:
@@ -255,60 +242,31 @@ def bands(weight: Weight) -> dict[int, range]:
     return {4: range(1, _MOST_PLAIN_ROWS + 1 if is_plain else sys.maxsize)}
 
 
-def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
-    """x [M, K] times the transpose of each of some weights [N, K] of one format: [M, N] each."""
-    return _launch(x, weights, 1, ())
-
-
-def gate_and_up(x: mx.array, gate: Weight, up: Weight) -> mx.array:
-    """silu(x times the transpose of gate [N, K]) times that of up: [M, N]."""
-    (y,) = _launch(x, [gate, up], 2, ())
-    return y
-
-
-def experts(
-    x: mx.array,  # [S, K]
-    weights: Sequence[Weight],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
-    shared: Sequence[Weight],  # of expert E, the same without an axis of experts; or none
-    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
-    order: mx.array,  # int32 [P], which pair each of these is
-) -> mx.array:
-    """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
-    (y,) = _launch(x, [*weights, *shared], len(weights), (chosen, order))
-    return y
-
-
-def _launch(
-    x: mx.array,
-    weights: Sequence[Weight],
-    parts: int,  # 2: the weights are gate and up, else each has a result of its own
-    pairs: Sequence[mx.array],
-) -> list[mx.array]:
-    tiles = 1 if pairs or len(x) <= _TILE else _MOST_TILES
-    rows = pairs[0].size if pairs else len(x)
-    span = 1 if pairs and rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
+def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
+    """Several products with one input are one launch."""
+    x, weights, parts = gemm.x, gemm.weights, gemm.parts
+    tiles = 1 if gemm.pairs or len(x) <= _TILE else _MOST_TILES
+    span = 1 if gemm.pairs and gemm.rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
     (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
     inner, affine = x.shape[1], bits < 16 and scale == x.dtype
-    outputs = [each.codes.shape[-2] for each in (weights[:1] if pairs else weights[::parts])]
-    warps = _warps(inner // _CHUNK, bits, parts, max(outputs))
+    warps = _warps(inner // _CHUNK, bits, parts, max(gemm.outputs))
     template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
     template |= {"AFFINE": affine, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
-    if pairs:
-        template |= {"PAIRS": rows // len(x), "SPAN": span}
+    if gemm.pairs:
+        template |= {"PAIRS": gemm.rows // len(x), "SPAN": span}
     # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; then
     # its sums.
     sides = 0 if bits == 16 else _CHUNK // group * (4 if affine else 1)
     feature = 16 * (2 * bits + max(1, bits // 4)) + sides
     shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
-    blocks = sum(-(-features // _FEATURES) for features in outputs)
-    return launch(
-        _kernel(len(weights), parts, bool(pairs), x.dtype, shared),
-        [x, *itertools.chain(*(each[:3] for each in weights)), *pairs],
+    blocks = sum(-(-features // _FEATURES) for features in gemm.outputs)
+    return _kernel(len(weights), parts, bool(gemm.pairs), x.dtype, shared)(
+        gemm.inputs,
         template,
-        (blocks, warps * -(-rows // span), 1),
+        (blocks, warps * -(-gemm.rows // span), 1),
+        [((gemm.rows, features), x.dtype) for features in gemm.outputs],
         warps,
-        [((rows, features), x.dtype) for features in outputs],
     )
 
 
@@ -325,27 +283,15 @@ def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
 
 
 @functools.cache
-def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: int) -> Any:
-    source = _START.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
-    if of_experts:
-        source += _PAIRS
-        if count > parts:
-            source += _SHARED.replace("I", str(parts)).replace("L", str(count - 1))
-    else:
-        numbers = range(1, count if parts == 1 else 1)
-        source += "".join(_NEXT.replace("I", str(number)) for number in numbers) + _ROWS
-    source += _BODY + (_NEXT_PAIRS if of_experts else "")
-    header = lean(mma.header(dtype) + BASES[dtype] + DECODING + _HEADER)
-    source = lean(source)
-    return mx.fast.cuda_kernel(
-        name=kernel_name(f"few_rows_{count}_{parts}_{int(of_experts)}", header, source),
-        input_names=[
-            "x",
-            *(f"{name}{number}" for number in range(count) for name in "wsb"),
-            *(["experts", "order"] if of_experts else []),
-        ],
-        output_names=[f"y{number}" for number in range(1 if of_experts else count // parts)],
-        header=header,
-        source=source,
-        shared_memory=shared,
+def _kernel(count: int, parts: int, of_experts: bool, dtype: mx.Dtype, shared: int) -> gpu.Kernel:
+    later = range(1, count if parts == 1 and not of_experts else 1)
+    rows = _PAIRS if of_experts else "".join(_NEXT.replace("I", str(i)) for i in later) + _ROWS
+    source = prologue(_START, rows, count, parts, of_experts)
+    return gpu.Kernel(
+        f"few_rows_{count}_{parts}_{int(of_experts)}",
+        input_names(count, of_experts),
+        [f"y{number}" for number in range(1 if of_experts else count // parts)],
+        source + _BODY + (_NEXT_PAIRS if of_experts else ""),
+        {"cuda": mma.header(dtype) + BASES[dtype] + DECODING + _HEADER},
+        shared=shared,
     )

@@ -1,23 +1,20 @@
-"""GEMMs of few rows for Metal: quantized weights are read once for several rows.
+"""The skinny GEMM for Metal: quantized weights are read once for several rows.
 
-mlx's Metal backend runs so few rows as products of one, each of which reads the weights again: what
-a verify window costs there. Up to four rows, and experts, are sums of a warp's lanes; five to
-sixteen rows are products of 8 x 8 by the matrix units, of which a threadgroup's warps split K. All
-sums are float32, in an order that does not depend on the other rows.
+Up to four rows, and experts, are sums of a warp's lanes; five to sixteen rows are products of 8 x 8
+by the matrix units, of which a threadgroup's warps split K. All sums are float32, in an order that
+does not depend on the other rows.
 
-None of it has been run on a Mac; see `models.few_rows` for what has to hold before it is used. The
-bodies run on CUDA too, where `kernels.few_rows` is faster.
+It has not been run on a Mac. The bodies run on CUDA too, where `cuda.skinny_gemm` is faster.
 """
 
 import functools
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.formats import Weight
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
 WORTH = 1.0  # the most that it may take, over mlx's operation
 MOST_PAIRS = 0  # of token and expert, of a prompt
@@ -72,7 +69,6 @@ _START = """
     auto s_at = s0, s_up = s0;
     auto b_at = b0, b_up = b0;
 """
-_GATE_AND_UP = "    w_up = w1; s_up = s1; b_up = b1;\n"
 # ... and the rows of x, which of `ROWS` it reads and writes: of plain products ...
 _PLAIN = """
     const int first = grid_x * ROWS;
@@ -98,14 +94,6 @@ _PAIRS = """
     size_t base = static_cast<size_t>(expert) * N;
     #define SOURCE(r) (order[first + (r)] / PAIRS)
     #define TARGET(r) order[first + (r)]
-"""
-# The expert behind the last one, which all tokens share, has weights of its own.
-_SHARED = """
-    if (expert == w0_shape[0]) {
-      base = 0;
-      w_at = wI; s_at = sI; b_at = bI;
-      w_up = wL; s_up = sL; b_up = bL;
-    }
 """
 # Eight codes of a part and a feature from a column on, as numbers times `scale`, plus `bias`.
 _RUN = """
@@ -271,9 +259,9 @@ _MATRICES = """
 _RESULTS = ["done[0]", "done[0] / (1.0f + exp(-done[0])) * done[1]"]  # by the number of parts
 
 
-def fits(weight: Weight, dtype: mx.Dtype) -> bool:
+def applies(weight: Weight, dtype: mx.Dtype) -> bool:
     """Whether the kernels are made for such a weight, activations, and this backend."""
-    is_quantized = weight.form.bits <= 8 and weight.fits(dtype)
+    is_quantized = weight.form.bits <= 8 and weight.is_of(dtype)
     return gpu.backend() == "metal" and is_quantized and weight.inputs % _STEP == 0
 
 
@@ -284,69 +272,42 @@ def bands(weight: Weight) -> dict[int, range]:
     return {_ROWS: range(2, _ROWS + 1), _MOST_ROWS: range(_ROWS + 1, _MOST_ROWS + 1)}
 
 
-def products(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
-    """x [M, K] times the transpose of each of some weights [N, K]: [M, N] each."""
-    return [_launch(x, [weight], [], ()) for weight in weights]
-
-
-def gate_and_up(x: mx.array, gate: Weight, up: Weight) -> mx.array:
-    """silu(x times the transpose of gate [N, K]) times that of up: [M, N]."""
-    return _launch(x, [gate, up], [], ())
-
-
-def experts(
-    x: mx.array,  # [S, K]
-    weights: Sequence[Weight],  # of all experts, [E, N, K]; of two, as in `gate_and_up`
-    shared: Sequence[Weight],  # of expert E, the same without an axis of experts; or none
-    chosen: mx.array,  # int32 [P], the experts of all pairs, ascending
-    order: mx.array,  # int32 [P], which pair each of these is
-) -> mx.array:
-    """Each pair's product with its expert, [P, N]; P / S pairs in a row have one row of x."""
-    return _launch(x, weights, shared, (chosen, order))
-
-
-def _launch(
-    x: mx.array, weights: Sequence[Weight], shared: Sequence[Weight], pairs: Sequence[mx.array]
-) -> mx.array:
-    parts, outputs = len(weights), weights[0].codes.shape[-2]
+def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
+    """Several products with one input are a launch each."""
+    if len(gemm.outputs) > 1:
+        return [run_kernel(gemm._replace(weights=[weight]))[0] for weight in gemm.weights]
+    x, weights, parts, (outputs,) = gemm.x, gemm.weights, gemm.parts, gemm.outputs
     mode, bits, group = weights[0].form
     template: dict[str, Any] = {"T": x.dtype, "K": x.shape[1], "BITS": bits, "GROUP": group}
     template |= {"AFFINE": mode == "affine", "PARTS": parts}
-    rows = pairs[0].size if pairs else len(x)
-    sums = bool(pairs) or rows <= _ROWS
+    sums = bool(gemm.pairs) or gemm.rows <= _ROWS
     if sums:
         warps, features, block = 4, _FEATURES // parts, _ROWS
         template |= {"FEATURES": features}
         blocks = -(-outputs // features)
     else:
         across, warps = (4, 2) if outputs >= _WIDE else (2, 4)
-        across, tiles = across // parts, -(-min(rows, _MOST_ROWS) // 8)
+        across, tiles = across // parts, -(-min(gemm.rows, _MOST_ROWS) // 8)
         block = 8 * tiles
         template |= {"ACROSS": across, "TILES": tiles, "WARPS": warps}
         blocks = -(-outputs // (8 * across)) * warps
-    template |= {"ROWS": block, **({"PAIRS": rows // len(x)} if pairs else {})}
-    (y,) = _kernel(sums, parts, len(shared), bool(pairs))(
-        [x, *itertools.chain(*(each[:3] for each in (*weights, *shared))), *pairs],
+    template |= {"ROWS": block, **({"PAIRS": gemm.rows // len(x)} if gemm.pairs else {})}
+    return _kernel(sums, parts, len(weights), bool(gemm.pairs))(
+        gemm.inputs,
         template,
-        (rows if pairs else -(-rows // block), blocks, 1),
-        [((rows, outputs), x.dtype)],
+        (gemm.rows if gemm.pairs else -(-gemm.rows // block), blocks, 1),
+        [((gemm.rows, outputs), x.dtype)],
         warps,
     )
-    return y
 
 
 @functools.cache
-def _kernel(sums: bool, parts: int, shared: int, of_experts: bool) -> gpu.Kernel:
-    source = _START.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
-    source += _PAIRS if of_experts else _PLAIN
-    if shared:
-        source += _SHARED.replace("I", str(parts)).replace("L", str(2 * parts - 1))
+def _kernel(sums: bool, parts: int, count: int, of_experts: bool) -> gpu.Kernel:
+    source = prologue(_START, _PAIRS if of_experts else _PLAIN, count, parts, of_experts)
     source += (_LANES if sums else _MATRICES).replace("RESULT", _RESULTS[parts - 1])
-    numbers = range(parts + shared)
     return gpu.Kernel(
-        f"few_rows_{'lanes' if sums else 'matrices'}_{parts}_{shared}_{int(of_experts)}",
-        ["x", *(f"{name}{number}" for number in numbers for name in "wsb")]
-        + ["experts", "order"] * of_experts,
+        f"few_rows_{'lanes' if sums else 'matrices'}_{parts}_{count - parts}_{int(of_experts)}",
+        input_names(count, of_experts),
         ["y"],
         source,
         headers={} if sums else _MULTIPLY,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
@@ -12,15 +12,6 @@ T = TypeVar("T")
 
 SMALL = 1 << 18
 """Characters, or bytes, of a text that takes milliseconds to read or write."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Waiting:
-    """An entry of the engine's `FairQueue`; each costs its client one turn."""
-
-    client: tuple[str, ...]
-    begins: asyncio.Future[None]
-    num_prompt: int = QUANTUM - FLAT_COST
 
 
 class FairExecutor:
@@ -51,7 +42,9 @@ class FairExecutor:
             self._free -= 1
         else:
             begins = loop.create_future()
-            self._queue.add(_Waiting(client, begins))
+            # To the engine's queue each call looks like a prompt that costs one turn.
+            cost = QUANTUM - FLAT_COST
+            self._queue.add(SimpleNamespace(client=client, num_prompt=cost, begins=begins))
             try:
                 await begins
             except asyncio.CancelledError:

@@ -1,0 +1,115 @@
+"""Attention of a pass's tokens to their rows' keys and values: which kernel or operation runs it.
+
+Windows of a decode step run one kernel for all rows on CUDA; else the rows of each buffer are a
+rectangle by themselves. A prompt's chunk runs a kernel on Hopper GPUs, and on others blocks of
+queries where mlx has no fused operation, that is for head dimensions over 128: mlx then masks all
+scores, which takes two more passes over them, while a chunk needs a mask only where its own tokens
+are, and blocks of queries keep the scores small. All else is mlx's own attention.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_mtp.kernels.cuda import decode_attention, flash_attention
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
+
+BLOCK = 512  # queries of a block; measured on CUDA, beside 64 to 2,048
+_FUSED_DIM = 128  # mlx has a fused form of a chunk up to here
+# On Metal mlx's attention reads the KV once for all query heads of a KV head where there are at
+# least this many keys, up to 8 positions, and up to 32 pairs of a position and one of these heads.
+# With more, at this dimension, it is separate operations.
+_METAL_KEYS, _METAL_POSITIONS, _METAL_PAIRS, _METAL_DIM = 4096, 8, 32, 256
+
+
+def is_batch_invariant(head_dim: int) -> bool:
+    """Whether attention to this dimension can give a row the same bits in every batch."""
+    return backend() == "cuda" and head_dim in decode_attention.DIMS
+
+
+def attend_windows(
+    queries: mx.array,  # [N, heads, dim]
+    positions: mx.array,  # of each, int32 [N]: it attends up to its own
+    buffers: Sequence[mx.array],  # keys, then values: [2 * slots * KV heads * capacity, dim]
+    kv_heads: int,
+    rows: tuple[tuple[int, ...], ...],  # buffer, slot, capacity, first token, tokens
+    longest: int,  # window
+    scale: float,
+) -> mx.array | None:
+    """Attention of all rows of a decode step in one, [N, heads, dim]; None without a kernel."""
+    if not decode_attention.fits(queries, buffers[0], kv_heads, longest, scale):
+        return None
+    return decode_attention.attend(queries, positions, buffers, kv_heads, rows)
+
+
+def attend_rectangle(
+    queries: mx.array,  # [slots, T, heads, dim]
+    kv: mx.array,  # [2, slots or more, KV heads, capacity, dim]
+    positions: mx.array,  # int32 [slots, T]
+    mask: mx.array,  # causal, bool [slots, 1, T, limit]; evaluated only where it is used
+    limit: int,  # positions of a slot that any of the queries sees
+    known: int,  # at most the first position, if there is one slot
+    scale: float,
+) -> mx.array:
+    """Attention of each query up to its own position, [slots, T, heads, dim]."""
+    keys, values = kv  # views; an integer as the only index would copy
+    if flash_attention.fits(queries, keys, scale):
+        one = queries.squeeze(0), keys, values, positions.squeeze(0)
+        return flash_attention.attend(*one)[None]
+    keys, values = kv[:, : len(queries), :, :limit]
+    rows = queries.swapaxes(1, 2)
+    # Where a window of a decode step begins the host does not know.
+    if queries.shape[1] > LONGEST_WINDOW and attends_in_blocks(rows):
+        outputs = _in_blocks(rows, keys, values, positions.squeeze(0), known, scale)
+    else:
+        outputs = _by_mlx(rows, keys, values, scale, mask)
+    return outputs.swapaxes(1, 2)
+
+
+def attends_in_blocks(queries: mx.array) -> bool:
+    """Whether a chunk's queries [slots, heads, T, dim] are computed in blocks."""
+    slots, *_, dim = queries.shape
+    return slots == 1 and dim > _FUSED_DIM and backend() is not None
+
+
+def _in_blocks(
+    queries: mx.array,  # [1, heads, T, dim]
+    keys: mx.array,  # [1, KV heads, L, dim]; L bounds the last position
+    values: mx.array,
+    positions: mx.array,  # of the queries, int32 [T], consecutive
+    known: int,  # at most the first of them
+    scale: float,
+) -> mx.array:
+    _, heads, length, dim = queries.shape
+    kv_heads, limit = keys.shape[1:3]
+    queries = queries * scale
+    outputs = []
+    for first in range(0, length, BLOCK):
+        end = min(first + BLOCK, length)
+        masked, reach = known + first, limit - (length - end)
+        block = queries[:, :, first:end].reshape(1, kv_heads, -1, dim)
+        scores = block @ keys[:, :, :reach].swapaxes(2, 3)
+        scores = scores.reshape(1, heads, end - first, reach)
+        seen = mx.arange(masked, reach) <= positions[first:end, None]
+        scores[..., masked:] = mx.where(seen, scores[..., masked:], -mx.inf)
+        weights = mx.softmax(scores, axis=-1, precise=True).reshape(1, kv_heads, -1, reach)
+        outputs.append((weights @ values[:, :, :reach]).reshape(1, heads, end - first, dim))
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+
+
+def _by_mlx(
+    queries: mx.array,  # [slots, heads, T, dim]
+    keys: mx.array,  # [slots, KV heads, limit, dim]
+    values: mx.array,
+    scale: float,
+    mask: mx.array,  # bool [slots, 1, T, limit]
+) -> mx.array:
+    """mlx's operation; on Metal a window is cut into pieces that its fused form takes."""
+    _, heads, length, dim = queries.shape
+    most = min(_METAL_POSITIONS, _METAL_PAIRS * keys.shape[1] // heads)
+    is_fused = dim == _METAL_DIM and keys.shape[2] >= _METAL_KEYS and most > 0
+    if backend() != "metal" or length > LONGEST_WINDOW or length <= most or not is_fused:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    pieces = [slice(at, at + most) for at in range(0, length, most)]
+    outputs = [_by_mlx(queries[:, :, own], keys, values, scale, mask[:, :, own]) for own in pieces]
+    return mx.concatenate(outputs, axis=2)

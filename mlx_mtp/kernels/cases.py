@@ -1,0 +1,91 @@
+"""The list of kernel cases: what is compared with what, at which shapes.
+
+A case is an operation (`gpu.Operation`) at a shape and type. The check before an operation's first
+use, the self-test, benchmarks and tests all compare by `KernelCase.error`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
+from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_chunks
+from mlx_mtp.kernels.gdn_types import GDNShape
+
+OPERATIONS = (
+    gated_delta.GATED_DELTA,
+    short_conv.SHORT_CONV,
+    gated_delta_chunks.GATED_DELTA_CHUNKS,
+    topk.ROUTER,
+    norms.ADD_NORM,
+    norms.GATED_NORM,
+    norms.ROTATE,
+    norms.MIX_NORM,
+    decode_attention.WINDOW_ATTENTION,
+    flash_attention.FLASH_ATTENTION,
+)
+
+
+class KernelCase(NamedTuple):
+    """An operation at a shape and type."""
+
+    operation: gpu.Operation
+    shape: Any
+    dtype: mx.Dtype
+
+    @property
+    def applies(self) -> bool:
+        """Whether the kernels are made for it."""
+        return self.operation.applies(self.shape, self.dtype)
+
+    def error(self) -> float:
+        """The largest difference from the reference; right below `gpu.TOLERANCE`."""
+        return self.operation.error(self.shape, self.dtype)
+
+    def launches(self, tokens: int) -> list[Callable[[], Any]]:
+        """The kernels' launch and the reference's for one row of tokens; none where untimed."""
+        make = self.operation.arguments
+        if make is None:
+            return []
+        arguments = make(self.shape, self.dtype, tokens)
+        runs = self.operation.run_kernel, self.operation.reference
+        return [partial(run, *arguments) for run in runs if run is not None]
+
+
+def recurrence_cases(shape: GDNShape, dtype: mx.Dtype) -> list[KernelCase]:
+    """Of a GatedDeltaNet layer."""
+    return _cases(dtype, [(operation, shape) for operation in OPERATIONS[:3]])
+
+
+def attention_cases(heads: tuple[int, int, int], dtype: mx.Dtype) -> list[KernelCase]:
+    """Of attention: heads of queries and of KV, and their dimension."""
+    return _cases(dtype, [(operation, heads) for operation in OPERATIONS[-2:]])
+
+
+def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
+    """Of norms and router, by the arguments of mlx-lm's model."""
+    width = norms.NormShape(args.hidden_size, args.rms_norm_eps)
+    heads = args.num_attention_heads, args.num_key_value_heads
+    rotated = int(args.head_dim * args.partial_rotary_factor)
+    values, keys = args.linear_num_value_heads, args.linear_num_key_heads
+    gated = width._replace(dim=args.linear_value_head_dim, heads=values, ratio=values // keys)
+    rotation = norms.NormShape(args.head_dim, width.eps, *heads, rotated, args.rope_theta)
+    shapes: list[tuple[gpu.Operation, Any]] = [
+        (norms.ADD_NORM, width),
+        (norms.GATED_NORM, gated),
+        (norms.ROTATE, rotation),
+    ]
+    if getattr(args, "num_experts", 0):
+        chosen = args.num_experts_per_tok
+        router = topk.Router(args.num_experts, chosen, args.norm_topk_prob)
+        # Of a step with the shared expert, of a prompt without.
+        mixed = [(norms.MIX_NORM, width._replace(chosen=n)) for n in (chosen + 1, chosen)]
+        shapes = [(topk.ROUTER, router), *shapes, *mixed]
+    return _cases(dtype, shapes)
+
+
+def _cases(dtype: mx.Dtype, shapes: list[tuple[gpu.Operation, Any]]) -> list[KernelCase]:
+    where = gpu.backend()
+    return [KernelCase(*each, dtype) for each in shapes if each[0].is_for(where)]

@@ -1,0 +1,41 @@
+"""The recurrence of a GatedDeltaNet layer: which form of the gated delta rule runs a window.
+
+Prompts run in chunks on the tensor cores where a CUDA GPU has the memory for it, all else by one
+kernel (`gated_delta.py`), and without a GPU in matrix products (`portable.py`).
+"""
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gated_delta, portable
+from mlx_mtp.kernels.cuda import gated_delta_chunks
+from mlx_mtp.kernels.gdn_types import GDNWindow, PendingWindow
+
+
+def run(
+    q: mx.array,  # queries of the new window, l2-normalised, [B, T, Hk, Dk]
+    window: GDNWindow,
+    state: mx.array,  # before the previous window, float32 [B, Hv, Dv, Dk]
+    previous: PendingWindow | None,  # of any length; None: there is nothing to fold
+    num_kept: mx.array | None,  # positions of the previous window that each row keeps, int32 [B]
+    lengths: mx.array | None = None,  # the same of the new window, if known already
+) -> tuple[mx.array, mx.array, PendingWindow | None]:
+    """Fold the previous window's accepted prefix, then run the new window on top of it.
+
+    Returns the outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2; those from `lengths[b]` on
+    are finite but mean nothing. Without `lengths` also the state after the fold, and the new
+    window, to be folded next time; else the state after each row's last position, and None.
+    """
+    if lengths is not None and gated_delta_chunks.fits(window):
+        folded = state if num_kept is None else fold(previous, num_kept, state)
+        return *gated_delta_chunks.run_kernel(q, window, folded, lengths), None
+    step = gated_delta.run_kernel if gated_delta.fits(window) else portable.step
+    return step(q, window, state, previous, num_kept, lengths)
+
+
+def fold(previous: PendingWindow | None, num_kept: mx.array | None, state: mx.array) -> mx.array:
+    """The state after the first `num_kept[b]` (int32 [B]) positions of the previous window."""
+    if previous is None:
+        return state
+    assert num_kept is not None
+    by = gated_delta.fold_by_kernel if gated_delta.fits(previous) else portable.fold
+    return by(previous, num_kept, state)

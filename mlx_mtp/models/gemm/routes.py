@@ -1,0 +1,242 @@
+"""Products of layers, each by the operation that its number of tokens is routed to.
+
+There are four operations: a kernel (`kernels.skinny_gemm`), mlx's own, mlx's own in blocks of one
+size, and expanding the weights before a dense product, which reads them once for all rows. mlx
+chooses another kernel, and so another order of sums, for another number of rows; beside a fixed
+number of them, and wherever it stands, a row has the same bits. Reading the weights is most of the
+time of a product of few rows, so of unquantized weights padding costs little.
+
+`measure.choose_routes` gives each layer its `Routes` when a model is loaded, and a class of
+`ROUTED`, which looks at them; elsewhere a layer keeps mlx-lm's class.
+"""
+
+import copy
+import functools
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.qwen3_next import Qwen3NextMLP
+from mlx_lm.models.switch_layers import SwitchGLU
+
+from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.cuda import grouped_gemm
+from mlx_mtp.kernels.cuda import skinny_gemm as cuda_gemm
+from mlx_mtp.kernels.cuda.dequantize import expanded
+from mlx_mtp.kernels.formats import weight_of
+from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
+
+_BLOCK = 64  # rows
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The operation for each number of tokens; by default mlx's own for all."""
+
+    kernel: range = range(0)  # tokens of a decode step (`gpu.few`) that the kernel serves
+    in_blocks: bool = False  # all other numbers of a decode step are computed in blocks
+    expand_from: float = math.inf  # tokens, of which weights are expanded
+    prompt: int = 0  # tokens of a prompt up to which the kernel serves, if they are not expanded
+
+    def operation(self, rows: int) -> str:
+        """One of "kernel", "blocks", "expand" and "mlx"."""
+        if gpu.few(rows):
+            if rows in self.kernel:
+                return "kernel"
+            if self.in_blocks:
+                return "blocks"
+        if rows >= self.expand_from:
+            return "expand"
+        return "kernel" if 0 < rows <= self.prompt else "mlx"
+
+
+BY_MLX = Routes()
+
+
+def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
+    """Several products of one input, in one launch where the kernel serves all of them."""
+    forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
+    if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
+        return [layer(x) for layer in layers]
+    gemm = SkinnyGemm(_rows(x), [weight_of(layer) for layer in layers])
+    products: list[mx.array] = skinny_kernel().run_kernel(gemm)
+    return products if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in products]
+
+
+def product(module: nn.Module, *inputs: mx.array) -> mx.array:
+    """A layer's product, that of an embedding too."""
+    method: Callable[..., mx.array] = getattr(module, "as_linear", module)
+    return method(*inputs)
+
+
+def skinny_kernel() -> Any:
+    """The module of the skinny GEMM for this backend."""
+    return metal_gemm if gpu.backend() == "metal" else cuda_gemm
+
+
+def few(x: mx.array) -> bool:
+    """Whether these tokens [.., H] are a decode step's, not a prompt's."""
+    return gpu.few(x.size // x.shape[-1])
+
+
+def served(x: mx.array, layer: nn.Module) -> bool:
+    """Whether a layer runs the kernel for these tokens [.., H] of a decode step."""
+    return few(x) and x.size // x.shape[-1] in routes_of(layer).kernel
+
+
+def routes_of(layer: nn.Module) -> Routes:
+    """What `set_routes` gave it; else those of mlx-lm's layer."""
+    routes: Routes = getattr(layer, "routes", BY_MLX)
+    return routes
+
+
+def set_routes(layer: nn.Module, routes: Routes) -> None:
+    """Route a layer's products."""
+    layer.__class__, layer.routes = ROUTED.get(type(layer), type(layer)), routes
+
+
+def with_routes(layer: nn.Module, routes: Routes) -> nn.Module:
+    """A copy of a layer with the same weights and other routes."""
+    twin = copy.copy(layer)
+    set_routes(twin, routes)
+    return twin
+
+
+def mlx_class(layer: nn.Module) -> type[nn.Module]:
+    """The class that a layer has, or had before it was routed."""
+    return _MLX.get(type(layer), type(layer))
+
+
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """What stores the weights: the module itself, or gate, up and down of an MLP or experts."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    return [module] if "weight" in module else [module[name] for name in names]
+
+
+def make_batch_invariant(model: nn.Module) -> None:
+    """Let every operation of a decode step see numbers of rows for which a row's bits are equal.
+
+    What no kernel serves is computed in blocks.
+    """
+    for module in model.modules() if gpu.backend() is not None else ():
+        kind, routes = mlx_class(module), routes_of(module)
+        if kind not in ROUTED:
+            continue
+        if kind is not SwitchGLU and "scales" not in parts_of(module)[0]:
+            routes = replace(routes, kernel=range(0))  # it serves fewer rows than a step may have
+        if routes.expand_from < math.inf:
+            # Not as measured: prefixes on disk outlive a process.
+            most = gpu.MOST_ROWS if kind is SwitchGLU else gpu.MOST_PROMPT_ROWS
+            routes = replace(routes, expand_from=1 + most)
+        set_routes(module, replace(routes, in_blocks=kind is not Qwen3NextMLP))
+
+
+def digest(model: nn.Module) -> str:
+    """Which operations a loaded model uses, where measurement chose them: equal for equal ones."""
+    layers = [(name, mlx_class(m).__name__, routes_of(m)) for name, m in model.named_modules()]
+    return hashlib.sha256(str((sorted(layers, key=str), sorted(gpu.refused))).encode()).hexdigest()
+
+
+def experts_in_order(
+    layer: nn.Module,
+    x: mx.array,
+    shared: nn.Module | None,
+    chosen: mx.array,
+    order: mx.array,
+) -> mx.array:
+    """[P, H] of P pairs in this order (see `topk.ExpertChoice`), by the kernel."""
+
+    def product(x: mx.array, *names: str) -> mx.array:
+        owners = [layer] if shared is None else [layer, shared]
+        weights = [weight_of(owner[name]) for owner in owners for name in names]
+        gemm = SkinnyGemm(x, weights, len(names), (chosen, order))
+        pairs: mx.array = skinny_kernel().run_kernel(gemm)[0]
+        return pairs
+
+    return product(product(_rows(x), "gate_proj", "up_proj"), "down_proj")
+
+
+def _rows(x: mx.array) -> mx.array:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # No operation of mlx is free.
+
+
+def _pairs(indices: mx.array) -> mx.array:
+    return indices.reshape(-1).astype(mx.int32)
+
+
+def _linear_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
+    return project(x, self)[0]
+
+
+def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
+    """Gate, up and activation are one launch."""
+    weights = [weight_of(self.gate_proj), weight_of(self.up_proj)]
+    (inner,) = skinny_kernel().run_kernel(SkinnyGemm(_rows(x), weights, 2))
+    down: mx.array = self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
+    return down
+
+
+def _experts_by_kernel(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+    """Each expert is read once for several of its tokens."""
+    pairs = _pairs(indices)
+    order = mx.argsort(pairs).astype(mx.int32)
+    return experts_in_order(self, x, None, pairs[order], order).reshape(*indices.shape, -1)
+
+
+def _expanded_linear(self: nn.Module, x: mx.array) -> mx.array:
+    weights = self.weight, self.scales, self.biases
+    y = x @ expanded(*weights, self.group_size, self.bits).T
+    return y + self.bias if "bias" in self else y
+
+
+def _expanded_experts(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+    """Weights are expanded in registers."""
+    weights = [weight_of(part) for part in parts_of(self)]
+    return grouped_gemm.swiglu(_rows(x), weights, _pairs(indices)).reshape(*indices.shape, -1)
+
+
+def _in_blocks(call: Callable[..., Any], *inputs: mx.array) -> mx.array:
+    """Call it for tokens, each [.., width], in blocks of as many rows; the last one is padded."""
+    shape = inputs[0].shape[:-1]
+    rows = [_rows(each) for each in inputs]
+    count = len(rows[0])
+    rows = [mx.pad(each, [(0, -count % _BLOCK), (0, 0)]) for each in rows]
+    blocks = [call(*(a[at : at + _BLOCK] for a in rows)) for at in range(0, count, _BLOCK)]
+    joined = blocks[0] if len(blocks) == 1 else mx.concatenate(blocks)
+    return joined[:count].reshape(*shape, *joined.shape[1:])
+
+
+def _routed(
+    base: type[Any], by_kernel: Callable[..., Any], expand: Callable[..., Any] | None = None
+) -> type[Any]:
+    """A subclass whose product is computed as its `routes` say; as an embedding it is mlx's."""
+    method = "as_linear" if hasattr(base, "as_linear") else "__call__"
+    by_mlx = getattr(base, method)
+
+    def call(self: Any, x: mx.array, *rest: mx.array) -> Any:
+        operation = self.routes.operation(x.size // x.shape[-1])
+        if operation == "kernel":
+            return by_kernel(self, x, *rest)
+        if operation == "blocks":
+            return _in_blocks(functools.partial(by_mlx, self), x, *rest)
+        return (expand if expand and operation == "expand" else by_mlx)(self, x, *rest)
+
+    return type(f"Routed{base.__name__}", (base,), {method: call})
+
+
+ROUTED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: _routed(nn.QuantizedLinear, _linear_by_kernel, _expanded_linear),
+    nn.Linear: _routed(nn.Linear, _linear_by_kernel),
+    nn.QuantizedEmbedding: _routed(nn.QuantizedEmbedding, _linear_by_kernel),
+    nn.Embedding: _routed(nn.Embedding, _linear_by_kernel),
+    Qwen3NextMLP: _routed(Qwen3NextMLP, _mlp_by_kernel),
+    SwitchGLU: _routed(SwitchGLU, _experts_by_kernel, _expanded_experts),
+}
+"""By mlx's class. An embedding may be lm_head too."""
+_MLX = {routed: base for base, routed in ROUTED.items()}
+_SINGLE = [routed for base, routed in ROUTED.items() if base not in (Qwen3NextMLP, SwitchGLU)]

@@ -1,0 +1,101 @@
+"""Every operation: its kernels agree with the reference, and a wrong body is found and not used."""
+
+import mlx.core as mx
+import pytest
+
+from mlx_mtp.kernels import cases, gated_delta, gpu, norms, short_conv, topk
+from mlx_mtp.kernels.cases import KernelCase
+from mlx_mtp.kernels.cuda import (
+    decode_attention,
+    flash_attention,
+    gated_delta_chunks,
+    gated_delta_prepare,
+    mma,
+)
+from mlx_mtp.kernels.gdn_types import GDNShape
+from mlx_mtp.selftest.kernels import check_cases
+from tests.kernels.conftest import OBJECTS
+
+F32, BF16 = mx.float32, mx.bfloat16
+GATED_DELTA = KernelCase(gated_delta.GATED_DELTA, GDNShape(2, 32, 4, 32), F32)
+SHORT_CONV = GATED_DELTA._replace(operation=short_conv.SHORT_CONV)
+CHUNKS = KernelCase(gated_delta_chunks.GATED_DELTA_CHUNKS, GDNShape(2, 64, 4, 32), BF16)
+ROUTER = KernelCase(topk.ROUTER, topk.Router(64, 5, True), F32)
+ADD_NORM = KernelCase(norms.ADD_NORM, norms.NormShape(288, 1e-6), F32)
+MIX_NORM = KernelCase(norms.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3), BF16)
+GATED_NORM = KernelCase(norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3), BF16)
+ROTATE = KernelCase(norms.ROTATE, norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5), F32)
+WINDOWS = KernelCase(decode_attention.WINDOW_ATTENTION, (4, 1, 128), BF16)
+FLASH = KernelCase(flash_attention.FLASH_ATTENTION, (2, 1, flash_attention.DIM), BF16)
+SMALL = [GATED_DELTA, SHORT_CONV, CHUNKS, ROUTER, ADD_NORM, MIX_NORM, GATED_NORM, ROTATE]
+
+# Case, owner of a part of the source, the right text in it, and a wrong one.
+QUICK = [
+    # The previous window is not forgotten at its own rate.
+    (GATED_DELTA, gated_delta.KERNEL, "(key[i], d, s[r][i] * decay)", "(key[i], d, s[r][i])"),
+    (SHORT_CONV, short_conv.KERNEL, "+ num_kept[b]) * C", ") * C"),
+    # A missing barrier too.
+    (CHUNKS, gated_delta_chunks, "exp(last - sums[row])", "1.0f"),
+    (CHUNKS, gated_delta_chunks, "__syncthreads();\n\n      float d[4]", "\n      float d[4]"),
+    (CHUNKS, gated_delta_prepare, "__syncthreads();\n    T* const so", "\n    T* const so"),
+    # A prompt's router is not one group, and its norms have fewer warps a row.
+    (ROUTER, topk.KERNEL, "row = grid_x * warps + warp", "row = warp"),
+    (ADD_NORM, norms.ADD_NORM.kernel, "squares / DIM", "squares / (WARPS == 8 ? 1 : DIM)"),
+    (ROTATE, norms.ROTATE.kernel, "grid_x * v_strides[0]", "0"),
+    (ROTATE, norms.ROTATE.kernel, "(own - KEYS) * v_strides[1]", "0"),
+    (FLASH, flash_attention, "i % 2 > first", "i % 2 >= first"),
+]
+OTHERS = [
+    (GATED_DELTA, gated_delta.KERNEL, "t < num_kept[b]", "t < num_kept[b] - 1"),
+    (GATED_DELTA, gated_delta.KERNEL, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
+    (GATED_DELTA, gated_delta.KERNEL, "ADVANCE ? lengths[b] : length", "length"),
+    (SHORT_CONV, short_conv.KERNEL, "is_value ? own % (Hv / Hk) : 0;", "0;"),
+    (WINDOWS, decode_attention, "lane + 32 * i <= own ?", "lane + 32 * i < own ?"),
+    (WINDOWS, decode_attention, "(stats[2 * from] - most) * SCALE", "0.0f"),
+    (WINDOWS, decode_attention, "int end = pos", "int end = pos[0] + pos"),
+    (FLASH, flash_attention, "(lane ^ warp) % 8", "lane % 8"),
+    (FLASH, flash_attention, "BLOCK * 128, 1024", "1024, BLOCK * 128"),
+    (FLASH, flash_attention, "(long long)min(first + 8 * i + warp, last)", "0"),
+    (FLASH, flash_attention, "o[i] *= factor", "o[i] *= 1.0f + 0.0f * factor"),
+    (FLASH, flash_attention, "block % 3", "block % 2"),
+    (
+        FLASH,
+        flash_attention,
+        "if (block + 2 < blocks) load_keys(block + 2)",
+        "load_keys(block + 1)",
+    ),
+    (FLASH, flash_attention, "meet();\n      if", "if"),
+    (FLASH, flash_attention, "wait_products<1>", "wait_products<2>"),
+    (FLASH, flash_attention, "wait<0>(), publish()", "wait<1>(), publish()"),
+    (FLASH, mma, "1u << 30", "1u << 31"),
+    (FLASH, mma, "down >> 4", "down >> 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "owner", "right", "wrong"),
+    [*QUICK, *(pytest.param(*row, marks=pytest.mark.full) for row in OTHERS)],
+)
+def test_a_wrong_body_is_found_and_not_used(matrix_units, spoil, caplog, case, owner, right, wrong):
+    """Also where the operation is compared within a step."""
+    names = "body", "_BODY", "_PIECES", "_ADD", "_LOAD", "MATRIX"
+    spoil(owner, next(name for name in names if right in getattr(owner, name, "")), right, wrong)
+    with gpu.step(case is ADD_NORM):
+        assert not case.operation.works(case.shape, case.dtype)
+    assert "slower code is used" in caplog.text
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.operation.name)
+def test_right_bodies_are_used(matrix_units, case, caplog):
+    """In both types, and the self-test shows the same."""
+    dtypes = (BF16, mx.float16) if case is CHUNKS else (F32, BF16)
+    (check,) = check_cases("small", [case])
+    assert check.ok and check.applies and 0 < check.difference < gpu.TOLERANCE
+    for dtype in dtypes:
+        assert case.operation.works(case.shape, dtype), caplog.text
+
+
+def test_every_operation_is_a_case():
+    operations = {id(each) for each in OBJECTS if isinstance(each, gpu.Operation)}
+    assert operations == {id(each) for each in cases.OPERATIONS}
+    assert {id(case.operation) for case in [*SMALL, WINDOWS, FLASH]} == operations
