@@ -71,7 +71,11 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
 
 
-@pytest.mark.parametrize("command", [PROGRAM, SAFELY, MODULE], ids=["mlx-mtp", "-P -m", "-m"])
+@pytest.mark.parametrize(
+    "command",
+    [PROGRAM, pytest.param(SAFELY, marks=pytest.mark.full), MODULE],
+    ids=["mlx-mtp", "-P -m", "-m"],
+)
 def test_a_command_imports_nothing_from_the_current_directory(
     hostile: Path, command: tuple[str, ...]
 ) -> None:

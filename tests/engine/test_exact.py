@@ -231,7 +231,7 @@ def alone(tiny_models):
     return run
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=8, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     asked=st.lists(ASKED, min_size=2, max_size=7),
     rows=st.integers(1, 5),

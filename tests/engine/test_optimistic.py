@@ -24,6 +24,7 @@ from tests.engine.cases import (
     words,
 )
 from tests.harness import TIE, Driver, PlainMask, greedy, request, slow_scores
+from tests.quick import diagonal
 from tests.tiny_models import VOCAB
 
 
@@ -73,8 +74,7 @@ def replay(model, wanted: Request, outputs) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", ["greedy grammars", "sampled grammars"])
-@pytest.mark.parametrize("depth", [1, 2, 3, "erratic"])
+@diagonal(depth=(1, 2, 3, "erratic"), kind=("greedy grammars", "sampled grammars"))
 def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, depth, kind):
     """Beside rows without it, which equal plain decoding; with copies and ragged depths too."""
     family = {1: "qwen3_next", 2: "qwen3_5_moe"}.get(depth, "qwen3_5")

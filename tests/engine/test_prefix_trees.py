@@ -104,7 +104,7 @@ def play(
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [10, pytest.param(500, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [5, pytest.param(500, marks=pytest.mark.full)])
 def test_trees_of_conversations(tiny_models, count):
     """Every second tree with a directory, and then again after a restart."""
     ties = Ties()

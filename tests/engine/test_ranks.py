@@ -37,6 +37,7 @@ from tests.engine.test_optimistic import optimistic, replay
 from tests.exchange import Exchange, Queue, led
 from tests.harness import Driver, greedy, plain, request
 from tests.process import start_ranks
+from tests.quick import full
 from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 from tests.waiting import wait_until
 
@@ -47,7 +48,6 @@ QUICK = {
     ("qwen3_5", 3, "sampled"),
     ("qwen3_5_moe", 1, "greedy grammars"),
 }
-full = partial(pytest.param, marks=pytest.mark.full)
 CASES = [
     pytest.param(*case) if case in QUICK else full(*case)
     for case in itertools.product(FAMILIES, DEPTHS, KINDS)
@@ -122,8 +122,8 @@ def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, si
 @pytest.mark.parametrize(
     ("path", "size", "depth", "kind"),
     [
-        (None, 2, "erratic", "sampled grammars"),
         (None, 2, 2, "sampled"),  # so that steps are launched before the last ones are read
+        full(None, 2, "erratic", "sampled grammars"),
         full(DEMO, 4, "erratic", "sampled grammars"),
         full(DEMO, 4, 0, "sampled"),
         full(DENSE_DEMO, 4, 3, "sampled"),
