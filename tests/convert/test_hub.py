@@ -22,16 +22,9 @@ SNAPSHOT = f"hub/models--Qwen--Tiny-Next/snapshots/{COMMIT}"
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
+def hub(tmp_path):
     """The hub, which has nothing yet, and an empty cache."""
-    with FakeHub(REPO, {}).serve() as hub:
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        # What an earlier test of this process has found out of the real hub.
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("mlx_mtp.models.hub._unreachable", "")
+    with FakeHub(REPO, {}).serve_here(tmp_path / "hub") as hub:
         yield hub
 
 

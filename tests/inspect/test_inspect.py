@@ -3,10 +3,7 @@
 import argparse
 import gc
 import json
-import os
 import re
-import subprocess
-import sys
 
 import mlx.core as mx
 import pytest
@@ -206,25 +203,16 @@ def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
 
 
 @pytest.mark.parametrize("head", ["inside", "beside"])
-def test_on_the_hub_no_weights_are_downloaded(tmp_path, head):
+def test_on_the_hub_no_weights_are_downloaded(run, tmp_path, head):
     model = tmp_path / "model"
     write_source(model, Layout("qwen3_next", with_head=head == "inside"), shards=3)
     if head == "beside":
         (model / "mtp.safetensors").write_bytes(b"x" * 5000)
     (model / "README.md").write_text("---\nbase_model:\n- Qwen/Original\n---\n")
-    with FakeHub.of("Some/Model", model).serve() as hub:
-        home = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
-        command = [sys.executable, "-m", "mlx_mtp", "inspect", "Some/Model"]
-        command += ["--memory-limit", "8GiB"]
-
-        def inspected() -> dict[str, str]:
-            done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            return rows(done.stdout)
-
-        told = inspected()
+    with FakeHub.of("Some/Model", model).serve_here(tmp_path / "hub") as hub:
+        told = run("inspect", "Some/Model", "--memory-limit", "8GiB")
         del hub.files["model-00001-of-00003.safetensors"]
-        text = inspected()["fits"]
+        text = run("inspect", "Some/Model", "--memory-limit", "8GiB")["fits"]
         assert text.startswith("no, it can't be served. Some/Model has no model-00001-of-00003.saf")
         assert hub.downloaded == {"config.json", "model.safetensors.index.json"}
     assert told["fits"].startswith("yes, in 8.6 GB")
