@@ -90,7 +90,7 @@ def files(folder: Path, *, snapshot: bool) -> list[Path]:
 ALL = [len(HISTORY) + 12, 32, len(HISTORY)]
 LESS = [len(HISTORY), *ALL[1:]]
 CASES = [
-    (None, 0, True, ALL),
+    pytest.param(None, 0, True, ALL, marks=pytest.mark.full),
     (delete, 1, True, LESS),
     pytest.param(truncate, 0, True, LESS, marks=pytest.mark.full),
     pytest.param(damage, 1, False, LESS, marks=pytest.mark.full),

@@ -364,7 +364,7 @@ def test_the_same_tokens_with_mtp_and_without(
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     found = []
-    for depth in (0, 1, 2, 3):
+    for depth in (0, 2):
         config = EngineConfig(num_draft_tokens=depth)
         engine: Any = build_engine(
             demo_model, config, tokenizer.vocab_size, tokenizer.eos_token_ids
@@ -376,5 +376,5 @@ def test_the_same_tokens_with_mtp_and_without(
             with ThreadPoolExecutor(len(bodies)) as pool:
                 answers = list(pool.map(lambda b: client.post(CHAT, json=b).json(), bodies))
         found.append([each["choices"][0]["message"] for each in answers])
-    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0] == found[1]
     assert json.loads(found[0][0]["content"]).keys() == {"a"}
