@@ -19,7 +19,7 @@ import pytest
 from mlx_mtp.cache import layout
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
-from tests.harness import MEASURED
+from tests.harness import MEASURED, Ties
 from tests.process import Server, running
 from tests.tiny_models import FAMILIES, Layout, write_checkpoint
 
@@ -58,6 +58,14 @@ def mtp_server() -> Iterator[Server]:
     flags = ("--enable-mtp", "--calibration-seconds", "0.5", "--prefix-cache-size", "200MB")
     with running(*flags, "--dtype", "float32") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def ties(request: pytest.FixtureRequest) -> Iterator[Ties]:
+    """All differences at rounding ties that a file met, listed at its end."""
+    met = Ties()
+    yield met
+    met.report(request.module.__name__)
 
 
 @pytest.fixture

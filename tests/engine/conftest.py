@@ -1,13 +1,12 @@
 """Plain decoding's answers, computed once for all files."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 
 from mlx_mtp.models.model import LoadedModel
 from tests.engine.cases import EOS, make_requests
-from tests.harness import Plain, Ties, plain
+from tests.harness import Plain, plain
 from tests.tiny_models import VOCAB
 
 
@@ -19,11 +18,3 @@ def references(tiny_models: dict[str, LoadedModel]):
         return {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in make_requests(kind)}
 
     return of
-
-
-@pytest.fixture(scope="module")
-def ties(request: pytest.FixtureRequest) -> Iterator[Ties]:
-    """All differences at rounding ties that a file met, listed at its end."""
-    found = Ties()
-    yield found
-    found.report(request.module.__name__)

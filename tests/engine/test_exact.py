@@ -17,9 +17,9 @@ from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 from tests.engine import cases
-from tests.engine.test_reuse import END, GAIN, STEP, World, messages
 from tests.grammars import bad_words, compiled
 from tests.harness import Driver, request
+from tests.prefix.test_policy import END, GAIN, STEP, World, messages
 from tests.tiny_models import VOCAB
 
 TEXTS = st.lists(st.sampled_from([END, 5, 5, 5, 6]), min_size=1, max_size=80)

@@ -15,11 +15,11 @@ from mlx_mtp.prefix.directory import PrefixDirectory
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks import segments
 from mlx_mtp.ranks.segments import LeadStore
-from tests.cache.prefixes import FINGERPRINT, flush
 from tests.conftest import DEMO
 from tests.engine.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
 from tests.exchange import led
 from tests.harness import Driver, greedy, plain, request
+from tests.prefix.prefixes import FINGERPRINT, flush
 from tests.tiny_models import VOCAB, Layout, write_checkpoint
 
 HISTORY = [*words(1, 20), EOS, *words(2, 30), EOS, 5]

@@ -11,10 +11,10 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.prefix import disk as prefix_store
 from mlx_mtp.prefix.disk import PrefixStore
-from tests.cache.prefixes import FINGERPRINT, PATIENCE
 from tests.engine.cases import EOS, words
 from tests.engine.test_engine import Client, fail_next_turn
 from tests.harness import greedy, plain, request
+from tests.prefix.prefixes import FINGERPRINT, PATIENCE
 from tests.tiny_models import FAMILIES, VOCAB
 from tests.waiting import wait_until
 
