@@ -15,7 +15,7 @@ from mlx_mtp.chat.screen import Screen, _markdown_blocks
 from mlx_mtp.chat.session import Session, served_models
 from mlx_mtp.cli.main import main
 from mlx_mtp.errors import UsageError
-from tests.process import Server
+from tests.support.process import Server
 from tests.test_terminal import COLUMNS, terminal
 
 USAGE = {"usage": {"prompt_tokens": 7, "completion_tokens": 4}}

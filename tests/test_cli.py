@@ -28,8 +28,8 @@ from mlx_mtp.options import wants_exact
 from mlx_mtp.server.app import bind
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
-from tests.process import running
-from tests.server.fake_engine import FakeInfo
+from tests.support.fake_engine import FakeInfo
+from tests.support.process import running
 
 COMMAND = [sys.executable, "-m", "mlx_mtp"]
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from tests.process import CHAT
+from tests.support.process import CHAT
 
 # The installed program imports from its own folder first; `-m` from the current directory.
 PROGRAM = (str(Path(sysconfig.get_path("scripts"), "mlx-mtp")),)

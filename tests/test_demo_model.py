@@ -16,8 +16,8 @@ from mlx_mtp.text.parsing.events import ToolArguments, ToolStart
 from mlx_mtp.text.parsing.formats import OutputFormat
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO, DENSE_DEMO
-from tests.harness import MEASURED, Driver, OracleDrafter, Ties, greedy, plain, request
-from tests.harness import SamplingParams as Sampling
+from tests.support.harness import MEASURED, Driver, OracleDrafter, Ties, greedy, plain, request
+from tests.support.harness import SamplingParams as Sampling
 
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())
 EOS = (4089, 4087)

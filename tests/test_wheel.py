@@ -10,8 +10,8 @@ import pytest
 
 from mlx_mtp import __version__
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.server.page import files
-from tests.process import CHAT, STORY, running
+from mlx_mtp.server.page import page_files
+from tests.support.process import CHAT, STORY, running
 
 ROOT = Path(__file__).parents[1]
 EXTRA = "[cpu]" if platform.system() == "Linux" else ""
@@ -43,7 +43,7 @@ def test_the_wheel_serves_from_an_empty_environment(tmp_path, monkeypatch):
     assert where.is_relative_to(environment)
     for path in BUNDLED_MODEL.glob("*.[jms]*"):
         assert path.read_bytes() == (where / "demo" / path.name).read_bytes()
-    for name, file in files().items():
+    for name, file in page_files().items():
         assert file.content == (where / "page" / name).read_bytes()
     command = environment / "bin" / "mlx-mtp"
     for words, shown in (("--version", __version__), ("models --memory 16", "Qwen3.5-9B")):

@@ -11,9 +11,9 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.convert.source import check_head_on_hub
 from mlx_mtp.errors import ConvertError
-from tests.convert.checkpoints import read_file, write_source
-from tests.convert.fake_hub import COMMIT, FakeHub
-from tests.tiny_models import Layout, write_checkpoint
+from tests.support.checkpoints import read_file, write_source
+from tests.support.fake_hub import COMMIT, FakeHub
+from tests.support.tiny_models import Layout, write_checkpoint
 
 REPO = "Qwen/Tiny-Next"
 INDEX = "model.safetensors.index.json"

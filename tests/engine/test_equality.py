@@ -12,7 +12,7 @@ from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.kernels import attention
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.host_sources import HostSources
-from tests.engine.cases import (
+from tests.support.cases import (
     EOS,
     SPECS,
     STEP,
@@ -22,10 +22,10 @@ from tests.engine.cases import (
     drafter_for,
     make_requests,
 )
-from tests.grammars import compiled
-from tests.harness import Driver, OracleDrafter, greedy, plain, request
-from tests.quick import covering
-from tests.tiny_models import VOCAB
+from tests.support.grammars import compiled
+from tests.support.harness import Driver, OracleDrafter, greedy, plain, request
+from tests.support.quick import covering
+from tests.support.tiny_models import VOCAB
 
 FACTORS = {
     "model": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),

@@ -12,11 +12,19 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import GrammarError
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from tests.engine.cases import EOS, STEP
-from tests.grammars import bad_words, compiled, ids, texts
-from tests.harness import Driver, OracleDrafter, Plain, PlainMask, greedy, request, slow_scores
-from tests.quick import diagonal
-from tests.tiny_models import VOCAB
+from tests.support.cases import EOS, STEP
+from tests.support.grammars import bad_words, compiled, ids, texts
+from tests.support.harness import (
+    Driver,
+    OracleDrafter,
+    Plain,
+    PlainMask,
+    greedy,
+    request,
+    slow_scores,
+)
+from tests.support.quick import diagonal
+from tests.support.tiny_models import VOCAB
 
 ANSWER = 24
 

@@ -12,11 +12,11 @@ from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.engine.step import StepRow
 from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
-from tests.engine.cases import EOS, STEP, make_requests
 from tests.engine.test_engine import Client
-from tests.harness import Driver, curve, greedy, plain, request
-from tests.quick import pairwise
-from tests.tiny_models import VOCAB
+from tests.support.cases import EOS, STEP, make_requests
+from tests.support.harness import Driver, curve, greedy, plain, request
+from tests.support.quick import pairwise
+from tests.support.tiny_models import VOCAB
 
 
 def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:

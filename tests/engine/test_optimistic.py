@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.speculative.host_sources import HostSources
-from tests.engine.cases import (
+from tests.support.cases import (
     EOS,
     STEP,
     Erratic,
@@ -23,9 +23,9 @@ from tests.engine.cases import (
     make_requests,
     words,
 )
-from tests.harness import TIE, Driver, PlainMask, greedy, request, slow_scores
-from tests.quick import diagonal
-from tests.tiny_models import VOCAB
+from tests.support.harness import TIE, Driver, PlainMask, greedy, request, slow_scores
+from tests.support.quick import diagonal
+from tests.support.tiny_models import VOCAB
 
 
 def optimistic(wanted: Request, share: float, **more) -> Request:

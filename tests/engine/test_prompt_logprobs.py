@@ -11,9 +11,9 @@ from mlx_mtp.engine.logprobs import prompt_scores
 from mlx_mtp.engine.memory import PROMPT_POSITIONS
 from mlx_mtp.engine.request import TokenLogprobs
 from mlx_mtp.sampling.params import SamplingParams
-from tests.engine.cases import EOS, STEP, ask, driver, words
-from tests.harness import Driver, greedy, plain, request
-from tests.tiny_models import FAMILIES, VOCAB
+from tests.support.cases import EOS, STEP, ask, driver, words
+from tests.support.harness import Driver, greedy, plain, request
+from tests.support.tiny_models import FAMILIES, VOCAB
 
 CLOSE = 1e-4
 ROUNDING = 1e-3  # that random weights amplify

@@ -18,10 +18,10 @@ from mlx_mtp.inspect.memory import default_plan, memory_demand
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
-from tests.convert.checkpoints import write_source
-from tests.convert.fake_hub import FakeHub
-from tests.foreign_values import STEERING, places, replaced, steers
-from tests.tiny_models import FAMILIES, Layout, change_json, write_checkpoint
+from tests.support.checkpoints import write_source
+from tests.support.fake_hub import FakeHub
+from tests.support.foreign_values import STEERING, places, replaced, steers
+from tests.support.tiny_models import FAMILIES, Layout, change_json, write_checkpoint
 
 LAYOUT = Layout("qwen3_next")
 

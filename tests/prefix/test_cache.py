@@ -30,7 +30,7 @@ from mlx_mtp.prefix.disk import PrefixStore, open_store
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.prefix.segments import Segment
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from tests.engine.cases import (
+from tests.support.cases import (
     EOS,
     ROOM,
     SAMPLED,
@@ -41,11 +41,11 @@ from tests.engine.cases import (
     driver,
     words,
 )
-from tests.grammars import compiled
-from tests.harness import Driver, Plain, Ties, greedy, plain, request
-from tests.prefix.prefixes import FINGERPRINT, flush, keep, nodes
-from tests.quick import diagonal, full
-from tests.tiny_models import FAMILIES, VOCAB
+from tests.support.grammars import compiled
+from tests.support.harness import Driver, Plain, Ties, greedy, plain, request
+from tests.support.prefixes import FINGERPRINT, flush, keep, nodes
+from tests.support.quick import diagonal, full
+from tests.support.tiny_models import FAMILIES, VOCAB
 
 
 @diagonal(family=FAMILIES, depth=(0, 3, "auto"), overlap=(True, False))

@@ -31,9 +31,9 @@ from mlx_mtp.prefix.directory import kv_fingerprint
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.radix_tree import Fetch, prefix_keys, root_key
 from mlx_mtp.prefix.segments import Segment
-from tests.prefix.prefixes import FINGERPRINT, PATIENCE, ROOT, fetch, flush, is_whole, keep, same
-from tests.quick import full
-from tests.waiting import wait_until
+from tests.support.prefixes import FINGERPRINT, PATIENCE, ROOT, fetch, flush, is_whole, keep, same
+from tests.support.quick import full
+from tests.support.waiting import wait_until
 
 SALTS = st.sampled_from([ROOT, root_key("a")])
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)

@@ -14,8 +14,8 @@ from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, message_ends, save_poin
 from mlx_mtp.prefix.radix_tree import Fetch, PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
-from tests.prefix.prefixes import FakeDisk, check_tree, put
-from tests.quick import full
+from tests.support.prefixes import FakeDisk, check_tree, put
+from tests.support.quick import full
 
 HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE
 END, STEP, GAIN = 1, 16, 4

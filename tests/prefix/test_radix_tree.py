@@ -13,8 +13,8 @@ from hypothesis.stateful import (
 
 from mlx_mtp.prefix import radix_tree
 from mlx_mtp.prefix.radix_tree import NUM_RECENT, Fetch, Node, PrefixTree
-from tests.prefix.prefixes import STATE, FakeDisk, check_tree, nodes, put
-from tests.quick import full
+from tests.support.prefixes import STATE, FakeDisk, check_tree, nodes, put
+from tests.support.quick import full
 
 
 def found(tree: PrefixTree, tokens, salt: str = "") -> int:

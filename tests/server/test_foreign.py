@@ -15,8 +15,10 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import (
+from tests.server.test_cves import WIRE
+from tests.server.test_metrics import samples
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import (
     CHAT,
     COUNT,
     GENERATING,
@@ -28,9 +30,7 @@ from tests.server.in_process import (
     TOKENIZE,
     in_process,
 )
-from tests.server.test_cves import WIRE
-from tests.server.test_metrics import samples
-from tests.server.wire_help import WEATHER, joined
+from tests.support.wire_help import WEATHER, joined
 
 IGNORED = "x-mlx-mtp-ignored"
 Fields = dict[str, Any]

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import BUNDLED_MODEL, resolve_model
-from tests.convert.fake_hub import FakeHub
+from tests.support.fake_hub import FakeHub
 
 GOOD = (
     *("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "mtp.safetensors"),

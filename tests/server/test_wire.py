@@ -11,8 +11,8 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
 from mlx_mtp.server.api.schema import SAMPLING, Float
 from mlx_mtp.server.generation.params import AnswerOptions, model_defaults, sampling_params
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer
-from tests.server.in_process import GOOD, MESSAGES, RESPONSES, in_process
+from tests.support.fake_engine import FakeEngine, FakeInfo, answer
+from tests.support.in_process import GOOD, MESSAGES, RESPONSES, in_process
 
 NEUTRAL = model_defaults({})
 

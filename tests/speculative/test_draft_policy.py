@@ -20,8 +20,8 @@ from mlx_mtp.speculative.draft_policy import (
     FixedDrafts,
     best_choice,
 )
-from tests.harness import curve
-from tests.quick import full
+from tests.support.harness import curve
+from tests.support.quick import full
 
 Cost = Callable[[int, float], float]
 """(rows, drafts a row) -> seconds of a step where all rows have so many."""

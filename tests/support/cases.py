@@ -16,10 +16,10 @@ from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.draft_policy import Choice, DraftRow
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
-from tests.grammars import compiled
-from tests.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
-from tests.prefix.prefixes import flush
-from tests.tiny_models import VOCAB
+from tests.support.grammars import compiled
+from tests.support.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
+from tests.support.prefixes import flush
+from tests.support.tiny_models import VOCAB
 
 EOS = 1
 STEP = 16  # small, so that prompts are cut into several chunks

@@ -17,7 +17,7 @@ from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, project, routes_of, set_routes, with_routes
 from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
-from tests.quick import full
+from tests.support.quick import full
 
 BF16, F16 = mx.bfloat16, mx.float16
 REAL = measure._is_worth_it

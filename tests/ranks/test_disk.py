@@ -16,11 +16,11 @@ from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks import segments
 from mlx_mtp.ranks.segments import LeadStore
 from tests.conftest import DEMO
-from tests.engine.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
-from tests.exchange import led
-from tests.harness import Driver, greedy, plain, request
-from tests.prefix.prefixes import FINGERPRINT, flush
-from tests.tiny_models import VOCAB, Layout, write_checkpoint
+from tests.support.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
+from tests.support.exchange import led
+from tests.support.harness import Driver, greedy, plain, request
+from tests.support.prefixes import FINGERPRINT, flush
+from tests.support.tiny_models import VOCAB, Layout, write_checkpoint
 
 HISTORY = [*words(1, 20), EOS, *words(2, 30), EOS, 5]
 FIRST = request("first", HISTORY, greedy(13, ignore_eos=True))

@@ -31,15 +31,15 @@ from mlx_mtp.ranks import launch, links
 from mlx_mtp.ranks.messages import Compare
 from mlx_mtp.speculative.costs import PrefillCosts, StepCosts
 from tests.conftest import DEMO, DENSE_DEMO
-from tests.engine.cases import EOS, make_requests
-from tests.engine.ranks import answers, requests_of
 from tests.engine.test_optimistic import optimistic, replay
-from tests.exchange import Exchange, Queue, led
-from tests.harness import Driver, greedy, plain, request
-from tests.process import start_ranks
-from tests.quick import full
-from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
-from tests.waiting import wait_until
+from tests.ranks.rank import answers, requests_of
+from tests.support.cases import EOS, make_requests
+from tests.support.exchange import Exchange, Queue, led
+from tests.support.harness import Driver, greedy, plain, request
+from tests.support.process import start_ranks
+from tests.support.quick import full
+from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
+from tests.support.waiting import wait_until
 
 DEPTHS = (0, 1, 2, 3, "erratic")
 KINDS = ("greedy", "sampled", "greedy grammars", "sampled grammars")
@@ -133,7 +133,7 @@ def test_processes_answer_as_one(tmp_path, ties, path, size, depth, kind):
     if path is None:
         path = tmp_path / "tiny"
         write_checkpoint(path, Layout("qwen3_next"))
-    command = ["-m", "tests.engine.ranks", str(path), str(tmp_path), str(depth), kind]
+    command = ["-m", "tests.ranks.rank", str(path), str(tmp_path), str(depth), kind]
     started = start_ranks(tmp_path, [command] * size)
     said = [each.communicate(timeout=600)[0] for each in started]
     assert [each.returncode for each in started] == [0] * size, said

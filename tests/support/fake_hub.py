@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.loopback import LoopbackServer
+from tests.support.loopback import LoopbackServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

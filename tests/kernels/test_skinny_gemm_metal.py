@@ -16,8 +16,18 @@ from mlx_mtp.models.gemm.routes import BY_MLX, routes_of, with_routes
 from mlx_mtp.selftest import products
 from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
-from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
-from tests.quick import full
+from tests.kernels.test_skinny_gemm import (
+    AFFINE4,
+    AFFINE8,
+    BF16,
+    MX4,
+    MX8,
+    NV4,
+    exact,
+    linear,
+    near,
+)
+from tests.support.quick import full
 
 ODD = [Format("affine", *each) for each in [(2, 64), (3, 32), (5, 64), (6, 64), (4, 128)]] + [MX4]
 BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
