@@ -44,6 +44,8 @@ serve: setup
 	$(BIN)/mlx-mtp serve $(MODEL) --port $(PORT) $(ARGS)
 
 # A test that hangs in native code, which a Python signal can't end, shows its threads and fails.
+# Processes that tests start find their modules compiled, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not full" \
 		-o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0

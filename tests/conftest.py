@@ -1,7 +1,7 @@
 """Fixtures for all tests. The backend is prepared before anything imports mlx."""
 
 from mlx_mtp import backend
-from tests.bound_torch import load_torch
+from tests.support.bound_torch import load_torch
 
 load_torch()
 backend.prepare()
@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -19,9 +20,10 @@ import pytest
 from mlx_mtp.cache import layout
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
-from tests.harness import MEASURED
-from tests.process import Server, running
-from tests.tiny_models import FAMILIES, Layout, write_checkpoint
+from tests.support.cases import EOS, make_requests
+from tests.support.harness import MEASURED, Plain, Ties, plain
+from tests.support.process import Server, running
+from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
 # A busy machine makes any example slow: by default one of more than 200 ms fails.
 hypothesis.settings.register_profile(
@@ -58,6 +60,26 @@ def mtp_server() -> Iterator[Server]:
     flags = ("--enable-mtp", "--calibration-seconds", "0.5", "--prefix-cache-size", "200MB")
     with running(*flags, "--dtype", "float32") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def references(tiny_models: dict[str, LoadedModel]):
+    """`of(family, kind)`: plain decoding's answers to `make_requests(kind)`, each computed once."""
+
+    @cache
+    def of(family: str, kind: str) -> dict[str, Plain]:
+        model = tiny_models[family]
+        return {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in make_requests(kind)}
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def ties(request: pytest.FixtureRequest) -> Iterator[Ties]:
+    """All differences at rounding ties that a file met, listed at its end."""
+    met = Ties()
+    yield met
+    met.report(request.module.__name__)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from tests.process import running
-from tests.waiting import wait_until
+from tests.support.process import running
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlx_mtp"

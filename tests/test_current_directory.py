@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from tests.process import CHAT
+from tests.support.process import CHAT
 
 # The installed program imports from its own folder first; `-m` from the current directory.
 PROGRAM = (str(Path(sysconfig.get_path("scripts"), "mlx-mtp")),)
@@ -71,7 +71,11 @@ def environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
 
 
-@pytest.mark.parametrize("command", [PROGRAM, SAFELY, MODULE], ids=["mlx-mtp", "-P -m", "-m"])
+@pytest.mark.parametrize(
+    "command",
+    [PROGRAM, pytest.param(SAFELY, marks=pytest.mark.full), MODULE],
+    ids=["mlx-mtp", "-P -m", "-m"],
+)
 def test_a_command_imports_nothing_from_the_current_directory(
     hostile: Path, command: tuple[str, ...]
 ) -> None:

@@ -9,7 +9,7 @@ from mlx_mtp.models.files import WEIGHTS
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.ranks.launch import fingerprint
 from mlx_mtp.server import page
-from tests.server.in_process import in_process
+from tests.support.in_process import in_process
 
 BROWSER = {"accept": "text/html"}
 APPLE_DOUBLE = b"\0\5\x16\7\0\2\0\0Mac OS X"

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mlx_mtp.server.app import bind
-from tests.process import CHAT, MODEL, running
+from tests.support.process import CHAT, MODEL, running
 
 # Prometheus keeps colons for recording rules; vLLM, whose dashboards these are for, uses them too.
 NOTED = "metric names should not contain ':'"

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from mlx_mtp.engine.health import HANG_SECONDS
-from tests.process import CHAT, MODEL, STORY, Server, running
-from tests.waiting import wait_until
+from tests.support.process import CHAT, MODEL, STORY, Server, running
+from tests.support.waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": STORY}]
 WHOLE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

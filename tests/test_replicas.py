@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.process import CHAT, MODEL, running
-from tests.waiting import wait_until
+from tests.support.process import CHAT, MODEL, running
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.full,

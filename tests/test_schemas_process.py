@@ -14,8 +14,8 @@ import pytest
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.sampling.params import MAX_LOGIT_BIAS
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.harness import MEASURED
-from tests.process import MODEL, Server, running
+from tests.support.harness import MEASURED
+from tests.support.process import MODEL, Server, running
 
 SCHEMAS = Path(__file__).parent / "data" / "json_schemas.json"
 QUIET = ("--dtype", "float32", "--log-level", "warning")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.process import CHAT, MODEL, STORY, Server, running
+from tests.support.process import CHAT, MODEL, STORY, Server, running
 
 DATA = Path(__file__).parent / "data" / "demo_prompts.json"
 WEATHER = json.loads(DATA.read_text())["weather_tool"]

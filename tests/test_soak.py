@@ -27,12 +27,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.harness import MEASURED
-from tests.process import CHAT, MODEL, STORY, Server, running, with_files, with_log
-from tests.server.raw_http import request_bytes
+from tests.support.harness import MEASURED
+from tests.support.process import CHAT, MODEL, STORY, Server, running, with_files, with_log
+from tests.support.raw_http import request_bytes
+from tests.support.waiting import wait_until
 from tests.test_reliability_process import DEATH, WHOLE
 from tests.test_server_process import WEATHER
-from tests.waiting import wait_until
 
 _LONG = " ".join(f"In chapter {i} the fox named Anna finds lamp number {i}." for i in range(60))
 QUESTIONS = (STORY, "What is the capital of France?", "Sort these words: pear, apple, fig.")

@@ -11,7 +11,7 @@ import pytest
 from mlx_mtp import __version__
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.page import page_files
-from tests.process import CHAT, STORY, running
+from tests.support.process import CHAT, STORY, running
 
 ROOT = Path(__file__).parents[1]
 EXTRA = "[cpu]" if platform.system() == "Linux" else ""

@@ -12,7 +12,7 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.bench.test_commands import table_of
-from tests.server.fake_engine import FakeEngine, answer
+from tests.support.fake_engine import FakeEngine, answer
 
 
 class Words:

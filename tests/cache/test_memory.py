@@ -12,7 +12,7 @@ from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.engine.memory import footprint
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
-from tests.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES
 
 
 @pytest.fixture(params=(*FAMILIES, "bundled", "bfloat16", "float16"))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.process import Server
 from tests.server.conftest import serve, tokenizer
+from tests.support.process import Server
 
 __all__ = ["serve", "tokenizer"]
 

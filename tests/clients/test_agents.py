@@ -15,9 +15,9 @@ from mlx_mtp.text.tokenizer import Tokenizer
 from tests.clients import captures
 from tests.clients.agents import AGENTS, FOLDER, Agent, run
 from tests.clients.npm import installed
-from tests.process import Server
 from tests.server.conftest import Serve
-from tests.server.fake_engine import FakeEngine, FakeInfo, Output, answer
+from tests.support.fake_engine import FakeEngine, FakeInfo, Output, answer
+from tests.support.process import Server
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 

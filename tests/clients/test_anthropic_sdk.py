@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
-from tests.process import MODEL, Server
+from tests.support.process import MODEL, Server
 
 TOOL = {"name": FUNCTION["name"], "description": FUNCTION["description"]}
 TOOL |= {"input_schema": FUNCTION["parameters"]}

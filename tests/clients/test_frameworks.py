@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
-from tests.process import MODEL, Server
+from tests.support.process import MODEL, Server
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 

@@ -17,10 +17,10 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.process import MODEL, Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
-from tests.server.fake_engine import FakeEngine, Output, answer
+from tests.support.fake_engine import FakeEngine, Output, answer
+from tests.support.process import MODEL, Server
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 

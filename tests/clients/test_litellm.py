@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
-from tests.process import MODEL, Server
+from tests.support.process import MODEL, Server
 
 litellm = pytest.importorskip("litellm", reason="litellm is in the extra `clients`")
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import DEMO
-from tests.harness import MEASURED
-from tests.process import MODEL, Server
+from tests.support.harness import MEASURED
+from tests.support.process import MODEL, Server
 
 _MISSING = [name for name in ("lm_eval", "torch") if importlib.util.find_spec(name) is None]
 pytestmark = [

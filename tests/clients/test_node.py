@@ -9,7 +9,7 @@ import pytest
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER
 from tests.clients.npm import HERE, environment, installed
-from tests.process import MODEL, Server
+from tests.support.process import MODEL, Server
 
 pytestmark = pytest.mark.full
 

@@ -8,7 +8,7 @@ import httpx
 
 from tests.clients.asking import CITIES, SENTENCE, WEATHER, called, weather_question
 from tests.clients.shapes import CHAT, check_stream
-from tests.process import MODEL, Server
+from tests.support.process import MODEL, Server
 
 HEADERS = {"Authorization": "Bearer none", "X-OpenWebUI-User-Name": "A%20User"}
 

@@ -8,7 +8,7 @@ import openai
 from pydantic import BaseModel
 
 from tests.clients.asking import CITIES, FUNCTION, SENTENCE, called, weather_question
-from tests.process import MODEL, Server
+from tests.support.process import MODEL, Server
 
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": SENTENCE.question}]}

@@ -22,11 +22,11 @@ from tests.clients.shapes import (
     check_whole,
     streamed_calls_in,
 )
-from tests.process import MODEL, Server
 from tests.server import conftest as scripted
 from tests.server.conftest import Serve
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer
-from tests.server.in_process import GOOD, in_process
+from tests.support.fake_engine import FakeEngine, FakeInfo, answer
+from tests.support.in_process import GOOD, in_process
+from tests.support.process import MODEL, Server
 
 CAPTURES = captures.load()
 LONG = FakeInfo(max_model_len=262_144)

@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.process import MODEL, Server
+from tests.support.process import MODEL, Server
 
 instructor = pytest.importorskip("instructor", reason="instructor is in the extra `clients`")
 outlines = pytest.importorskip("outlines", reason="outlines is in the extra `clients`")

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conformance.sources import Repository, directory
 from tests.conformance.test_suites import HERE
-from tests.harness import MEASURED
-from tests.process import MODEL, Server
+from tests.support.harness import MEASURED
+from tests.support.process import MODEL, Server
 
 OPENAPI = Repository(
     "openai-openapi",

@@ -17,8 +17,8 @@ import pytest
 
 from tests.conformance.adapters.suite_names import stands_for
 from tests.conformance.sources import Package, directory
-from tests.harness import MEASURED
-from tests.process import MODEL
+from tests.support.harness import MEASURED
+from tests.support.process import MODEL
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

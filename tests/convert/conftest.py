@@ -7,8 +7,8 @@ import pytest
 
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.errors import ModelError
-from tests.convert.checkpoints import encode_all, read_file, write_file, write_source, write_target
-from tests.tiny_models import Layout, hf_tensors
+from tests.support.checkpoints import encode_all, read_file, write_file, write_source, write_target
+from tests.support.tiny_models import Layout, hf_tensors
 
 LAYOUT = Layout("qwen3_next")
 FOUR = {"group_size": 64, "bits": 4, "mode": "affine"}

@@ -15,9 +15,9 @@ from mlx_mtp.convert.files import SafetensorsFile, new_sidecar
 from mlx_mtp.errors import CheckpointError, ConvertError, ModelError, UnsupportedModelError
 from mlx_mtp.models.head_weights import read_sidecar
 from mlx_mtp.models.loader import load_model
-from tests.convert.checkpoints import read_file, split_sidecar, write_file, write_target
 from tests.convert.conftest import FOUR, LAYOUT, snapshot
-from tests.tiny_models import Layout, write_checkpoint
+from tests.support.checkpoints import read_file, split_sidecar, write_file, write_target
+from tests.support.tiny_models import Layout, write_checkpoint
 
 EXPERT = "mtp.layers.0.mlp.experts.2.up_proj.weight"
 

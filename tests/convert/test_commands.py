@@ -8,9 +8,9 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.convert import commands
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
-from tests.convert.checkpoints import read_file, write_source
 from tests.convert.conftest import LAYOUT
-from tests.tiny_models import Layout
+from tests.support.checkpoints import read_file, write_source
+from tests.support.tiny_models import Layout
 
 
 @pytest.fixture

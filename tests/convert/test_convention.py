@@ -4,9 +4,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.errors import ConvertError
-from tests.convert.checkpoints import encode_all, expected_head, is_norm, write_file
 from tests.convert.conftest import LAYOUT
-from tests.tiny_models import hf_tensors
+from tests.support.checkpoints import encode_all, expected_head, is_norm, write_file
+from tests.support.tiny_models import hf_tensors
 
 NORM = "pre_fc_norm_hidden.weight"
 CONV = "model.layers.0.linear_attn.conv1d.weight"

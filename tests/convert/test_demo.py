@@ -19,9 +19,9 @@ from mlx_mtp.errors import ConvertError, MissingHeadError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
-from tests.convert.checkpoints import read_file, write_file
 from tests.convert.conftest import snapshot
-from tests.harness import MEASURED, Driver, Ties, greedy, plain, request
+from tests.support.checkpoints import read_file, write_file
+from tests.support.harness import MEASURED, Driver, Ties, greedy, plain, request
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = json.loads((ROOT / "tests/data/demo_prompts.json").read_text())["prompts"]

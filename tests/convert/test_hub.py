@@ -11,9 +11,9 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.convert.source import check_head_on_hub
 from mlx_mtp.errors import ConvertError
-from tests.convert.checkpoints import read_file, write_source
-from tests.convert.fake_hub import COMMIT, FakeHub
-from tests.tiny_models import Layout, write_checkpoint
+from tests.support.checkpoints import read_file, write_source
+from tests.support.fake_hub import COMMIT, FakeHub
+from tests.support.tiny_models import Layout, write_checkpoint
 
 REPO = "Qwen/Tiny-Next"
 INDEX = "model.safetensors.index.json"
@@ -22,16 +22,9 @@ SNAPSHOT = f"hub/models--Qwen--Tiny-Next/snapshots/{COMMIT}"
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
+def hub(tmp_path):
     """The hub, which has nothing yet, and an empty cache."""
-    with FakeHub(REPO, {}).serve() as hub:
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        # What an earlier test of this process has found out of the real hub.
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("mlx_mtp.models.hub._unreachable", "")
+    with FakeHub(REPO, {}).serve_here(tmp_path / "hub") as hub:
         yield hub
 
 

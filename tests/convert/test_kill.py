@@ -16,7 +16,8 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.convert.files import StoredTensor
 from mlx_mtp.models.head_weights import sidecar_files
-from tests.convert.checkpoints import (
+from tests.convert.conftest import LAYOUT
+from tests.support.checkpoints import (
     encode_all,
     read_file,
     split_sidecar,
@@ -24,8 +25,7 @@ from tests.convert.checkpoints import (
     write_source,
     write_target,
 )
-from tests.convert.conftest import LAYOUT
-from tests.tiny_models import Layout, hf_tensors
+from tests.support.tiny_models import Layout, hf_tensors
 
 # Imports once, and forks: what importing takes, no process should take again. None of mlx's threads
 # runs in it, and its peak of memory, which a fork inherits, is small.

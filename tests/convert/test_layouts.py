@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_mtp.models.head_weights import HeadTensors, to_mlx
-from tests.convert.checkpoints import (
+from tests.convert.conftest import LAYOUT
+from tests.support.checkpoints import (
     TYPES,
     encode_all,
     expected_head,
@@ -16,8 +17,7 @@ from tests.convert.checkpoints import (
     write_source,
     write_target,
 )
-from tests.convert.conftest import LAYOUT
-from tests.tiny_models import FAMILIES, Layout, hf_tensors
+from tests.support.tiny_models import FAMILIES, Layout, hf_tensors
 
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 STORAGES = ("BF16", "F16", "F32", "FP8")

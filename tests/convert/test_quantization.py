@@ -4,9 +4,9 @@ import pytest
 
 from mlx_mtp.convert.target import Setting, Target
 from mlx_mtp.errors import ConvertError, UsageError
-from tests.convert.checkpoints import write_target
 from tests.convert.conftest import FOUR
-from tests.tiny_models import Layout
+from tests.support.checkpoints import write_target
+from tests.support.tiny_models import Layout
 
 SIX = {**FOUR, "bits": 6}
 EIGHT = Setting(8, 64)

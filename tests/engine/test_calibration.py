@@ -19,9 +19,9 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.speculative.costs import CHUNK, CONTEXT, HOST, MTP, CostKey, PrefillCosts, StepCosts
 from mlx_mtp.speculative.drafter import MTPDrafter
 from tests.engine.test_engine import Client
-from tests.harness import curve, greedy, plain, request
-from tests.tiny_models import VOCAB
-from tests.waiting import wait_until
+from tests.support.harness import curve, greedy, plain, request
+from tests.support.tiny_models import VOCAB
+from tests.support.waiting import wait_until
 
 STEPS = curve(MTP, 1, {0: 1.0, 3: 2.0}) | curve(HOST, 1, {16: 3.0}) | curve(MTP, 16, {0: 1.0})
 CHUNKS = curve(CHUNK, 1, {64: 2e-4, 128: 1e-4}) | curve(CONTEXT, 1, {1: 1e-9})

@@ -9,10 +9,10 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.errors import GrammarError, StepError
 from mlx_mtp.sampling import grammar_masks
 from mlx_mtp.sampling.params import GrammarSpec
-from tests.engine.cases import SPECS, STEP, make_requests
-from tests.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
-from tests.harness import Driver, greedy, plain, request
-from tests.tiny_models import VOCAB
+from tests.support.cases import SPECS, STEP, make_requests
+from tests.support.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
+from tests.support.harness import Driver, greedy, plain, request
+from tests.support.tiny_models import VOCAB
 
 KIND = "greedy grammars"
 

@@ -9,13 +9,13 @@ from mlx_mtp.models.model import DraftHead
 from mlx_mtp.speculative.drafter import MTPDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
-from tests.engine.cases import EOS
-from tests.harness import SamplingParams as Sampling
-from tests.harness import Ties, greedy, plain, request
+from tests.support.cases import EOS
+from tests.support.harness import SamplingParams as Sampling
+from tests.support.harness import Ties, greedy, plain, request
+from tests.support.tiny_models import VOCAB
 from tests.test_demo_model import DATA, drive
 from tests.test_demo_model import EOS as DEMO_EOS
 from tests.test_demo_model import VOCAB as DEMO_VOCAB
-from tests.tiny_models import VOCAB
 
 
 def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):

@@ -22,11 +22,11 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.errors import ContextLengthError, EngineStoppedError, InvalidRequestError, UsageError
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.sampling.params import SamplingParams
-from tests.engine.cases import SPECS
-from tests.grammars import compiled
-from tests.harness import greedy, plain, request
-from tests.tiny_models import VOCAB
-from tests.waiting import wait_until
+from tests.support.cases import SPECS
+from tests.support.grammars import compiled
+from tests.support.harness import greedy, plain, request
+from tests.support.tiny_models import VOCAB
+from tests.support.waiting import wait_until
 
 
 class Client:

@@ -12,23 +12,32 @@ from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.kernels import attention
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.host_sources import HostSources
-from tests.engine.cases import (
+from tests.support.cases import (
     EOS,
-    FACTORS,
     SPECS,
     STEP,
     Erratic,
     RandomChunks,
     check_head_cache,
-    covering,
     drafter_for,
     make_requests,
 )
-from tests.grammars import compiled
-from tests.harness import Driver, OracleDrafter, greedy, plain, request
-from tests.tiny_models import VOCAB
+from tests.support.grammars import compiled
+from tests.support.harness import Driver, OracleDrafter, greedy, plain, request
+from tests.support.quick import covering
+from tests.support.tiny_models import VOCAB
 
-CASES = covering(FACTORS)
+FACTORS = {
+    "model": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    "depth": (0, 1, 2, 3, 5, "erratic", "auto"),
+    "drafts": ("head", "half", "reject", "mixed", "force"),
+    "requests": ("greedy", "sampled", "greedy grammars", "sampled grammars"),
+    "arrivals": ("alone", "staggered", "cancelled"),
+    "overlap": (True, False),
+    "chunks": ("whole", "random"),
+}
+# Steps of 2 and of 5 drafts are in the product alone: other tests of the engine have them.
+CASES = covering(FACTORS | {"depth": (0, 1, 3, "erratic", "auto")})
 for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
     others = (
         each[number // place % len(each)]

@@ -16,11 +16,11 @@ from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, chunk_ends, message_end
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
-from tests.engine import cases
-from tests.engine.test_reuse import END, GAIN, STEP, World, messages
-from tests.grammars import bad_words, compiled
-from tests.harness import Driver, request
-from tests.tiny_models import VOCAB
+from tests.prefix.test_policy import END, GAIN, STEP, World, messages
+from tests.support import cases
+from tests.support.grammars import bad_words, compiled
+from tests.support.harness import Driver, request
+from tests.support.tiny_models import VOCAB
 
 TEXTS = st.lists(st.sampled_from([END, 5, 5, 5, 6]), min_size=1, max_size=80)
 
@@ -231,7 +231,7 @@ def alone(tiny_models):
     return run
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=8, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     asked=st.lists(ASKED, min_size=2, max_size=7),
     rows=st.integers(1, 5),

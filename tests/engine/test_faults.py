@@ -17,8 +17,8 @@ from mlx_mtp.errors import StepError, StepMemoryError
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import MTPDrafter
-from tests.harness import Driver, Plain, greedy, plain, request
-from tests.tiny_models import VOCAB
+from tests.support.harness import Driver, Plain, greedy, plain, request
+from tests.support.tiny_models import VOCAB
 
 FAMILY = "qwen3_next"
 MALLOC = "[malloc] Unable to allocate 17179869184 bytes."

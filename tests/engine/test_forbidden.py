@@ -12,10 +12,19 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import GrammarError
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from tests.engine.cases import EOS, STEP
-from tests.grammars import bad_words, compiled, ids, texts
-from tests.harness import Driver, OracleDrafter, Plain, PlainMask, greedy, request, slow_scores
-from tests.tiny_models import VOCAB
+from tests.support.cases import EOS, STEP
+from tests.support.grammars import bad_words, compiled, ids, texts
+from tests.support.harness import (
+    Driver,
+    OracleDrafter,
+    Plain,
+    PlainMask,
+    greedy,
+    request,
+    slow_scores,
+)
+from tests.support.quick import diagonal
+from tests.support.tiny_models import VOCAB
 
 ANSWER = 24
 
@@ -106,8 +115,7 @@ def answers(tiny_models):
     return found
 
 
-@pytest.mark.parametrize("drafts", ["head", "right", "mixed"])
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@diagonal(depth=(0, 1, 2, 3), drafts=("head", "right", "mixed"))
 def test_tokens_equal_the_slow_reference(tiny_models, answers, ties, depth, drafts):
     """Joined one after the other, so that rows with limits and without run side by side."""
     known = {r.request_id: (*r.prompt_token_ids, *found.tokens) for r, found, _ in answers}

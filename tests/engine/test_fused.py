@@ -8,9 +8,9 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.kernels import gpu
-from tests.engine.cases import STEP, make_requests
-from tests.harness import Driver
-from tests.tiny_models import VOCAB
+from tests.support.cases import STEP, make_requests
+from tests.support.harness import Driver
+from tests.support.tiny_models import VOCAB
 
 
 def all_fused():

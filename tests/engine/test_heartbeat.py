@@ -9,9 +9,9 @@ from mlx_mtp.engine.health import HANG_SECONDS, NEW_KIND_SECONDS, SLOWNESS, STAR
 from mlx_mtp.engine.runner import ModelRunner
 from tests.engine.test_engine import Client, client
 from tests.engine.test_scheduler import Clock
-from tests.harness import greedy, plain, request
-from tests.tiny_models import VOCAB
-from tests.waiting import wait_until
+from tests.support.harness import greedy, plain, request
+from tests.support.tiny_models import VOCAB
+from tests.support.waiting import wait_until
 
 __all__ = ["client"]
 DECODE = ("decode", 0, 1, 2)

@@ -12,10 +12,11 @@ from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.engine.step import StepRow
 from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
-from tests.engine.cases import EOS, STEP, make_requests
 from tests.engine.test_engine import Client
-from tests.harness import Driver, curve, greedy, plain, request
-from tests.tiny_models import VOCAB
+from tests.support.cases import EOS, STEP, make_requests
+from tests.support.harness import Driver, curve, greedy, plain, request
+from tests.support.quick import pairwise
+from tests.support.tiny_models import VOCAB
 
 
 def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
@@ -26,9 +27,7 @@ def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
     return AdaptiveDrafts(costs, 8 if head else 0)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "greedy grammars"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("head", [True, False])
+@pairwise(head=(True, False), overlap=(True, False), kind=("greedy", "sampled", "greedy grammars"))
 def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, overlap, head):
     """Each request comes twice, and the second time its answer is copied from the first."""
     family = "qwen3_next" if head else "qwen3_5"

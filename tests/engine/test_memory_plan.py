@@ -21,8 +21,8 @@ from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B
 from mlx_mtp.machine import MOST_TEXT_BYTES, MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
-from tests.harness import greedy
-from tests.tiny_models import Layout, write_checkpoint
+from tests.support.harness import greedy
+from tests.support.tiny_models import Layout, write_checkpoint
 
 GB = 10**9
 # Qwen3-Next-80B-A3B: 24 KB a token and 75 MB of states a row.

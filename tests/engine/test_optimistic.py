@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.speculative.host_sources import HostSources
-from tests.engine.cases import (
+from tests.support.cases import (
     EOS,
     STEP,
     Erratic,
@@ -23,8 +23,9 @@ from tests.engine.cases import (
     make_requests,
     words,
 )
-from tests.harness import TIE, Driver, PlainMask, greedy, request, slow_scores
-from tests.tiny_models import VOCAB
+from tests.support.harness import TIE, Driver, PlainMask, greedy, request, slow_scores
+from tests.support.quick import diagonal
+from tests.support.tiny_models import VOCAB
 
 
 def optimistic(wanted: Request, share: float, **more) -> Request:
@@ -73,8 +74,7 @@ def replay(model, wanted: Request, outputs) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", ["greedy grammars", "sampled grammars"])
-@pytest.mark.parametrize("depth", [1, 2, 3, "erratic"])
+@diagonal(depth=(1, 2, 3, "erratic"), kind=("greedy grammars", "sampled grammars"))
 def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, depth, kind):
     """Beside rows without it, which equal plain decoding; with copies and ragged depths too."""
     family = {1: "qwen3_next", 2: "qwen3_5_moe"}.get(depth, "qwen3_5")

@@ -22,8 +22,8 @@ from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.costs import PrefillCosts
 from mlx_mtp.speculative.draft_policy import FixedDrafts
-from tests.engine.cases import ask, driver, words
-from tests.harness import greedy, request
+from tests.support.cases import ask, driver, words
+from tests.support.harness import greedy, request
 
 Cost = Callable[[int, float], float]  # seconds, by a chunk's tokens and how many are before it
 LONG = 60_000

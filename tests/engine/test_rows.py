@@ -13,10 +13,10 @@ from mlx_mtp.engine import runner
 from mlx_mtp.engine.request import Request, RequestOptions
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.radix_tree import root_key
-from tests.engine.cases import EOS, ROOM, SAMPLED, SPECS, Erratic, words
-from tests.grammars import compiled
-from tests.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
-from tests.tiny_models import FAMILIES, VOCAB
+from tests.support.cases import EOS, ROOM, SAMPLED, SPECS, Erratic, words
+from tests.support.grammars import compiled
+from tests.support.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
+from tests.support.tiny_models import FAMILIES, VOCAB
 
 
 def make_requests(random: np.random.Generator, count: int, longest: int, most: int):

@@ -6,9 +6,9 @@ import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import RequestOptions
-from tests.engine.cases import EOS, STEP, drafter_for, make_requests
-from tests.harness import Driver
-from tests.tiny_models import VOCAB
+from tests.support.cases import EOS, STEP, drafter_for, make_requests
+from tests.support.harness import Driver
+from tests.support.tiny_models import VOCAB
 
 
 @pytest.mark.parametrize("kind", ["sampled", "greedy grammars"])

@@ -34,8 +34,8 @@ from typing import Any
 import httpx
 
 from tests.fuzz import requests
-from tests.process import running, with_log
-from tests.server.raw_http import Answer, incoming, request_bytes
+from tests.support.process import running, with_log
+from tests.support.raw_http import Answer, incoming, request_bytes
 
 FLAGS = ("--seed=1", "--max-model-len=512", "--mtp-num-draft-tokens=2", "--log-format=json")
 EXCHANGES = (requests.chain, requests.plain, requests.spy, requests.large)

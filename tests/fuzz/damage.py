@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp import backend
-from tests.tiny_models import FAMILIES, Layout, write_checkpoint
+from tests.support.tiny_models import FAMILIES, Layout, write_checkpoint
 
 DEMO = Path(backend.__file__).parent / "demo"
 VOCAB = 4096  # the bundled tokenizer's

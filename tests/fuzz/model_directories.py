@@ -45,7 +45,7 @@ from tests.fuzz.damage import (
     good_directory,
     random_cases,
 )
-from tests.tiny_models import FAMILIES
+from tests.support.tiny_models import FAMILIES
 
 PATIENCE = 60  # seconds for one case, on a busy machine
 COMMAND_PATIENCE = 240  # where two commands are started

@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 import httpx
 
 from tests.fuzz.damage import DEMO
-from tests.process import CHAT, MODEL, Server, running, with_files, with_log
-from tests.server.raw_http import Answer, error_of, incoming, request_bytes
 from tests.server.test_fuzz import GOOD, places, spoilt
 from tests.server.test_fuzz import TOKENS as JSON_TOKENS
 from tests.server.test_protocol import CHUNKED, chunks
 from tests.server.test_protocol import TOKENS as HTTP_TOKENS
+from tests.support.process import CHAT, MODEL, Server, running, with_files, with_log
+from tests.support.raw_http import Answer, error_of, incoming, request_bytes
 
 MOST_FAULTS = 10  # after which it ends
 SECONDS = 180.0  # in which each answer must come, on a machine that does much else

@@ -14,7 +14,7 @@ from mlx_mtp.kernels.topk import Router
 from mlx_mtp.models import moe
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.selftest.kernels import check_cases
-from tests.tiny_models import Layout, write_checkpoint
+from tests.support.tiny_models import Layout, write_checkpoint
 
 ROTATED = norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
 SHAPES = [

@@ -9,7 +9,7 @@ from mlx_mtp.kernels.cuda import dequantize, grouped_gemm
 from mlx_mtp.kernels.formats import Format, weight_of
 from mlx_mtp.kernels.gpu import MOST_ROWS
 from mlx_mtp.models.gemm.routes import Routes, set_routes
-from tests.kernels.test_few_rows import BF16, exact, linear, near
+from tests.kernels.test_skinny_gemm import BF16, exact, linear, near
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
 

@@ -10,9 +10,9 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import DraftHead
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
-from tests.harness import greedy
-from tests.reference_head import ReferenceHead
-from tests.tiny_models import FAMILIES, VOCAB, Layout, text_config, write_checkpoint
+from tests.support.harness import greedy
+from tests.support.reference_head import ReferenceHead
+from tests.support.tiny_models import FAMILIES, VOCAB, Layout, text_config, write_checkpoint
 
 DEPTH = 3
 

@@ -11,7 +11,7 @@ from mlx_mtp.kernels import gpu
 from mlx_mtp.models import compiled as shared
 from mlx_mtp.models import layers
 from mlx_mtp.models.loader import load_model
-from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
+from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
 
 def compiled_model(path, monkeypatch):

@@ -15,7 +15,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.errors import CheckpointError, MissingHeadError, ModelError, UsageError
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
-from tests.tiny_models import FAMILIES, Layout, change_json, write_checkpoint
+from tests.support.tiny_models import FAMILIES, Layout, change_json, write_checkpoint
 
 TOKENS = mx.array([[5, 9, 2, 33, 17, 60, 4]])
 

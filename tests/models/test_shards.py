@@ -12,10 +12,10 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.models import model as loaded
 from mlx_mtp.models import tensor_parallel
 from mlx_mtp.models.loader import load_model
-from tests import tiny_models
 from tests.conftest import DEMO
-from tests.exchange import Exchange
-from tests.tiny_models import Layout, write_checkpoint
+from tests.support import tiny_models
+from tests.support.exchange import Exchange
+from tests.support.tiny_models import Layout, write_checkpoint
 
 
 def outputs(model) -> list[np.ndarray]:

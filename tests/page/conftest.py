@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.process import Server, running
 from tests.server.conftest import serve, tokenizer
+from tests.support.process import Server, running
 
 __all__ = ["serve", "tokenizer"]
 

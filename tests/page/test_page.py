@@ -19,10 +19,10 @@ from mlx_mtp.server.page import FOLDER
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.clients.npm import installed
 from tests.page.conftest import Open
-from tests.process import STORY, Server, running
 from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, endless, out
-from tests.server.wire_help import saying
+from tests.support.fake_engine import EOS, FakeEngine, FakeInfo, Output, endless, out
+from tests.support.process import STORY, Server, running
+from tests.support.wire_help import saying
 
 MOST_BYTES = 80_000
 MESSAGE = "textarea[aria-label='Your message']"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
-from tests.grammars import bad_words, texts
+from tests.support.grammars import bad_words, texts
 
 
 def forbidden(words: BadWords, tail: bytes) -> set[int]:

@@ -10,8 +10,8 @@ from mlx_mtp.sampling.grammar import ThinkingBudget
 from mlx_mtp.sampling.grammar_masks import Constraint, GrammarMasks
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, mask_out
-from tests.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
-from tests.harness import PlainMask
+from tests.support.grammars import EOS, TOO_WIDE_WITHIN, compiled, ids
+from tests.support.harness import PlainMask
 
 VOCAB = 96
 LIST = GrammarSpec("json_schema", '{"type": "array", "items": {"enum": ["ab", 12]}, "maxItems": 3}')

@@ -8,7 +8,7 @@ import pytest
 from mlx_mtp.errors import GrammarError
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS, Grammar
 from mlx_mtp.sampling.params import GrammarSpec
-from tests.grammars import (
+from tests.support.grammars import (
     EOS,
     THINK_END,
     compiled,

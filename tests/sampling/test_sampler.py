@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler, keyed_gumbel
-from tests.harness import slow_scores
+from tests.support.harness import slow_scores
 
 VOCAB = 40
 

@@ -14,7 +14,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.app import Server, bind, create_app, make_server
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.server.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine
 
 MODEL = "test/model"
 

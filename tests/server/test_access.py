@@ -15,9 +15,9 @@ from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import host_name, origin, secret
 from mlx_mtp.server.http import access
 from mlx_mtp.server.http.access import known_names, read_keys, warn_if_open
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import GOOD, TEXT, in_process
-from tests.server.raw_http import error_of
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import GOOD, TEXT, in_process
+from tests.support.raw_http import error_of
 
 PAGE = "https://chat.example"
 KEY, OTHER = "sésame-123", "another-key"

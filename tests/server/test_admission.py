@@ -22,7 +22,7 @@ from mlx_mtp.server.http.admission import (
 )
 from mlx_mtp.server.http.record import record_of
 from mlx_mtp.server.routes import find_route
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer
+from tests.support.fake_engine import FakeEngine, FakeInfo, answer
 
 Scope = dict[str, Any]
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.server.in_process import in_process
-from tests.server.wire_help import CALL, CHAT, WEATHER, ask, chat_body, prompt_of, saying
+from tests.support.in_process import in_process
+from tests.support.wire_help import CALL, CHAT, WEATHER, ask, chat_body, prompt_of, saying
 
 OTHER = {"type": "function", "function": {"name": "other"}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}

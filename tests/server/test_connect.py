@@ -14,7 +14,7 @@ from mlx_mtp.cli.main import main
 from mlx_mtp.connect.clients import CLIENTS, TEXTS
 from mlx_mtp.connect.command import NAMES
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import FakeEngine, answer
+from tests.support.fake_engine import FakeEngine, answer
 
 FILES = {
     "opencode": ".config/opencode/opencode.json",

@@ -20,12 +20,12 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.server import app as serve_module
 from mlx_mtp.server.http import protocol
 from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import FakeEngine, Output, answer, out
-from tests.server.in_process import CHAT, GOOD
-from tests.server.raw_http import Answer, incoming, request_bytes
 from tests.server.test_metrics import samples
 from tests.server.test_reliability import HELD, Valve, post, small
-from tests.waiting import wait_until
+from tests.support.fake_engine import FakeEngine, Output, answer, out
+from tests.support.in_process import CHAT, GOOD
+from tests.support.raw_http import Answer, incoming, request_bytes
+from tests.support.waiting import wait_until
 
 GET = request_bytes("GET", "/health")
 POST = request_bytes("POST", CHAT, {"Content-Length": "1000"})

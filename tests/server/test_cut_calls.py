@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.server.in_process import CHAT, GOOD, in_process
-from tests.server.wire_help import WEATHER, WEATHER_SCHEMA, ask, events, joined, saying
+from tests.support.in_process import CHAT, GOOD, in_process
+from tests.support.wire_help import WEATHER, WEATHER_SCHEMA, ask, events, joined, saying
 
 HERMES = (
     '<tool_call>\n{"name": "get_weather", "arguments": '

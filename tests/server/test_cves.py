@@ -30,8 +30,8 @@ from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
 from mlx_mtp.server.api.responses.protocol import ResponsesRequest
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer, tokenizer_with
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import (
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import (
     CHAT,
     COUNT,
     GOOD,
@@ -42,8 +42,8 @@ from tests.server.in_process import (
     TOKENIZE,
     in_process,
 )
-from tests.server.raw_http import error_of
-from tests.tiny_models import change_json
+from tests.support.raw_http import error_of
+from tests.support.tiny_models import change_json
 
 WIRE: dict[str, type[BaseModel]] = {
     CHAT: ChatRequest,

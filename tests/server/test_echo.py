@@ -9,9 +9,9 @@ import pytest
 
 from mlx_mtp.server.generation.inputs import MAX_PROMPT_LOGPROBS
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, answer
-from tests.server.in_process import CHAT, HI, TEXT, in_process
-from tests.server.wire_help import ask, events
+from tests.support.fake_engine import EOS, FakeEngine, FakeInfo, answer
+from tests.support.in_process import CHAT, HI, TEXT, in_process
+from tests.support.wire_help import ask, events
 
 SAID = " said 🎉"
 # The last has a letter whose accent stands apart, which the tokenizer joins to it.

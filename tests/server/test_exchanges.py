@@ -25,7 +25,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.app import create_app
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import FakeEngine, Output, answer, out
+from tests.support.fake_engine import FakeEngine, Output, answer, out
 
 FILE = Path(__file__).parents[1] / "data" / "exchanges.json"
 GROUPS = json.loads(FILE.read_text("utf-8"))

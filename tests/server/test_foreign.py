@@ -15,8 +15,10 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import (
+from tests.server.test_cves import WIRE
+from tests.server.test_metrics import samples
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import (
     CHAT,
     COUNT,
     GENERATING,
@@ -28,9 +30,7 @@ from tests.server.in_process import (
     TOKENIZE,
     in_process,
 )
-from tests.server.test_cves import WIRE
-from tests.server.test_metrics import samples
-from tests.server.wire_help import WEATHER, joined
+from tests.support.wire_help import WEATHER, joined
 
 IGNORED = "x-mlx-mtp-ignored"
 Fields = dict[str, Any]
@@ -364,7 +364,7 @@ def test_the_same_tokens_with_mtp_and_without(
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     found = []
-    for depth in (0, 1, 2, 3):
+    for depth in (0, 2):
         config = EngineConfig(num_draft_tokens=depth)
         engine: Any = build_engine(
             demo_model, config, tokenizer.vocab_size, tokenizer.eos_token_ids
@@ -376,5 +376,5 @@ def test_the_same_tokens_with_mtp_and_without(
             with ThreadPoolExecutor(len(bodies)) as pool:
                 answers = list(pool.map(lambda b: client.post(CHAT, json=b).json(), bodies))
         found.append([each["choices"][0]["message"] for each in answers])
-    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0] == found[1]
     assert json.loads(found[0][0]["content"]).keys() == {"a"}

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server.conftest import MODEL
-from tests.server.in_process import in_process
-from tests.server.raw_http import error_of
 from tests.server.test_exchanges import APIS, GROUPS
+from tests.support.in_process import in_process
+from tests.support.raw_http import error_of
 
 # The recorded requests of all APIs, which are answered.
 GOOD: list[tuple[str, dict[str, Any]]] = [

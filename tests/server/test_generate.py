@@ -14,8 +14,8 @@ from mlx_mtp.cli.generate import stream_answer
 from mlx_mtp.console import clean
 from mlx_mtp.errors import EngineStoppedError
 from mlx_mtp.options import GENERATE_FLAGS
-from tests.foreign_values import STEERING
-from tests.server.fake_engine import FakeEngine, answer
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.foreign_values import STEERING
 
 BIDI = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 

@@ -1,16 +1,14 @@
 """Finding a model: bundled, local, or from a hub, which here is a small one on loopback."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.hub import BUNDLED_MODEL, resolve_model
-from tests.convert.fake_hub import FakeHub
+from tests.support.fake_hub import FakeHub
 
 GOOD = (
     *("config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "mtp.safetensors"),
@@ -21,29 +19,11 @@ WANTED, UNWANTED = ({name: name.encode() for name in names} for names in (GOOD, 
 
 
 @pytest.fixture
-def hub() -> Iterator[FakeHub]:
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
     hub = FakeHub("org/model", WANTED | UNWANTED)
     hub.trouble = {"org/gated": (403, "GatedRepo"), "org/broken": (500, "")}
-    with hub.serve():
+    with hub.serve_here(tmp_path):
         yield hub
-
-
-def resolve_elsewhere(name: str, home: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Resolve in a process of its own: huggingface_hub reads its settings when it is imported."""
-    code = """
-import sys
-from mlx_mtp.errors import ModelError
-from mlx_mtp.models.hub import resolve_model
-try:
-    print(resolve_model(sys.argv[1]))
-except ModelError as error:
-    sys.exit(f"ModelError: {error}")
-"""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment |= {"HF_HOME": str(home), **environ}
-    command = [sys.executable, "-c", code, name]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def test_the_bundled_model_a_directory_and_what_is_neither(
@@ -63,32 +43,34 @@ def test_the_bundled_model_a_directory_and_what_is_neither(
             resolve_model(name)
 
 
-def test_a_hub_model_comes_with_the_files_that_are_needed(hub: FakeHub, tmp_path: Path) -> None:
-    result = resolve_elsewhere("org/model", tmp_path, HF_ENDPOINT=hub.url)
-    assert result.returncode == 0, result.stderr
-    path = Path(result.stdout.strip())
+def test_a_hub_model_comes_with_the_files_that_are_needed(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = resolve_model("org/model")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == WANTED
     assert {name for _, name, _ in hub.log} == set(WANTED)
     hub.log.clear()
-    again = resolve_elsewhere("org/model", tmp_path, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
-    assert again.stdout == result.stdout
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model("org/model") == path
     assert hub.log == []
 
 
 @pytest.mark.parametrize(
-    ("name", "environ", "words"),
+    ("name", "endpoint", "words"),
     [
-        ("org/missing", {}, ["no such model", "org/missing", "HF_TOKEN"]),
-        ("org/gated", {}, ["gated", "accept its terms", "https://huggingface.co/org/gated"]),
-        ("org/broken", {}, ["can't be reached", "500"]),
-        ("org/model", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ["can't be reached"]),
+        ("org/missing", "", ["no such model", "org/missing", "HF_TOKEN"]),
+        ("org/gated", "", ["gated", "accept its terms", "https://huggingface.co/org/gated"]),
+        ("org/broken", "", ["can't be reached", "500"]),
+        ("org/model", "http://127.0.0.1:9", ["can't be reached"]),
     ],
 )
 def test_what_fails_is_explained(
-    hub: FakeHub, tmp_path: Path, name: str, environ: dict[str, str], words: list[str]
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, name: str, endpoint: str, words: list[str]
 ) -> None:
-    result = resolve_elsewhere(name, tmp_path, **{"HF_ENDPOINT": hub.url, **environ})
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("ModelError")
-    assert all(word in result.stderr for word in words)
-    assert "Traceback" not in result.stderr
+    if endpoint:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(hub.url, endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    with pytest.raises(ModelError) as failure:
+        resolve_model(name)
+    assert all(word in str(failure.value) for word in words)

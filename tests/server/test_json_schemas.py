@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlx_mtp.server.grammar.json_schemas import close, styled
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.server.fake_engine import EOS
+from tests.support.fake_engine import EOS
 
 Schema = dict[str, Any]
 

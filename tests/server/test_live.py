@@ -19,11 +19,11 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.server import live
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import EOS, FakeEngine, Output, endless, out
-from tests.server.in_process import in_process
 from tests.server.test_stream import text_of
-from tests.server.wire_help import CHAT, chat_body, events
-from tests.waiting import wait_until
+from tests.support.fake_engine import EOS, FakeEngine, Output, endless, out
+from tests.support.in_process import in_process
+from tests.support.waiting import wait_until
+from tests.support.wire_help import CHAT, chat_body, events
 
 SECRET = "a rather secret prompt"
 

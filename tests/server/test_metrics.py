@@ -16,8 +16,8 @@ from mlx_mtp.server.generation.generation import Dispatcher, Generation
 from mlx_mtp.server.http import body
 from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer, out
-from tests.server.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
+from tests.support.fake_engine import FakeEngine, FakeInfo, answer, out
+from tests.support.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
 
 
 def samples(client: httpx.Client) -> dict[str, float]:

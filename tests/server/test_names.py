@@ -8,9 +8,9 @@ import pytest
 
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
-from tests.server.in_process import CHAT, COUNT, GENERATING, GOOD, in_process
-from tests.server.raw_http import error_of
-from tests.server.wire_help import saying
+from tests.support.in_process import CHAT, COUNT, GENERATING, GOOD, in_process
+from tests.support.raw_http import error_of
+from tests.support.wire_help import saying
 
 SECOND = "second"
 

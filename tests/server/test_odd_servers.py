@@ -18,10 +18,10 @@ from mlx_mtp.cli import top
 from mlx_mtp.cli.main import main
 from mlx_mtp.console import clean
 from mlx_mtp.errors import BenchError, UsageError
-from tests.foreign_values import STEERING, odd_versions, steers
 from tests.server.conftest import Serve
-from tests.server.fake_engine import FakeEngine, endless
 from tests.server.test_live import messages, streamed
+from tests.support.fake_engine import FakeEngine, endless
+from tests.support.foreign_values import STEERING, odd_versions, steers
 
 CARDS = {"object": "list", "data": [{"id": "m", "max_model_len": 4096}]}
 BODIES = (b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b"[1" + b"0" * 5000 + b"]", b"<html>")

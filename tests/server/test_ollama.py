@@ -11,10 +11,10 @@ import pytest
 from mlx_mtp.errors import StepError
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
-from tests.server.fake_engine import FakeEngine, answer, out
-from tests.server.in_process import CHAT, HI, OLLAMA_CHAT, OLLAMA_TEXT, TEXT, in_process
-from tests.server.raw_http import error_of
-from tests.server.wire_help import CALL, WEATHER, prompt_of, saying
+from tests.support.fake_engine import FakeEngine, answer, out
+from tests.support.in_process import CHAT, HI, OLLAMA_CHAT, OLLAMA_TEXT, TEXT, in_process
+from tests.support.raw_http import error_of
+from tests.support.wire_help import CALL, WEATHER, prompt_of, saying
 
 TOLD = f"<think>\nI need Rome.\n</think>\n\nSee.\n{CALL}"
 Fields = dict[str, Any]

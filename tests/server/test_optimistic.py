@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from tests.server.fake_engine import EOS, FakeEngine, out
-from tests.server.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
+from tests.support.fake_engine import EOS, FakeEngine, out
+from tests.support.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

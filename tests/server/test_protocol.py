@@ -12,10 +12,10 @@ import pytest
 
 from mlx_mtp.server.http.protocol import FREE_CHUNKS, MAX_HEADER_BYTES, MAX_HEADERS
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import GOOD, TEXT
-from tests.server.raw_http import Answer, error_of, exchange, incoming, request_bytes
 from tests.server.test_fuzz import spoilt
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import GOOD, TEXT
+from tests.support.raw_http import Answer, error_of, exchange, incoming, request_bytes
 
 CHUNKED = {"Transfer-Encoding": "chunked"}
 BODY = json.dumps(GOOD[TEXT]).encode()

@@ -17,8 +17,8 @@ from mlx_mtp.server.http import body as body_module
 from mlx_mtp.server.http.body import MAX_DEPTH, MAX_ITEMS, MAX_PARTS
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, tokenizer_with
-from tests.server.fake_engine import FakeEngine, answer, out
-from tests.server.in_process import (
+from tests.support.fake_engine import FakeEngine, answer, out
+from tests.support.in_process import (
     CHAT,
     COUNT,
     DETOKENIZE,
@@ -30,7 +30,7 @@ from tests.server.in_process import (
     TEXT,
     in_process,
 )
-from tests.server.raw_http import error_of
+from tests.support.raw_http import error_of
 
 MAX_BODY = 4 << 20
 BIG, WRONG = 10**30, "x"

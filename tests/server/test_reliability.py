@@ -14,8 +14,9 @@ import pytest
 from mlx_mtp.engine.request import Request
 from mlx_mtp.server.grammar.grammars import Grammars
 from tests.server.conftest import Serve, Served
-from tests.server.fake_engine import FakeEngine, FakeInfo, Output, Script, answer, endless, out
-from tests.server.in_process import (
+from tests.server.test_metrics import samples
+from tests.support.fake_engine import FakeEngine, FakeInfo, Output, Script, answer, endless, out
+from tests.support.in_process import (
     CHAT,
     GENERATING,
     GOOD,
@@ -27,9 +28,8 @@ from tests.server.in_process import (
     TOKENIZE,
     in_process,
 )
-from tests.server.raw_http import error_of, request_bytes
-from tests.server.test_metrics import samples
-from tests.waiting import wait_until
+from tests.support.raw_http import error_of, request_bytes
+from tests.support.waiting import wait_until
 
 HELD = "mlx_mtp:num_requests_held"
 REJECTED = "mlx_mtp:requests_rejected_total"

@@ -17,8 +17,8 @@ from mlx_mtp.errors import StepError
 from mlx_mtp.server.live import ProgressLog
 from mlx_mtp.server.routes import ROUTES
 from tests.server.conftest import Serve, tokenizer_with
-from tests.server.fake_engine import FakeEngine, answer, out
-from tests.server.in_process import (
+from tests.support.fake_engine import FakeEngine, answer, out
+from tests.support.in_process import (
     CHAT,
     COUNT,
     GENERATING,

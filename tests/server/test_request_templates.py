@@ -14,9 +14,9 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.text.plain_text import _patterns_of
 from mlx_mtp.text.tokenizer import Tokenizer, variables
 from tests.server.conftest import library_tokenizer, tokenizer_with
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import CHAT, GOOD, HI, TEXT, TOKENIZE, in_process
-from tests.server.wire_help import prompt_of
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import CHAT, GOOD, HI, TEXT, TOKENIZE, in_process
+from tests.support.wire_help import prompt_of
 
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"
 

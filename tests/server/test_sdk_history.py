@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
-from tests.server.wire_help import CALL, WEATHER_SCHEMA, prompt_of, saying
+from tests.support.wire_help import CALL, WEATHER_SCHEMA, prompt_of, saying
 
 HI: Any = [{"role": "user", "content": "hi"}]
 AND: Any = {"role": "user", "content": "And?"}

@@ -18,8 +18,8 @@ from mlx_mtp.server.generation.job import Job
 from mlx_mtp.server.generation.writer import stream_events
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import FakeEngine, endless, fake_logprobs, out
-from tests.server.wire_help import chat_body
+from tests.support.fake_engine import FakeEngine, endless, fake_logprobs, out
+from tests.support.wire_help import chat_body
 
 PARAMS = SamplingParams(max_tokens=8, top_logprobs=1)
 

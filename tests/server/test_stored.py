@@ -18,9 +18,9 @@ from mlx_mtp.server.api.schema import MAX_MESSAGES
 from mlx_mtp.server.api.stored import Store, StoredAnswer
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer, endless
-from tests.server.in_process import RESPONSES, in_process
-from tests.server.wire_help import (
+from tests.support.fake_engine import FakeEngine, FakeInfo, answer, endless
+from tests.support.in_process import RESPONSES, in_process
+from tests.support.wire_help import (
     CALL,
     CHAT,
     WEATHER,

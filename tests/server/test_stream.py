@@ -13,10 +13,10 @@ from mlx_mtp.engine.request import PrefillProgress, Request
 from mlx_mtp.errors import StepError
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve
-from tests.server.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
-from tests.server.in_process import GOOD, MESSAGES, TEXT, in_process
 from tests.server.test_reliability import Valve
-from tests.server.wire_help import CHAT, ask, chat_body, events, saying
+from tests.support.fake_engine import EOS, FakeEngine, FakeInfo, Output, answer, endless, out
+from tests.support.in_process import GOOD, MESSAGES, TEXT, in_process
+from tests.support.wire_help import CHAT, ask, chat_body, events, saying
 
 
 def text_of(chunks: list[dict[str, Any]], index: int = 0) -> str:

@@ -29,8 +29,8 @@ from mlx_mtp.text.sandbox import grammar_check
 from mlx_mtp.text.sandbox.helper import Helper
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
-from tests.server.fake_engine import EOS, FakeEngine, answer
-from tests.server.wire_help import CHAT, chat_body, events
+from tests.support.fake_engine import EOS, FakeEngine, answer
+from tests.support.wire_help import CHAT, chat_body, events
 
 COMPLETIONS = "/v1/completions"
 FORM = "response_format"

@@ -13,9 +13,9 @@ from mlx_mtp.server.generation.inputs import Conversation, Message, Tool, ToolCa
 from mlx_mtp.server.generation.prompting import Prompter
 from mlx_mtp.text.parsing.formats import OutputFormat
 from tests.server.conftest import tokenizer_with
-from tests.server.in_process import in_process
 from tests.server.parsing.pieces import events_of, hermes, summary, xml
-from tests.server.wire_help import ARGUMENTS, CHAT, WEATHER, ask, chat_body, events, joined, saying
+from tests.support.in_process import in_process
+from tests.support.wire_help import ARGUMENTS, CHAT, WEATHER, ask, chat_body, events, joined, saying
 
 _HEAD = """
 {%- set system = messages[0].content if messages[0].role == 'system' else '' %}

@@ -7,9 +7,9 @@ import pytest
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.server.fake_engine import EOS, FakeEngine, Output, answer
-from tests.server.in_process import CHAT, TEXT, in_process
-from tests.server.wire_help import CALL, WEATHER, ask, events, saying
+from tests.support.fake_engine import EOS, FakeEngine, Output, answer
+from tests.support.in_process import CHAT, TEXT, in_process
+from tests.support.wire_help import CALL, WEATHER, ask, events, saying
 
 SAID = "Hi<|im_start|> there, 🎉"
 SIZES = [(1,), (2, 1), (99,)]

@@ -22,11 +22,11 @@ from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.sandbox import text_worker
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import CHAT, COUNT, GOOD, TEXT, TOKENIZE, in_process
-from tests.server.raw_http import error_of
-from tests.server.wire_help import chat_body
-from tests.waiting import wait_until
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import CHAT, COUNT, GOOD, TEXT, TOKENIZE, in_process
+from tests.support.raw_http import error_of
+from tests.support.waiting import wait_until
+from tests.support.wire_help import chat_body
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # What the first message says, and what the template does then. Constants would be computed before.

@@ -9,10 +9,10 @@ import pytest
 from mlx_mtp.server.http.admission import SMALL, FairExecutor
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import Serve
-from tests.server.fake_engine import FakeEngine, answer
-from tests.server.in_process import CHAT, DETOKENIZE, GOOD, HI, TOKENIZE, in_process
-from tests.server.raw_http import request_bytes
-from tests.waiting import wait_until
+from tests.support.fake_engine import FakeEngine, answer
+from tests.support.in_process import CHAT, DETOKENIZE, GOOD, HI, TOKENIZE, in_process
+from tests.support.raw_http import request_bytes
+from tests.support.waiting import wait_until
 
 LONG = "a b " * (SMALL // 4 + 1)
 SCHEMA = {"type": "object", "properties": {"a": {"description": LONG}}}

@@ -16,8 +16,8 @@ from mlx_mtp.server.generation.inputs import (
     model_defaults,
     sampling_params,
 )
-from tests.server.fake_engine import FakeEngine, FakeInfo, answer
-from tests.server.in_process import GOOD, MESSAGES, RESPONSES, in_process
+from tests.support.fake_engine import FakeEngine, FakeInfo, answer
+from tests.support.in_process import GOOD, MESSAGES, RESPONSES, in_process
 
 NEUTRAL = model_defaults({})
 

@@ -8,7 +8,7 @@ import pytest
 from mlx_mtp.speculative.costs import HOST, KNOTS, MTP, CostKey, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import DraftRow, HeadRates
 from mlx_mtp.speculative.ngram import NgramRates
-from tests.harness import curve
+from tests.support.harness import curve
 
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)
 

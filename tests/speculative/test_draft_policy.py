@@ -20,7 +20,8 @@ from mlx_mtp.speculative.draft_policy import (
     FixedDrafts,
     best_choice,
 )
-from tests.harness import curve
+from tests.support.harness import curve
+from tests.support.quick import full
 
 Cost = Callable[[int, float], float]
 """(rows, drafts a row) -> seconds of a step where all rows have so many."""
@@ -171,6 +172,9 @@ LOW = [0.3, 0.2, *[0.1] * 6]
 CLIFF = [0.98, 0.98, 0.98, 0.1, 0, 0, 0, 0]
 SPOILED = [0.0] * K
 PLACES = [(table, size) for table in (CPU, GPU) for size in table]
+# The quick run has one row and sixteen, on both.
+QUICK_PLACES = [p if p[1] in (1, 16) else full(*p) for p in PLACES]
+QUICK_NUMBERS = [n if p[1] in (1, 16) else full(n) for n, p in enumerate(PLACES)]
 
 
 def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
@@ -195,7 +199,7 @@ def calibrated(table: dict[int, tuple[float, ...]], *sizes: int) -> AdaptiveDraf
     return worth({size: dict(enumerate(table[size])) for size in sizes})
 
 
-@pytest.mark.parametrize("number", range(len(PLACES)))
+@pytest.mark.parametrize("number", QUICK_NUMBERS)
 @pytest.mark.parametrize("shift", [0, 2])
 def test_within_5_percent_of_the_best_fixed_depth(number, shift):
     """From nothing: no calibration, no stored table, and a first step that compiles."""
@@ -209,14 +213,14 @@ def test_within_5_percent_of_the_best_fixed_depth(number, shift):
 
 
 @pytest.mark.parametrize("rates", [SPOILED, LOW], ids=["spoiled", "low"])
-@pytest.mark.parametrize(("table", "size"), PLACES)
+@pytest.mark.parametrize(("table", "size"), QUICK_PLACES)
 def test_a_first_start_is_as_fast_as_plain_decoding(table, size, rates):
     """Nothing is known, and drafts bring nothing."""
     machine = Machine(cost_of(table), lambda: rates, noise=0.05)
     assert machine.run(worth(), size, 300) > 0.97 * size / table[size][0] * 100
 
 
-@pytest.mark.parametrize(("table", "size"), PLACES)
+@pytest.mark.parametrize(("table", "size"), QUICK_PLACES)
 def test_a_spoiled_head_costs_at_most_2_percent(table, size):
     machine = Machine(cost_of(table), lambda: SPOILED, noise=0.05, first=20)
     policy = calibrated(table, 1, 4)
@@ -226,7 +230,7 @@ def test_a_spoiled_head_costs_at_most_2_percent(table, size):
     assert policy.choices == {size: 0}
 
 
-@pytest.mark.parametrize("number", range(len(PLACES)))
+@pytest.mark.parametrize("number", QUICK_NUMBERS)
 def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
     """In the same rows, or with new ones all the time."""
     (table, size), same_rows = PLACES[number], bool(number % 2)

@@ -16,9 +16,9 @@ from mlx_mtp.server.generation.inputs import Conversation, Message, Tool, ToolCh
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
 from mlx_mtp.text.parsing.formats import OutputFormat
 from mlx_mtp.text.tokenizer import Tokenizer
-from tests.server.fake_engine import EOS
 from tests.server.parsing import pieces
 from tests.server.parsing.pieces import events_of, summary, xml
+from tests.support.fake_engine import EOS
 
 WEATHER = {
     "type": "object",

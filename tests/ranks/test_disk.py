@@ -15,12 +15,12 @@ from mlx_mtp.prefix.directory import PrefixDirectory
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks import segments
 from mlx_mtp.ranks.segments import LeaderStore
-from tests.cache.prefixes import FINGERPRINT, flush
 from tests.conftest import DEMO
-from tests.engine.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
-from tests.exchange import led
-from tests.harness import Driver, greedy, plain, request
-from tests.tiny_models import VOCAB, Layout, write_checkpoint
+from tests.support.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
+from tests.support.exchange import led
+from tests.support.harness import Driver, greedy, plain, request
+from tests.support.prefixes import FINGERPRINT, flush
+from tests.support.tiny_models import VOCAB, Layout, write_checkpoint
 
 HISTORY = [*words(1, 20), EOS, *words(2, 30), EOS, 5]
 FIRST = request("first", HISTORY, greedy(13, ignore_eos=True))
@@ -90,7 +90,7 @@ def files(folder: Path, *, snapshot: bool) -> list[Path]:
 ALL = [len(HISTORY) + 12, 32, len(HISTORY)]
 LESS = [len(HISTORY), *ALL[1:]]
 CASES = [
-    (None, 0, True, ALL),
+    pytest.param(None, 0, True, ALL, marks=pytest.mark.full),
     (delete, 1, True, LESS),
     pytest.param(truncate, 0, True, LESS, marks=pytest.mark.full),
     pytest.param(damage, 1, False, LESS, marks=pytest.mark.full),

@@ -13,7 +13,8 @@ from hypothesis.stateful import (
 
 from mlx_mtp.prefix import radix_tree
 from mlx_mtp.prefix.radix_tree import NUM_RECENT, Fetch, Node, PrefixTree
-from tests.cache.prefixes import STATE, FakeDisk, check_tree, nodes, put
+from tests.support.prefixes import STATE, FakeDisk, check_tree, nodes, put
+from tests.support.quick import full
 
 
 def found(tree: PrefixTree, tokens, salt: str = "") -> int:
@@ -147,7 +148,7 @@ class Life(RuleBasedStateMachine):
         assert all(node in nodes(self.tree) for node in self.pinned)
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [60, full(1000)])
 def test_a_life(examples, monkeypatch):
     monkeypatch.setattr(radix_tree, "_STRIDE", 4)
     how = settings(max_examples=examples, stateful_step_count=30, deadline=None)

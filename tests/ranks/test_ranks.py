@@ -31,14 +31,15 @@ from mlx_mtp.ranks import launch, links
 from mlx_mtp.ranks.messages import Compare
 from mlx_mtp.speculative.costs import PrefillCosts, StepCosts
 from tests.conftest import DEMO, DENSE_DEMO
-from tests.engine.cases import EOS, make_requests
-from tests.engine.ranks import answers, requests_of
 from tests.engine.test_optimistic import optimistic, replay
-from tests.exchange import Exchange, Queue, led
-from tests.harness import Driver, greedy, plain, request
-from tests.process import start_ranks
-from tests.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
-from tests.waiting import wait_until
+from tests.ranks.rank import answers, requests_of
+from tests.support.cases import EOS, make_requests
+from tests.support.exchange import Exchange, Queue, led
+from tests.support.harness import Driver, greedy, plain, request
+from tests.support.process import start_ranks
+from tests.support.quick import full
+from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
+from tests.support.waiting import wait_until
 
 DEPTHS = (0, 1, 2, 3, "erratic")
 KINDS = ("greedy", "sampled", "greedy grammars", "sampled grammars")
@@ -47,7 +48,6 @@ QUICK = {
     ("qwen3_5", 3, "sampled"),
     ("qwen3_5_moe", 1, "greedy grammars"),
 }
-full = partial(pytest.param, marks=pytest.mark.full)
 CASES = [
     pytest.param(*case) if case in QUICK else full(*case)
     for case in itertools.product(FAMILIES, DEPTHS, KINDS)
@@ -123,8 +123,8 @@ def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, si
 @pytest.mark.parametrize(
     ("path", "size", "depth", "kind"),
     [
-        (None, 2, "erratic", "sampled grammars"),
         (None, 2, 2, "sampled"),  # so that steps are launched before the last ones are read
+        full(None, 2, "erratic", "sampled grammars"),
         full(DEMO, 4, "erratic", "sampled grammars"),
         full(DEMO, 4, 0, "sampled"),
         full(DENSE_DEMO, 4, 3, "sampled"),
@@ -134,7 +134,7 @@ def test_processes_answer_as_one(tmp_path, ties, path, size, depth, kind):
     if path is None:
         path = tmp_path / "tiny"
         write_checkpoint(path, Layout("qwen3_next"))
-    command = ["-m", "tests.engine.ranks", str(path), str(tmp_path), str(depth), kind]
+    command = ["-m", "tests.ranks.rank", str(path), str(tmp_path), str(depth), kind]
     started = start_ranks(tmp_path, [command] * size)
     outputs = [each.communicate(timeout=600)[0] for each in started]
     assert [each.returncode for each in started] == [0] * size, outputs
@@ -153,6 +153,7 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
         prefill_step_size=64, max_decode_pause=1e9, calibration_seconds=1e9, max_num_seqs=2
     )
     monkeypatch.setattr(calibrator, "_TIMES", 1)
+    monkeypatch.setattr(calibrator, "_TIMED_STEPS", 3)
     costs, chunks = StepCosts(), PrefillCosts(config.prefill_step_size)
     requests = make_requests("sampled")[:4]
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tests.tiny_models import Layout, config_json, hf_tensors
+from tests.support.tiny_models import Layout, config_json, hf_tensors
 
 BLOCK = (24, 40)  # Of FP8; neither divides all matrices.
 PT = {"format": "pt"}

@@ -3,8 +3,6 @@
 import json
 import random
 from collections.abc import Callable
-from itertools import combinations
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,10 +16,10 @@ from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.draft_policy import Choice, DraftRow
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
-from tests.cache.prefixes import flush
-from tests.grammars import compiled
-from tests.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
-from tests.tiny_models import VOCAB
+from tests.support.grammars import compiled
+from tests.support.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
+from tests.support.prefixes import flush
+from tests.support.tiny_models import VOCAB
 
 EOS = 1
 STEP = 16  # small, so that prompts are cut into several chunks
@@ -55,36 +53,6 @@ SPECS = (
     GrammarSpec("json_schema", json.dumps(LIST), free_until="</think>", free_tokens=7),
     GrammarSpec("free", free_until="</think>", free_tokens=5),
 )
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "model": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    "depth": (0, 1, 2, 3, 5, "erratic", "auto"),
-    "drafts": ("head", "half", "reject", "mixed", "force"),
-    "requests": ("greedy", "sampled", "greedy grammars", "sampled grammars"),
-    "arrivals": ("alone", "staggered", "cancelled"),
-    "overlap": (True, False),
-    "chunks": ("whole", "random"),
-}
-
-
-def covering(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Few cases in which any two values of different factors meet."""
-    left = {
-        frozenset([(a, x), (b, y)]): None
-        for a, b in combinations(factors, 2)
-        for x in factors[a]
-        for y in factors[b]
-    }
-    cases = []
-    while left:
-        case = dict(sorted(next(iter(left)), key=str))
-        for name, values in factors.items():
-            if name not in case:
-                met = [sum(frozenset([(name, v), o]) in left for o in case.items()) for v in values]
-                case[name] = values[met.index(max(met))]
-        for pair in combinations(case.items(), 2):
-            left.pop(frozenset(pair), None)
-        cases.append({name: case[name] for name in factors})
-    return cases
 
 
 def make_requests(kind: str) -> list[Request]:

@@ -17,6 +17,7 @@ from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, project, routes_of, set_routes, with_routes
 from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
+from tests.support.quick import full
 
 BF16, F16 = mx.bfloat16, mx.float16
 REAL = measure._is_worth_it
@@ -34,13 +35,9 @@ def always_faster(monkeypatch):
 AFFINE4, AFFINE8 = Format("affine", 4, 64), Format("affine", 8, 64)
 PLAIN = Format("plain", 16, 64)
 MX4, MX8, NV4 = Format("mxfp4", 4, 32), Format("mxfp8", 8, 32), Format("nvfp4", 4, 16)
-FORMATS = [
-    *(AFFINE4, AFFINE8, Format("affine", 6, 32), MX4, MX8, NV4, PLAIN),
-    *(
-        pytest.param(Format("affine", *each), marks=pytest.mark.full)
-        for each in [(2, 64), (3, 32), (3, 64), (4, 32), (4, 128), (5, 64), (6, 64), (8, 32)]
-    ),
-]
+RARE = [(2, 64), (3, 32), (3, 64), (4, 32), (4, 128), (5, 64), (6, 32), (6, 64), (8, 32)]
+FORMATS = [AFFINE4, AFFINE8, MX8, NV4, PLAIN, full(MX4)]
+FORMATS += [full(Format("affine", *each)) for each in RARE]
 
 
 def linear(inputs, outputs, form, seed, dtype=BF16):

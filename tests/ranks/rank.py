@@ -16,9 +16,9 @@ from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.links import Link, connect
-from tests.engine.cases import EOS, STEP, Erratic, RandomChunks, make_requests
-from tests.harness import Driver
-from tests.tiny_models import VOCAB
+from tests.support.cases import EOS, STEP, Erratic, RandomChunks, make_requests
+from tests.support.harness import Driver
+from tests.support.tiny_models import VOCAB
 
 
 def requests_of(kind):

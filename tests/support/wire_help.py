@@ -8,7 +8,7 @@ import httpx
 
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import FakeEngine, answer
+from tests.support.fake_engine import FakeEngine, answer
 
 CHAT = "/v1/chat/completions"
 WEATHER_SCHEMA = {

@@ -14,7 +14,8 @@ from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, message_ends, save_poin
 from mlx_mtp.prefix.radix_tree import Fetch, PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
-from tests.cache.prefixes import FakeDisk, check_tree, put
+from tests.support.prefixes import FakeDisk, check_tree, put
+from tests.support.quick import full
 
 HERE, COMING, LATE = Fetch.HERE, Fetch.COMING, Fetch.LATE
 END, STEP, GAIN = 1, 16, 4
@@ -277,6 +278,6 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             assert computed + sequence.prefix.num_reused == sequence.num_prompt
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [60, full(1000)])
 def test_every_request_ends_whatever_the_disk_and_others_do(examples):
     settings(max_examples=examples, deadline=None)(EVERYTHING(every_request_ends))()

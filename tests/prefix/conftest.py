@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from mlx_mtp.prefix.disk import PrefixStore
-from tests.cache.prefixes import FINGERPRINT
+from tests.support.prefixes import FINGERPRINT
 
 
 @pytest.fixture

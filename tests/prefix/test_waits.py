@@ -11,12 +11,12 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.prefix import disk as prefix_store
 from mlx_mtp.prefix.disk import PrefixStore
-from tests.cache.prefixes import FINGERPRINT, PATIENCE
-from tests.engine.cases import EOS, words
 from tests.engine.test_engine import Client, fail_next_turn
-from tests.harness import greedy, plain, request
-from tests.tiny_models import FAMILIES, VOCAB
-from tests.waiting import wait_until
+from tests.support.cases import EOS, words
+from tests.support.harness import greedy, plain, request
+from tests.support.prefixes import FINGERPRINT, PATIENCE
+from tests.support.tiny_models import FAMILIES, VOCAB
+from tests.support.waiting import wait_until
 
 PROMPT = words(1, 70)
 CONFIG = EngineConfig(num_draft_tokens=2, prefix_cache_size=64 << 20, prefill_step_size=32)

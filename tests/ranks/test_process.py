@@ -18,7 +18,7 @@ import pytest
 
 from mlx_mtp.ranks.links import LOST_SECONDS
 from tests.conftest import DEMO
-from tests.process import CHAT, MODEL, start_ranks
+from tests.support.process import CHAT, MODEL, start_ranks
 
 pytestmark = pytest.mark.full
 SERVE = ["-m", "mlx_mtp", "serve", str(DEMO), "--served-model-name", MODEL, "--port", "0"]

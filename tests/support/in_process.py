@@ -12,7 +12,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.app import create_app
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer
-from tests.server.fake_engine import FakeEngine, answer
+from tests.support.fake_engine import FakeEngine, answer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"

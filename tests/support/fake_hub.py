@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-from tests.loopback import LoopbackServer
+import pytest
+from huggingface_hub import constants
+
+from tests.support.loopback import LoopbackServer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -41,6 +44,19 @@ class FakeHub:
             yield self
             server.shutdown()
             thread.join()
+
+    @contextlib.contextmanager
+    def serve_here(self, cache: Path) -> Iterator[FakeHub]:
+        """Serve it as the hub of this process, with an empty cache."""
+        with self.serve(), pytest.MonkeyPatch.context() as patch:
+            template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
+            patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            patch.setattr(constants, "ENDPOINT", self.url)
+            patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+            # What an earlier test of this process has found out about the real hub.
+            patch.setattr(constants, "HF_HUB_OFFLINE", False)
+            patch.setattr("mlx_mtp.models.hub._unreachable", "")
+            yield self
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -16,7 +16,18 @@ from mlx_mtp.models.gemm.routes import BY_MLX, routes_of, with_routes
 from mlx_mtp.selftest import products
 from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
-from tests.kernels.test_few_rows import AFFINE4, AFFINE8, BF16, MX4, MX8, NV4, exact, linear, near
+from tests.kernels.test_skinny_gemm import (
+    AFFINE4,
+    AFFINE8,
+    BF16,
+    MX4,
+    MX8,
+    NV4,
+    exact,
+    linear,
+    near,
+)
+from tests.support.quick import full
 
 ODD = [Format("affine", *each) for each in [(2, 64), (3, 32), (5, 64), (6, 64), (4, 128)]] + [MX4]
 BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
@@ -39,9 +50,12 @@ on_both = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [
-        *((form, BF16) for form in (AFFINE4, Format("affine", 6, 32), MX8, NV4)),
+        (AFFINE4, BF16),
+        (NV4, BF16),
         (Format("affine", 8, 32), mx.float32),
-        *(pytest.param(form, mx.float16, marks=pytest.mark.full) for form in ODD),
+        full(Format("affine", 6, 32), BF16),
+        full(MX8, BF16),
+        *(full(form, mx.float16) for form in ODD),
     ],
 )
 def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
