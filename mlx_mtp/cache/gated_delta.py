@@ -12,7 +12,7 @@ from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run
 from mlx_mtp.kernels.short_conv import convolve
 
-# State, pending window, history, and how much is kept of this window and of the next one.
+# `state`, `pending`, `history`, `num_kept` and `coming` of a `GatedDeltaCache`.
 Held = tuple[mx.array, PendingWindow | None, mx.array, mx.array | None, mx.array | None]
 
 _LONGEST_HISTORY = 16  # longer windows leave only their last inputs
@@ -32,7 +32,7 @@ class GatedDeltaCache:
         # Float32 [B, Hv, Dv, Dk], before the pending window.
         self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
         self.pending: PendingWindow | None = None  # a window that has not been folded
-        # The convolution's last inputs, [B, K-1+P, C], P of the last window.
+        # The convolution's last inputs, [B, K-1+P, C]: P positions of the last window, K-1 before.
         channels = 2 * hk * dk + hv * dv
         self.history = mx.zeros((num_rows, self._conv_size - 1, channels), dtype=dtype)
         self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
@@ -49,7 +49,7 @@ class GatedDeltaCache:
 
     @property
     def held(self) -> Held:
-        """All arrays, for what must get and return arrays alone."""
+        """All arrays: a compiled function takes and returns nothing else."""
         return self.state, self.pending, self.history, self.num_kept, self.coming
 
     @held.setter

@@ -24,7 +24,7 @@ class RaggedKVCache:
 
     def __init__(self) -> None:
         # Keys, then values, as lines [2 * slots * heads * capacity, dim]; made at the first write.
-        # So a write is one launch with one index: mlx's cost per number grows with the axes.
+        # So a write is one launch with one index; mlx takes longer with an index for each axis.
         self.buffers: dict[Buffer, mx.array] = {}
 
     def write(self, packing: Packing, entries: mx.array) -> None:
@@ -72,7 +72,7 @@ class RaggedKVCache:
         self.buffers = {b: self.buffers[b] for b in layout.buffers if b in self.buffers}
         for (keys, values), place in moved:
             self.put(place, 0, keys, values)
-        # Long rows at once, so that copies of only one layer exist at a time.
+        # Evaluate long rows now, so that the old and new arrays of only one layer exist at a time.
         long = {buffer for _, (buffer, _) in moved if most_slots(buffer.capacity) == 1}
         mx.eval([self.buffers[buffer] for buffer in long])
 

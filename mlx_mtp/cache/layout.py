@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 GROWTH = 256  # capacities are multiples of this
-STRIDE = 64  # attention reads up to a multiple of this: buffers serve many steps
+STRIDE = 64  # attention reads up to a multiple of this, so that shapes stay the same for many steps
 _BLOCK = 8192  # most tokens of a buffer with several slots
 
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """A buffer of every attention layer: its shape, heads and dimensions apart."""
+    """The shape of a buffer that every attention layer has, without its heads and dimensions."""
 
     slots: int
     capacity: int  # tokens of a slot
@@ -52,12 +52,12 @@ class Layout:
     def __init__(self, num_rows: int) -> None:
         self.places: list[Place] = [_NOWHERE] * num_rows
         self.limits: list[int] = []  # bounds of the rows' lengths, the next window included
-        self._num_settled = num_rows  # rows from here on have joined, in buffers of their own
+        self._num_settled = num_rows  # rows from this one on have joined since `arrange`
         self._left = False  # rows have left, so that slots may be empty
 
     @property
     def buffers(self) -> list[Buffer]:
-        """Those that hold rows, in the order of the first of each."""
+        """The buffers that hold rows, in the order of their first rows."""
         return list(dict.fromkeys(buffer for buffer, _ in self.places))
 
     def arrange(self, limits: Sequence[int], rooms: Sequence[int]) -> Moves:
@@ -85,7 +85,7 @@ class Layout:
             slots = [(buffer, slot) for buffer in same for slot in range(buffer.slots)]
             free = [place for place in slots if place not in taken]
             while len(free) < len(rows):
-                # As many as there are: so a class that rows join one by one has few buffers.
+                # At least double the slots: so a class that rows join one by one has few buffers.
                 count = max(len(rows) - len(free), len(slots) + 1)
                 buffer = Buffer(min(count, most_slots(capacity)), capacity)
                 new = [(buffer, slot) for slot in range(buffer.slots)]
@@ -97,8 +97,8 @@ class Layout:
         return [(before[row], self.places[row]) for row in moving if before[row] != _NOWHERE]
 
     def select(self, rows: Sequence[int]) -> tuple[Layout, dict[Buffer, Buffer]]:
-        """The layout of these rows in buffers of their own, and of which each is a copy."""
-        # Parts of one batch write to theirs, and may join again.
+        """The layout of these rows in new buffers, and which buffer each of them copies."""
+        # Parts of one batch may join again, after each has written to its own copy of a buffer.
         copies = {self.places[row][0]: replace(self.places[row][0]) for row in rows}
         selected = Layout(len(rows))
         selected.places = [

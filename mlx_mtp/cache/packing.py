@@ -1,7 +1,7 @@
 """The tokens of a pass side by side: their rows, positions, and places in the KV buffers.
 
 Projections, norms, experts and lm_head run on the N tokens of all rows without padding. The
-recurrence needs them as a rectangle, `rows`, and attention as one rectangle per buffer, `parts`.
+recurrence needs them as one `rectangle`, and attention as one per buffer, `parts`.
 The host knows which token goes where; only the positions are on the device.
 """
 
@@ -128,7 +128,7 @@ class Packing:
             slot = np.concatenate([part.slot for part in self.parts])[:, None, None]
             both, head = np.arange(2)[:, None], np.arange(heads)
             base = ((both * slots + slot) * heads + head) * capacity
-            base = base[:1] if (base == base[:1]).all() else base  # a prompt's: few to upload
+            base = base[:1] if (base == base[:1]).all() else base  # one slot: few to upload
             starts = _on_device(base.reshape(len(base), -1), np.uint32)
             lines = starts + self.positions[self.by_part].view(mx.uint32)[:, None]
             ends = np.cumsum(counts)[:-1] * 2 * heads

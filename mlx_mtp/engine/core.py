@@ -11,8 +11,9 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
-_WAITED = 0.02  # of a step's time: reading a step that has ended takes less
-_FAR = 2.0  # times as long as the launch before it: it compiled kernels, or was held up
+_WAITED = 0.02  # share of a step's time; a read that took less found the step already ended
+# A launch that took so many times as long as the one before compiled kernels, or was held up.
+_FAR = 2.0
 
 
 class EngineCore:
@@ -93,18 +94,18 @@ class EngineCore:
 class StepClock:
     """Measures `InFlightStep.seconds` from when the host launches steps and has read them.
 
-    Two rules, as both kinds of steps run in one round of the loop: of a chunk the device's time
-    counts, without that of the decode step which is read after it. Of a decode step the whole round
-    counts, as the host's work is a part of what its tokens cost.
+    A round of the loop may have both kinds of steps, so each has its own rule. The time of a chunk
+    is the device's, without the decode step that is read after it (`read`). The time of a decode
+    step is the whole round, because the host's work is a part of its cost (`end_round`).
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self._launching = 0.0  # seconds of the last launch
         self._read_at = 0.0
-        self._round_at = 0.0  # when the last round ended, what it read,
-        self._last: tuple[Any, ...] = ()
-        self._drained = False  # and whether nothing was left in flight
+        self._round_at = 0.0  # when the last round ended
+        self._last: tuple[Any, ...] = ()  # `_shape` of what the last round read
+        self._drained = False  # the last round left nothing in flight
 
     def launched(self, steps: Many[InFlightStep], began: float) -> None:
         """Call when the steps of a plan have been launched."""
@@ -113,11 +114,12 @@ class StepClock:
             step.launched_at, step.launching = began, self._launching
 
     def read(self, step: InFlightStep, waits_from: float) -> None:
-        """Call when a step has been read that the host waited for since `waits_from`; times chunks.
+        """Call after reading a step, with when the wait for it began; sets the time of a chunk.
 
         The device begins a step when it has been launched and the step before it has ended. If the
-        step had ended before the host waited, launches count: the longer one of its own and of the
-        one after it, unless that took far longer. (On a CPU mlx waits in the launch for most of
+        step had ended before the host waited, its time is that of its own launch or of the launch
+        after it, the longer one; it has none if the latter took far longer than the former.
+        (On a CPU mlx waits in the launch for most of
         what it launches.)
         """
         now, launching = self.now(), self._launching
@@ -130,7 +132,7 @@ class StepClock:
         self._read_at = now
 
     def end_round(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> None:
-        """Call when the steps of a round have been read; times decode steps.
+        """Call when the steps of a round have been read; sets the time of a decode step.
 
         With look-ahead the host can't see where one step ends and the next begins. So a time counts
         only if the step, the one before and the one after had the same rows and proposed as many

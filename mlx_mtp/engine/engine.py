@@ -46,7 +46,7 @@ class Engine:
     """Continuous batching over one model.
 
     Only the engine's thread touches the device; `submit` and `cancel` put a note into its inbox.
-    After an error that nothing catches all requests end with an error, and the thread goes on with
+    After an uncaught error in a step all requests end with an error, and the thread goes on with
     a new core and a new runner on the same model (see `acquire_restart`).
 
     `disk_stats` returns fields of `PrefixCacheStats`. `on_failure` is called with the reason if the
@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why the engine accepts no requests, and never will again; None while it does."""
+        """Why the engine accepts no requests (failed, stopping, unstarted); None while it does."""
         if self._failure is not None:
             return self._failure
         if self._stopping:
@@ -228,7 +228,7 @@ class Engine:
             if self._stopping:
                 return
             if measuring and calibrator is not None:
-                self._heartbeat.begin("its start", allowed=START_SECONDS)
+                self._heartbeat.begin("the measuring of step costs", allowed=START_SECONDS)
                 if core.idle and monotonic() >= self._quiet_until:
                     calibrator.step(core.runner)
                     continue

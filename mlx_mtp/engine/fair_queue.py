@@ -1,7 +1,8 @@
 """The waiting requests, shared fairly between clients.
 
 Clients take turns by deficit round robin (Shreedhar and Varghese 1995). As in fq_codel credit may
-go below 0, so that no look-ahead is needed: a turn lasts until the client has used `QUANTUM` prompt
+go below 0, so that no turn depends on the next prompt's length:
+a turn lasts until the client has used `QUANTUM` prompt
 tokens; a longer prompt is admitted in its turn and paid for with the following turns.
 
 A client is a path of names, the most trusted first: (key or address, user or agent). Clients with
@@ -75,7 +76,7 @@ class FairQueue(_Lane):
         return item
 
     def _next_path(self) -> list[_Lane]:
-        """The queue, and the lanes down to the next request's: the first with credit at each."""
+        """The lanes from the queue to the next request's; on each level the first with credit."""
         assert self.size, "the queue is empty"
         path: list[_Lane] = [self]
         while len(path) <= NUM_NAMES:

@@ -26,7 +26,8 @@ _NO_MEMORY = re.compile(
 )
 
 StepKind = tuple[object, ...]
-"""Steps of one kind cost about the same. Its first element is the most general."""
+"""Steps of one kind cost about the same. The first element of a kind is
+the most general: "prefill" or "decode"."""
 
 
 def step_error(error: BaseException) -> StepError:

@@ -13,7 +13,7 @@ from mlx_mtp.sampling.sampler import logprobs
 
 
 def token_logprobs(tables: Many[np.ndarray], top: int | None) -> tuple[TokenLogprobs, ...]:
-    """Of one row's positions, with `top` alternatives each; `tables` as by `sampler.logprobs`."""
+    """Logprobs of a row's positions, `top` alternatives each, from tables of `sampler.logprobs`."""
     if top is None:
         return ()
     return tuple(
@@ -59,7 +59,7 @@ def prompt_scores(
     for start in range(0, len(states), PROMPT_POSITIONS):
         span = slice(start, start + PROMPT_POSITIONS)
         some = states[span]
-        if parts:  # Not before the others are done, or their logits would be there at once.
+        if parts:  # After the part before, or the logits of all would be in memory at once.
             some = mx.depends(some, parts[-1])
         logits = model.logits(some)[:, :vocab_size]
         parts.append(logprobs(logits, targets[span], most))

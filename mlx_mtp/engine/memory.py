@@ -13,7 +13,7 @@ from mlx_mtp.machine import MemoryLimit, text_bytes
 from mlx_mtp.models.model import LoadedModel
 
 _COPIES = 2  # of states while rows join or leave
-_WINDOWS = 3  # launched and not read, beside them, or of the head's recursion
+_WINDOWS = 3  # a row's positions behind its tokens: windows in flight, and the head's drafts
 _LOGITS = 6  # float32 arrays: logits, processed logits, noise, and sorting
 PROMPT_POSITIONS = 32  # have logits at once when logprobs of a prompt are computed
 _PROMPT_LOGITS = 8  # float32 arrays, measured: logits, logarithms, and the search for the largest

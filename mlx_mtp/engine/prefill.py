@@ -52,7 +52,7 @@ class PrefillScheduler:
         if not waiting:
             self._deficit = 0.0
             return ()
-        # Prompts that were launched to their end run as soon as that has been read.
+        # A prompt whose last chunk was launched becomes a running row when that chunk is read.
         beside = beside or len(waiting) < len(self.groups)
         oldest, group = waiting[0], min(waiting, key=_num_left)
         chunk = self._chunk(group, beside)
@@ -81,7 +81,7 @@ class PrefillScheduler:
         most = max(most // len(rows), 1)
         for row in rows:
             left = row.sequence.prefix.chunk_end(row.start, self._step) - row.start
-            # A rest of few tokens would take a chunk of its own.
+            # Halves, else the few tokens that are left over would take a chunk of their own.
             row.length = -(-left // 2) if most < left < 2 * most else min(left, most)
         return rows
 

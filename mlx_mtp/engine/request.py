@@ -36,7 +36,7 @@ class Request:
     bad_words: BadWords | None = None  # texts that the answer must not contain
 
     def validate(self, vocab_size: int, max_model_len: int, *, mtp_enabled: bool) -> None:
-        """Raise InvalidRequestError or ContextLengthError if no engine like this can run it."""
+        """Raise InvalidRequestError or ContextLengthError if these limits rule it out."""
         self.sampling.validate(vocab_size)
         prompt = self.prompt_token_ids
         if not prompt:
@@ -108,7 +108,7 @@ class RequestOutput:
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
     # With the first output, if the request asked for them: of all prompt tokens but the first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    drafts: tuple[int, ...] | None = None  # that count in this step; None without `Request.trace`
+    drafts: tuple[int, ...] | None = None  # that count; None without `RequestOptions.trace`
     progress: PrefillProgress | None = (
-        None  # up to the first output with tokens, with `Request.progress`
+        None  # up to the first tokens, with `RequestOptions.progress`
     )

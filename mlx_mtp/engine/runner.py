@@ -39,7 +39,7 @@ from mlx_mtp.speculative.verify import verify_window
 logger = logging.getLogger(__name__)
 
 _CLEAR_STEPS = 256
-_CLEAR_TOKENS = 512  # prompt tokens: not after each of many short chunks
+_CLEAR_TOKENS = 512  # prompt tokens, so that mlx's cache is not cleared after each short chunk
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class ModelRunner:
         drafter: MTPDrafter | None,
         vocab_size: int,
         prefixes: PrefixCache | None = None,
-        clear_answers: Callable[[], None] = lambda: None,  # drops those that drafts are copied from
+        clear_answers: Callable[[], None] = lambda: None,  # answers that drafts copy from
     ) -> None:
         self._model = model
         self._drafter = drafter
@@ -169,7 +169,8 @@ class ModelRunner:
             batch = Batch(sequences, cache, state, self.vocab_size)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
-        # What attention reads depends neither on drafts nor on where the prompt's prefix ended.
+        # These bounds leave drafts out: how far attention reads, and so a prompt's bits, must not
+        # depend on drafts, nor on where a cached prefix ended. `limits` are reserved below.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
         if warm and not self.prefixes.restore(batch, nodes):
             for sequence in sequences:
@@ -196,7 +197,8 @@ class ModelRunner:
         tops = [s.request.sampling.prompt_logprobs for s in sequences]
         given = arrays.following, inside, arrays.lengths.tolist(), tops
         step.prompt = prompt_scores(self._model, hidden, *given, self.vocab_size)
-        mx.async_eval(step.prompt or ())  # Ranks exchange its logits before those of first tokens.
+        # Now, as ranks exchange the logits for prompt logprobs before those of first tokens.
+        mx.async_eval(step.prompt or ())
         targets = arrays.following
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
@@ -310,7 +312,7 @@ class ModelRunner:
             return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: BaseException) -> StepError:
-        # The error refers to buffers, which can be freed once it has been handled.
+        # Clear the cache in the next `run`: until the error is handled it refers to the buffers.
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
@@ -358,7 +360,7 @@ def _resume(launch: StepLaunch, hidden: mx.array | None = None) -> ForwardPass |
 
 
 def _limits(rows: Many[StepRow], lengths: Many[int]) -> list[int]:
-    """Upper bounds of the rows' cached positions after these lengths and the next drafts."""
+    """Most positions that each row may have cached: after this step, and the head's next drafts."""
     return [
         row.sequence.max_cached + length + max(row.num_proposed - 1, 0)
         for row, length in zip(rows, lengths, strict=True)

@@ -20,7 +20,8 @@ from mlx_mtp.speculative.draft_policy import DraftPolicy
 from mlx_mtp.speculative.host_sources import HostSources
 
 # A chunk of up to so many tokens shares a forward pass with the running rows, so that the weights
-# are read once. A longer one gains nothing by that, and alone its failure would not end these rows.
+# are read once. A longer one gains nothing by that, and in its own pass it can't
+# fail those rows.
 MOST_TOGETHER = 256
 
 
@@ -28,8 +29,8 @@ class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
     A plan has at most one chunk of a group of prompts (see `PrefillScheduler`), which ends at a
-    multiple of `prefill_step_size`, and one decode step. `usage` returns the share of the memory
-    that rows of these numbers of tokens take; without it all rows fit.
+    multiple of `prefill_step_size`, and one decode step. `usage` maps the
+    rows' numbers of tokens to the share of the memory that they take; without it all rows fit.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class Scheduler:
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
-        self._held: list[Sequence] = []  # while another computes their prefix, or it is read
+        # Set aside until another request has computed their prefix, or the disk has been read.
+        self._held: list[Sequence] = []
         self._prefills = prefills or PrefillScheduler(config)
         self._running: list[Sequence] = []
         self._last_size = 0
@@ -263,7 +265,7 @@ class Scheduler:
         return None
 
     def _put_back(self) -> None:
-        """Queue the requests again, in order of arrival, whose wait for a prefix is over."""
+        """Queue held requests whose wait for a prefix is over again, in order of arrival."""
         held = sorted(self._held, key=lambda s: s.prefix.arrival or 0, reverse=True)
         self._held = [s for s in held if self.reuse.waits(s.prefix)]
         for sequence in held:

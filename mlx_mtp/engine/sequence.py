@@ -36,13 +36,13 @@ class Sequence:
         salt = root_key(
             request.options.cache_salt or None, optimistic=request.sampling.optimistic > 0
         )
-        # No prompt's logprobs from a cached prefix: its hidden states are not kept.
+        # With prompt logprobs no cached prefix is used: its hidden states are not kept.
         looks_up = request.sampling.prompt_logprobs is None
         self.prefix = PrefixState(self.prompt, salt, looks_up)
 
     @property
     def surely_finished(self) -> bool:
-        """True if the steps in flight reach its limit: each emits a token."""
+        """True if the steps in flight will reach its limit: each emits at least one token."""
         return len(self.output) + self._steps_in_flight >= self.max_new_tokens
 
     @property

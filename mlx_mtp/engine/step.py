@@ -32,8 +32,8 @@ class StepRow:
     start: int = 0  # first position, of a prompt
     length: int = 0  # number of positions; the runner sets that of a verify window
     num_proposed: int = 0  # drafts of the MTP head for the next window
-    # Tokens to verify in place of the head's drafts. They should follow the last token that has
-    # been read; the window in flight brings at most the first `ahead` of them.
+    # The host's guess of what follows the last token that has been read. The window in flight emits
+    # up to `ahead` of these tokens; those after them are verified in place of the head's drafts.
     run: Many[int] = ()
     ahead: int = 0
     source: str = MTP  # of the drafts of its window
@@ -101,13 +101,13 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk's tokens, row after row, each row's after `before` cached ones (0 or 1).
+    """A prefill chunk's tokens, row after row; each row starts `before` cached ones (0 or 1) early.
 
     `prompts` are the rows' prompts on the device, int32 [T + 1], each followed by a 0.
     """
 
     def __init__(self, chunk: Many[StepRow], before: int, prompts: Many[mx.array]) -> None:
-        self.before = before  # the hidden state of that token is known
+        self.before = before  # 1 after a cached prefix: its last token, whose hidden state is known
         # int32 [B]: tokens of each row that the target model has to run, and all its tokens.
         self.num_computed = np.array([row.length for row in chunk], dtype=np.int32)
         self.lengths = self.num_computed + before
@@ -144,7 +144,7 @@ class InFlightStep:
     timing_valid: bool = True  # False if it also restored or saved a prefix, or made logprobs
     done: mx.array | None = None  # of a chunk: evaluating this waits for all of it
     launched_at: float = 0.0  # by the core's clock
-    launching: float = 0.0  # seconds of the host's to launch its plan
+    launching: float = 0.0  # seconds that the host took to launch its plan
     seconds: float | None = None  # what it takes, if that is known (see `StepClock`)
 
     @property

@@ -13,8 +13,8 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 
-# Long enough that every kernel a prompt may run is checked now: a check during a client's request
-# could change what the keys of prefixes on disk are made of.
+# Long enough that every kernel a prompt may run is checked now: one that failed its check during a
+# client's request would change the choices of kernels, which the keys of prefixes on disk include.
 _ROWS, _PROMPT, _ANSWER = 2, 64, 4
 
 

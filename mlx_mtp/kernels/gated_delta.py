@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow, PendingWindow
 
-# Lanes that share a row of the state, and such rows of each lane: the first that divide Dv.
+# (L, R): lanes that share a row of the state, and rows of each lane; the first that fits Dv.
 LAYOUTS = ((16, 2), (16, 1), (32, 1))
 _AHEAD = 4  # positions of a prompt whose inputs are read before they are needed
 
@@ -110,7 +110,7 @@ _BODY = """
           continue;
         }
 
-        // Of the state before the position, so that all sums go through the lanes together:
+        // All sums are over the state before the position, so one round of shuffles adds them up:
         // y = S' q = decay S q + d (k q) with S' = decay S + d k, d = strength (v - decay S k).
         float alike = 0.0f;
         float memory[R];
@@ -147,7 +147,7 @@ _BODY = """
         }
       }
     }
-    // Not left as it was: a NaN there would reach other rows through masked attention.
+    // Outputs behind the row's end are 0: a NaN would reach other rows through masked attention.
     for (int t = valid; t < length; ++t) {
       for (int r = part; r < R; r += L) {
         y[((b * length + t) * Hv + hv) * Dv + first + r] = static_cast<InT>(0.0f);
@@ -162,7 +162,7 @@ _BODY = """
     }
 """
 
-# q, k and v may be slices; all else must be contiguous, as the kernel leaves it.
+# q, k and v may be slices; all else must be contiguous, as the kernel's own outputs are.
 KERNEL = gpu.Kernel(
     "gated_delta",
     [

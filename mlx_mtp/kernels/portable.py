@@ -52,7 +52,9 @@ def run(
     *,
     advance: bool = True,
 ) -> tuple[mx.array, mx.array, PendingWindow]:
-    """Run a window: outputs [B, T, Hv, Dv], the state (after it with `advance`), and its fold."""
+    """Run a window: outputs [B, T, Hv, Dv], the state (after it with `advance`), and what
+    folding it needs.
+    """
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]
     size = min(length, CHUNK)
@@ -182,7 +184,7 @@ def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.arr
     # A Python scalar would be compiled into the fused kernel, one per length; so an array.
     firsts = mx.arange(0, rows * length, length)
     where = num_kept[:, None] + mx.arange(tail) + firsts[:, None]
-    return history.reshape(-1, channels)[where]  # Whole channels: take_along_axis takes each alone.
+    return history.reshape(-1, channels)[where]  # All channels at once, unlike take_along_axis.
 
 
 @functools.partial(mx.compile, shapeless=True)

@@ -22,8 +22,8 @@ def run(
     """Fold the previous window's accepted prefix, then run the new window on top of it.
 
     Returns the outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2; those from `lengths[b]` on
-    are finite but mean nothing. Without `lengths` also the state after the fold, and the new
-    window, to be folded next time; else the state after each row's last position, and None.
+    are finite but mean nothing. Then, without `lengths`: the state after the fold, and the new
+    window, to be folded next time. With `lengths`: the state after each row's last one, and None.
     """
     if lengths is not None and gated_delta_chunks.fits(window):
         folded = state if num_kept is None else fold(previous, num_kept, state)

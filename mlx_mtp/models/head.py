@@ -1,6 +1,6 @@
 """The multi-token-prediction head: one full-attention layer that drafts the token after next.
 
-Row p of the head joins the trunk's post-norm hidden state h_p with the next token x_{p+1}:
+Position p of the head joins the trunk's post-norm hidden state h_p with the next token x_{p+1}:
 
     z = fc(concat[norm(embed(x_{p+1})), norm(h_p)])      # embedding first
     m = norm(layer(z))                                   # lm_head(m) predicts x_{p+2}
@@ -23,7 +23,7 @@ from mlx_mtp.models.gemm.routes import few
 
 
 class MTPHead(nn.Module):
-    """The head's weights and its two kinds of pass: write past rows, run one row in full."""
+    """The head's weights and two passes: `write` past positions' KV, `run` one position in full."""
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from mlx_mtp.models.moe import add_mlp
 
 
 class RaggedAttention(Qwen3NextAttention):
-    """Runs a window of all rows on a `RaggedKVCache`. By itself it is mlx-lm's own."""
+    """Runs a window of all rows on a `RaggedKVCache`. Its `__call__` is mlx-lm's."""
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
         """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
@@ -104,12 +104,14 @@ class RaggedAttention(Qwen3NextAttention):
 class WindowedGatedDeltaNet(nn.Module):
     """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
 
-    projections: tuple[str, ...]  # the layers with the input's projections
+    projections: tuple[str, ...]  # names of the linear layers that the input goes through
 
     def arrange(
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, mx.array]:
-        """Projections of [N, H], all [B, T, ..], and the gate of the output, z [N, Hk, R, Dv]."""
+        """From the projections' outputs [N, ..]: q, k, v, a, b, all [B, T, ..], and z, the
+        gate of the layer's output, [N, Hk, R, Dv].
+        """
         raise NotImplementedError
 
     def mix(
@@ -137,8 +139,8 @@ class PartedLayer(nn.Module):
     """Mixin over an mlx-lm decoder layer, which runs tokens on caches of ours by `step`.
 
     The tokens of several batches, each with a cache, lie side by side. Besides the residual stream
-    x, [N, H], a layer gets and returns the norm of it that the next one begins with, so that a sum
-    and its norm are one launch.
+    x, [N, H], a layer is given x after its own first norm, and returns its output after the next
+    layer's first norm, so that a sum and its norm are one launch.
     """
 
     def step(

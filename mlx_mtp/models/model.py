@@ -135,7 +135,7 @@ class LoadedModel:
         return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
     def is_exact(self, exact: bool | None = None) -> bool:
-        """The value of `EngineConfig.exact`; without one, whether it makes no product slower."""
+        """`exact` if it is set; else whether exactness is possible and makes no product slower."""
         return self.can_be_exact and serves(self.model, self.dtype) if exact is None else exact
 
     @property
@@ -191,10 +191,10 @@ class DraftHead:
     """
 
     def __init__(self, model: LoadedModel, ids: Sequence[int]) -> None:
-        # int32 [N], in order, so that equal logits are ordered as among all.
+        # int32 [N], ascending, so that of equal logits the same wins as among all tokens.
         self.ids = mx.array(sorted(ids), dtype=mx.int32)
         layer, vocab_size = model.output_layer, model.vocab_size
-        # A shallow copy: parameters that are replaced there stay in the layer itself.
+        # A shallow copy: what is replaced in it stays as it was in the model's own layer.
         self.layer = copy.copy(layer)
         for name, value in tree_flatten(layer.parameters()):
             if value.ndim and value.shape[0] * model.num_ranks == vocab_size:

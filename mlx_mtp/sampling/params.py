@@ -68,15 +68,15 @@ class SamplingParams:
     max_tokens: Annotated[int, Range(0, _INT31)]  # 0 computes the prompt alone
     # 0 is greedy, and so are values below 1e-5, with which scores would overflow.
     temperature: Annotated[float, Range(0.0, 100.0, from_model=True)] = 1.0
-    # Keep the smallest set of tokens with at least this probability,
+    # Keeps the smallest set of most probable tokens whose probabilities add up to this.
     top_p: Annotated[float, Range(0.0, 1.0, open_low=True, from_model=True)] = 1.0
-    # the k most probable tokens (and ties with the last; 0: all),
+    # Keeps the k most probable tokens, and ties with the last; 0: all.
     top_k: Annotated[int, Range(0, _INT31, from_model=True)] = 0
-    # the tokens with at least this share of the most probable one's probability.
+    # Keeps the tokens with at least this share of the most probable one's probability.
     min_p: Annotated[float, Range(0.0, 1.0, from_model=True)] = 0.0
     # Divides (if negative: multiplies) the logits of tokens in prompt or output.
     repetition_penalty: Annotated[float, Range(0.01, 100.0, from_model=True)] = 1.0
-    repetition_context_size: Annotated[int, Range(0, _INT31)] = 0  # of the last N tokens; 0: of all
+    repetition_context_size: Annotated[int, Range(0, _INT31)] = 0  # sees the last N tokens; 0: all
     # Subtracted once, and per occurrence, from logits of tokens in the output.
     presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0

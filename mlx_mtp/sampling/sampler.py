@@ -40,8 +40,8 @@ class Sampler:
         stop_ids = [p.stop_token_ids for p in params] if stop_ids is None else stop_ids
         firsts = (len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True))
         self._set_params(params, list(zip(firsts, stop_ids, strict=True)))
-        # With penalties, int32 [B, V]: each token's number in the output, and 1 + its last position
-        # in the prompt (0: none), or in the output too if a penalty has a context size.
+        # With penalties, two int32 [B, V]: how often each token is in the output; and 1 + its last
+        # position in the prompt (0: none), with a context size in prompt and output.
         self.counts: tuple[mx.array, mx.array] | None = None
         if self.any_penalties:
             latest = np.zeros((len(params), vocab_size), dtype=np.int32)
@@ -100,7 +100,7 @@ class Sampler:
         self,
         logits: mx.array,  # [B, T, V or more], any float type; with `ids` [B, T, N]
         positions: mx.array,  # int32 [B, T], absolute positions of the tokens
-        window: mx.array,  # int32 [B, W], W >= T, the tokens before; all but the first are drafts
+        window: mx.array,  # int32 [B, W], W >= T: the last emitted token, then drafts
         ids: mx.array | None = None,  # int32 [N], ascending, below V
         mask: mx.array | None = None,  # uint8 [B, T, bytes], a bit per token; None: all
     ) -> mx.array:
@@ -121,7 +121,7 @@ class Sampler:
         positions: mx.array,  # int32 [B, T]
         window: mx.array,  # int32 [B, T]
         mask: mx.array | None,
-        num_drafts: mx.array | None,  # int32 [B], of a row's drafts; None: all count
+        num_drafts: mx.array | None,  # int32 [B], each row's number of drafts; None: T-1
     ) -> tuple[mx.array, mx.array | None]:
         """Like `draw`, but drafts replace sampled tokens as `SamplingParams.optimistic` allows.
 
@@ -193,7 +193,7 @@ class Sampler:
         counts = output[:, None] + drafted
         seen = (latest[:, None] > 0) | (counts > 0)
         if self.context is not None:
-            # 1 + a draft's position is the position of the token after it.
+            # `latest` has 1 + positions; that of a draft is the position of the token after it.
             behind = positions[:, -1:] + mx.arange(2 - window.shape[1], 1)
             latests = _latest(latest, window[:, 1:], behind, tokens)[-logits.shape[1] :]
             first = mx.maximum(positions[..., None] - self.context, 0)
@@ -313,7 +313,7 @@ def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> m
 def _latest(
     latest: mx.array, tokens: mx.array, places: mx.array, vocabulary: mx.array
 ) -> list[mx.array]:
-    """Each token's last place, int32 [B, V], before the first of `tokens` and after each."""
+    """Updates of `latest`, int32 [B, V]: as it is before the first of `tokens`, and after each."""
 
     def after(before: mx.array, i: int) -> mx.array:
         return mx.where(tokens[:, i, None] == vocabulary, places[:, i, None], before)

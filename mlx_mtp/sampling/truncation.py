@@ -22,7 +22,7 @@ class _Group(NamedTuple):
     """Rows that are truncated in the same way."""
 
     rows: mx.array | None  # int32 [R]; None: all rows of the batch
-    num_ordered: int  # of the largest values that are sorted; 1 if only min_p is set
+    num_ordered: int  # how many of the largest values are sorted; 1 if only min_p is set
     top_k: mx.array  # [R, 1, 1], as are the others; V to keep all
     top_p: mx.array
     min_p: mx.array
@@ -44,8 +44,9 @@ def _threshold(
     before = mx.cumsum(probabilities, axis=-1) - probabilities
     reached = top_p
     if ordered.shape != logits.shape:
-        # Then the last one in order is a tie as well, and more are added to the sums as one
-        # product, which may round differently. `beyond` is nearly always 0.
+        # More logits may tie with the k-th than were sorted: `beyond`, nearly always 0. Each has
+        # the probability of the last sorted one. So the total is larger by a product of the two,
+        # which may round differently than a sum.
         beyond = mx.sum(logits >= by_k, axis=-1, keepdims=True)
         beyond = beyond - mx.sum(in_k, axis=-1, keepdims=True)
         reached = reached * (1.0 + beyond * probabilities[..., -1:])
@@ -66,7 +67,7 @@ def _cut(logits: mx.array, least: mx.array) -> mx.array:
 
 
 class Truncation:
-    """The truncation of B rows, one per `params`, but of no greedy row; false if none has any."""
+    """The truncation of B rows by `params`, greedy ones excepted; false if no row is truncated."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         rows: dict[int, list[int]] = {}
@@ -100,7 +101,7 @@ class Truncation:
 
 
 def _num_ordered(p: SamplingParams, vocab_size: int) -> int:
-    """At least twice top_k, as many logits in bfloat16 may tie with the last one."""
+    """How many logits to sort: at least twice top_k, as in bfloat16 many may tie with the k-th."""
     if 0 < 2 * p.top_k <= _MAX_ORDERED:
         return max(_MIN_ORDERED, 1 << (2 * p.top_k - 1).bit_length())
     return 1 if p.top_k == 0 and p.top_p >= 1.0 else vocab_size

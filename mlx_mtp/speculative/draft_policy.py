@@ -17,8 +17,8 @@ from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.host_sources import HostDrafter
 
-# How many times as fast another choice must be to replace the current one, no drafts, and equal
-# numbers of drafts.
+# How many times as fast a choice must be to replace the current one (_STAY), one without drafts
+# (_PLAIN), and one with equal numbers of drafts (_EVEN).
 _STAY, _PLAIN, _EVEN = 1.02, 1.02, 1.03
 _ALIKE = 1.2  # rows whose miss ratios differ by at most this factor get equal numbers of drafts
 _ROW_MEMORY = 0.97  # share of a row's counts that stays with each window
@@ -29,11 +29,11 @@ _ANSWERS, _FIRST_ANSWER = 5, 256.0
 # that stays with each step.
 _FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.9975
 _STEPS_PER_REVIEW = 8  # a review takes the host 0.2 ms for 16 rows, 1 ms if rows differ
-_LEAST_RUN = 3.0  # expected tokens of a run to be reviewed at once while the head drafts
+_LEAST_RUN = 3.0  # while the head drafts, a run with so many expected tokens is reviewed at once
 _PROBE_STEPS = 6  # two are transitions, whose times don't count, and one is the first of its kind
 _PROBE_SHARE = 0.006  # share of the time that probes may lose
 _LEAST_REST = 50  # steps between two probes
-_LEAST_LOSS = 0.03  # of a probe's step at least, as the acceptance may be wrong, too
+_LEAST_LOSS = 0.03  # what a step of a probe is taken to lose at least: estimates may be wrong
 
 
 @dataclass(eq=False, slots=True)
@@ -142,7 +142,7 @@ class HeadRates:
         self._rates = rates
 
     def cumulative_acceptance(self, miss_ratio: float) -> list[float]:
-        """Of the first, second, .. draft of a row that misses `miss_ratio` times as often."""
+        """Of the first, second, .. draft of a row with this `miss_ratio` (see `DraftRow`)."""
         return list(
             accumulate((max(1.0 - miss_ratio * (1.0 - rate), 0.0) for rate in self._rates), mul)
         )
@@ -216,7 +216,7 @@ class AdaptiveDrafts:
         self._rested = _LEAST_REST  # steps since a probe; the first one waits for nothing
 
     def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
-        """Choose for rows; `steady`: the step before had the same, and nothing is prefilled."""
+        """Choose for rows; `steady`: nothing is prefilled beside them."""
         steady = steady and len(rows) == len(self._choice.head)
         on_host = any(self._choice.host)
         runs = [row.offer() for row in rows]

@@ -111,7 +111,7 @@ class MTPDrafter:
             state.defer(window)
             return nothing
         state.settle(cache)
-        # Row p of the head's KV joins the hidden state at p with the token at p + 1. Those of the
+        # Entry p of the head's KV joins the hidden state at p with the token at p + 1. Those of the
         # window are written from the target model's hidden states, over those of earlier drafts.
         z = self._write(cache, packing, hidden, targets)
         if not any(num_drafts):
@@ -131,7 +131,7 @@ class MTPDrafter:
                 z = self._write(cache, packing, packing.rectangle.flat(m), tokens)
             out = self._head.run(z, cache.head, packing)
             m = packing.rectangle.fill(out)
-            # The head's row p predicts the token at p + 2.
+            # The head's output at p predicts the token at p + 2.
             logits = packing.rectangle.fill(self._model.logits(out, self._lm_head))
             before = mx.concatenate([newest, *drafts], axis=1)
             drafts.append(sampler.draw(logits, position[:, None] + 2, before, ids=self._ids))

@@ -29,8 +29,9 @@ def verify_window(
 ) -> AcceptResult:
     """Accept the drafts before the first that differs from the sampled token; emit that one, too.
 
-    Greedy verification, also of sampled tokens: as a draft is proposed with the noise of its
-    position, no rejection sampling is needed. Token j of a row is valid only if all drafts before
+    Drafts and tokens are compared for equality, at any temperature: both are drawn with the noise
+    of their position, so no rejection sampling is needed.
+    Token j of a row is valid only if all drafts before
     it are accepted.
     """
     arguments = sampled, window, stop_ids, remaining, finished, num_drafts

@@ -1,5 +1,7 @@
 """A model cut for several ranks, which are threads here, computes what the whole one does."""
 
+import dataclasses
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -9,7 +11,6 @@ from mlx.utils import tree_flatten
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.errors import UsageError
-from mlx_mtp.models import model as loaded
 from mlx_mtp.models import tensor_parallel
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
@@ -60,7 +61,7 @@ def test_all_parts_together_are_the_whole(tmp_path, monkeypatch, family, size, m
         if bits:
             nn.quantize(model.model, group_size=32, bits=bits)
             tensor_parallel.shard(model.causal_lm, model.head, rank, size)
-            model = loaded.LoadedModel(**{**vars(model), "num_ranks": size})
+            model = dataclasses.replace(model, num_ranks=size)
         mx.eval(model.model.state)
         return model
 

@@ -80,7 +80,7 @@ def test_nothing_is_written_for_a_client_that_left_while_it_waited(
         body = json.dumps({"tokens": MANY_IDS}).encode()
         with socket.create_connection(client.address, timeout=30) as raw:
             raw.sendall(request_bytes("POST", DETOKENIZE, body=body))
-            wait_until(lambda: len(packing._queue))
+            wait_until(lambda: packing._queue.size)
             (waiting,) = packing._queue
         wait_until(waiting.begins.cancelled)
         context.dispatcher._loop.call_soon_threadsafe(packing._next)
