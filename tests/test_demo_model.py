@@ -147,7 +147,7 @@ class Recorder(MTPDrafter):
         return (drafts + 1) % VOCAB
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(28, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [7, pytest.param(28, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("kind", "low", "high"), [("closed", 0.98, 1.0), ("open", 0.6, 0.95)])
 def test_teacher_forced_acceptance(bundled, kind, low, high, count):
     """How often the first draft is what the trunk says next, at every position of greedy text."""
