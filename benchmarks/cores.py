@@ -16,7 +16,7 @@ from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
 from mlx_mtp.sampling.params import SamplingParams
@@ -54,7 +54,7 @@ def decode(core: EngineCore, rows: Many[Sequence]) -> None:
     """Add rows, and step until all of them decode."""
     for row in rows:
         core.scheduler.add(row)
-    while any(row.status is not Status.DECODING for row in rows):
+    while not all(row.output for row in rows):
         core.step()
 
 
@@ -143,7 +143,9 @@ class TellingDrafter(MTPDrafter):
         self, state: HeadState, window: Computed, num_drafts: Many[int], sampler: TokenSampler
     ) -> mx.array:
         drafts = super().propose(state, window, num_drafts, sampler)
-        positions = window.next_position[:, None] + mx.arange(drafts.shape[1])
+        positions = (window.packing.positions[window.last] + 2)[:, None] + mx.arange(
+            drafts.shape[1]
+        )
         is_right, right = (
             (positions * 7919) % 1000 < int(self.rate * 1000),
             self.at(positions, sampler),

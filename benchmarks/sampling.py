@@ -74,7 +74,7 @@ def _contenders(rows: int, length: int, vocab_size: int) -> list[tuple[str, _Cal
         params = [SamplingParams(max_tokens=1, seed=row, **fields) for row in range(rows)]
         sampler = Sampler(params, [[0]] * rows, vocab_size)
         calls = {_OURS: drawing(sampler)}
-        if params[0].truncates:
+        if sampler.truncation:
             sorting = copy.copy(sampler)
             sorting.truncation = _FullSort(params, vocab_size)
             calls[_SORTED] = drawing(sorting)

@@ -1,5 +1,7 @@
-"""Bounds of JSON that others wrote: of its text before it is parsed, and of the parsed value."""
+"""Bounds of what others wrote: of JSON, as text and as a value, and of what an error quotes."""
 
+import json
+import re
 from collections import Counter
 from itertools import accumulate, count
 from typing import Any
@@ -7,9 +9,15 @@ from typing import Any
 MAX_LEVELS = 128
 """Most objects and lists within each other in a tool's parameters, a call's arguments or a schema:
 what writes them as text recurses."""
-_MAX_ECHO = 120  # characters of a name in an error
+MAX_ECHO = 120  # characters of others' text that an error quotes
 _STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # One more than the change of the level.
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def cut(text: str, limit: int = MAX_ECHO) -> str:
+    """The text, shortened to `limit` characters and "..." if it is longer."""
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 class JSONBoundError(ValueError):
@@ -21,8 +29,7 @@ class DuplicateNameError(ValueError):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        shown = name if len(name) <= _MAX_ECHO else name[:_MAX_ECHO] + "..."
-        super().__init__(f"The JSON has the name {shown!r} twice in one object.")
+        super().__init__(f"The JSON has the name {cut(name)!r} twice in one object.")
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -75,3 +82,17 @@ def check_value(value: Any, max_levels: int = MAX_LEVELS, max_values: int | None
             for each in containers
             for inner in (each.values() if isinstance(each, dict) else each)
         ]
+
+
+def has_half_character(source: str, value: object) -> bool:
+    r"""Whether the value of the JSON text `source` has a lone surrogate, which can't be encoded.
+
+    Only an escape in the text, such as \ud800, can bring one.
+    """
+    if not _SURROGATE_ESCAPE.search(source):
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False

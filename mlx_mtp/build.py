@@ -46,7 +46,7 @@ from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links
 from mlx_mtp.ranks.messages import Begin
-from mlx_mtp.ranks.segments import LeadStore
+from mlx_mtp.ranks.segments import LeaderStore
 from mlx_mtp.sampling.params import check_draft_ids
 from mlx_mtp.speculative.costs import HOST, MTP, PrefillCosts, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
@@ -116,7 +116,7 @@ def plan_engine(
     store = None
     if options.prefix_cache_dir is not None:
         path, size = Path(options.prefix_cache_dir).expanduser(), options.prefix_cache_dir_size
-        make = partial(LeadStore, links) if isinstance(links, Links) else PrefixStore
+        make = partial(LeaderStore, links) if isinstance(links, Links) else PrefixStore
         store = open_store(model, config, options.dtype, path, size, make)
     return EnginePlan(config, memory, store)
 
@@ -219,7 +219,7 @@ def build_engine(
     size, bits = config.prefix_cache_size, config.kv_cache_quantization
     make_runner, prefixes = ModelRunner, PrefixCache(size, bits, store)
     if links is not None:
-        assert store is None or isinstance(store, LeadStore)
+        assert store is None or isinstance(store, LeaderStore)
         make_runner, prefixes = LeaderRunner, LeaderPrefixes(links, size, bits, store)
     # Earlier answers are kept where earlier prompts are.
     room = config.draft_answers_size if config.prefix_cache_size else 0
@@ -244,7 +244,7 @@ def build_engine(
         heartbeat,
         calibrator,
         warm if check else None,
-        disk_stats=dict if store is None else lambda: store.stats()._asdict(),
+        disk_stats=dict if store is None else store.stats,
         can_restart=not ranks.all,  # Other ranks can't begin anew.
         on_failure=ranks.fail,
         on_stop=[*([] if store is None else [store.close]), ranks.close],

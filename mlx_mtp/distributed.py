@@ -1,4 +1,7 @@
-"""The ranks that compute one model together, as `mlx.launch` starts them; else there is one."""
+"""The processes (ranks) that `mlx.launch` starts for one model, and their collectives.
+
+Without `mlx.launch` there is one rank, and collectives return their argument.
+"""
 
 import contextlib
 import functools
@@ -19,50 +22,50 @@ from mlx_mtp.errors import BackendError
 logger = logging.getLogger(__name__)
 
 NOTICE_SECONDS = 10.0
-# What mlx.launch sets for each of mlx's backends.
+# The environment variable that mlx.launch sets for each of mlx's backends.
 _RING, _JACCL, _NCCL = "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"
 _BACKENDS = {_RING: "ring", _JACCL: "jaccl", _NCCL: "nccl"}
 
 
 class World(NamedTuple):
-    """This process's rank, and how many there are."""
+    """This process's rank, and the number of ranks."""
 
     rank: int = 0
     size: int = 1
-    group: Any = None  # mlx's
+    group: Any = None  # mlx.core.distributed.Group
 
 
 @functools.cache
 def world() -> World:
-    """Join the other ranks at the first call, which waits for them."""
-    found = next((key for key in _BACKENDS if os.environ.get(key)), None)
-    if found is None or "MLX_RANK" not in os.environ or (found == _RING and not _ring()):
+    """Join the other ranks. The first call waits for them; BackendError if it fails."""
+    variable = next((key for key in _BACKENDS if os.environ.get(key)), None)
+    if variable is None or "MLX_RANK" not in os.environ or (variable == _RING and not _ring()):
         return World()
-    # mlx holds the interpreter's lock meanwhile, so nothing can be told later.
+    # mlx holds the interpreter's lock while it waits, so log before.
     logger.info("Waiting for the other ranks to start.")
     try:
-        group = mx.distributed.init(strict=True, backend=_BACKENDS[found])
+        group = mx.distributed.init(strict=True, backend=_BACKENDS[variable])
     except Exception as error:
         raise BackendError(f"This rank can't join the others: {error}") from error
     return World(group.rank(), group.size(), group)
 
 
 def rank_zero_hosts() -> list[str]:
-    """Where the others may reach rank 0, which asks and listens nowhere else.
+    """Rank 0's addresses: it listens on these, and the other ranks try them in order.
 
-    The addresses of a ring of three or more may be those of cables, and rank 0's that of the cable
-    to the last rank; and a name may lead on its own machine to an address that others don't reach.
-    So the address that the machine has for all others is the second there.
+    A hostfile's address of rank 0 may belong to a cable to the last rank alone (in a ring of three
+    or more), and a host name may resolve on its own machine to an address that others can't reach.
+    In these cases the machine's address on its network follows.
     """
     if os.environ.get(_RING):
         ring = _ring()
-        found = ring[0][0].rpartition(":")[0]
-        alone = len(ring) < 3 or found.startswith(("127.", "localhost"))
+        host = ring[0][0].rpartition(":")[0]
+        reachable = len(ring) < 3 or host.startswith(("127.", "localhost"))
     else:
         coordinator = os.environ.get(_JACCL)
-        found = coordinator.rpartition(":")[0] if coordinator else os.environ[_NCCL]
-        alone = _is_address(found)
-    return [found] if alone else [*dict.fromkeys([found, own_address()])]
+        host = coordinator.rpartition(":")[0] if coordinator else os.environ[_NCCL]
+        reachable = _is_address(host)
+    return [host] if reachable else [*dict.fromkeys([host, own_address()])]
 
 
 def _is_address(host: str) -> bool:
@@ -74,31 +77,34 @@ def _is_address(host: str) -> bool:
 
 
 def own_address(host: str = "0.0.0.0") -> str:
-    """This machine's address on its network, or its name, where `host` means all addresses."""
-    family, far = (
+    """This machine's address on its network, or else its name.
+
+    `host` is "0.0.0.0" for an IPv4 address, "::" for IPv6.
+    """
+    family, remote = (
         (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
     )
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect((far, 9))  # Chooses the way there, and sends nothing.
+        sock.connect((remote, 9))  # Chooses a network interface; UDP sends nothing here.
         return str(sock.getsockname()[0])
     return socket.gethostname()
 
 
 @contextlib.contextmanager
 def waiting(what: str | Callable[[], str]) -> Iterator[None]:
-    """Log what is being waited for, such as another rank, every `NOTICE_SECONDS`."""
-    over = threading.Event()
+    """Within this block, log every `NOTICE_SECONDS` that the process waits for `what`."""
+    done = threading.Event()
 
-    def tell() -> None:
-        while not over.wait(NOTICE_SECONDS):
+    def log() -> None:
+        while not done.wait(NOTICE_SECONDS):
             logger.warning("Waiting for %s.", what if isinstance(what, str) else what())
 
-    thread = threading.Thread(target=tell, name="mlx-mtp-waiting", daemon=True)
+    thread = threading.Thread(target=log, name="mlx-mtp-waiting", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()
 
 
@@ -108,19 +114,19 @@ def _ring() -> list[list[str]]:
 
 
 def own_folder(path: Path) -> Path:
-    """Where this rank keeps its part of what is kept there: one of its own, unless it is alone."""
+    """This rank's folder in `path`; `path` itself if there is one rank."""
     rank, size, _ = world()
     return path if size == 1 else path / f"rank-{rank}-of-{size}"
 
 
 def all_reduce(x: mx.array) -> mx.array:
-    """The sum of all ranks' parts of a result."""
+    """Sum over all ranks."""
     ranks = world()
     return x if ranks.size == 1 else mx.distributed.all_sum(x, group=ranks.group)
 
 
 def all_gather(x: mx.array) -> mx.array:
-    """All ranks' parts of a result, in the order of ranks along the last axis."""
+    """Concatenate the arrays of all ranks, in the order of ranks, along the last axis."""
     ranks = world()
     if ranks.size == 1:
         return x
@@ -129,6 +135,6 @@ def all_gather(x: mx.array) -> mx.array:
 
 
 def broadcast(tokens: mx.array) -> mx.array:
-    """What rank 0 has drawn, on all ranks: the others know no grammar and no seed."""
+    """Rank 0's tokens, on all ranks: only rank 0 knows a request's seed and grammar."""
     ranks = world()
     return tokens if ranks.size == 1 else all_reduce(tokens * int(ranks.rank == 0))

@@ -142,7 +142,7 @@ class Recorder(MTPDrafter):
     def propose(self, state, window, num_draft_tokens, sampler):
         drafts = super().propose(state, window, num_draft_tokens, sampler)
         if drafts.shape[1]:
-            positions = window.next_position
+            positions = window.packing.positions[window.last] + 2
             self.seen += zip(*(a.tolist() for a in (state.numbers, positions, drafts[:, 0])))
         return (drafts + 1) % VOCAB
 

@@ -28,12 +28,13 @@ class GatedDeltaCache:
     packing: Packing  # of the pass
 
     def __init__(self, num_rows: int, shape: GDNShape, dtype: mx.Dtype) -> None:
-        _, dk, hv, dv, self._conv_size = shape
+        hk, dk, hv, dv, self._conv_size = shape
         # Float32 [B, Hv, Dv, Dk], before the pending window.
         self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
         self.pending: PendingWindow | None = None  # a window that has not been folded
         # The convolution's last inputs, [B, K-1+P, C], P of the last window.
-        self.history = mx.zeros((num_rows, self._conv_size - 1, shape.channels), dtype=dtype)
+        channels = 2 * hk * dk + hv * dv
+        self.history = mx.zeros((num_rows, self._conv_size - 1, channels), dtype=dtype)
         self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
         # The same of the next window, if it is known (a prefill, or one token a row): the state
         # then advances at once and nothing is left pending.

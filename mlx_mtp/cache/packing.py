@@ -56,10 +56,11 @@ class Windows:
         # The tokens of each row, [B, T], padded with the last one.
         steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
         self.tokens = np.minimum(self.first[:, None] + steps, max(self.num_tokens - 1, 0))
-        places = self.row * self.longest + self.step
-        size = self.num_tokens, len(lengths), self.longest
-        orders = _order(self.tokens.reshape(-1), self.num_tokens), _order(places, self.tokens.size)
-        self.rectangle = Rectangle(*size, *orders)
+        orders: tuple[mx.array | None, mx.array | None] = None, None
+        if self.tokens.size > self.num_tokens:
+            places = self.row * self.longest + self.step
+            orders = _on_device(self.tokens.reshape(-1)), _on_device(places)
+        self.rectangle = Rectangle(self.num_tokens, len(lengths), self.longest, *orders)
         # On the device, int32: `row`, `step`, and the first token of each row.
         self.rows, self.steps = _on_device(self.row), _on_device(self.step)
         self.firsts = _on_device(self.tokens[:, :1].reshape(-1))
@@ -81,14 +82,6 @@ class Packing:
         self._single = self.longest == 1 and self.num_tokens == len(lengths)
         if not self._single:
             self.positions = start[self.windows.rows] + self.windows.steps
-
-    def rows(self, x: mx.array) -> mx.array:
-        """See `Rectangle.fill`."""
-        return self.rectangle.fill(x)
-
-    def flat(self, x: mx.array) -> mx.array:
-        """See `Rectangle.flat`."""
-        return self.rectangle.flat(x)
 
     def at(self, step: mx.array) -> Index:
         """An index of one token per row, at its `step[b]` (int32 [B])."""
@@ -209,11 +202,6 @@ def _index(places: np.ndarray) -> Index:
     if np.array_equal(places, np.arange(first, first + count)):
         return slice(first, first + count)
     return _on_device(places)
-
-
-def _order(places: np.ndarray, count: int) -> mx.array | None:
-    """An index of these places among `count`; None for all in order."""
-    return None if np.array_equal(places, np.arange(count)) else _on_device(places)
 
 
 def _on_device(values: np.ndarray, dtype: Any = np.int32) -> mx.array:

@@ -9,10 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import mlx.core as mx
-
-from mlx_mtp.cache.gated_delta import GatedDeltaCache
-from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import most_slots, rounded_capacity
 from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.kernels.portable import CHUNK
@@ -52,9 +48,6 @@ class AttentionSpec:
         kv_heads = max(self.kv_heads // ranks, 1)
         return AttentionSpec(self.mlp.part(ranks), self.heads // ranks, kv_heads, self.head_dim)
 
-    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> RaggedKVCache:
-        return RaggedKVCache()
-
     def activations(self) -> int:
         """Activations of one position in the layer without its MLP."""
         return 4 * (self.heads + self.kv_heads) * self.head_dim
@@ -75,9 +68,6 @@ class GatedDeltaSpec:
         keys, values = self.shape.key_heads // ranks, self.shape.value_heads // ranks
         shape = self.shape._replace(key_heads=keys, value_heads=values)
         return GatedDeltaSpec(self.mlp.part(ranks), shape)
-
-    def make_cache(self, num_rows: int, dtype: mx.Dtype) -> GatedDeltaCache:
-        return GatedDeltaCache(num_rows, self.shape, dtype)
 
     def activations(self) -> int:
         """Activations of one position in the layer without its MLP."""

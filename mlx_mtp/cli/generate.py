@@ -19,11 +19,10 @@ from mlx_mtp.console import clean, say, speed_text
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.options import ANSWER_TOKENS, SAMPLING, wants_head
 from mlx_mtp.server.api.openai.protocol import CompletionRequest
-from mlx_mtp.server.generation.params import engine_requests, model_defaults, sampling_params
+from mlx_mtp.server.generation.inputs import engine_requests, model_defaults, sampling_params
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.text.detokenizer import Detokenizer
 from mlx_mtp.text.parsing.answer import PlainParser
-from mlx_mtp.text.stream import OutputStream
+from mlx_mtp.text.stream import Detokenizer, OutputStream
 from mlx_mtp.text.tokenizer import Tokenizer
 
 

@@ -43,13 +43,14 @@ def serve(
     info = prepare_command(options, options.log_level)
 
     from mlx_mtp import build
-    from mlx_mtp.ranks.launch import follow_rank_zero, join, part, watch
+    from mlx_mtp.distributed import world
+    from mlx_mtp.ranks.launch import follow_rank_zero, join, watch
     from mlx_mtp.server.app import bind, create_app, give_up, make_server, run_server
     from mlx_mtp.server.http.access import read_keys, warn_if_open
 
-    own = part()
-    load = partial(build.load, options, enable_mtp=wants_head(options), lazy=True, part=own)
-    if own[0]:
+    part = rank, _ = world()[:2]  # waits for the other ranks
+    load = partial(build.load, options, enable_mtp=wants_head(options), lazy=True, part=part)
+    if rank:
         loaded, _ = load()
         links: Any = join(options, loaded)
         return follow_rank_zero(loaded, links, build.plan_engine(loaded, options, links).store)

@@ -13,7 +13,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepRow
-from mlx_mtp.sampling.grammar_masks import GrammarMasks
+from mlx_mtp.sampling.grammar_masks import NO_MASKS
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import HeadState
 
@@ -25,7 +25,7 @@ class Batch:
         self,
         sequences: Many[Sequence],
         cache: BatchCache,
-        draft_state: HeadState | None,
+        draft_state: HeadState,
         vocab_size: int,
     ) -> None:
         count = len(sequences)
@@ -43,18 +43,14 @@ class Batch:
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing more
         self.last_hidden = mx.zeros((count, 1, 0))  # [B, 1, H], post-norm, of the last position
-        # int32 [B, S], S > 0, padded with -1
-        self.stop_ids = _padded([s.stop_ids for s in sequences])
-        self.masks = GrammarMasks(())  # of the step being launched; false if no row is masked
+        # int32 [B, S], S > 0, padded with -1; `verify_window` takes no empty array.
+        width = max(1, *(len(s.stop_ids) for s in sequences))
+        padding = [(-1,) * (width - len(s.stop_ids)) for s in sequences]
+        self.stop_ids = mx.array([s.stop_ids + more for s, more in zip(sequences, padding)])
+        self.masks = NO_MASKS  # of the step being launched; false if no row is masked
 
     def __len__(self) -> int:
         return len(self.sequences)
-
-    def draft_limits(self) -> mx.array | None:
-        """`num_drafts` as int32 [B]; None if every row has as many as `drafts` is wide."""
-        if min(self.num_drafts) == self.drafts.shape[1]:
-            return None
-        return mx.array(self.num_drafts, dtype=mx.int32)
 
     def draft_on_host(self, rows: Many[StepRow]) -> None:
         """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
@@ -83,8 +79,7 @@ class Batch:
 
     def settle(self) -> None:
         """Complete the caches before rows join, leave or are copied."""
-        if self.draft_state is not None:
-            self.draft_state.settle(self.cache)
+        self.draft_state.settle(self.cache)
 
     def filter(self, chosen: Callable[[Sequence], bool]) -> Batch:
         """A batch of the rows for which `chosen` is True; this batch if that is all of them."""
@@ -97,8 +92,7 @@ class Batch:
         batch.sequences = [self.sequences[i] for i in places]
         batch.cache = self.cache.select(places)
         batch.sampler = self.sampler.select(places)
-        if self.draft_state is not None:
-            batch.draft_state = self.draft_state.select(rows)
+        batch.draft_state = self.draft_state.select(rows)
         for name, array in self._row_arrays().items():
             setattr(batch, name, array[rows])
         batch.num_drafts = [self.num_drafts[i] for i in places]
@@ -112,8 +106,7 @@ class Batch:
         self.sequences += other.sequences
         self.cache.extend(other.cache)
         self.sampler.extend(other.sampler)
-        if self.draft_state is not None and other.draft_state is not None:
-            self.draft_state.extend(other.draft_state)
+        self.draft_state.extend(other.draft_state)
         self.num_drafts = self.num_drafts + other.num_drafts
         theirs, fill = other._row_arrays(), {"stop_ids": -1, "drafts": 0}
         for name, array in self._row_arrays().items():
@@ -128,8 +121,7 @@ class Batch:
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
-        if self.draft_state is not None:
-            yield from self.draft_state.arrays()
+        yield from self.draft_state.arrays()
 
     def _row_arrays(self) -> dict[str, mx.array]:
         return {name: v for name, v in vars(self).items() if isinstance(v, mx.array)}
@@ -202,12 +194,6 @@ def hidden_states(batches: Batches) -> mx.array:
     assert batches.decoding is not None
     hidden = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
     return all_gather(hidden).reshape(-1, hidden.size)
-
-
-def _padded(ids: Many[tuple[int, ...]]) -> mx.array:
-    width = max(1, *map(len, ids))  # `verify_window` takes no empty array.
-    rows = [(*values, *[-1] * (width - len(values))) for values in ids]
-    return mx.array(rows, dtype=mx.int32).reshape(len(ids), width)
 
 
 def _widen(ids: mx.array, width: int, fill: int) -> mx.array:

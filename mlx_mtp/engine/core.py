@@ -52,9 +52,23 @@ class EngineCore:
         if self.scheduler.num_waiting:
             self.runner.prefixes.commit_ends()
         plan = self.scheduler.schedule()
-        self._heartbeat.begin(*_kind_and_name(plan, self._last_plan or plan))
+        self._heartbeat.begin(*_name_and_kind(plan, self._last_plan or plan))
         self._last_plan = plan
-        steps = self._run(plan)
+        began = self._clock.now()
+        launched = self.runner.run(plan)
+        self._clock.launched(launched, began)
+        ready, self._in_flight = self._in_flight, launched
+        # No look-ahead if the host needs a token before the next step (for a grammar's mask), nor
+        # if a launch failed: the next plan must not count on its rows.
+        failed = any(step.error is not None for step in launched)
+        if not self._overlap or plan.needs_host or failed:
+            ready, self._in_flight = [*ready, *launched], []
+        steps = []
+        for step in ready:
+            waits_from = self._clock.now()
+            steps += self.runner.read(step)
+            self._clock.read(step, waits_from)
+        self._clock.end_round(ready, launched)
         outputs = self.scheduler.update(steps)
         self.runner.save_ends(steps)
         if not self._in_flight:
@@ -74,25 +88,6 @@ class EngineCore:
             self.scheduler.cancel()
         finally:
             self.runner.give_up_caches()
-
-    def _run(self, plan: StepPlan) -> list[InFlightStep]:
-        """Launch a plan, and return the steps that have been read since."""
-        began = self._clock.now()
-        launched = self.runner.run(plan)
-        self._clock.launched(launched, began)
-        ready, self._in_flight = self._in_flight, launched
-        # No look-ahead if the host needs a token before the next step (for a grammar's mask), nor
-        # if a launch failed: the next plan must not count on its rows.
-        failed = any(step.error is not None for step in launched)
-        if not self._overlap or plan.needs_host or failed:
-            ready, self._in_flight = [*ready, *launched], []
-        steps = []
-        for step in ready:
-            waits_from = self._clock.now()
-            steps += self.runner.read(step)
-            self._clock.read(step, waits_from)
-        self._clock.end_round(ready, launched)
-        return steps
 
 
 class StepClock:
@@ -162,7 +157,7 @@ def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
     return steps[0].sequences, verified, proposed
 
 
-def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[StepKind, str]:
+def _name_and_kind(plan: StepPlan, last: StepPlan) -> tuple[str, StepKind]:
     """Name the work of one `step`: it launches a plan, and may wait for the one before."""
     both = [row for each in (plan, last) for row in (*each.chunk, *each.decode)]
     drafts = max((row.num_host_drafts for row in both), default=0)
@@ -173,4 +168,4 @@ def _kind_and_name(plan: StepPlan, last: StepPlan) -> tuple[StepKind, str]:
     parts = [f"a prefill chunk of {tokens} tokens"] if tokens else []
     parts += [f"a decoding step of {rows} {'row' if rows == 1 else 'rows'}"] if rows else []
     kind = ("prefill" if tokens else "decode", tokens.bit_length(), rows.bit_length(), drafts)
-    return kind, " and ".join(parts) or "the end of a step"
+    return " and ".join(parts) or "the end of a step", kind

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.health import Heartbeat, acquire_restart
+from mlx_mtp.engine.health import START_SECONDS, Heartbeat, acquire_restart
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
@@ -90,10 +90,6 @@ class Engine:
         self._stats = EngineStats()  # as published
 
     @property
-    def healthy(self) -> bool:
-        return self.unhealthy_reason is None
-
-    @property
     def unhealthy_reason(self) -> str | None:
         """Why the engine accepts no requests, and never will again; None while it does."""
         if self._failure is not None:
@@ -105,7 +101,7 @@ class Engine:
     @property
     def measuring(self) -> bool:
         """True while step costs are measured, or will be when there are no requests."""
-        return self._calibrator is not None and self._calibrator.busy and self.healthy
+        return self._calibrator is not None and self._calibrator.busy and not self.unhealthy_reason
 
     def expect(self) -> None:
         """Measure no step costs for now: a request is being read, or may follow soon."""
@@ -211,7 +207,7 @@ class Engine:
         return self._shut_down(reason)
 
     def _run(self) -> None:
-        self._heartbeat.begin_start()
+        self._heartbeat.begin("its start", allowed=START_SECONDS)
         core = self._core = self._make_core(self._totals)
         if not self._answered.done():
             self._warm_up(core.runner)
@@ -232,14 +228,14 @@ class Engine:
             if self._stopping:
                 return
             if measuring and calibrator is not None:
-                self._heartbeat.begin_start()
+                self._heartbeat.begin("its start", allowed=START_SECONDS)
                 if core.idle and monotonic() >= self._quiet_until:
                     calibrator.step(core.runner)
                     continue
                 calibrator.pause()
                 if core.idle:
                     continue
-            self._heartbeat.begin_planning()
+            self._heartbeat.begin("the planning of a step")
             outputs = core.step()
             # Published here, as other threads must not walk the scheduler's queues, and before the
             # outputs, so that a request is counted when its client has seen its end.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from mlx_mtp.engine.sequence import Sequence
 
@@ -20,49 +21,32 @@ FLAT_COST = 128  # tokens per request beside its prompt, for the row that its an
 NUM_NAMES = 2  # names of a path that count; missing ones are empty
 
 
+@dataclass(eq=False, slots=True)
 class _Lane:
     """The requests under one name: lanes by the next name, or at the last name a queue."""
 
-    def __init__(self) -> None:
-        self.credit = QUANTUM
-        self.size = 0
-        self.items: deque[Sequence] = deque()
-        self.lanes: OrderedDict[str, _Lane] = OrderedDict()
+    credit: int = QUANTUM
+    size: int = 0  # number of requests
+    items: deque[Sequence] = field(default_factory=deque)
+    # By name. Empty lanes stay until their debt is paid.
+    lanes: OrderedDict[str, _Lane] = field(default_factory=OrderedDict)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.items
         for lane in self.lanes.values():
             yield from lane
 
-    def resize(self, size: int) -> None:
-        self.size = size
-        if not size:
-            self.lanes.clear()
-
-    def next(self) -> _Lane:
-        """The first lane with credit and requests. Empty lanes stay until their debt is paid."""
-        while True:
-            name, lane = next(iter(self.lanes.items()))
-            if lane.credit <= 0:
-                lane.credit += QUANTUM
-                self.lanes.move_to_end(name)
-            elif lane.size:
-                return lane
-            else:
-                del self.lanes[name]
-
     def drop_finished(self) -> None:
         self.items = deque(item for item in self.items if not item.finished)
         for lane in self.lanes.values():
             lane.drop_finished()
-        self.resize(len(self.items) + sum(lane.size for lane in self.lanes.values()))
+        self.size = len(self.items) + sum(lane.size for lane in self.lanes.values())
+        if not self.size:
+            self.lanes.clear()
 
 
 class FairQueue(_Lane):
     """The waiting requests: clients take turns, and each client's are in order of arrival."""
-
-    def __len__(self) -> int:
-        return self.size
 
     def add(self, item: Sequence, *, first: bool = False) -> None:
         """Queue a request after its client's others, or `first`; a new client comes last."""
@@ -84,13 +68,24 @@ class FairQueue(_Lane):
         path = self._next_path()
         item = path[-1].items.popleft()
         for lane in path:
-            lane.resize(lane.size - 1)
+            lane.size -= 1
+            if not lane.size:
+                lane.lanes.clear()
             lane.credit -= 0 if free else item.num_prompt + FLAT_COST
         return item
 
     def _next_path(self) -> list[_Lane]:
-        assert len(self), "the queue is empty"
+        """The queue, and the lanes down to the next request's: the first with credit at each."""
+        assert self.size, "the queue is empty"
         path: list[_Lane] = [self]
-        for _ in range(NUM_NAMES):
-            path.append(path[-1].next())
+        while len(path) <= NUM_NAMES:
+            lanes = path[-1].lanes
+            name, lane = next(iter(lanes.items()))
+            if lane.credit <= 0:
+                lane.credit += QUANTUM
+                lanes.move_to_end(name)
+            elif lane.size:
+                path.append(lane)
+            else:
+                del lanes[name]
         return path

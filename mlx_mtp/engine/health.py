@@ -75,15 +75,13 @@ class Heartbeat:
         self._beat: _Beat | None = None  # replaced as a whole: readers need no lock
         self._resumed = 0.0  # when the process last continued after a stop
 
-    def begin_start(self) -> None:
-        """Begin to build the runner, or to measure step costs."""
-        self._beat = _Beat(self._clock(), START_SECONDS, "its start", None)
-
-    def begin_planning(self) -> None:
-        self._beat = _Beat(self._clock(), self._hang_seconds, "the planning of a step", None)
-
-    def begin(self, kind: StepKind, name: str) -> None:
-        self._beat = _Beat(self._clock(), self._allowed(kind), name, kind)
+    def begin(self, name: str, kind: StepKind | None = None, *, allowed: float = 0.0) -> None:
+        """Begin some work, such as a step of a kind; it may take at least `allowed` seconds."""
+        if kind is not None and self._seen[kind[0]] < _NUM_FIRST_STEPS:
+            allowed = START_SECONDS
+        elif kind is not None:
+            allowed = SLOWNESS * self._slowest[kind] if kind in self._slowest else NEW_KIND_SECONDS
+        self._beat = _Beat(self._clock(), max(self._hang_seconds, allowed), name, kind)
 
     def end(self) -> None:
         """Note that what was begun has ended, and learn its time."""
@@ -116,9 +114,3 @@ class Heartbeat:
 
     def _seconds_in(self, beat: _Beat) -> float:
         return self._clock() - max(beat.began, self._resumed)
-
-    def _allowed(self, kind: StepKind) -> float:
-        if self._seen[kind[0]] < _NUM_FIRST_STEPS:
-            return START_SECONDS
-        past = SLOWNESS * self._slowest[kind] if kind in self._slowest else NEW_KIND_SECONDS
-        return max(self._hang_seconds, past)

@@ -6,15 +6,13 @@ ones gets at least half of the machine, and so does the oldest: a prompt is comp
 the time of itself and of what was left of those before it, and none starves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from collections.abc import Sequence as Many
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepRow
 from mlx_mtp.speculative.costs import PrefillCosts
-
-PromptGroup = list[Sequence]
 
 
 class PrefillScheduler:
@@ -28,21 +26,13 @@ class PrefillScheduler:
         self._step = config.prefill_step_size
         self._pause = config.decode_pause
         self._costs = costs or PrefillCosts(self._step)
-        self._groups: list[PromptGroup] = []  # oldest first
+        self.groups: list[list[Sequence]] = []  # oldest first
         self._deficit = 0.0  # seconds that the oldest has waited for others' chunks
 
-    def __iter__(self) -> Iterator[Sequence]:
-        return (s for group in self._groups for s in group)
-
-    def add(self, group: PromptGroup) -> None:
-        self._groups.append(group)
-
-    def drop(self, sequence: Sequence) -> None:
-        """Remove a sequence that has its first token, or has ended."""
-        for group in self._groups:
-            if sequence in group:
-                group.remove(sequence)
-        self._groups = [group for group in self._groups if group]
+    def drop(self, sequences: Collection[Sequence]) -> None:
+        """Remove sequences that have their first token, or have ended."""
+        left = ([s for s in group if s not in sequences] for group in self.groups)
+        self.groups = [group for group in left if group]
 
     def most_tokens(self, context: float = 0, left: int = 0, *, beside: bool) -> int:
         """Most tokens of a chunk after `context` tokens, of prompts with `left` tokens to go."""
@@ -54,21 +44,26 @@ class PrefillScheduler:
 
     def next_chunk(self, *, beside: bool) -> tuple[StepRow, ...]:
         """Plan the next chunk, or none; `beside` is True while rows are running."""
-        waiting = [group for group in self._groups if any(map(_is_waiting, group))]
+        unplanned = (
+            [s for s in group if s.num_computed < s.num_prompt or not s.begun]
+            for group in self.groups
+        )
+        waiting = [group for group in unplanned if group]
         if not waiting:
             self._deficit = 0.0
             return ()
         # Prompts that were launched to their end run as soon as that has been read.
-        beside = beside or len(waiting) < len(self._groups)
+        beside = beside or len(waiting) < len(self.groups)
         oldest, group = waiting[0], min(waiting, key=_num_left)
         chunk = self._chunk(group, beside)
         if group is not oldest:
             turn = self._chunk(oldest, beside)
-            if self._deficit >= self._seconds(turn):
-                self._deficit -= self._seconds(turn)
+            seconds = self._costs.seconds(*_size(turn))
+            if self._deficit >= seconds:
+                self._deficit -= seconds
                 chunk = turn
             else:
-                self._deficit += self._seconds(chunk)
+                self._deficit += self._costs.seconds(*_size(chunk))
         for row in chunk:
             row.sequence.num_computed = row.start + row.length
             row.sequence.begun = True
@@ -79,9 +74,9 @@ class PrefillScheduler:
         if self._pause and step.seconds is not None and step.timing_valid:
             self._costs.observe(*_size(step.rows), step.seconds)
 
-    def _chunk(self, group: PromptGroup, beside: bool) -> tuple[StepRow, ...]:
-        rows = tuple(StepRow(s, s.num_computed) for s in group if _is_waiting(s))
-        _, context = _size(rows)
+    def _chunk(self, group: Many[Sequence], beside: bool) -> tuple[StepRow, ...]:
+        rows = tuple(StepRow(s, s.num_computed) for s in group)
+        context = sum(row.start for row in rows) / len(rows)
         most = self.most_tokens(context, _num_left(group), beside=beside)
         most = max(most // len(rows), 1)
         for row in rows:
@@ -90,15 +85,8 @@ class PrefillScheduler:
             row.length = -(-left // 2) if most < left < 2 * most else min(left, most)
         return rows
 
-    def _seconds(self, chunk: tuple[StepRow, ...]) -> float:
-        return self._costs.seconds(*_size(chunk))
 
-
-def _is_waiting(sequence: Sequence) -> bool:
-    return sequence.num_computed < sequence.num_prompt or not sequence.begun
-
-
-def _num_left(group: PromptGroup) -> int:
+def _num_left(group: Many[Sequence]) -> int:
     return sum(s.num_prompt - s.num_computed for s in group)
 
 

@@ -43,15 +43,19 @@ class Request:
             message = "The prompt is empty; it needs at least one token."
             raise InvalidRequestError(message, param="prompt")
         if len(prompt) >= max_model_len:
-            raise ContextLengthError(
-                f"The prompt has {len(prompt)} tokens, but this server's context is "
-                f"{max_model_len} tokens for prompt and answer together.",
-                param="prompt",
-            )
+            raise prompt_too_long(len(prompt), max_model_len)
         if self.sampling.grammar is not None and self.grammar is None:
             raise InvalidRequestError("The request's grammar has not been compiled.")
         check_token_ids("prompt", prompt, vocab_size)
         check_num_draft_tokens(self.options.num_draft_tokens, mtp_enabled=mtp_enabled)
+
+
+def prompt_too_long(count: int | str, max_model_len: int, more: str = "") -> ContextLengthError:
+    """The error of a prompt of `count` tokens. Agents know this wording, and shorten the chat."""
+    return ContextLengthError(
+        f"The prompt is too long: {count} tokens > {max_model_len - 1} maximum. This model's "
+        f"maximum context length is {max_model_len} tokens{more}."
+    )
 
 
 def check_num_draft_tokens(count: int | None, *, mtp_enabled: bool) -> None:

@@ -33,7 +33,7 @@ from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.speculative.drafter import Computed, MTPDrafter
+from mlx_mtp.speculative.drafter import Computed, HeadState, MTPDrafter
 from mlx_mtp.speculative.verify import verify_window
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,8 @@ class ModelRunner:
         """Copy the caches of rows that have just ended into the prefix cache."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
         # An answer computed by decode steps is not reused where prompts are computed exactly.
-        ended = {s for s in (row.sequence for row in rows) if s.ended and not s.prefix.chunk_ends}
+        prefixes = {row.sequence: row.sequence.prefix for row in rows if row.sequence.finished}
+        ended = {s for s, p in prefixes.items() if not (p.dropped or p.chunk_ends)}
         if not ended or (batch := self.batches.decoding) is None:
             return
         for number, sequence in enumerate(batch.sequences):
@@ -161,9 +162,11 @@ class ModelRunner:
         nodes = [s.prefix.node for s in sequences if s.prefix.node is not None]
         warm = batch is None and len(nodes) == len(sequences)
         arrays = ChunkArrays(chunk, int(warm), [self._prompt(s) for s in sequences])
-        begun = any(s.max_cached > s.prefix.num_reused for s in sequences)
-        assert batch or not begun, "they have run"
-        batch = batch or self._new_batch(sequences)
+        if batch is None:
+            assert all(s.max_cached == s.prefix.num_reused for s in sequences), "they have run"
+            cache = self._model.make_cache(len(sequences))
+            state = HeadState() if self._drafter is None else self._drafter.make_state(cache)
+            batch = Batch(sequences, cache, state, self.vocab_size)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
         # What attention reads depends neither on drafts nor on where the prompt's prefix ended.
@@ -250,17 +253,19 @@ class ModelRunner:
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
         packing = batch.cache.begin(lengths, kept)
 
-        hidden = yield packing.flat(window), batch.cache
-        logits = packing.rows(self._model.logits(hidden))
+        hidden = yield packing.rectangle.flat(window), batch.cache
+        logits = packing.rectangle.fill(self._model.logits(hidden))
         batch.masks = GrammarMasks(s.constraint for s in batch.sequences)
         positions = start[:, None] + mx.arange(1, 1 + window.shape[1])
-        sampled = _sample(batch, logits, positions, window, batch.ended, batch.draft_limits())
+        is_padded = min(batch.num_drafts) < window.shape[1] - 1
+        num_drafts = mx.array(batch.num_drafts, dtype=mx.int32) if is_padded else None
+        sampled = _sample(batch, logits, positions, window, batch.ended, num_drafts)
         num_kept = sampled.accepted.num_kept
         batch.cache.commit(num_kept)
         last = packing.at(sampled.accepted.at_last)
         batch.keep_hidden(hidden[last], num_kept)
         step = InFlightStep(rows, sampled=sampled)
-        targets = packing.flat(sampled.tokens)
+        targets = packing.rectangle.flat(sampled.tokens)
         computed = Computed(hidden, targets, last, packing, batch.cache)
         self._finish(batch, step, computed)
         step.note(batch.masks.errors())
@@ -271,20 +276,13 @@ class ModelRunner:
         batch.num_drafts = [row.num_proposed for row in step.rows]
         if self._drafter is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
-            state = batch.draft_state
-            assert state is not None
-            batch.drafts = self._drafter.propose(state, computed, batch.num_drafts, sampler)
+            given = computed, batch.num_drafts, sampler
+            batch.drafts = self._drafter.propose(batch.draft_state, *given)
         else:
             batch.drafts = batch.drafts[:, :0]
         mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt or ())
         for row in step.rows:
             row.sequence.launched(row.length)
-
-    def _new_batch(self, sequences: Many[Sequence]) -> Batch:
-        state, cache = None, self._model.make_cache(len(sequences))
-        if self._drafter is not None:
-            state = self._drafter.make_state(cache)
-        return Batch(sequences, cache, state, self.vocab_size)
 
     def _clear_cache(self, plan: StepPlan) -> None:
         """Free mlx's cached buffers now and then: mlx keeps them for reuse without a limit.

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import chain
 from time import perf_counter
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.fair_queue import FairQueue
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import FinishReason, RequestOutput
-from mlx_mtp.engine.sequence import Sequence, Status
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
@@ -55,7 +56,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._held)
+        return self._waiting.size + len(self._held)
 
     @property
     def idle(self) -> bool:
@@ -69,7 +70,7 @@ class Scheduler:
             num_requests_running=len(rows),
             num_requests_waiting=self.num_waiting,
             kv_usage=self._usage([s.num_cached for s in rows]),
-            prefills={s.request_id: s.progress for s in rows if s.status is Status.PREFILLING},
+            prefills={s.request_id: s.progress for s in rows if not s.output},
             depths=tuple(sorted(depths.items())),
             choice=self._drafts.reason,
             parked=depths.get(self._last_size) == 0,
@@ -88,7 +89,14 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Admit requests, and plan the next step, which must be launched."""
-        self._drop_finished()
+        admitted = self._admitted()
+        for sequence in admitted:
+            # What was planned has been launched since, so its prefix has been copied.
+            if sequence.finished or sequence.begun:
+                self.reuse.release(sequence.prefix)
+        if finished := {s for s in admitted if s.finished}:
+            self._running = [s for s in self._running if not s.finished]
+            self._prefills.drop(finished)
         decode = tuple(map(StepRow, self._running))
         if all(s.surely_finished for s in self._running):
             decode = ()
@@ -135,20 +143,20 @@ class Scheduler:
         # On the device a row whose prompt isn't complete counts as ended, so that it emits nothing.
         ended = row.finished and sequence.num_cached >= sequence.num_prompt
         sequence.prompt_logprobs += row.prompt_logprobs
+        is_first, options = not sequence.output, sequence.request.options
         if not (tokens or ended):
-            return None if sequence.output else _report(sequence)
-        is_first = not sequence.output
+            if not (is_first and options.progress):
+                return None
+            return RequestOutput(sequence.request_id, progress=sequence.progress)
         sequence.output += tokens
         self._draft_on_host(sequence, tokens)
         self._totals.generation_tokens += len(tokens)
-        if sequence.status is Status.PREFILLING and tokens:
-            self._prefills.drop(sequence)
-            sequence.status = Status.DECODING
+        if is_first and tokens:
+            self._prefills.drop([sequence])
             self._running.append(sequence)
         reason: FinishReason | None = None
         if ended:
-            sequence.status = Status.FINISHED
-            sequence.ended = True
+            sequence.finished = True
             if not sequence.request.sampling.optimistic:
                 self._host_sources.keep(sequence.prefix.salt, sequence.output)
             reason = "stop" if tokens and tokens[-1] in sequence.stop_ids else "length"
@@ -164,8 +172,8 @@ class Scheduler:
             num_reused_tokens=sequence.prefix.num_reused if is_first else 0,
             admitted_at=sequence.admitted_at if is_first else 0.0,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
-            drafts=row.drafts if sequence.request.options.trace else None,
-            progress=sequence.progress if is_first and sequence.request.options.progress else None,
+            drafts=row.drafts if options.trace else None,
+            progress=sequence.progress if is_first and options.progress else None,
         )
 
     def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> None:
@@ -175,8 +183,8 @@ class Scheduler:
             return
         self._last_size = len(rows)
         for row in decode:
-            row.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
-        choice = self._drafts.choose([row.drafting for row in rows], steady=not chunk)
+            row.sequence.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
+        choice = self._drafts.choose([row.sequence.drafting for row in rows], steady=not chunk)
         for row, count in zip(rows, choice.head):
             row.num_proposed = count
         for row, count in zip(decode, choice.host):
@@ -198,21 +206,11 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         """End a sequence that was cancelled or failed."""
-        sequence.status = Status.FINISHED
-        sequence.prefix.dropped = True
+        sequence.finished = sequence.prefix.dropped = True
         self.reuse.release(sequence.prefix)
 
     def _admitted(self) -> list[Sequence]:
-        return [*self._prefills, *self._running]
-
-    def _drop_finished(self) -> None:
-        for sequence in self._admitted():
-            # What was planned has been launched since, so its prefix has been copied.
-            if sequence.finished or sequence.begun:
-                self.reuse.release(sequence.prefix)
-        self._running = [s for s in self._running if not s.finished]
-        for sequence in [s for s in self._prefills if s.finished]:
-            self._prefills.drop(sequence)
+        return [*chain.from_iterable(self._prefills.groups), *self._running]
 
     def _admit(self, step: int) -> None:
         """Admit the next group of prompts; its padded chunk has at most `step` tokens."""
@@ -231,12 +229,12 @@ class Scheduler:
             self._waiting.pop()
             self.reuse.begin(sequence.prefix, prefix)
             sequence.begin(start)
-            sequence.status = Status.PREFILLING
             sequence.admitted_at = perf_counter()
-            self._begun += filter(None, [_report(sequence)])
+            if sequence.request.options.progress:
+                self._begun.append(RequestOutput(sequence.request_id, progress=sequence.progress))
             group.append(sequence)
         if group:
-            self._prefills.add(group)
+            self._prefills.groups.append(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
         """The next request to admit, or None; those that wait for a prefix are set aside.
@@ -247,8 +245,8 @@ class Scheduler:
         reuse = self.reuse
         if self._held:
             self._put_back()
-        prefilling = [s.prefix for s in (*self._prefills, *group)]
-        while len(self._waiting):
+        prefilling = [s.prefix for s in chain(*self._prefills.groups, group)]
+        while self._waiting.size:
             sequence = self._waiting.peek()
             if not reuse.held_back(sequence.prefix, prefilling):
                 rows = [*self._admitted(), *group, sequence]
@@ -271,10 +269,3 @@ class Scheduler:
         for sequence in held:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)
-
-
-def _report(sequence: Sequence) -> RequestOutput | None:
-    """An output with a prompt's progress, if the request asked for it."""
-    if not sequence.request.options.progress:
-        return None
-    return RequestOutput(sequence.request_id, progress=sequence.progress)

@@ -1,21 +1,10 @@
 """A request in the engine, as the host knows it."""
 
-import enum
-
 from mlx_mtp.engine.request import PrefillProgress, Request, TokenLogprobs
 from mlx_mtp.prefix.policy import PrefixState
 from mlx_mtp.prefix.radix_tree import root_key
 from mlx_mtp.sampling.grammar_masks import Constraint
 from mlx_mtp.speculative.draft_policy import DraftRow
-
-
-class Status(enum.Enum):
-    """State of a sequence, which only moves down this list."""
-
-    WAITING = enum.auto()
-    PREFILLING = enum.auto()
-    DECODING = enum.auto()
-    FINISHED = enum.auto()
 
 
 class Sequence:
@@ -34,18 +23,15 @@ class Sequence:
             allowed = request.sampling.allowed_token_ids
             self.constraint = Constraint(request.grammar, request.bad_words, allowed)
         self.drafting = DraftRow(request.options.num_draft_tokens)
-        self.status = Status.WAITING
+        self.finished = False  # or cancelled, or failed (see `PrefixState.dropped`)
         self.num_computed = 0  # prompt tokens that are cached or were planned
         self.begun = False  # its first chunk has been planned
         self.admitted_at = 0.0  # `perf_counter`, when it left the queue
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the chunks that have been read
         self.output: list[int] = []  # emitted tokens
-        self.ended = (
-            False  # normally: its caches hold the prompt and the answer but for the last token
-        )
         self.num_cached = 0  # positions in the caches, by the steps that have been read
+        self.max_cached = 0  # most positions in the caches after all steps in flight
         self._steps_in_flight = 0
-        self._positions_in_flight = 0
         # Optimistic requests share what they compute with each other alone.
         salt = root_key(
             request.options.cache_salt or None, optimistic=request.sampling.optimistic > 0
@@ -53,10 +39,6 @@ class Sequence:
         # No prompt's logprobs from a cached prefix: its hidden states are not kept.
         looks_up = request.sampling.prompt_logprobs is None
         self.prefix = PrefixState(self.prompt, salt, looks_up)
-
-    @property
-    def finished(self) -> bool:
-        return self.status is Status.FINISHED
 
     @property
     def surely_finished(self) -> bool:
@@ -69,11 +51,6 @@ class Sequence:
         return self.constraint is not None and self.constraint.active
 
     @property
-    def max_cached(self) -> int:
-        """Most positions in the caches after all steps in flight."""
-        return self.num_cached + self._positions_in_flight
-
-    @property
     def progress(self) -> PrefillProgress:
         return PrefillProgress(
             self.num_prompt, self.prefix.num_reused, self.num_cached, self.admitted_at
@@ -81,20 +58,16 @@ class Sequence:
 
     def begin(self, num_reused: int) -> None:
         """Start the prompt after a cached prefix of this length."""
-        self.prefix.num_reused = self.num_computed = self.num_cached = num_reused
-
-    def set_cached(self, num_cached: int) -> None:
-        """Set the positions in the caches before a step, as rank 0 has counted them."""
-        self.num_cached = self.prefix.num_reused = num_cached
-        self._steps_in_flight = self._positions_in_flight = 0
+        self.prefix.num_reused = self.num_computed = num_reused
+        self.num_cached = self.max_cached = num_reused
 
     def launched(self, num_positions: int) -> None:
         self._steps_in_flight += 1
-        self._positions_in_flight += num_positions
+        self.max_cached += num_positions
 
     def read(self, num_positions: int, num_kept: int) -> None:
         """Note that a step has been read; its first `num_kept` positions stay in the caches."""
-        assert 0 <= num_kept <= num_positions <= self._positions_in_flight
         self._steps_in_flight -= 1
-        self._positions_in_flight -= num_positions
+        self.max_cached -= num_positions - num_kept
         self.num_cached += num_kept
+        assert 0 <= num_kept <= num_positions and self.num_cached <= self.max_cached

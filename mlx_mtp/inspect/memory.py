@@ -17,7 +17,7 @@ from mlx_mtp.inspect.found import FoundModel
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.loader import DTYPES, load_model
-from mlx_mtp.server.generation.params import model_defaults
+from mlx_mtp.server.generation.inputs import model_defaults
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _ROWS = (1, 16)

@@ -14,6 +14,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
@@ -50,7 +52,7 @@ class LoadedModel:
         """Rows of the embedding, padding included."""
         return int(self.causal_lm.args.vocab_size)
 
-    @property
+    @cached_property
     def dtype(self) -> mx.Dtype:
         return self.causal_lm.model.norm.weight.dtype
 
@@ -62,7 +64,7 @@ class LoadedModel:
         lists = (v if isinstance(v, list) else [v] for v in values if v is not None)
         return next((tuple(ids) for ids in lists if ids), ())
 
-    @property
+    @cached_property
     def causal_lm(self) -> nn.Module:
         return self.family.causal_lm(self.model)
 
@@ -142,7 +144,12 @@ class LoadedModel:
         return sorted(name.replace("_", " ") for name in refused)
 
     def make_cache(self, num_rows: int) -> BatchCache:
-        layers = [spec.make_cache(num_rows, self.dtype) for spec in self.layer_specs]
+        layers = [
+            RaggedKVCache()
+            if isinstance(spec, AttentionSpec)
+            else GatedDeltaCache(num_rows, spec.shape, self.dtype)
+            for spec in self.layer_specs
+        ]
         return BatchCache(layers, num_rows)
 
     def hidden(self, tokens: mx.array, *caches: BatchCache) -> mx.array:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -33,15 +32,6 @@ _RETRY_SECONDS = 60.0  # without writes, after the disk refused one
 _ABANDON_SECONDS = 5.0  # that a task in progress may take beyond the time for closing
 _HEADER_BYTES = 256  # upper bound of an array's entry in a header, and of the rest of it
 _MANY_TASKS = 10_000
-
-
-class StoreStats(NamedTuple):
-    """Gauges and counters of a store."""
-
-    num_files: int  # on the disk
-    file_nbytes: int  # of these
-    num_files_written: int  # since the start
-    num_files_dropped: int
 
 
 class PrefixStore:
@@ -154,11 +144,16 @@ class PrefixStore:
         with self._lock:
             self.reading, self._contents = [], None
 
-    def stats(self) -> StoreStats:
-        """Thread-safe."""
+    def stats(self) -> dict[str, int]:
+        """The fields of `PrefixCacheStats` about files. Thread-safe."""
         with self._lock:
             written = [file.nbytes for file in self._files.values() if file.content is None]
-            return StoreStats(len(written), sum(written), self._num_written, self._num_dropped)
+            return {
+                "num_files": len(written),
+                "file_nbytes": sum(written),
+                "num_files_written": self._num_written,
+                "num_files_dropped": self._num_dropped,
+            }
 
     def close(self, seconds: float = 10.0) -> None:
         """Write what is queued for at most `seconds`, and unlock the directory."""

@@ -52,10 +52,10 @@ class Node:
     snapshot: Segment | None = None  # the states after the last token
     lasting: bool = False  # the snapshot is not thinned
     children: dict[tuple[str, int], Node] = field(default_factory=dict)  # by salt and first token
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return 0 if self.kv is None else self.kv.end
+    def __post_init__(self) -> None:
+        self.end = 0 if self.kv is None else self.kv.end
 
     @property
     def place(self) -> tuple[str, int]:

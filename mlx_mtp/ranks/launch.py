@@ -1,4 +1,4 @@
-"""Serving by several ranks: what must be equal on all, how the others run, and how all end."""
+"""`mlx-mtp serve` on several ranks: checks that they agree, runs ranks 1 and up, and ends all."""
 
 from __future__ import annotations
 
@@ -30,32 +30,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ALIKE = ("dtype", "prefix_cache_dir", "prefix_cache_dir_size", "mtp_draft_vocab")
-"""Options that all ranks need the same of, beside those of the engine."""
+"""Options that must be the same on all ranks, beside those of the engine."""
 _SAMPLE = 256  # bytes of each tensor
 _HANG_SECONDS = 10.0
-"""For so long a step may seem to hang before all ranks end."""
+"""All ranks end if a step seems to hang for this long."""
 _LOOK_SECONDS = 1.0
 _FLUSH_SECONDS = 2.0  # for clients to read the error, and for the log
 
 
-def part() -> tuple[int, int]:
-    """Rank of this process and number of ranks; waits for the others."""
-    return world()[:2]
-
-
 def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | None:
-    """Connect the ranks, if there are several: rank 0 to all, and each other one to it.
+    """Connect rank 0 and each other rank; None for a single rank.
 
-    UsageError where they differ in what they would compute.
+    UsageError if versions, options or models differ between ranks.
     """
     if world().size == 1:
         return None
-    given = {flag.name: getattr(options, flag.key) for flag in flags_of(EngineConfig)}
-    given |= {f"--{key.replace('_', '-')}": getattr(options, key) for key in _ALIKE}
+    values = {flag.name: getattr(options, flag.key) for flag in flags_of(EngineConfig)}
+    values |= {f"--{key.replace('_', '-')}": getattr(options, key) for key in _ALIKE}
     facts = {
         "mlx-mtp": __version__,
         **{name: metadata.version(name) for name in ("mlx", "mlx-lm")},
-        **{name: str(value) for name, value in given.items()},
+        **{name: str(value) for name, value in values.items()},
         "MTP head": loaded.head is not None,
         "model": fingerprint(loaded.path),
     }
@@ -63,11 +58,11 @@ def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | Non
 
 
 def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None) -> int:
-    """What `serve` is on any rank but 0; returns the exit status."""
+    """Serve on any rank but 0, until rank 0 ends; returns the exit status."""
     from mlx_mtp.ranks.follower import follow
 
     rank = world().rank
-    # Rank 0 finishes what runs, and then tells.
+    # Rank 0 finishes the running requests, and then ends the other ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: logger.info("Rank %d ends when rank 0 does.", rank))
     loaded.load_weights()
@@ -77,8 +72,8 @@ def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None)
         follow(loaded, link, store)
     except Exception as error:
         logger.debug("Why rank %d ends", rank, exc_info=True)
-        why = error if isinstance(error, RankError) else repr(error)
-        reason = f"rank {rank} can't go on: {why}"
+        cause = error if isinstance(error, RankError) else repr(error)
+        reason = f"rank {rank} can't go on: {cause}"
         link.fail(reason)
         give_up(reason)
     if store is not None:
@@ -87,8 +82,8 @@ def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None)
 
 
 def watch(engine: Engine, links: Links) -> None:
-    """Wait until all ranks are ready; end all when one is lost, or a step never ends."""
-    links.wait()  # Reading the weights may take them longer than any step may.
+    """Wait until all ranks are ready; from then on end all if one is lost, or a step hangs."""
+    links.wait()  # Reading the weights may take longer than `_HANG_SECONDS`.
 
     def end(reason: str) -> None:
         logger.critical("The ranks can't go on together: %s.", reason)
@@ -96,7 +91,7 @@ def watch(engine: Engine, links: Links) -> None:
         time.sleep(_FLUSH_SECONDS)
         give_up(reason)
 
-    def look() -> None:
+    def watch_steps() -> None:
         since = reason = None
         while since is None or time.monotonic() - since < _HANG_SECONDS:
             time.sleep(_LOOK_SECONDS)
@@ -105,11 +100,11 @@ def watch(engine: Engine, links: Links) -> None:
         links.fail(f"{reason}; steps that others have computed: {links.progress()}")
 
     links.on_failure = end
-    threading.Thread(target=look, name="mlx-mtp-ranks", daemon=True).start()
+    threading.Thread(target=watch_steps, name="mlx-mtp-ranks", daemon=True).start()
 
 
 def fingerprint(path: Path) -> str:
-    """Hash of a model's config.json and of the beginning of each of its tensors."""
+    """Hash of a model's config.json and of the first bytes of each tensor: 16 hex digits."""
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob(WEIGHTS)):
         start, header = read_header(file)

@@ -1,31 +1,31 @@
-"""Rank 0 of several: its runner tells the others each step before it launches it itself.
+"""Rank 0 of several: its runner sends each step to the other ranks before it launches the step.
 
-The others build the same graph, so that collectives meet in the same order. What they need for
-that is in a `Step`: which rows, which windows, what is restored. They know neither sampling
-parameters nor grammars, as they take over the tokens that rank 0 draws (`distributed.broadcast`),
-and no tree of prefixes: they copy, cut and drop as its segments are.
+All ranks build the same graph, so that their collectives meet in the same order. The others need
+for that only what is in a `Step`: sequences, windows, and which prefixes are restored. They know
+neither sampling parameters nor grammars, as they take over the tokens that rank 0 samples
+(`distributed.broadcast`), and no tree of prefixes: they copy, cut and free segments as rank 0 does.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 
 from mlx_mtp.engine.batch import hidden_states
 from mlx_mtp.engine.runner import ModelRunner
-from mlx_mtp.engine.step import InFlightStep, StepPlan
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import ModelError
 from mlx_mtp.prefix.cache import PrefixCache, Rows, Save
 from mlx_mtp.prefix.policy import PrefixState
 from mlx_mtp.prefix.radix_tree import Node
-from mlx_mtp.prefix.segments import Entry
 from mlx_mtp.ranks.links import Links
-from mlx_mtp.ranks.messages import Compare, PlannedRow, Release, Row, Step, Take
-from mlx_mtp.ranks.segments import LeadStore, Notes, names_of
+from mlx_mtp.ranks.messages import Compare, NewSequence, PlannedRow, Step
+from mlx_mtp.ranks.segments import LeaderSegment, ids_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,20 +34,11 @@ _TOLERANCE = 0.05  # of the largest hidden state
 
 
 class LeaderPrefixes(PrefixCache):
-    """A prefix cache that notes what the others have to do with their parts of it."""
+    """A prefix cache that records what the other ranks have to do with their parts."""
 
-    def __init__(
-        self,
-        links: Links,
-        limit: int = 0,
-        bits: int | None = None,
-        store: LeadStore | None = None,
-    ) -> None:
-        super().__init__(limit, bits, store)
+    def __init__(self, links: Links, *args: Any) -> None:
+        super().__init__(*args)
         self.links = links
-        self.notes = Notes() if store is None else store.notes
-        self.rows: dict[PrefixState, int] = {}  # of the sequences that the others know: numbers
-        self.numbers = itertools.count()  # for the next ones
 
     def restore(self, batch: Rows, nodes: Many[Node]) -> bool:
         restored = super().restore(batch, nodes)
@@ -60,20 +51,24 @@ class LeaderPrefixes(PrefixCache):
     ) -> list[Save]:
         saves = []
         for save in super()._copy(batch, row, state, tokens):
-            named: Entry = [*map(self.notes.named, save.entry)]
-            start, names = named[0].start, names_of(named)
-            self.notes.add(Take(self.rows[state], start, len(tokens), self._bits, names))
-            saves.append(save._replace(entry=named))
+            entry = [LeaderSegment.of(segment, self.links) for segment in save.entry]
+            place = entry[0].start, len(tokens), self._bits
+            self.links.record("copy", id(state), *place, ids_of(entry))
+            saves.append(save._replace(entry=[*entry]))
         return saves
 
 
 class LeaderRunner(ModelRunner):
-    """A runner whose steps the other ranks run too. No step may fail, as they would not know."""
+    """A runner whose steps the other ranks run too. No step may fail, as they would not know.
+
+    They know a sequence by the `id` of its `PrefixState`, from the step on that `_live` has it.
+    """
 
     prefixes: LeaderPrefixes
+    _live: frozenset[Sequence] = frozenset()
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
-        self.prefixes.links.send(self._step(plan))
+        self._send(plan)
         return self._checked(super().run(plan))
 
     def read(self, step: InFlightStep) -> list[InFlightStep]:
@@ -92,33 +87,35 @@ class LeaderRunner(ModelRunner):
             )
 
     def release(self) -> None:
-        self.prefixes.links.send(Release(self.prefixes.notes.take()))
+        self._send(StepPlan((), (), frozenset()))
         super().release()
 
-    def _step(self, plan: StepPlan) -> Step:
-        rows, started = self.prefixes.rows, [row.sequence for row in plan.chunk]
-        named = [*dict.fromkeys([*started, *(row.sequence for row in plan.decode), *plan.live])]
-        new = {s: next(self.prefixes.numbers) for s in named if s.prefix not in rows}
-        numbers = {s: new[s] if s in new else rows[s.prefix] for s in named}
-        self.prefixes.rows = {s.prefix: number for s, number in numbers.items()}
-
-        chunk, decode = (
-            tuple(PlannedRow.of(numbers[row.sequence], row) for row in rows)
-            for rows in (plan.chunk, plan.decode)
-        )
-        return Step(
-            self.prefixes.notes.take(),
-            {number: Row.of(s) for s, number in new.items()},
-            {numbers[s]: names_of(s.prefix.node.entry()) for s in started if s.prefix.node},
-            frozenset(numbers[s] for s in plan.live),
-            chunk,
-            decode,
+    def _send(self, plan: StepPlan) -> None:
+        starts = {row.sequence: row.sequence.prefix.node for row in plan.chunk}
+        step = Step(
+            self.prefixes.links.take_ops(),
+            {_key(s): NewSequence.of(s) for s in plan.live - self._live},
+            {_key(s): ids_of(node.entry()) for s, node in starts.items() if node is not None},
+            frozenset(map(_key, plan.live)),
+            [*map(_planned, plan.chunk)],
+            [*map(_planned, plan.decode)],
             plan.together,
         )
+        self.prefixes.links.send(step)
+        self._live = plan.live
 
     def _checked(self, steps: list[InFlightStep]) -> list[InFlightStep]:
         for step in steps:
             if step.error is not None:
-                time.sleep(_NOTICE_SECONDS)  # A rank that has gone is better told by its link.
+                time.sleep(_NOTICE_SECONDS)  # The link gives a better reason if a rank has gone.
                 self.prefixes.links.fail(f"a step failed on rank 0: {step.error}")
         return steps
+
+
+def _key(sequence: Sequence) -> int:
+    return id(sequence.prefix)
+
+
+def _planned(row: StepRow) -> PlannedRow:
+    plan = row.start, row.length, row.num_proposed, tuple(row.run), row.ahead
+    return _key(row.sequence), row.sequence.max_cached, plan

@@ -1,7 +1,7 @@
-"""Connections between rank 0 and the others, beside the collectives: messages and heartbeats.
+"""Connections between rank 0 and each other rank: messages and heartbeats.
 
-A collective that waits for a rank that is gone can't be ended. So each rank hears from those that
-it is linked with on threads of their own, and ends its process when one falls silent.
+A collective that waits for a lost rank can't be interrupted. So each link has threads of its own,
+and a rank whose peer falls silent ends its process.
 """
 
 import asyncio
@@ -27,52 +27,52 @@ import numpy as np
 from mlx_mtp.distributed import World, all_reduce, rank_zero_hosts, waiting
 from mlx_mtp.errors import RankError, UsageError
 from mlx_mtp.ranks import messages
-from mlx_mtp.ranks.messages import Answer, Failed
+from mlx_mtp.ranks.messages import Failed, Fetched, PrefixOp
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 8.0
-"""Without a sign of life after which a rank is taken to be lost."""
+"""A rank that sends nothing for this long is taken to be lost."""
 CONNECT_SECONDS = 60.0
-"""Within which all ranks must have connected to rank 0."""
+"""Time in which all ranks must connect to rank 0."""
 PROVE_SECONDS = 10.0
-"""Within which a connection must show that it is a rank's."""
+"""Time in which a connection must prove that it is a rank's."""
 _REACH_SECONDS, _RETRY_SECONDS = 3.0, 0.1
-_TOLD_BYTES = 1024
-_MOST_STRANGERS = 64  # connections that have shown nothing yet; the oldest gives way to a new one
-# Each side shows that it has the key without sending it. Rank 0 sends random bytes; the other one
-# its rank, random bytes of its own, and a proof of all this; rank 0 another proof.
+_SHARED_BYTES = 1024
+_MOST_STRANGERS = 64  # connections without proof yet; the oldest is closed for a new one
+# Each side proves that it has the key without sending it: rank 0 sends random bytes; the other rank
+# its number, random bytes and an HMAC of all these; rank 0 another HMAC.
 _RANDOM_BYTES, _RANK_BYTES, _PROOF_BYTES = 32, 4, 32
 _HELLO_BYTES = _RANK_BYTES + _RANDOM_BYTES + _PROOF_BYTES
 
 
 class _Loader(pickle.Unpickler):
-    """Of messages, and of nothing else that a pickle may bring."""
+    """Loads the classes of `messages`, and nothing else that a pickle may name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = getattr(messages, name, None)
-        # What that module imports, or a module has by itself, would lead on.
-        if module != messages.__name__ or getattr(found, "__module__", None) != module:
+        loaded = getattr(messages, name, None)
+        # Imports of that module, or attributes that every module has, would lead to other code.
+        if module != messages.__name__ or getattr(loaded, "__module__", None) != module:
             raise pickle.UnpicklingError(f"{module}.{name} is no message")
-        return found
+        return loaded
 
 
 class Link:
-    """A connection to a rank that has shown that it has the key. Messages are pickled."""
+    """An authenticated connection to another rank. Messages are pickled."""
 
     def __init__(
         self,
         sock: socket.socket,
         peer: int,  # its rank
-        on_lost: Callable[[str], None],  # called on a thread of its own
+        on_lost: Callable[[str], None],  # called with the reason, on the link's thread
     ) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
-        self.num_done = 0  # steps that the peer says it has computed
-        self.own_done = 0  # what it is told
-        self.memory = 0  # bytes that the rank with the least has
-        self.answer = Answer(0, "")  # the peer's last one
-        self.on_answer: Callable[[], None] = lambda: None  # on a thread of the link's own
+        self.num_done = 0  # steps that this rank has launched; heartbeats tell the peer
+        self.peer_num_done = 0
+        self.memory = 0  # bytes of the rank with the least
+        self.fetched = Fetched(0, "")  # the peer's last answer to a fetch
+        self.on_fetched: Callable[[], None] = lambda: None  # called on the link's thread
         self._on_lost = on_lost
         self._connection = Connection(sock.detach())
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class Link:
             threading.Thread(target=task, name="mlx-mtp-link", daemon=True).start()
 
     def send(self, message: object) -> None:
-        """Send what can be pickled. A failure is noticed where the peer's messages are read."""
+        """Send a message. Failures are ignored: the reading thread notices a lost peer."""
         with self._lock, contextlib.suppress(OSError):
             self._connection.send_bytes(pickle.dumps(message))
 
@@ -91,7 +91,7 @@ class Link:
         self.send(Failed(reason))
 
     def post(self, message: object) -> None:
-        """Let this rank itself receive a message."""
+        """Put a message into this rank's own inbox."""
         self._inbox.put(message)
 
     def receive(self) -> Any:
@@ -102,29 +102,32 @@ class Link:
         return message
 
     def close(self) -> None:
-        """One of the two is about to end: silence means nothing any more."""
+        """Stop heartbeats, and take silence for no loss: one of the two ranks is about to end."""
         self._closed.set()
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
-            self.send(self.own_done)
+            self.send(self.num_done)
 
     def _heard(self) -> bool:
-        """Wait for a message; time in which this process is stopped (Ctrl-Z) does not count."""
-        turns = range(round(LOST_SECONDS / BEAT_SECONDS))
-        return any(self._connection.poll(BEAT_SECONDS) for _ in turns)
+        """Wait for a message; False if there is none for `LOST_SECONDS`.
+
+        Many short waits, so that time in which this process is stopped (Ctrl-Z) does not count.
+        """
+        waits = range(round(LOST_SECONDS / BEAT_SECONDS))
+        return any(self._connection.poll(BEAT_SECONDS) for _ in waits)
 
     def _read(self) -> None:
         try:
             while self._heard():
                 message = _Loader(io.BytesIO(self._connection.recv_bytes())).load()
-                if message is None:  # It ends, which is no loss.
+                if message is None:  # The peer ends normally.
                     self.close()
                 if isinstance(message, int):
-                    self.num_done = message
-                elif isinstance(message, Answer):
-                    self.answer = message
-                    self.on_answer()
+                    self.peer_num_done = message
+                elif isinstance(message, Fetched):
+                    self.fetched = message
+                    self.on_fetched()
                 elif isinstance(message, Failed):
                     raise RankError(message.reason)
                 else:
@@ -134,7 +137,7 @@ class Link:
             reason = f"rank {self.peer} has ended"
         except RankError as error:
             reason = str(error)
-        except Exception as error:  # Whatever a damaged pickle raises.
+        except Exception as error:  # A damaged pickle may raise anything.
             reason = f"rank {self.peer} has sent what is no message: {error}"
         self._inbox.put(RankError(reason))
         if not self._closed.is_set():
@@ -142,16 +145,17 @@ class Link:
 
 
 class Links:
-    """Rank 0's connections to all others, of which there may be none."""
+    """Rank 0's links to all other ranks, or none. Records operations to send with the next step."""
 
     def __init__(self, on_failure: Callable[[str], None] = lambda _: None) -> None:
         self.all: list[Link] = []
         self.on_failure = on_failure  # called with the first reason, on any thread
-        self.memory = 0  # bytes that the rank with the least has
-        self._failed = threading.Lock()  # taken for good by the first failure
+        self.memory = 0  # bytes of the rank with the least
+        self._failed = threading.Lock()  # never released after the first failure
+        self._ops: list[PrefixOp] = []
 
     def fail(self, reason: str) -> None:
-        """The ranks can't go on together."""
+        """Report that the ranks can't go on together; later reasons are ignored."""
         if self._failed.acquire(blocking=False):
             self.on_failure(reason)
 
@@ -159,15 +163,22 @@ class Links:
         for link in self.all:
             link.send(message)
 
+    def record(self, *op: Any) -> None:
+        self._ops.append(op)
+
+    def take_ops(self) -> list[PrefixOp]:
+        """Remove and return the recorded operations; more may be recorded meanwhile."""
+        return [self._ops.pop(0) for _ in range(len(self._ops))]
+
     def wait(self) -> None:
-        """Until each has sent something; RankError if one is lost."""
+        """Wait for one message of each rank; RankError if a rank is lost."""
         for link in self.all:
             with waiting(f"rank {link.peer} to read its weights"):
                 link.receive()
 
     def progress(self) -> str:
-        """How many steps the others have computed, in words."""
-        counts = {link.peer: link.num_done for link in self.all}
+        """How many steps each other rank has launched, as a text."""
+        counts = {link.peer: link.peer_num_done for link in self.all}
         return ", ".join(f"rank {peer} {counts[peer]}" for peer in sorted(counts))
 
     def close(self) -> None:
@@ -180,12 +191,12 @@ class Links:
 def connect(
     ranks: World, facts: Mapping[str, object], memory: int, on_failure: Callable[[str], None]
 ) -> Links | Link:
-    """Link rank 0 and the others, each with its memory in bytes.
+    """Link rank 0 and the other ranks, which all call this; `memory` is this rank's, in bytes.
 
-    Addresses and key go by the collective itself. UsageError where ranks differ in their facts,
-    RankError where one can't be reached.
+    A collective distributes rank 0's addresses and a random key. Raises UsageError if ranks differ
+    in their facts, RankError if one can't be reached.
     """
-    words, servers = bytes(_TOLD_BYTES), dict[str, socket.socket]()
+    shared, servers = bytes(_SHARED_BYTES), dict[str, socket.socket]()
     with contextlib.ExitStack() as stack:
         if ranks.rank == 0:
             for host in rank_zero_hosts():
@@ -193,11 +204,11 @@ def connect(
                     server = socket.create_server((host, 0))
                     servers[host] = stack.enter_context(server)
             places = [(host, server.getsockname()[1]) for host, server in servers.items()]
-            words = json.dumps([places, secrets.token_hex()]).encode().ljust(_TOLD_BYTES)
-        # When a rank has gone, mlx raises a RuntimeError or sums to what can't be read.
+            shared = json.dumps([places, secrets.token_hex()]).encode().ljust(_SHARED_BYTES)
+        # If a rank has gone, mlx raises a RuntimeError, or the sum is no JSON.
         try:
             with waiting("the other ranks to look at the model's files"):
-                mx.eval(total := all_reduce(mx.array([*words])))
+                mx.eval(total := all_reduce(mx.array([*shared])))
             places, key = json.loads(bytes(np.array(total).tolist()))
         except (RuntimeError, ValueError) as error:
             raise RankError(f"Rank 0 and the others can't connect: {error}") from error
@@ -217,8 +228,8 @@ def connect(
         others, least = link.receive()
         links.memory = min(links.memory, least)
         if wrong := [name for name in facts if facts[name] != others.get(name)]:
-            told = "; ".join(f"{n}: {facts[n]} and {others.get(n)}" for n in wrong)
-            refusal = f"Ranks 0 and {link.peer} differ: {told:.1000}. All need the same."
+            values = "; ".join(f"{n}: {facts[n]} and {others.get(n)}" for n in wrong)
+            refusal = f"Ranks 0 and {link.peer} differ: {values:.1000}. All need the same."
     links.send((refusal, links.memory))
     if refusal:
         links.close()
@@ -231,9 +242,9 @@ def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def _reach(places: Many[tuple[str, int]], key: bytes, rank: int) -> socket.socket:
-    """Connect to rank 0 at the first address that leads to it.
+    """Connect to rank 0 at the first of its addresses that works.
 
-    Again where it hangs up, as it does on the oldest of many strangers.
+    Retry if rank 0 hangs up, as it does on the oldest of many strangers.
     """
     until, reached = monotonic() + CONNECT_SECONDS, True
     while reached and monotonic() < until:
@@ -243,87 +254,88 @@ def _reach(places: Many[tuple[str, int]], key: bytes, rank: int) -> socket.socke
                 sock = stack.enter_context(socket.create_connection((host, port), _REACH_SECONDS))
                 reached = True
                 sock.settimeout(PROVE_SECONDS)
-                theirs = _read(sock, _RANDOM_BYTES)
-                own = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
-                sock.sendall(own + _proof(key, b"other", theirs, own))
-                zero = _proof(key, b"zero", own, theirs)
-                if hmac.compare_digest(_read(sock, _PROOF_BYTES), zero):
+                challenge = _read(sock, _RANDOM_BYTES)
+                hello = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
+                sock.sendall(hello + _proof(key, b"other", challenge, hello))
+                expected = _proof(key, b"zero", hello, challenge)
+                if hmac.compare_digest(_read(sock, _PROOF_BYTES), expected):
                     stack.pop_all()
                     return sock
         sleep(_RETRY_SECONDS)
-    named = " or ".join(f"{host}:{port}" for host, port in places)
-    raise RankError(f"Rank 0 can't be reached at {named}.")
+    addresses = " or ".join(f"{host}:{port}" for host, port in places)
+    raise RankError(f"Rank 0 can't be reached at {addresses}.")
 
 
 def _read(sock: socket.socket, count: int) -> bytes:
-    """So many bytes, or fewer where the connection ends before."""
-    found = b""
-    while len(found) < count and (piece := sock.recv(count - len(found))):
-        found += piece
-    return found
+    """Read `count` bytes, or fewer if the connection ends."""
+    content = b""
+    while len(content) < count and (piece := sock.recv(count - len(content))):
+        content += piece
+    return content
 
 
 async def _admit(servers: Many[socket.socket], key: bytes, size: int, links: Links) -> None:
-    """Wait until all other ranks have connected and shown that they have the key.
+    """Add a link for each other rank, once it has connected and proved that it has the key.
 
-    A connection that says nothing, or something else, is closed. RankError if a rank is missing
-    after `CONNECT_SECONDS`.
+    Connections without a proof are closed. RankError if a rank is missing after `CONNECT_SECONDS`.
     """
     loop, complete = asyncio.get_running_loop(), asyncio.Event()
     missing, strangers = set(range(1, size)), deque[asyncio.Task[None]]()
 
     async def greet(sock: socket.socket) -> None:
-        sent, hello = secrets.token_bytes(_RANDOM_BYTES), b""
+        challenge, received = secrets.token_bytes(_RANDOM_BYTES), b""
         with contextlib.suppress(OSError):
             async with asyncio.timeout(PROVE_SECONDS):
-                await loop.sock_sendall(sock, sent)
-                while len(hello) < _HELLO_BYTES:
-                    piece = await loop.sock_recv(sock, _HELLO_BYTES - len(hello))
+                await loop.sock_sendall(sock, challenge)
+                while len(received) < _HELLO_BYTES:
+                    piece = await loop.sock_recv(sock, _HELLO_BYTES - len(received))
                     if not piece:
                         return
-                    hello += piece
-                own, proof = hello[:-_PROOF_BYTES], hello[-_PROOF_BYTES:]
-                rank = int.from_bytes(own[:_RANK_BYTES], "big")
-                if rank in missing and hmac.compare_digest(proof, _proof(key, b"other", sent, own)):
-                    await loop.sock_sendall(sock, _proof(key, b"zero", own, sent))
+                    received += piece
+                hello, proof = received[:-_PROOF_BYTES], received[-_PROOF_BYTES:]
+                rank = int.from_bytes(hello[:_RANK_BYTES], "big")
+                expected = _proof(key, b"other", challenge, hello)
+                if rank in missing and hmac.compare_digest(proof, expected):
+                    await loop.sock_sendall(sock, _proof(key, b"zero", hello, challenge))
                     missing.remove(rank)
-                    # It takes the socket over; heartbeats must not wait for the other ranks.
+                    # The link owns the socket now. Heartbeats begin before other ranks connect.
                     links.all.append(Link(sock, rank, links.fail))
             if not missing:
                 complete.set()
 
     def welcome(sock: socket.socket) -> None:
         strangers.append(asyncio.create_task(greet(sock)))
-        strangers[-1].add_done_callback(lambda _: sock.close())  # Nothing, if a link has it.
+        strangers[-1].add_done_callback(lambda _: sock.close())  # no effect if a link owns it
 
     async def listen(server: socket.socket) -> None:
         server.setblocking(False)
         while True:
             try:
                 sock, _ = await loop.sock_accept(server)
-            except OSError:  # The connection has gone, or there are too many open files.
+            except OSError:  # The peer hung up, or too many files are open.
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             welcome(sock)
-            await asyncio.sleep(0)  # Else those that wait to be accepted are taken all at once.
+            await asyncio.sleep(0)  # Let tasks run between two connections that wait already.
             while strangers and strangers[0].done():
                 strangers.popleft()
             if len(strangers) > _MOST_STRANGERS:
                 strangers.popleft().cancel()
 
-    places = " or ".join("{}:{}".format(*server.getsockname()) for server in servers)
+    addresses = " or ".join("{}:{}".format(*server.getsockname()) for server in servers)
 
-    def waited() -> str:
-        return f"{' and '.join(f'rank {rank}' for rank in sorted(missing))} to connect to {places}"
+    def awaited() -> str:
+        ranks = " and ".join(f"rank {rank}" for rank in sorted(missing))
+        return f"{ranks} to connect to {addresses}"
 
     listening = [asyncio.create_task(listen(server)) for server in servers]
     try:
-        with waiting(waited):
+        with waiting(awaited):
             async with asyncio.timeout(CONNECT_SECONDS):
                 await complete.wait()
     except TimeoutError:
-        told = f"Rank 0 has waited {CONNECT_SECONDS:g} s for {waited()}."
-        raise RankError(told) from None
+        reason = f"Rank 0 has waited {CONNECT_SECONDS:g} s for {awaited()}."
+        raise RankError(reason) from None
     finally:
         for task in listening:
             task.cancel()

@@ -1,170 +1,90 @@
-"""What rank 0 tells the others: steps, and what happens to prefixes, by numbers that it gives."""
+"""Messages between rank 0 and the other ranks: steps to run, and operations on cached prefixes."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import StepRow
 from mlx_mtp.sampling.params import SamplingParams
+
+PrefixOp = tuple[Any, ...]
+"""An operation on a rank's part of the prefix cache: its name and arguments.
+
+Ids of sequences and segments are rank 0's. The last of several segments is a snapshot. The store
+is the rank's prefix directory; `prefix` stands for a salt and tokens.
+
+    "copy", sequence, start, end, bits, ids     from its caches: KV, unless start is end; snapshot
+    "cut", segment, start, end, id              copy a part of a segment
+    "free", segment
+    "keep", prefix, ids                         write to the store
+    "touch", prefix                             mark as used in the store
+    "drop_snapshot", prefix                     remove from the store
+    "fetch", number, prefix, start              read from the store, and answer with `Fetched`
+    "name_fetched", ids                         give what was fetched these ids
+    "forget"                                    drop what is or was being fetched
+"""
+
+PlannedRow = tuple[int, int, tuple[int, int, int, tuple[int, ...], int]]
+"""The id of a sequence, its `max_cached`, and a `StepRow`'s fields from `start` to `ahead`."""
 
 
 class Begin(NamedTuple):
-    """A runner begins, with nothing in its batches and its prefix cache."""
+    """Make a runner, with empty batches and no cached prefix."""
 
     vocab_size: int
     drafts: bool
-    draft_ids: tuple[int, ...] | None  # the only tokens to draft
+    draft_ids: tuple[int, ...] | None  # the only tokens to draft; None: all
 
 
-class Row(NamedTuple):
-    """A sequence that is new to the others."""
+class NewSequence(NamedTuple):
+    """What another rank has to know of a sequence."""
 
-    request_id: str
     prompt: tuple[int, ...]
     stop_ids: tuple[int, ...]
     max_new_tokens: int
     prompt_logprobs: int | None
 
     @classmethod
-    def of(cls, sequence: Sequence) -> Row:
-        return cls(
-            sequence.request_id,
-            sequence.prompt,
-            sequence.stop_ids,
-            sequence.max_new_tokens,
-            sequence.request.sampling.prompt_logprobs,
-        )
+    def of(cls, sequence: Sequence) -> NewSequence:
+        top = sequence.request.sampling.prompt_logprobs
+        return cls(sequence.prompt, sequence.stop_ids, sequence.max_new_tokens, top)
 
     def sequence(self) -> Sequence:
-        """What stands for it on another rank, which draws nothing of its own."""
-        sampling = SamplingParams(
-            self.max_new_tokens, temperature=0.0, prompt_logprobs=self.prompt_logprobs
-        )
-        request = Request(self.request_id, self.prompt, sampling)
-        return Sequence(request, self.stop_ids, self.max_new_tokens)
+        """The sequence on another rank, which takes over the tokens that rank 0 samples."""
+        most = self.max_new_tokens
+        sampling = SamplingParams(most, temperature=0.0, prompt_logprobs=self.prompt_logprobs)
+        return Sequence(Request("", self.prompt, sampling), self.stop_ids, most)
 
 
-class Take(NamedTuple):
-    """Copy a row's prefix: KV from `start` to `end`, and the snapshot there."""
+class Step(NamedTuple):
+    """Run operations on prefixes, and then launch an `engine.step.StepPlan`."""
 
-    row: int
-    start: int
-    end: int
-    bits: int | None
-    names: tuple[int, ...]  # of the segment, if there is any, and of the snapshot
-
-
-class Cut(NamedTuple):
-    """Copy a part of a segment."""
-
-    segment: int
-    start: int
-    end: int
-    name: int
+    ops: list[PrefixOp]
+    new: dict[int, NewSequence]
+    prefixes: dict[int, tuple[int, ...]]  # segments and a snapshot that sequences begin with
+    live: frozenset[int]  # all other sequences are dropped
+    chunk: list[PlannedRow]
+    decode: list[PlannedRow]
+    together: bool
 
 
-class Drop(NamedTuple):
-    """A segment is not needed any more."""
-
-    segment: int
+class Compare(NamedTuple):
+    """Gather the last hidden states of all ranks."""
 
 
-class Keep(NamedTuple):
-    """Write a prefix to the disk."""
-
-    salt: str
-    tokens: tuple[int, ...]
-    names: tuple[int, ...]  # of its segments, and of the snapshot
+class Poll(NamedTuple):
+    """From a rank to itself: its store has read a prefix."""
 
 
-class Stored(NamedTuple):
-    """A prefix on the disk was used, or its snapshot dropped."""
-
-    salt: str
-    tokens: tuple[int, ...]
-    dropped: bool
-
-
-class Read(NamedTuple):
-    """Read a prefix from the disk, from the token `start` on, and answer."""
-
-    number: int
-    salt: str
-    tokens: tuple[int, ...]
-    start: int
-
-
-class Load(NamedTuple):
-    """Name what was read: the segment, if there is any, and the snapshot."""
-
-    names: tuple[int, ...]
-
-
-class Forget(NamedTuple):
-    """What was to be read is not wanted any more."""
-
-
-Note = Take | Cut | Drop | Keep | Stored | Read | Load | Forget
-"""What happened to a prefix on rank 0."""
-
-
-class Answer(NamedTuple):
-    """To rank 0: how the read of this number went, a `Fetch` by name."""
+class Fetched(NamedTuple):
+    """To rank 0: how the fetch of this number ended, as the name of a `radix_tree.Fetch`."""
 
     number: int
     state: str
 
 
 class Failed(NamedTuple):
-    """To rank 0: why this rank ends."""
+    """To a peer: why this rank ends."""
 
     reason: str
-
-
-class Poll(NamedTuple):
-    """A rank's to itself: its disk has answered."""
-
-
-class Release(NamedTuple):
-    """No row is left."""
-
-    notes: list[Note]
-
-
-class Compare(NamedTuple):
-    """Tell all ranks the last hidden states."""
-
-
-class PlannedRow(NamedTuple):
-    """A row of a plan: the plan's part of an `engine.step.StepRow`."""
-
-    number: int  # of its sequence
-    max_cached: int
-    start: int
-    length: int
-    num_proposed: int
-    run: tuple[int, ...]
-    ahead: int
-
-    @classmethod
-    def of(cls, number: int, row: StepRow) -> PlannedRow:
-        plan = row.start, row.length, row.num_proposed, tuple(row.run), row.ahead
-        return cls(number, row.sequence.max_cached, *plan)
-
-    def row(self, sequence: Sequence) -> StepRow:
-        sequence.set_cached(self.max_cached)
-        return StepRow(sequence, self.start, self.length, self.num_proposed, self.run, self.ahead)
-
-
-class Step(NamedTuple):
-    """A plan; rows and segments by number."""
-
-    notes: list[Note]  # since the last message
-    new: dict[int, Row]
-    prefixes: dict[int, tuple[int, ...]]  # that rows begin with: segments and a snapshot
-    live: frozenset[int]
-    chunk: tuple[PlannedRow, ...]
-    decode: tuple[PlannedRow, ...]
-    together: bool

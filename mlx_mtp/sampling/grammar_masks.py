@@ -223,6 +223,9 @@ class GrammarMasks:
         return np.full((batch, length, self._num_words), -1, dtype=np.int32)
 
 
+NO_MASKS = GrammarMasks(())
+
+
 class DraftSampler:
     """Samples a batch's drafts in order, each masked as the token itself will be."""
 

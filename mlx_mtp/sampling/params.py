@@ -102,10 +102,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < _LEAST_TEMPERATURE
 
-    @property
-    def truncates(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
     def noise_seed(self) -> int:
         """A hash of seed and choice, uint32, which keys the noise together with a position."""
         text = f"{self.seed}:{self.choice}".encode()

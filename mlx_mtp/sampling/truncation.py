@@ -21,21 +21,18 @@ _MAX_ORDERED = 2048
 class _Group(NamedTuple):
     """Rows that are truncated in the same way."""
 
-    num_ordered: int  # of the largest values that are sorted; 1 if only min_p is set
     rows: mx.array | None  # int32 [R]; None: all rows of the batch
+    num_ordered: int  # of the largest values that are sorted; 1 if only min_p is set
     top_k: mx.array  # [R, 1, 1], as are the others; V to keep all
     top_p: mx.array
     min_p: mx.array
-
-    def threshold(self, logits: mx.array) -> mx.array:
-        """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1]."""
-        return _threshold(logits, self.num_ordered, self.top_k, self.top_p, self.min_p)
 
 
 @fused
 def _threshold(
     logits: mx.array, num_ordered: int, top_k: mx.array, top_p: mx.array, min_p: mx.array
 ) -> mx.array:
+    """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1]."""
     if num_ordered == 1:
         return _by_min_p(mx.max(logits, axis=-1, keepdims=True), min_p)
     ordered = largest(logits, num_ordered)
@@ -74,13 +71,13 @@ class Truncation:
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         rows: dict[int, list[int]] = {}
         for row, p in enumerate(params):
-            if p.truncates and not p.greedy:
+            if not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0):
                 # By the row's parameters alone: its tokens must not depend on its neighbours.
                 rows.setdefault(_num_ordered(p, vocab_size), []).append(row)
         self._groups = [
             _Group(
-                num_ordered,
                 None if len(chosen) == len(params) else mx.array(chosen, dtype=mx.int32),
+                num_ordered,
                 column([min(params[i].top_k or vocab_size, vocab_size) for i in chosen]),
                 column([params[i].top_p for i in chosen]),
                 column([params[i].min_p for i in chosen]),
@@ -94,11 +91,11 @@ class Truncation:
     def apply(self, logits: mx.array) -> mx.array:
         """Set removed tokens to minus infinity; logits [B, T, V or less], after temperature."""
         if self._groups and self._groups[0].rows is None:
-            least = self._groups[0].threshold(logits)
+            least = _threshold(logits, *self._groups[0][1:])
         else:
             least = mx.full((*logits.shape[:-1], 1), -mx.inf)
             for group in self._groups:
-                least[group.rows] = group.threshold(logits[group.rows])
+                least[group.rows] = _threshold(logits[group.rows], *group[1:])
         return _cut(logits, least)
 
 

@@ -29,9 +29,16 @@ from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.logs import BackgroundLog
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.http import access
-from mlx_mtp.server.http.middleware import Check, CheckMiddleware, WriteInPieces, on_error
+from mlx_mtp.server.http.middleware import (
+    IGNORED,
+    REQUEST_ID,
+    Check,
+    CheckMiddleware,
+    RequestLog,
+    WriteInPieces,
+    on_error,
+)
 from mlx_mtp.server.http.protocol import LimitedProtocol
-from mlx_mtp.server.http.request_log import IGNORED, REQUEST_ID, RequestLog
 from mlx_mtp.server.live import Live
 from mlx_mtp.server.routes import ROUTES, find_route
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -250,7 +257,7 @@ def make_server(
     config = uvicorn.Config(
         app,
         log_config=None,  # uvicorn's lines go where ours go.
-        access_log=False,  # `http.request_log` writes them.
+        access_log=False,  # `http.middleware` writes them.
         http=protocol,
         ws="none",
         proxy_headers=False,  # Any client on this machine could write X-Forwarded-For.
@@ -268,7 +275,14 @@ def run_server(server: Server, sock: socket.socket, stop_engine: Callable[[float
     """Serve until a signal, then stop the engine; return whether its thread has ended."""
     sys.setswitchinterval(SWITCH_SECONDS)
     if threading.current_thread() is threading.main_thread():
-        _handle_signals(server)
+        # uvicorn handles SIGINT and SIGTERM. Tools send the two user signals to have logs reopened
+        # or states shown; by default they end a process. nohup has SIGHUP ignored: it stays so.
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, server.handle_exit)
+        signal.signal(signal.SIGCONT, lambda *_: server.engine.resume())
     log = BackgroundLog()
     with log.attached():
         try:
@@ -279,17 +293,6 @@ def run_server(server: Server, sock: socket.socket, stop_engine: Callable[[float
     if not log.close():
         os._exit(0 if ended else 1)  # Nobody reads the log: writing to it would block.
     return ended
-
-
-def _handle_signals(server: Server) -> None:
-    # uvicorn handles SIGINT and SIGTERM. Tools send the two user signals to have logs reopened or
-    # states shown; by default they end a process. nohup has SIGHUP ignored, and so it stays.
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, server.handle_exit)
-    signal.signal(signal.SIGCONT, lambda *_: server.engine.resume())
 
 
 def give_up(reason: str) -> NoReturn:

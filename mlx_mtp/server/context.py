@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -18,12 +17,11 @@ from starlette.types import Scope
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
-from mlx_mtp.server.generation.params import model_defaults
-from mlx_mtp.server.generation.prompting import make_prompter
+from mlx_mtp.server.generation.inputs import model_defaults
+from mlx_mtp.server.generation.prompting import Prompter
 from mlx_mtp.server.grammar.grammars import Grammars
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
-from mlx_mtp.server.http.body import LARGE_BODY, Model, parse_body, read_body
-from mlx_mtp.server.http.record import client_of, record_of
+from mlx_mtp.server.http.record import record_of
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -44,7 +42,7 @@ class Context:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.model_names = (config.model_name, *config.other_names)
         self.defaults = replace(model_defaults(defaults), optimistic=config.optimistic)
-        self.prompter = make_prompter(tokenizer, config)
+        self.prompter = Prompter(tokenizer, config)
         self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format
         # The bytes of a token in an answer's text.
@@ -128,28 +126,3 @@ def context_of(request: Request) -> Context:
     """Return the parts of the application that the request came to."""
     context: Context = request.app.state.context
     return context
-
-
-async def read_request(request: Request, model: type[Model]) -> tuple[Context, Model]:
-    """Return the application's parts and the validated body; raises RequestError.
-
-    Of bodies that name a model, the name is checked, and the first served one stands in for none.
-    """
-    context = context_of(request)
-    config = context.config
-    context.engine.expect()
-    content = await read_body(request, config.max_body_bytes, config.body_timeout, context.held)
-    record = record_of(request.scope)
-    record.body_bytes = len(content)
-    has_model = "model" in model.model_fields
-    lenient = has_model and config.unknown_parameters == "warn"
-    parse = partial(parse_body, content, model, record.ignored if lenient else None)
-    if len(content) > LARGE_BODY:
-        body = await context.limiter.parsing.run(client_of(request.scope), parse)
-    else:
-        body = parse()
-    if has_model:
-        name = getattr(body, "model", "")
-        served = context.served_name(name)
-        body = body if name else body.model_copy(update={"model": served})
-    return context, body

@@ -1,16 +1,19 @@
-"""The server's state, for the page and `mlx-mtp top`: numbers, and no text of a request."""
+"""The server's state for the page, `mlx-mtp top` and the log: numbers, no text of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import __version__
+from mlx_mtp.bounded_json import cut
 from mlx_mtp.errors import (
     UNKNOWN_RETRY_SECONDS,
     ForbiddenError,
@@ -20,13 +23,64 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.writer import event
-from mlx_mtp.server.progress_log import report
-from mlx_mtp.text.characters import cut
+
+if TYPE_CHECKING:
+    from mlx_mtp.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 SECONDS = 0.5  # between two messages
-_SAMPLE_SECONDS, _MAX_SAMPLES = 2.0, 150  # of the history: five minutes
+_SAMPLE_SECONDS, _MAX_SAMPLES = 2, 150  # of the history: five minutes
 MOST_ROWS = 64  # answers in a message
 MOST_WATCHERS = 64
+STATUS_SECONDS = 10.0
+PREFILL_SECONDS = 5.0
+_STATUS = (
+    "%(running)d running, %(waiting)d waiting; prompts %(prompt_tokens_per_second).1f tokens/s, "
+    "answers %(tokens_per_second).1f tokens/s, %(drafts)s, KV %(kv_usage).1f%%"
+)
+_PREFILL = (
+    "%(id)s: prefill of %(total)d tokens, %(done)d (%(percent).0f%%) done after %(seconds).0f s"
+)
+
+
+class ProgressLog:
+    """Makes log lines of the engine's statistics at successive times."""
+
+    def __init__(self, stats: EngineStats, now: float) -> None:
+        self._last, self._at = stats, now
+        self._reported: dict[str, float] = {}  # when each prefill began or was last reported
+
+    def lines(self, stats: EngineStats, now: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the format and the fields of each line that is due."""
+        prefills = stats.prefills
+        self._reported = {name: self._reported.get(name, p.began) for name, p in prefills.items()}
+        for name, (total, _, done, began) in prefills.items():
+            if now - self._reported[name] >= PREFILL_SECONDS:
+                self._reported[name] = now
+                fields = {"id": name, "total": total, "done": done}
+                yield _PREFILL, fields | {"percent": 100 * done / total, "seconds": now - began}
+        if now - self._at >= STATUS_SECONDS:
+            if fields := self._status(stats, now - self._at):
+                yield _STATUS, fields
+            self._last, self._at = stats, now
+
+    def _status(self, stats: EngineStats, seconds: float) -> dict[str, Any]:
+        def new(name: str) -> int:
+            return int(getattr(stats, name) - getattr(self._last, name))
+
+        prompts, answers = new("prompt_tokens"), new("generation_tokens")
+        drafts, accepted = new("num_draft_tokens"), new("num_accepted_tokens")
+        if not (stats.num_requests_running or stats.num_requests_waiting or prompts or answers):
+            return {}
+        return {
+            "running": stats.num_requests_running,
+            "waiting": stats.num_requests_waiting,
+            "prompt_tokens_per_second": prompts / seconds,
+            "tokens_per_second": answers / seconds,
+            "drafts": f"{accepted / drafts:.0%} of drafts accepted" if drafts else "no drafts",
+            "kv_usage": 100 * stats.kv_usage,
+        }
 
 
 class Live:
@@ -43,12 +97,13 @@ class Live:
 
     async def background(self) -> None:
         """Write the progress to the log, and keep the last minutes' totals for new watchers."""
-        await asyncio.gather(report(self._engine), self._remember())
-
-    async def _remember(self) -> None:
-        while True:
-            self._history.append(self._totals())
-            await asyncio.sleep(_SAMPLE_SECONDS)
+        progress = ProgressLog(self._engine.stats(), time.perf_counter())
+        for second in itertools.count():
+            if second % _SAMPLE_SECONDS == 0:
+                self._history.append(self._totals())
+            await asyncio.sleep(1.0)
+            for text, fields in progress.lines(self._engine.stats(), time.perf_counter()):
+                logger.info(text, fields)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -83,7 +138,8 @@ class Live:
         generation = self._dispatcher.open.get(request_id)
         if generation is None:
             raise NotFoundError(f"No answer {cut(request_id)!r} is running; it may have ended.")
-        if generation.key != key[:16]:
+        owner = generation.requests[0].options.client[0].partition("@")[0]  # The digest's start.
+        if owner != key[:16]:
             raise ForbiddenError("This answer was asked for with another API key.")
         generation.fail(RequestCancelledError("The answer was cancelled by the server's operator."))
 
@@ -109,6 +165,12 @@ class Live:
         engine, limiter = self._engine, self._limiter
         stats, info = engine.stats(), engine.info
         fault = self._context.fault
+        now, rows = time.perf_counter(), []
+        for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
+            row = generation.row(request_id, now)
+            if request_id in stats.prefills and row["state"] == "waiting":
+                row |= {"state": "prefilling", "computed": stats.prefills[request_id].done}
+            rows.append(row)
         return {
             "server": {
                 "models": self._names,
@@ -122,7 +184,7 @@ class Live:
                 "restarts": stats.num_restarts,
             },
             "totals": self._totals(),
-            "rows": self._rows(stats.prefills),
+            "rows": rows,
             "running": stats.num_requests_running,
             "waiting": stats.num_requests_waiting,
             "held": limiter.held,
@@ -143,12 +205,3 @@ class Live:
             },
             "prefixes": {**asdict(stats.prefix_cache), "limit": info.prefix_cache_size},
         }
-
-    def _rows(self, prefills: Mapping[str, Any]) -> list[dict[str, Any]]:
-        now, rows = time.perf_counter(), []
-        for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
-            row = generation.row(request_id, now)
-            if request_id in prefills and row["state"] == "waiting":
-                row |= {"state": "prefilling", "computed": prefills[request_id].done}
-            rows.append(row)
-        return rows

@@ -14,7 +14,7 @@ from mlx_mtp.server.api.openai import routes as openai
 from mlx_mtp.server.api.responses.routes import responses
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.http.errors import anthropic_error_body, ollama_error_body
-from mlx_mtp.server.http.routing import Route, route_finder
+from mlx_mtp.server.http.record import Route, route_finder
 
 
 async def _models(request: Request) -> Response:

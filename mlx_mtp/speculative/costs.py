@@ -9,7 +9,7 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
@@ -71,20 +71,6 @@ class StepShape(NamedTuple):
     passes: int  # of the MTP head
 
 
-class _LaunchCosts:
-    """Counts launches and knows which are the first of their shape."""
-
-    def __init__(self) -> None:
-        self._num_launches = 0
-        self._seen: set[Hashable] = set()
-
-    def _is_first(self, shape: Hashable) -> bool:
-        """True once for each shape: its first launch compiles kernels and fills buffer pools."""
-        is_first = shape not in self._seen
-        self._seen.add(shape)
-        return is_first
-
-
 class _Comparisons:
     """The latest comparisons of a kind of step. Their median is its cost: some were disturbed."""
 
@@ -99,12 +85,6 @@ class _Comparisons:
 
 WindowKind = tuple[str, float]  # MTP or HOST, and drafts per row (one of `KNOTS`)
 _PLAIN: WindowKind = (MTP, 0)
-
-
-class _Reading(NamedTuple):
-    kind: WindowKind
-    seconds: float
-    step: int
 
 
 class BatchCosts:
@@ -125,7 +105,7 @@ class BatchCosts:
         return [cost + self._passes[passes] for cost in self._verify[: most + 1]]
 
 
-class StepCosts(_LaunchCosts):
+class StepCosts:
     """Costs of decode steps, relative to a step of as many rows without drafts.
 
     A kind of step is compared with the kind that ran just before it, so a hot machine or a longer
@@ -134,9 +114,12 @@ class StepCosts(_LaunchCosts):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._num_launches = 0
+        # A shape's first launch compiles kernels and fills buffer pools.
+        self._seen: set[StepShape] = set()
         self._measured: dict[int, dict[WindowKind, _Comparisons]] = {}  # by rows
-        self._last: dict[int, _Reading] = {}  # by rows
+        # By rows, the kind, seconds, and number of the step of the last reading.
+        self._last: dict[int, tuple[WindowKind, float, int]] = {}
         self._current: tuple[int, WindowKind] = 0, _PLAIN
         self._samples: list[float] = []  # of the current kind
         self._batch_costs: dict[int, BatchCosts] = {}
@@ -145,7 +128,10 @@ class StepCosts(_LaunchCosts):
     def observe(self, shape: StepShape, seconds: float | None) -> None:
         """Count a step; None: its time is not known."""
         self._num_launches += 1
-        if seconds is None or self._is_first(shape):
+        if seconds is None:
+            return
+        if shape not in self._seen:
+            self._seen.add(shape)
             return
         rows, drafts, passes = shape
         knot = min(KNOTS, key=lambda each: abs(each - drafts / rows))
@@ -158,13 +144,35 @@ class StepCosts(_LaunchCosts):
             seconds *= self._cost(rows, kind) / self.of_batch(rows).cost(drafts, passes)
         self._samples.append(seconds)
         if len(self._samples) == _READING_STEPS:
-            self._read()
+            self.end_reading()
 
     def end_reading(self) -> None:
-        """Use the samples if they are enough; steps of another kind follow."""
-        if len(self._samples) >= _FEWEST_STEPS:
-            self._read()
-        self._samples.clear()
+        """Use the samples if they are enough. Call before steps of another kind."""
+        samples, self._samples = self._samples, []
+        if len(samples) < _FEWEST_STEPS:
+            return
+        rows, kind = self._current
+        seconds, now = statistics.median_low(samples), self._num_launches
+        last_kind, last_seconds, last_step = self._last.get(rows, (kind, seconds, now))
+        self._last[rows] = kind, seconds, now
+        kinds = self._measured.setdefault(rows, {})
+        if kind == _PLAIN:
+            kinds[kind] = _Comparisons(1.0)
+        if last_kind == kind or now - last_step > _MAX_AGE:
+            return
+        cost = self._cost(rows, last_kind) * seconds / last_seconds
+        if kind == _PLAIN:  # The unit of all others: the kind before it is what is known better.
+            kind, cost = last_kind, last_seconds / seconds
+        if kind in kinds:
+            kinds[kind].add(cost)
+        else:
+            kinds[kind] = _Comparisons(cost)
+        # By the distances of comparisons to the median of their kind; loaded ones are equal.
+        all_kinds = [each for kinds in self._measured.values() for each in kinds.values()]
+        measured = [each for each in all_kinds if len({*each.latest}) > 2]
+        if apart := [abs(x / each.cost - 1.0) for each in measured for x in {*each.latest}]:
+            self._noise = max(1.5 * statistics.median(apart), _LEAST_NOISE)
+        self._batch_costs.clear()
 
     def of_batch(self, rows: int) -> BatchCosts:
         if rows not in self._batch_costs:
@@ -202,26 +210,6 @@ class StepCosts(_LaunchCosts):
                 kinds[kind, size] = _Comparisons(cost / plain, _LOADED_COMPARISONS)
         self._batch_costs.clear()
 
-    def _read(self) -> None:
-        rows, kind = self._current
-        seconds, last = statistics.median_low(self._samples), self._last.get(rows)
-        self._samples.clear()
-        self._last[rows] = _Reading(kind, seconds, self._num_launches)
-        kinds = self._measured.setdefault(rows, {})
-        if kind == _PLAIN:
-            kinds[kind] = _Comparisons(1.0)
-        if last is None or last.kind == kind or self._num_launches - last.step > _MAX_AGE:
-            return
-        cost = self._cost(rows, last.kind) * seconds / last.seconds
-        if kind == _PLAIN:  # The unit of all others: the kind before it is what is known better.
-            kind, cost = last.kind, last.seconds / seconds
-        if kind in kinds:
-            kinds[kind].add(cost)
-        else:
-            kinds[kind] = _Comparisons(cost)
-        self._measure_noise()
-        self._batch_costs.clear()
-
     def _cost(self, rows: int, kind: WindowKind) -> float:
         """The cost that the measured kinds nearby, this one among them, say that a draft has.
 
@@ -239,15 +227,6 @@ class StepCosts(_LaunchCosts):
                     ratio, weight = ratio + near * more / (_SLOPE[other] * knot), weight + near
         return 1.0 + _SLOPE[source] * x * ratio / weight
 
-    def _measure_noise(self) -> None:
-        """From the comparisons' distances to the median of their kind; loaded ones are equal."""
-        latest = [
-            (c.cost, {*c.latest}) for kinds in self._measured.values() for c in kinds.values()
-        ]
-        apart = [abs(x / cost - 1.0) for cost, values in latest if len(values) > 2 for x in values]
-        if apart:
-            self._noise = max(1.5 * statistics.median(apart), _LEAST_NOISE)
-
 
 def _between(curve: Sequence[float], x: float) -> float:
     """A curve over `KNOTS` at x, linear between them."""
@@ -256,20 +235,21 @@ def _between(curve: Sequence[float], x: float) -> float:
     return curve[above - 1] + (x - low) / (high - low) * (curve[above] - curve[above - 1])
 
 
-class PrefillCosts(_LaunchCosts):
+class PrefillCosts:
     """Seconds per token by a chunk's length, and how many more each token of context adds.
 
     The lengths are equal parts of the longest one, so that chunks still end at its multiples.
     """
 
     def __init__(self, longest: int) -> None:
-        super().__init__()
         powers = range(longest.bit_length() + 1)
         halves, thirds = ({-(-longest // (n << power)) for power in powers} for n in (1, 3))
         self._halves = sorted(halves, reverse=True)
         self.lengths = sorted(halves | thirds)
         self._units: dict[int, float] = {}  # seconds per token without context
         self._per_context = 0.0  # more seconds per token and token of context
+        self._num_launches = 0
+        self._seen: set[int] = set()  # lengths that have been launched, which compiles kernels
         self._counts: Counter[int] = Counter()  # measurements
         self._measured: dict[int, int] = {}  # number of the last chunk that was measured
         self._expected: dict[int, float] = {}  # see `_by_length`; empty: to be computed
@@ -278,7 +258,8 @@ class PrefillCosts(_LaunchCosts):
         """Learn what a chunk of `tokens` took that had `context` tokens before it."""
         length = self._nearest(tokens)
         self._num_launches += 1
-        if self._is_first(length):
+        if length not in self._seen:
+            self._seen.add(length)
             return
         unit = seconds / tokens
         if self._counts[length] < _FEWEST_CHUNKS:
@@ -387,8 +368,7 @@ class PrefillCosts(_LaunchCosts):
     def _fresh(self) -> list[int]:
         """Lengths that were measured lately, and often enough."""
         oldest = self._num_launches - _STALE
-        lately = (n for n in self._units if self._measured.get(n, -math.inf) > oldest)
-        return [n for n in lately if self.is_measured(n)]
+        return [n for n, at in self._measured.items() if at > oldest and self.is_measured(n)]
 
     def _by_length(self) -> dict[int, float]:
         """Seconds per token of all lengths, without context.

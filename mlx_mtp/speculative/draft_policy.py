@@ -6,14 +6,14 @@ Choices rest on estimates, so a new one must promise more than the current one, 
 few steps probe one draft more or less, for a fixed share of the time.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import truediv
+from operator import mul, truediv
 from typing import NamedTuple, Protocol
 
 from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS
-from mlx_mtp.speculative.acceptance_rates import HeadRates
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.host_sources import HostDrafter
 
@@ -24,6 +24,10 @@ _ALIKE = 1.2  # rows whose miss ratios differ by at most this factor get equal n
 _ROW_MEMORY = 0.97  # share of a row's counts that stays with each window
 # Latest answers per row whose mean length counts, and the assumed length before one has ended.
 _ANSWERS, _FIRST_ANSWER = 5, 256.0
+# The head's acceptance rates: the prior of the first position, and that of a later one, relative to
+# the rate of the one before it; the weight of these priors, in trials; and the share of the counts
+# that stays with each step.
+_FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.9975
 _STEPS_PER_REVIEW = 8  # a review takes the host 0.2 ms for 16 rows, 1 ms if rows differ
 _LEAST_RUN = 3.0  # expected tokens of a run to be reviewed at once while the head drafts
 _PROBE_STEPS = 6  # two are transitions, whose times don't count, and one is the first of its kind
@@ -42,10 +46,12 @@ class DraftRow:
     ahead: int = 0  # most tokens that its window in flight may emit
     missed: float = 0.0  # windows with a wrong draft, the latest count most,
     expected: float = 0.0  # and how many were expected
+    miss_ratio: float = 1.0  # how many times as often its drafts are wrong as those of all rows
 
     def observe(self, missed: bool, expected: float) -> None:
         self.missed = _ROW_MEMORY * self.missed + missed
         self.expected = _ROW_MEMORY * self.expected + expected
+        self.miss_ratio = (self.missed + 1.0) / (self.expected + 1.0)
 
     def offer(self) -> list[float]:
         """Cumulative acceptance of the host's best run, or []; notes its source."""
@@ -55,11 +61,6 @@ class DraftRow:
             if sum(acceptance) > sum(best):
                 self.source, best = source, acceptance
         return best
-
-    @property
-    def miss_ratio(self) -> float:
-        """How many times as often its drafts are wrong as those of all rows."""
-        return (self.missed + 1.0) / (self.expected + 1.0)
 
 
 class VerifiedRow(Protocol):
@@ -97,6 +98,54 @@ class DraftChoice(NamedTuple):
     num_tokens: float  # expected of such a step
     costs: tuple[float, ...]  # by the number of the head's drafts per row
     tokens: tuple[float, ...]  # likewise
+
+
+class HeadRates:
+    """Acceptance rates of the MTP head's drafts in all rows, by position in the window.
+
+    A draft is tried only if those before it were accepted, so rates are conditional, and their
+    running product is the cumulative acceptance: the probability that a window is accepted up to a
+    draft.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._tried, self._accepted = [0.0] * size, [0.0] * size
+        self._rates: list[float] = []
+        self.fade(1)
+
+    def observe(self, num_drafts: int, num_gained: int) -> float:
+        """Count a row's window, which emitted `num_gained` tokens more than without drafts.
+
+        A draft after an answer's end counts as a miss. Returns the number of misses that were to be
+        expected.
+        """
+        num_tried = min(num_gained + 1, num_drafts)
+        for position in range(num_tried):
+            self._tried[position] = self._tried[position] * self._memory + 1.0
+            is_accepted = position < num_gained
+            self._accepted[position] = self._accepted[position] * self._memory + is_accepted
+        return num_tried - sum(self._rates[:num_tried])
+
+    def fade(self, num_rows: int) -> None:
+        """Call when the rows of a step have been counted.
+
+        With many rows more trials are remembered. All counts fade a little, as a position that is
+        not tried any more may have changed.
+        """
+        self._memory = 1.0 - 0.02 / math.sqrt(num_rows)
+        self._tried = [_FADE * tried for tried in self._tried]
+        self._accepted = [_FADE * accepted for accepted in self._accepted]
+        rates: list[float] = []
+        for tried, accepted in zip(self._tried, self._accepted):
+            prior = _DECLINE * rates[-1] if rates else _FIRST_RATE
+            rates.append((accepted + _PRIOR_TRIALS * prior) / (tried + _PRIOR_TRIALS))
+        self._rates = rates
+
+    def cumulative_acceptance(self, miss_ratio: float) -> list[float]:
+        """Of the first, second, .. draft of a row that misses `miss_ratio` times as often."""
+        return list(
+            accumulate((max(1.0 - miss_ratio * (1.0 - rate), 0.0) for rate in self._rates), mul)
+        )
 
 
 class FixedDrafts:

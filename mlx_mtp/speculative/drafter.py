@@ -29,11 +29,6 @@ class Computed(NamedTuple):
     packing: Packing  # of the N tokens
     cache: BatchCache  # has room for the window, and for all drafts but the last
 
-    @property
-    def next_position(self) -> mx.array:
-        """Position of each row's first draft, which follows `targets[last]`: int32 [B]."""
-        return self.packing.positions[self.last] + 2
-
 
 # Writes tokens, int32 [N], with hidden states [N, H].
 Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
@@ -42,10 +37,11 @@ Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
 class HeadState:
     """Positions of a batch's rows that are not in the head's KV yet.
 
-    They are deferred while nothing is drafted, so that a parked head costs almost nothing.
+    They are deferred while nothing is drafted, so that a parked head costs almost nothing. Without
+    a head there are none.
     """
 
-    def __init__(self, write: Write) -> None:
+    def __init__(self, write: Write = lambda *_: None) -> None:
         self._write = write
         self._deferred: list[tuple[mx.array, mx.array]] = []
         self._start: mx.array | None = None
@@ -120,8 +116,27 @@ class MTPDrafter:
         z = self._write(cache, packing, hidden, targets)
         if not any(num_drafts):
             return nothing
-        newest = targets[last][:, None]
-        return self._recur(cache, z[last], newest, packing.positions[last], num_drafts, sampler)
+        assert cache.head is not None
+        newest, position, z = targets[last][:, None], packing.positions[last], z[last]
+        m: mx.array | None = None  # [B, 1, H], the head's output
+        drafts: list[mx.array] = []
+        for number in range(max(num_drafts)):
+            # A pass of the head for the rows with a draft left.
+            lengths = [int(count > number) for count in num_drafts]
+            packing = Packing(cache.layout, position, lengths)
+            if m is None:
+                z = packing.rectangle.flat(z[:, None])
+            else:
+                tokens = packing.rectangle.flat(drafts[-1])
+                z = self._write(cache, packing, packing.rectangle.flat(m), tokens)
+            out = self._head.run(z, cache.head, packing)
+            m = packing.rectangle.fill(out)
+            # The head's row p predicts the token at p + 2.
+            logits = packing.rectangle.fill(self._model.logits(out, self._lm_head))
+            before = mx.concatenate([newest, *drafts], axis=1)
+            drafts.append(sampler.draw(logits, position[:, None] + 2, before, ids=self._ids))
+            position = position + 1
+        return mx.concatenate(drafts, axis=1)
 
     def _write(
         self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array
@@ -129,35 +144,6 @@ class MTPDrafter:
         """Write tokens to the head's KV; returns their z, [N, H] (see `MTPHead`)."""
         assert cache.head is not None
         return self._head.write(self._model.embed(targets), hidden, cache.head, packing)
-
-    def _recur(
-        self,
-        cache: BatchCache,
-        z: mx.array,  # [B, H]
-        newest: mx.array,  # int32 [B, 1], the last tokens
-        position: mx.array,  # int32 [B], of the head's rows that z is
-        num_drafts: Sequence[int],
-        sampler: TokenSampler,
-    ) -> mx.array:
-        """Draft in passes of the head, each for the rows with a draft left: int32 [B, k]."""
-        assert cache.head is not None
-        m: mx.array | None = None  # [B, 1, H], the head's output
-        drafts: list[mx.array] = []
-        for number in range(max(num_drafts)):
-            lengths = [int(count > number) for count in num_drafts]
-            packing = Packing(cache.layout, position, lengths)
-            if m is None:
-                z = packing.flat(z[:, None])
-            else:
-                z = self._write(cache, packing, packing.flat(m), packing.flat(drafts[-1]))
-            out = self._head.run(z, cache.head, packing)
-            m = packing.rows(out)
-            # The head's row p predicts the token at p + 2.
-            logits = packing.rows(self._model.logits(out, self._lm_head))
-            window = mx.concatenate([newest, *drafts], axis=1)
-            drafts.append(sampler.draw(logits, position[:, None] + 2, window, ids=self._ids))
-            position = position + 1
-        return mx.concatenate(drafts, axis=1)
 
 
 def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:

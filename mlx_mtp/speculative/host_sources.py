@@ -5,7 +5,7 @@ host, before a window is launched, from what has been read of their request. To 
 with a class like `NgramSource`, its name in `config.HOST_DRAFTS`, and an entry in `_SOURCES`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from mlx_mtp.speculative.ngram import NgramSource
@@ -32,30 +32,11 @@ class HostDrafter(Protocol):
         """
 
 
-class HostSource(Protocol):
-    """Makes drafters, and remembers answers for later requests."""
-
-    def drafter(
-        self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
-    ) -> HostDrafter:
-        """A drafter for a request; if `alone`, it reads nothing of other requests.
-
-        Requests share answers only if their `salt` is the same.
-        """
-
-    def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
-        """Remember an answer that has ended."""
-
-    def clear(self) -> None:
-        """Forget all answers."""
-
-
-# With the bytes that answers may take.
-_SOURCES: dict[str, Callable[[int], HostSource]] = {"copy": NgramSource}
+_SOURCES = {"copy": NgramSource}
 
 
 class HostSources:
-    """The sources in use, by name."""
+    """The sources in use, by name; the answers that each remembers take at most `limit` bytes."""
 
     def __init__(self, names: Sequence[str] = (), limit: int = 0) -> None:
         self._sources = {name: _SOURCES[name](limit) for name in names}
@@ -63,12 +44,17 @@ class HostSources:
     def drafters(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
     ) -> dict[str, HostDrafter]:
+        """A request's drafters by source; if `alone`, they read nothing of other requests.
+
+        Requests share answers only if their `salt` is the same.
+        """
         return {
             name: source.drafter(prompt, salt, alone=alone)
             for name, source in self._sources.items()
         }
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
+        """Remember an answer that has ended."""
         for source in self._sources.values():
             source.keep(salt, answer)
 

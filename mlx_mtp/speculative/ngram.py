@@ -15,9 +15,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN
-from mlx_mtp.speculative.acceptance_rates import MOST_MATCH, NgramRates
 
 GRAM = 3  # tokens that must be equal
+MOST_MATCH = 127  # tokens; a longer match is treated like one of this length
 _MOST_TRIED = 16  # occurrences that are compared, the latest first
 _GOOD_MATCH = 16  # tokens: while such a match goes on, no other is looked for
 _LEAST_ACCEPTANCE = 0.3  # of the first token: below it nothing is offered
@@ -26,6 +26,14 @@ OBJECTS = 640  # bytes of an index and of its key, without the index's arrays
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd
 _WORD = (1 << 64) - 1
 _SEPARATOR = -1  # between answers; not a token's id
+_PRIOR_TRIALS = 2.0  # weight of the prior in the rate of all requests,
+_POOL_TRIALS = 6.0  # and of that rate in the rate of one
+_PRIORS = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # by class of a match's length
+# The class of each length: powers of two from 4 on.
+_CLASSES = [
+    min(max(length.bit_length() - 2, 0), len(_PRIORS) - 1)
+    for length in range(MOST_MATCH + MAX_RUN + 1)
+]
 
 
 class NgramIndex:
@@ -121,8 +129,37 @@ class NgramIndex:
         self._before.frombytes(before.data.cast("B"))
 
 
+class NgramRates:
+    """Acceptance rates by class of the match; each trial fades the earlier ones by `memory`."""
+
+    def __init__(self, memory: float) -> None:
+        self._memory = memory
+        self._tried, self._accepted = [0.0] * len(_PRIORS), [0.0] * len(_PRIORS)
+
+    def rate(self, index: int, prior: float, weight: float) -> float:
+        return (self._accepted[index] + weight * prior) / (self._tried[index] + weight)
+
+    def observe(self, match: int, num_accepted: int, *, missed: bool) -> None:
+        """Count the tokens after a match; each accepted one makes the match longer."""
+        for length in range(match, match + num_accepted + missed):
+            index, is_accepted = _CLASSES[length], length < match + num_accepted
+            self._tried[index] = self._tried[index] * self._memory + 1.0
+            self._accepted[index] = self._accepted[index] * self._memory + is_accepted
+
+    def cumulative_acceptance(self, match: int, count: int, pool: "NgramRates") -> list[float]:
+        """Of the first, second, .. of `count` tokens after a match; `pool`: of all requests."""
+        cumulative, product, last, rate = [], 1.0, -1, 0.0
+        for index in _CLASSES[match : match + count]:
+            if index != last:
+                prior = pool.rate(index, _PRIORS[index], _PRIOR_TRIALS)
+                last, rate = index, self.rate(index, prior, _POOL_TRIALS)
+            product *= rate
+            cumulative.append(product)
+        return cumulative
+
+
 class NgramSource:
-    """A `HostSource`: earlier answers by salt, in at most `limit` bytes.
+    """A source of `HostSources`: earlier answers by salt, in at most `limit` bytes.
 
     The least recently used salts are dropped first.
     """

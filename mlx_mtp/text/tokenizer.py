@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
+
+from mlx_mtp.bounded_json import cut
+from mlx_mtp.engine.request import prompt_too_long
 from mlx_mtp.errors import (
-    ContextLengthError,
     InvalidRequestError,
     ModelError,
     UnsupportedParameterError,
@@ -18,8 +22,6 @@ from mlx_mtp.errors import (
 )
 from mlx_mtp.models.files import check_tokenizer
 from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
-from mlx_mtp.text.characters import cut
-from mlx_mtp.text.template_variables import syntax_of, variables
 
 TemplateMessage = dict[str, Any]
 
@@ -36,6 +38,10 @@ _TEMPLATE_GLOBALS = frozenset(
 # If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
 # code; if it is False, it uses its own class or refuses.
 _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_ENVIRONMENT = Environment(extensions=["jinja2.ext.loopcontrols"])
+_ENVIRONMENT.globals.clear()  # They are variables too.
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # a tag that transformers adds
+_WORD = re.compile(r"\w+")
 
 
 class Tokenizer:
@@ -53,7 +59,8 @@ class Tokenizer:
         if isinstance(template, dict):  # Some models have several.
             template = "\n".join(template.values())
         self.template: str = template or ""
-        if self._backend is None or not _is_byte_level(self._backend):
+        decoder = None if self._backend is None else self._backend.decoder
+        if decoder is None or json.loads(decoder.__getstate__())["type"] != "ByteLevel":
             raise ModelError(
                 f"{source}: only byte-level BPE tokenizers (tokenizer.json) are served."
             )
@@ -79,7 +86,10 @@ class Tokenizer:
             )
             raise ModelError(f"{fault}: {_one_line(error)}") from error
         loaded = cls(tokenizer, str(path))
-        _check_template(loaded.template, path)
+        try:
+            _syntax_of(loaded.template)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
         return loaded
 
     @cached_property
@@ -140,11 +150,7 @@ class Tokenizer:
             # The text that follows may merge tokens at a part's end, but never halves their number.
             if limit is not None and len(ids) > (limit if whole else 2 * limit):
                 count = len(ids) if whole else f"more than {2 * limit}"
-                # Agents know this wording, and shorten the chat (docs/api.md).
-                raise ContextLengthError(
-                    f"The prompt is too long: {count} tokens > {limit - 1} maximum. This model's "
-                    f"maximum context length is {limit} tokens."
-                )
+                raise prompt_too_long(count, limit)
             if whole:
                 return tuple(ids)
             size *= 2
@@ -189,8 +195,6 @@ class Tokenizer:
             raise UnsupportedParameterError(
                 f"chat_template_kwargs may not set {name}.", param=f"chat_template_kwargs.{name}"
             )
-        from jinja2 import TemplateSyntaxError  # Here, as transformers.
-
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -270,18 +274,34 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _is_byte_level(backend: Any) -> bool:
-    decoder = backend.decoder
-    return decoder is not None and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+def _syntax_of(template: str) -> nodes.Template:
+    # Parse, no more: compiling would compute constants such as 7 ** 10**8.
+    return _ENVIRONMENT.parse(_GENERATION.sub("", template))
 
 
-def _check_template(template: str, path: Path) -> None:
-    from jinja2 import TemplateSyntaxError  # Here, as transformers.
+class _Tracker(meta.TrackingCodeGenerator):
+    """Jinja's `find_undeclared_variables`, but it computes no constants."""
 
+    def __init__(self) -> None:
+        super().__init__(_ENVIRONMENT)
+        self.optimizer = None
+
+    def _output_child_to_const(self, *_: object) -> NoReturn:
+        raise nodes.Impossible
+
+
+@lru_cache(maxsize=16)
+def variables(template: str) -> frozenset[str]:
+    """The names that a template reads and has not set before in any case.
+
+    A hostile template of 64 KB takes seconds.
+    """
+    tracker = _Tracker()
     try:
-        syntax_of(template)
-    except (TemplateSyntaxError, RecursionError) as error:
-        raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
+        tracker.visit(_syntax_of(template))
+    except (TemplateError, RecursionError):
+        return frozenset(_WORD.findall(template))  # Rendering will say what is wrong with it.
+    return frozenset(tracker.undeclared_identifiers)
 
 
 def _one_line(error: BaseException) -> str:

@@ -181,7 +181,7 @@ def test_stop_ends_what_is_left_and_refuses_more(client):
     with served.held_at(2, endless("a")):
         stopping = threading.Thread(target=served.engine.stop)
         stopping.start()
-        wait_until(lambda: not served.engine.healthy)
+        wait_until(lambda: served.engine.unhealthy_reason)
     stopping.join()
     check_stopped(served, "a", "the engine is stopping")
     served.engine.cancel("a")
@@ -193,7 +193,7 @@ def check_stopped(served: Client, name: str, reason: str) -> None:
     error = served.outputs[name][-1].error
     assert isinstance(error, EngineStoppedError)
     assert reason in str(error)
-    wait_until(lambda: not served.engine.healthy)
+    wait_until(lambda: served.engine.unhealthy_reason)
     assert reason in served.engine.unhealthy_reason
     with pytest.raises(EngineStoppedError, match=reason):
         served.engine.submit(request("late", [5, 6], greedy(5)))
@@ -207,7 +207,7 @@ def test_an_engine_that_cannot_start_says_so_and_ends_what_waits(client, monkeyp
     served = client()
     with contextlib.suppress(EngineStoppedError):
         served.engine.submit(request("a", [5, 6], greedy(5)))
-    wait_until(lambda: served.engine.stats().num_restarts == 3 and not served.engine.healthy)
+    wait_until(lambda: served.engine.stats().num_restarts == 3 and served.engine.unhealthy_reason)
     assert "no room for the model" in served.engine.unhealthy_reason
     assert served.outputs["a"][:1] == [] or served.outputs["a"][-1].finish_reason == "error"
 
@@ -243,7 +243,7 @@ def test_what_nothing_catches_ends_all_requests_and_the_same_thread_goes_on(
     served.wait("after")
     model = tiny_models["qwen3_next"]
     assert tuple(served.tokens("after")) == plain(model, after, VOCAB).tokens
-    assert served.engine.healthy
+    assert served.engine.unhealthy_reason is None
     assert served.engine._thread is thread and thread.is_alive()
     wait_until(lambda: served.engine.stats().generation_tokens >= counted.generation_tokens + 20)
 
@@ -272,7 +272,7 @@ def test_an_end_that_was_read_but_not_told_when_the_thread_died_is_told(client, 
 def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client, monkeypatch):
     served = client()
     for number in range(4):
-        assert served.engine.healthy
+        assert served.engine.unhealthy_reason is None
         with served.held_at(2, endless(f"r{number}")):
             fail_next_turn(monkeypatch)
         served.wait(f"r{number}")

@@ -29,8 +29,8 @@ class Beating(Heartbeat):
         """Steps that take so long; whether each was called a hang at its end."""
         hung = []
         for _ in range(times):
-            self.begin_planning()
-            self.begin(kind, "a step")
+            self.begin("the planning of a step")
+            self.begin("a step", kind)
             hung.append(bool(self.reason_after(seconds)))
             self.end()
             assert self.hang() is None
@@ -50,22 +50,22 @@ def known() -> Beating:
 
 
 def test_a_fast_step_that_hangs_is_told_within_five_seconds(known):
-    known.begin(DECODE, "a decoding step of 2 rows")
+    known.begin("a decoding step of 2 rows", DECODE)
     assert not known.reason_after(HANG_SECONDS - 0.1)
     assert "a decoding step of 2 rows for 4.2 s, which may take 4.0 s" in known.reason_after(0.3)
-    known.begin_planning()
+    known.begin("the planning of a step")
     assert "planning" in known.reason_after(HANG_SECONDS + 0.1)
 
 
 def test_a_process_that_was_stopped_did_not_hang(known):
-    known.begin(DECODE, "a decoding step of 2 rows")
+    known.begin("a decoding step of 2 rows", DECODE)
     known.clock.now += 100 * HANG_SECONDS
     known.resume()
     assert not known.reason_after(HANG_SECONDS - 0.1)
     assert known.reason_after(0.2)
     known.end()
     # And the step was not slow.
-    known.begin(DECODE, "a decoding step of 2 rows")
+    known.begin("a decoding step of 2 rows", DECODE)
     assert known.reason_after(SLOWNESS * HANG_SECONDS + 0.1)
 
 
@@ -80,7 +80,7 @@ def test_slow_steps_are_known_by_their_past(known):
 
 def test_the_start_and_first_steps_may_compile_kernels():
     fresh = Beating()
-    fresh.begin_start()
+    fresh.begin("its start", allowed=START_SECONDS)
     assert not fresh.reason_after(START_SECONDS - 1)
     assert "in its start" in fresh.reason_after(2)
     assert fresh.hangs(DECODE, START_SECONDS - 1, times=2) == [False, False]
@@ -120,7 +120,7 @@ def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypat
     # On a busy machine the prefill before it may be called a hang too.
     wait_until(lambda: "a decoding step of 1 row" in (served.engine.hang_reason or ""))
     # It may recover, so its requests wait; whether to submit more is the server's decision.
-    assert served.engine.healthy
+    assert served.engine.unhealthy_reason is None
     go_on.set()
     served.wait("r2")
     wait_until(lambda: served.engine.hang_reason is None)

@@ -338,7 +338,7 @@ def test_prompts_that_are_computed_together_share_the_pause():
     group = [
         Sequence(Request(f"{n}", (3,) * 30, SamplingParams(max_tokens=2)), (), 2) for n in "abc"
     ]
-    prefills.add(group)
+    prefills.groups.append(group)
     chunk = prefills.next_chunk(beside=True)
     assert [row.length for row in chunk] == [43 // 3] * 3
 

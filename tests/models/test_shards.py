@@ -84,5 +84,5 @@ def test_what_cannot_be_cut_is_named():
     with pytest.raises(UsageError, match=why):
         load_model(DEMO, enable_mtp=True, lazy=True, part=(0, 3))
     layer = nn.QuantizedLinear(192, 8, group_size=64)
-    cut = tensor_parallel._Cut("down_proj", layer, -1, ((192, 1),))
-    assert cut.fault(3) is None and cut.fault(2) == "192 inputs in groups of 64"
+    split = tensor_parallel._Split("down_proj", layer, -1, ((192, 1),))
+    assert split.fault(3) is None and split.fault(2) == "192 inputs in groups of 64"

@@ -298,11 +298,11 @@ def test_other_settings_files_are_ignored_and_removed(demo_model, tmp_path):
     ]
     for config, dtype in settings:
         with closing(open_store(demo_model, config, dtype, path, 1 << 30)) as store:
-            assert store.stats().num_files == 0
+            assert store.stats()["num_files"] == 0
             keep(store, 1, 2)
             assert flush(store)
     with closing(open_store(demo_model, *settings[-1], path, 1 << 30)) as store:
-        assert store.stats().num_files == 2
+        assert store.stats()["num_files"] == 2
     with pytest.raises(UsageError, match="prefix_cache_size is 0"):
         open_store(demo_model, EngineConfig(), "float32", path, 1 << 30)
 
@@ -467,7 +467,7 @@ def test_trees_of_conversations(tiny_models, count):
                     used = store if max_bytes else None
                     warm = play(model, turns, shape, ties, used, reference)
                     assert flush(store)
-                    assert store.stats().file_nbytes <= max_bytes
+                    assert store.stats()["file_nbytes"] <= max_bytes
         queries.append(warm.reuse.num_queries)
         hits.append(warm.reuse.num_hits)
 

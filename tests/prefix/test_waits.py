@@ -108,7 +108,7 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
     # A request may have come while the first was looked at; a loop that spins takes thousands.
     assert len(steps) - before <= 2
     assert served.engine.hang_reason is None
-    assert served.engine.healthy
+    assert served.engine.unhealthy_reason is None
     disk.go_on.set()
     served.wait(*names)
     assert [reused(served, name) for name in names] == [len(PROMPT)] * 2

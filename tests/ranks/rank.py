@@ -1,4 +1,4 @@
-"""What rank 0 is asked in `test_ranks.py`, and what each process there runs."""
+"""Requests of `test_ranks.py`, and the program that its processes run."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.support.tiny_models import VOCAB
 
 
 def requests_of(kind):
-    """Those that all tests have, and one that leaves the longest prompt in its midst."""
+    """The requests of all tests, and one that branches off inside the longest prompt."""
     requests = make_requests(kind)
     longest = max(requests, key=lambda each: len(each.prompt_token_ids))
     prompt = (*longest.prompt_token_ids[:30], 5, 6, 7)
@@ -53,7 +53,7 @@ def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
     while driver.runner.batches.decoding is None:
         driver.step()
     driver.runner.compare()
-    found, reused = {}, 0
+    tokens, reused = {}, 0
     for turn in ("cold", "warm"):
         named = [replace(each, request_id=f"{turn} {each.request_id}") for each in requests]
         gone = named[2].request_id
@@ -61,21 +61,21 @@ def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
         driver.run_arrivals(arriving, {4 + len(requests) % 3: [gone]})
         for name in (each.request_id for each in named):
             if name != gone:
-                found[name] = driver.tokens(name)
+                tokens[name] = driver.tokens(name)
                 reused += driver.reused(name)
-    return found, reused
+    return tokens, reused
 
 
 def main(path: Path, folder: Path, depth: int | str, kind: str) -> None:
-    """Be one of several processes that have a model; rank 0 writes the answers."""
+    """Run one rank of a model; rank 0 writes the answers."""
     ranks = world()
     model = load_model(path, enable_mtp=True, part=(ranks.rank, ranks.size))
     links = connect(ranks, {"model": str(path)}, 1 << 30, _give_up)
     if isinstance(links, Link):
         follow(model, links)
     else:
-        found = answers(model, depth, kind, links=links, few=True, cache=1 << 24)
-        (folder / "answers.json").write_text(json.dumps(found))
+        result = answers(model, depth, kind, links=links, few=True, cache=1 << 24)
+        (folder / "answers.json").write_text(json.dumps(result))
         links.close()
 
 

@@ -1,4 +1,4 @@
-"""Each rank has its part of a prefix on its own disk: all of them have it, or none."""
+"""Each rank has its part of a prefix on its own disk; a prefix is used only if all have theirs."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ from mlx_mtp.models.loader import load_model
 from mlx_mtp.prefix.directory import PrefixDirectory
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks import segments
-from mlx_mtp.ranks.segments import LeadStore
+from mlx_mtp.ranks.segments import LeaderStore
 from tests.conftest import DEMO
 from tests.support.cases import EOS, ROOM, SAMPLED, STEP, ask, driver, words
 from tests.support.exchange import led
@@ -35,12 +35,12 @@ def ranks(tmp_path):
 
 
 def serve(monkeypatch, folder: Path, models, *rounds, bits=None):
-    """Let two ranks that have just been started answer some requests at a time, on their disks."""
+    """Start two ranks with a directory each, and run rounds of requests one after another."""
     with ExitStack() as stack:
         other = stack.enter_context(closing(PrefixStore(folder / "1", FINGERPRINT, 1 << 30)))
 
         def work(together) -> Driver:
-            store = LeadStore(together, folder / "0", FINGERPRINT, 1 << 30)
+            store = LeaderStore(together, folder / "0", FINGERPRINT, 1 << 30)
             config = EngineConfig(
                 num_draft_tokens=2,
                 prefill_step_size=STEP,
@@ -54,8 +54,8 @@ def serve(monkeypatch, folder: Path, models, *rounds, bits=None):
                     if callable(each):
                         each(run)
                         continue
-                    for wanted in each:
-                        run.add(wanted)
+                    for item in each:
+                        run.add(item)
                     run.run()
                 run.core.release()
                 assert flush(store)
@@ -82,8 +82,8 @@ def truncate(file: Path) -> None:
 
 def files(folder: Path, *, snapshot: bool) -> list[Path]:
     """The files of a rank, that of the longest prefix first."""
-    found = [(int(f.stem.rsplit("-", 1)[1]), f) for f in folder.glob("*.safetensors")]
-    kind = [(end, f) for end, f in found if (f.name.split("-")[4][-1] == "s") == snapshot]
+    ends = [(int(f.stem.rsplit("-", 1)[1]), f) for f in folder.glob("*.safetensors")]
+    kind = [(end, f) for end, f in ends if (f.name.split("-")[4][-1] == "s") == snapshot]
     return [file for _, file in sorted(kind, reverse=True)]
 
 
@@ -101,18 +101,18 @@ CASES = [
 def test_after_a_restart_all_parts_are_there_or_none(
     tmp_path, monkeypatch, ranks, ties, spoil, rank, snapshot, reused
 ):
-    """With a file of one rank gone or broken, a shorter prefix is used on all."""
+    """If a file of one rank is gone or broken, all ranks use a shorter prefix."""
     whole, models = ranks
-    told = plain(whole, FIRST, VOCAB).tokens
+    answer = plain(whole, FIRST, VOCAB).tokens
     serve(monkeypatch, tmp_path, models, [FIRST])
     if spoil is not None:
         spoil(files(tmp_path / str(rank), snapshot=snapshot)[0])
     again = [
-        request("goes on", [*HISTORY, *told, EOS, 9, 7], SAMPLED[0]),
+        request("goes on", [*HISTORY, *answer, EOS, 9, 7], SAMPLED[0]),
         request("branch", [*HISTORY[:40], *words(4, 12)], greedy(9)),
         request("again", HISTORY, SAMPLED[1]),
     ]
-    # What was missing is there again after the next start.
+    # The second start finds what the first one has computed and stored again.
     for expected in (reused, [len(again[0].prompt_token_ids), 52, len(HISTORY)]):
         run = serve(monkeypatch, tmp_path, models, *([each] for each in again))
         for each in again:
@@ -122,7 +122,7 @@ def test_after_a_restart_all_parts_are_there_or_none(
 
 
 def test_a_disk_that_hangs_on_one_rank_is_not_waited_for(tmp_path, monkeypatch, ranks, ties):
-    """Its prefix is computed by all, and read when it is asked for later."""
+    """All ranks compute the prefix instead, and read it for a later request."""
     whole, models = ranks
     serve(monkeypatch, tmp_path, models, [FIRST])
     answers, read = threading.Event(), PrefixDirectory.read
@@ -157,8 +157,8 @@ def test_quantized_prefixes_are_those_of_one_machine(tmp_path, monkeypatch, demo
     first = request("first", prompt, greedy(20, ignore_eos=True))
     after = request("after", [*prompt, 7, 8], greedy(30, ignore_eos=True))
     models = [load_model(DEMO, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
-    found = [[], []]
-    for turn in range(4):  # First alone, then led, each with a restart.
+    runs = [[], []]
+    for turn in range(4):  # Two starts of one machine, then two of two ranks.
         if turn < 2:
             with closing(PrefixStore(tmp_path / "one", FINGERPRINT, 1 << 30)) as store:
                 run = driver(demo_model, store=store, kv_cache_quantization=bits)
@@ -166,5 +166,5 @@ def test_quantized_prefixes_are_those_of_one_machine(tmp_path, monkeypatch, demo
                     ask(run, each)
         else:
             run = serve(monkeypatch, tmp_path, models, [first], [after], bits=bits)
-        found[turn // 2].append((run.tokens("first"), run.tokens("after"), run.reused("after")))
-    assert found[0] == found[1] and found[0][1][2] == len(prompt) + 2
+        runs[turn // 2].append((run.tokens("first"), run.tokens("after"), run.reused("after")))
+    assert runs[0] == runs[1] and runs[0][1][2] == len(prompt) + 2

@@ -26,44 +26,44 @@ SERVE += ["--calibration-seconds", "0.0"]
 
 
 class Rank:
-    """A process, and what it has said."""
+    """A process, and the lines it has written."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.url = ""
         self.ready = threading.Event()
         self.reader = threading.Thread(target=self._read)
         self.reader.start()
 
     def _read(self) -> None:
-        with self.process.stdout as lines:
-            for line in lines:
-                self.said.append(line)
-                if found := re.search(r"address\s+(http://\S+)", line):
-                    self.url = found[1]
+        with self.process.stdout as stdout:
+            for line in stdout:
+                self.lines.append(line)
+                if address := re.search(r"address\s+(http://\S+)", line):
+                    self.url = address[1]
                     self.ready.set()
         self.ready.set()
 
     def ended(self) -> tuple[int, str]:
         status = self.process.wait(120)
         self.reader.join()
-        return status, "".join(self.said)
+        return status, "".join(self.lines)
 
 
 @contextlib.contextmanager
 def ranks(folder: Path, *commands: list[str]) -> Iterator[list[Rank]]:
-    found = [Rank(process) for process in start_ranks(folder, commands)]
+    started = [Rank(process) for process in start_ranks(folder, commands)]
     try:
-        yield found
+        yield started
     finally:
-        for each in found:
+        for each in started:
             each.process.kill()
             each.reader.join()
 
 
 def stream(url: str, max_tokens: int, began: Callable[[], object]) -> list[str]:
-    """All events of an answer; `began` is called at its fifth."""
+    """All events of a streamed answer; `began` is called at the fifth."""
     fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     fields["stream_options"] = {"include_usage": True}
     messages, events = [{"role": "user", "content": "Tell me a story."}], []
@@ -88,15 +88,15 @@ def test_a_lost_rank_ends_requests_and_rank_zero(tmp_path, sig, why):
         assert lead.ready.wait(120) and lead.url, lead.ended()
         events = stream(lead.url, 20_000, lambda: other.process.send_signal(sig))
         assert json.loads(events[-2])["error"]["message"] == f"Cut short: {why}."
-        status, said = lead.ended()
-        assert status == 1 and f"The ranks can't go on together: {why}." in said
+        status, output = lead.ended()
+        assert status == 1 and f"The ranks can't go on together: {why}." in output
         if sig == signal.SIGSTOP:
             other.process.send_signal(signal.SIGCONT)
             assert other.ended()[0] == 1
 
 
 def test_ranks_that_are_stopped_together_go_on(tmp_path):
-    """As by Ctrl-Z and `fg`, for longer than one may be silent."""
+    """As by Ctrl-Z and `fg`, for longer than a rank may be silent."""
     with ranks(tmp_path, SERVE, SERVE) as (lead, other):
         assert lead.ready.wait(120) and lead.url, lead.ended()
 
@@ -106,17 +106,17 @@ def test_ranks_that_are_stopped_together_go_on(tmp_path):
                     each.process.send_signal(sig)
                 time.sleep(seconds)
 
-        assert stream(lead.url, 100, pause)[-1] == "[DONE]", (lead.said, other.said)
+        assert stream(lead.url, 100, pause)[-1] == "[DONE]", (lead.lines, other.lines)
         lead.process.terminate()
-        assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
+        assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.lines, other.lines)
 
 
 def test_the_others_end_when_rank_zero_is_killed(tmp_path):
     with ranks(tmp_path, SERVE, SERVE) as (lead, other):
         assert lead.ready.wait(120) and lead.url, lead.ended()
         lead.process.kill()
-        status, said = other.ended()
-        assert status == 1 and "rank 0 has ended" in said
+        status, output = other.ended()
+        assert status == 1 and "rank 0 has ended" in output
 
 
 def test_a_port_that_is_taken_ends_all(tmp_path):
@@ -124,14 +124,14 @@ def test_a_port_that_is_taken_ends_all(tmp_path):
         port = str(taken.getsockname()[1])
         command = [port if each == "0" else each for each in SERVE]
         with ranks(tmp_path, command, command) as (lead, other):
-            status, said = lead.ended()
-            assert status == 2 and f"Port {port} on 127.0.0.1 is in use" in said
-            status, said = other.ended()
-            assert status == 2 and "Rank 0 and the others can't connect" in said
+            status, output = lead.ended()
+            assert status == 2 and f"Port {port} on 127.0.0.1 is in use" in output
+            status, output = other.ended()
+            assert status == 2 and "Rank 0 and the others can't connect" in output
 
 
 def faulty(code: str) -> list[str]:
-    """The same server, with something broken before it begins."""
+    """The command of a server that runs `code` first."""
     return [
         "-c",
         f"{code}\nimport sys\nfrom mlx_mtp.cli.main import main\nsys.exit(main())",
@@ -140,7 +140,7 @@ def faulty(code: str) -> list[str]:
 
 
 def test_a_slow_rank_is_waited_for(tmp_path):
-    """Each of its steps takes 50 ms more: that is no fault."""
+    """A rank whose steps take 50 ms longer is no fault."""
     slow = faulty("""
 import time
 from mlx_mtp.engine.runner import ModelRunner
@@ -155,13 +155,13 @@ ModelRunner.run = slowly
         assert stream(lead.url, 100, lambda: None)[-1] == "[DONE]"
         assert httpx.get(f"{lead.url}/health").status_code == 200
         lead.process.terminate()
-        assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
-        assert not any("WARNING" in line or "can't" in line for line in lead.said), lead.said
+        assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.lines, other.lines)
+        assert not any("WARNING" in line or "can't" in line for line in lead.lines), lead.lines
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_full_memory_on_one_rank_ends_all(tmp_path, rank):
-    """As Metal and CUDA tell it; on a CPU mlx crashes, which is a rank that has ended."""
+    """Raises the error of Metal and CUDA; on a CPU mlx would crash, and so end the rank."""
     full = faulty("""
 from mlx_mtp.engine.runner import ModelRunner
 decode, steps = ModelRunner._decode, []
@@ -175,14 +175,14 @@ ModelRunner._decode = filled
     commands = [full if n == rank else SERVE for n in range(2)]
     with ranks(tmp_path, *commands) as (lead, other):
         assert lead.ready.wait(120) and lead.url, lead.ended()
-        told = json.loads(stream(lead.url, 20_000, lambda: None)[-2])["error"]["message"]
+        error = json.loads(stream(lead.url, 20_000, lambda: None)[-2])["error"]["message"]
         where = "a step failed on rank 0: " if rank == 0 else "rank 1 can't go on: a step failed: "
-        assert where in told and "memory" in told, told
-        assert (lead.ended()[0], other.ended()[0]) == (1, 1), (lead.said, other.said)
+        assert where in error and "memory" in error, error
+        assert (lead.ended()[0], other.ended()[0]) == (1, 1), (lead.lines, other.lines)
 
 
 def test_prefixes_outlive_the_ranks(tmp_path):
-    """SIGTERM ends all when what runs has ended."""
+    """SIGTERM ends all ranks after the running requests; a restart reuses their prefixes."""
     folder = tmp_path / "kept"
     command = [*SERVE, "--prefix-cache-dir", str(folder), "--mtp-draft-vocab", "500"]
     for cached in (False, True):
@@ -194,9 +194,9 @@ def test_prefixes_outlive_the_ranks(tmp_path):
                     each.process.send_signal(signal.SIGTERM)
 
             *_, usage, done = stream(lead.url, 40, stop)
-            found = json.loads(usage)["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert done == "[DONE]" and (found > 0) == cached, usage
-            assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.said, other.said)
+            reused = json.loads(usage)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert done == "[DONE]" and (reused > 0) == cached, usage
+            assert (lead.ended()[0], other.ended()[0]) == (0, 0), (lead.lines, other.lines)
     assert sorted(each.name for each in folder.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
 
 
@@ -214,8 +214,8 @@ def test_ranks_that_differ_do_not_start(tmp_path):
         (other, "model: "),
     ):
         with ranks(tmp_path, SERVE, command) as both:
-            for status, said in (each.ended() for each in both):
-                assert status == 2 and f"Ranks 0 and 1 differ: {what}" in said, said
+            for status, output in (each.ended() for each in both):
+                assert status == 2 and f"Ranks 0 and 1 differ: {what}" in output, output
 
 
 def test_what_does_not_work_with_ranks_is_refused(tmp_path):
@@ -228,5 +228,5 @@ def test_what_does_not_work_with_ranks_is_refused(tmp_path):
         ),
     ):
         with ranks(tmp_path, *[command] * count) as started:
-            for status, said in (each.ended() for each in started):
-                assert status == 2 and what in said, said
+            for status, output in (each.ended() for each in started):
+                assert status == 2 and what in output, output

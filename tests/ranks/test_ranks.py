@@ -55,11 +55,11 @@ CASES = [
 
 
 def by_threads(monkeypatch, models, *case, **more):
-    """What rank 0 answers, led by it on as many threads as there are models."""
+    """Answers of rank 0, with a thread for each rank's model."""
     work = partial(answers, models[0], *case, **more)
-    found, reused = led(monkeypatch, models, lambda together: work(links=together))
-    assert reused > 20, "the second round begins with what the first has saved"
-    return found
+    tokens, reused = led(monkeypatch, models, lambda together: work(links=together))
+    assert reused > 20, "the second round reuses prefixes of the first"
+    return tokens
 
 
 def with_branch(references, tiny_models, family, kind):
@@ -74,9 +74,10 @@ def test_ranks_answer_as_one(
 ):
     write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
-    wanted, few = with_branch(references, tiny_models, family, kind), (family, depth, kind) in QUICK
+    few = (family, depth, kind) in QUICK
+    expected = with_branch(references, tiny_models, family, kind)
     ids = range(EOS, VOCAB, 2) if depth == 3 else None  # of a reduced draft vocabulary
-    check(ties, wanted, by_threads(monkeypatch, models, depth, kind, few=few, ids=ids))
+    check(ties, expected, by_threads(monkeypatch, models, depth, kind, few=few, ids=ids))
 
 
 @pytest.mark.parametrize("family", [FAMILIES[0], *(full(each) for each in FAMILIES[1:])])
@@ -113,10 +114,10 @@ def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, si
         add_head(str(path), str(DEMO))
     load = partial(load_model, path, enable_mtp=True, memory=0)  # 0: quantized weights stay so
     kind, whole = "sampled grammars", load()
-    wanted = {r.request_id: plain(whole, r, VOCAB, (EOS,)) for r in requests_of(kind)}
+    expected = {r.request_id: plain(whole, r, VOCAB, (EOS,)) for r in requests_of(kind)}
     models = [load(part=(rank, size)) for rank in range(size)]
     assert ("scales" in models[1].causal_lm.lm_head) == (name == "4 bits")
-    check(ties, wanted, by_threads(monkeypatch, models, "erratic", kind, cache=1 << 24))
+    check(ties, expected, by_threads(monkeypatch, models, "erratic", kind, cache=1 << 24))
 
 
 @pytest.mark.parametrize(
@@ -135,17 +136,17 @@ def test_processes_answer_as_one(tmp_path, ties, path, size, depth, kind):
         write_checkpoint(path, Layout("qwen3_next"))
     command = ["-m", "tests.ranks.rank", str(path), str(tmp_path), str(depth), kind]
     started = start_ranks(tmp_path, [command] * size)
-    said = [each.communicate(timeout=600)[0] for each in started]
-    assert [each.returncode for each in started] == [0] * size, said
-    found, reused = json.loads((tmp_path / "answers.json").read_text())
+    outputs = [each.communicate(timeout=600)[0] for each in started]
+    assert [each.returncode for each in started] == [0] * size, outputs
+    tokens, reused = json.loads((tmp_path / "answers.json").read_text())
     model = load_model(path, enable_mtp=True)
-    wanted = {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in requests_of(kind)}
-    check(ties, wanted, found)
+    expected = {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in requests_of(kind)}
+    check(ties, expected, tokens)
     assert reused > 20
 
 
 def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties):
-    """Requests that come in the midst of it get their answers."""
+    """Requests that arrive during the calibration are answered."""
     write_checkpoint(tmp_path, Layout("qwen3_next"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     config = EngineConfig(
@@ -170,16 +171,16 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
             calibration.step(run.runner)
         return {each.request_id: run.tokens(each.request_id) for each in requests}
 
-    found = led(monkeypatch, models, work)
-    for name, tokens in found.items():
+    answers_by_id = led(monkeypatch, models, work)
+    for name, tokens in answers_by_id.items():
         ties.check(name, tokens, references("qwen3_next", "sampled")[name])
     assert {cell.rows for cell in costs.table()} == {1, 2}
     assert [cell.size for cell in chunks.table()] == [16, 32, 64]
 
 
-def check(ties, wanted, found) -> None:
-    for name, tokens in found.items():
-        ties.check(name, tokens, wanted[name.split()[1]])
+def check(ties, expected, answers_by_id) -> None:
+    for name, tokens in answers_by_id.items():
+        ties.check(name, tokens, expected[name.split()[1]])
 
 
 def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
@@ -203,11 +204,11 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
         return exchange.run(one)
 
     versions = [{"mlx": "0.32.4", "model": "a"}, {"mlx": "0.32.2", "model": "a"}]
-    told = "Ranks 0 and 1 differ: mlx: 0.32.4 and 0.32.2. All need the same."
-    assert join(versions) == [told, told]
+    refusal = "Ranks 0 and 1 differ: mlx: 0.32.4 and 0.32.2. All need the same."
+    assert join(versions) == [refusal, refusal]
     lead, follower = join([{}, {}])
     assert lead.memory == follower.memory == 7 << 30
-    follower.own_done = 5
+    follower.num_done = 5
     lead.send({"a": 1})
     assert follower.receive() == {"a": 1}
     wait_until(lambda: "rank 1 5" in lead.progress())
@@ -225,7 +226,7 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
 
 @pytest.fixture
 def start(monkeypatch):
-    """`start(size)`: what `connect` returns on each of so many ranks, or the error's text."""
+    """`start(size)`: what `connect` returns on each of `size` ranks, or the error's text."""
 
     def started(size, lost=lambda _: None):
         exchange = Exchange(size, monkeypatch)
@@ -244,25 +245,25 @@ def start(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "found"),
+    ("hosts", "expected"),
     [
         (["127.0.0.1:4", "127.0.0.1:5"], ["127.0.0.1"]),
         (["127.0.0.1:4", "127.0.0.1:5", "127.0.0.1:6"], ["127.0.0.1"]),
         (["10.0.0.1:4", "10.0.0.2:4"], ["10.0.0.1"]),
-        # The first may be that of a cable to the last rank.
+        # The first may belong to a cable to the last rank alone.
         (["10.0.0.1:4", "10.0.1.2:4", "10.0.2.1:4"], ["10.0.0.1", "192.168.1.5"]),
     ],
 )
-def test_rank_zero_listens_where_the_hostfile_says(hosts, found, monkeypatch, tmp_path):
+def test_rank_zero_listens_where_the_hostfile_says(hosts, expected, monkeypatch, tmp_path):
     file = tmp_path / "hosts.json"
     file.write_text(json.dumps([[host] for host in hosts]))
     monkeypatch.setenv("MLX_HOSTFILE", str(file))
     monkeypatch.setattr(distributed, "own_address", lambda: "192.168.1.5")
-    assert distributed.rank_zero_hosts() == found
+    assert distributed.rank_zero_hosts() == expected
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "found"),
+    ("variable", "value", "expected"),
     [
         ("MLX_JACCL_COORDINATOR", "10.0.0.1:4", ["10.0.0.1"]),
         ("MLX_JACCL_COORDINATOR", "mac:4", ["mac", "192.168.1.5"]),
@@ -270,16 +271,16 @@ def test_rank_zero_listens_where_the_hostfile_says(hosts, found, monkeypatch, tm
         ("NCCL_HOST_IP", "box", ["box", "192.168.1.5"]),
     ],
 )
-def test_a_name_may_lead_elsewhere_on_its_own_machine(variable, value, found, monkeypatch):
+def test_a_name_may_lead_elsewhere_on_its_own_machine(variable, value, expected, monkeypatch):
     for other in ("MLX_HOSTFILE", "MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(variable, value)
     monkeypatch.setattr(distributed, "own_address", lambda: "192.168.1.5")
-    assert distributed.rank_zero_hosts() == found
+    assert distributed.rank_zero_hosts() == expected
 
 
 def test_strangers_take_no_ranks_place(start, monkeypatch, caplog):
-    """Silent ones, more than are waited for at once, and some that say something else."""
+    """Neither silent ones, more than rank 0 keeps, nor some that send a false hello."""
     strangers, listen, call = [], socket.create_server, socket.create_connection
 
     def called(*given, **more):
@@ -292,7 +293,7 @@ def test_strangers_take_no_ranks_place(start, monkeypatch, caplog):
         return server
 
     def late(*given, **more):
-        """Of two ranks one waits until rank 0 has told that it waits."""
+        """One of two ranks connects only after rank 0 has logged that it waits."""
         if not threads:
             threads.append(threading.current_thread())
             wait_until(lambda: re.search(r"Waiting for rank \d to connect to 127", caplog.text))
@@ -334,22 +335,22 @@ def test_a_silent_stranger_is_dropped_and_a_missing_rank_is_named(start, monkeyp
     monkeypatch.setattr(links, "CONNECT_SECONDS", 0.2)
     monkeypatch.setattr(links, "_reach", never)
     lead, *others = start(3)
-    told = r"Rank 0 has waited 0.2 s for rank 1 and rank 2 to connect to 127.0.0.1:\d+."
-    assert re.fullmatch(told, lead) and others == ["it gave up"] * 2
+    reason = r"Rank 0 has waited 0.2 s for rank 1 and rank 2 to connect to 127.0.0.1:\d+."
+    assert re.fullmatch(reason, lead) and others == ["it gave up"] * 2
 
 
 def test_a_rank_that_is_hung_up_on_calls_again():
     """Rank 0 hangs up on the oldest of many strangers, which may be a rank."""
-    key, sent = b"key", bytes(links._RANDOM_BYTES)
+    key, challenge = b"key", bytes(links._RANDOM_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
             server.accept()[0].close()
             sock, _ = server.accept()
             with sock:
-                sock.sendall(sent)
-                own = links._read(sock, links._HELLO_BYTES)[: -links._PROOF_BYTES]
-                sock.sendall(links._proof(key, b"zero", own, sent))
+                sock.sendall(challenge)
+                hello = links._read(sock, links._HELLO_BYTES)[: -links._PROOF_BYTES]
+                sock.sendall(links._proof(key, b"zero", hello, challenge))
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -364,7 +365,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(start, monkeypatch):
     send, lost = links.Link.send, queue.SimpleQueue()
 
     def end(link, message):
-        if isinstance(message, tuple) and {} in message:  # its first one, with its facts
+        if isinstance(message, tuple) and {} in message:  # its first message, with its facts
             link._closed.set()
             link._connection.close()
         else:
@@ -379,7 +380,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(start, monkeypatch):
 def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
     tmp_path, monkeypatch, caplog, factor
 ):
-    """Where they are other roundings, there is a warning."""
+    """Numbers that are only rounded differently are a warning."""
     write_checkpoint(tmp_path, Layout("qwen3_5"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     norm = models[1].causal_lm.model.norm
@@ -400,18 +401,18 @@ def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
 
 
 def test_a_lost_rank_ends_all_requests(tiny_models):
-    """Also while the engine's thread is stuck, as it is in a collective that never ends."""
+    """Even while the engine's thread is stuck, as in a collective that never ends."""
     together = links.Links(lambda _: None)
     config = EngineConfig(num_draft_tokens=1)
     engine = build_engine(tiny_models["qwen3_5"], config, VOCAB, (), links=together)
     stuck, outputs = threading.Event(), queue.SimpleQueue()
-    told = []
+    threads = []
 
     def deliver(arrived) -> None:
         for output in arrived:
             outputs.put(output)
-        if len(told) == 0:
-            told.append(threading.current_thread())
+        if not threads:
+            threads.append(threading.current_thread())
             stuck.wait(60)
 
     engine.start(deliver)
@@ -429,32 +430,35 @@ def test_a_lost_rank_ends_all_requests(tiny_models):
 
 
 def test_a_step_that_never_ends_ends_the_process(monkeypatch):
-    """Each rank lives, as its heartbeat tells, but one of them is stuck."""
-    told = queue.SimpleQueue()
+    """All ranks send heartbeats, but one of them is stuck."""
+    reasons = queue.SimpleQueue()
     for name in ("_LOOK_SECONDS", "_HANG_SECONDS", "_FLUSH_SECONDS"):
         monkeypatch.setattr(launch, name, 0.01)
-    monkeypatch.setattr(launch, "give_up", told.put)
-    engine = SimpleNamespace(hang_reason=None, fail=told.put)
+    monkeypatch.setattr(launch, "give_up", reasons.put)
+    engine = SimpleNamespace(hang_reason=None, fail=reasons.put)
     together, other = links.Links(pytest.fail), Queue()
-    together.all, other.peer, other.num_done = [other], 1, 7
+    together.all, other.peer, other.peer_num_done = [other], 1, 7
     other.send("ready")
     launch.watch(engine, together)
-    assert told.empty()
+    assert reasons.empty()
     engine.hang_reason = "the engine hangs"
     why = "the engine hangs; steps that others have computed: rank 1 7"
-    assert [told.get(timeout=60) for _ in range(2)] == [why, why]
+    assert [reasons.get(timeout=60) for _ in range(2)] == [why, why]
 
 
 @pytest.mark.parametrize(
     "where",
     [
         ("builtins", "eval"),
-        *(("mlx_mtp.ranks.messages", name) for name in ("Row.of", "Request", "__getattribute__")),
+        *(
+            ("mlx_mtp.ranks.messages", name)
+            for name in ("Step.count", "Request", "__getattribute__")
+        ),
     ],
     ids=str,
 )
 def test_a_pickle_brings_nothing_but_messages(where):
-    """Nor what leads on from them."""
+    """Nor attributes of messages that lead to other code."""
     names = b"".join(b"\x8c" + bytes([len(name)]) + name.encode() for name in where)
     with pytest.raises(pickle.UnpicklingError, match="is no message"):
         links._Loader(io.BytesIO(b"\x80\x04" + names + b"\x93.")).load()

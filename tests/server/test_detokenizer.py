@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.text.detokenizer import Detokenizer
+from mlx_mtp.text.stream import Detokenizer
 from mlx_mtp.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(BUNDLED_MODEL)

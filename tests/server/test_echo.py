@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from mlx_mtp.server.generation.params import MAX_PROMPT_LOGPROBS
+from mlx_mtp.server.generation.inputs import MAX_PROMPT_LOGPROBS
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.support.fake_engine import EOS, FakeEngine, FakeInfo, answer
 from tests.support.in_process import CHAT, HI, TEXT, in_process

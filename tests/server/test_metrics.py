@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlx_mtp.engine.request import PrefillProgress
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.prefix.policy import PrefixCacheStats
-from mlx_mtp.server import context
-from mlx_mtp.server.generation.generation import Dispatcher
+from mlx_mtp.server.generation.generation import Dispatcher, Generation
+from mlx_mtp.server.http import body
 from mlx_mtp.server.metrics import HISTOGRAMS, Metrics
 from tests.server.conftest import MODEL
 from tests.support.fake_engine import FakeEngine, FakeInfo, answer, out
@@ -117,7 +117,7 @@ def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPat
     """Whatever is done on other threads for a request: a large body, logprobs of its prompt."""
     called, elsewhere = set(), set()
     names = [(Metrics, "observe"), (Metrics, "count"), (Metrics, "count_ignored")]
-    names += [(Dispatcher, "submit"), (Dispatcher, "cancel"), (Dispatcher, "_dispatch")]
+    names += [(Generation, "__enter__"), (Dispatcher, "cancel"), (Dispatcher, "_dispatch")]
 
     def watch(owner: type, name: str) -> None:
         usual = getattr(owner, name)
@@ -134,7 +134,7 @@ def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPat
 
     for owner, name in names:
         watch(owner, name)
-    monkeypatch.setattr(context, "LARGE_BODY", 0)
+    monkeypatch.setattr(body, "LARGE_BODY", 0)
     with in_process(FakeEngine(answer([300] * 3))) as client:
         for path in GENERATING:
             for more in ({}, {"stream": True}, {"another": 1}):

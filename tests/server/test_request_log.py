@@ -14,7 +14,7 @@ from mlx_mtp import logs
 from mlx_mtp.engine.request import PrefillProgress as Prefill
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.errors import StepError
-from mlx_mtp.server.progress_log import ProgressLog
+from mlx_mtp.server.live import ProgressLog
 from mlx_mtp.server.routes import ROUTES
 from tests.server.conftest import Serve, tokenizer_with
 from tests.support.fake_engine import FakeEngine, answer, out
@@ -41,7 +41,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]
     def taken() -> list[dict[str, Any]]:
         found = [json.loads(logs.JsonFormatter().format(record)) for record in caplog.records]
         caplog.clear()
-        return [line for line in found if line["logger"] == "mlx_mtp.server.http.request_log"]
+        return [line for line in found if line["logger"] == "mlx_mtp.server.http.middleware"]
 
     return taken
 

@@ -12,8 +12,7 @@ import pytest
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.text.plain_text import _patterns_of
-from mlx_mtp.text.template_variables import variables
-from mlx_mtp.text.tokenizer import Tokenizer
+from mlx_mtp.text.tokenizer import Tokenizer, variables
 from tests.server.conftest import library_tokenizer, tokenizer_with
 from tests.support.fake_engine import FakeEngine, answer
 from tests.support.in_process import CHAT, GOOD, HI, TEXT, TOKENIZE, in_process

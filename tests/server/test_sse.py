@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
 
@@ -14,8 +15,7 @@ from mlx_mtp.server.api.openai.protocol import ChatRequest
 from mlx_mtp.server.api.openai.routes import ChatWriter
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.job import Job
-from mlx_mtp.server.generation.writer import new_id
-from mlx_mtp.server.http.sse import stream_events
+from mlx_mtp.server.generation.writer import stream_events
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL
 from tests.support.fake_engine import FakeEngine, endless, fake_logprobs, out
@@ -35,7 +35,7 @@ class Stream:
     """One chat's events, whose steps the test brings."""
 
     def __init__(self, context: Context) -> None:
-        self.name = new_id("chatcmpl-")
+        self.name = "chatcmpl-" + uuid.uuid4().hex
         self._context = context
 
     async def open(self) -> None:

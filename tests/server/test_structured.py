@@ -223,7 +223,7 @@ def test_a_trial_that_was_killed_refuses_no_grammar(
                 trials.write("x")
             os.kill(os.getpid(), signal.SIGKILL if number < 3 else signal.SIGSEGV)
         grammar_check._walk = end
-        grammar_check.answer_questions(grammar_check._answers)
+        grammar_check.helpers.answer_questions(grammar_check._answers)
     """
     begin = subprocess.Popen
     monkeypatch.setattr(

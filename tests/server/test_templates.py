@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.generation.conversation import Conversation, Message, Tool, ToolCall
+from mlx_mtp.server.generation.inputs import Conversation, Message, Tool, ToolCall
 from mlx_mtp.server.generation.prompting import Prompter
-from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.text.parsing.formats import OutputFormat
 from tests.server.conftest import tokenizer_with
 from tests.server.parsing.pieces import events_of, hermes, summary, xml
@@ -104,8 +104,7 @@ SCHEMA = {
 @pytest.fixture(scope="module", params=TEMPLATES)
 def prompter(request: pytest.FixtureRequest) -> Prompter:
     tokenizer = tokenizer_with(TEMPLATES[request.param])
-    form = OutputFormat.choose(tokenizer.template)
-    return Prompter(tokenizer, form, tokenizer, FairExecutor(1))
+    return Prompter(tokenizer, ServerConfig("tiny"))
 
 
 def test_agents_chats_are_rendered(prompter: Prompter) -> None:

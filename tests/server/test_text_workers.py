@@ -18,7 +18,7 @@ import pytest
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.app import create_app
-from mlx_mtp.server.http.fair_executor import FairExecutor
+from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.sandbox import text_worker
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, library_tokenizer

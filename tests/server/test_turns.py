@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.server.http.fair_executor import SMALL, FairExecutor
+from mlx_mtp.server.http.admission import SMALL, FairExecutor
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import Serve
 from tests.support.fake_engine import FakeEngine, answer

@@ -10,7 +10,12 @@ from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
 from mlx_mtp.server.api.schema import SAMPLING, Float
-from mlx_mtp.server.generation.params import AnswerOptions, model_defaults, sampling_params
+from mlx_mtp.server.generation.inputs import (
+    AnswerOptions,
+    engine_requests,
+    model_defaults,
+    sampling_params,
+)
 from tests.support.fake_engine import FakeEngine, FakeInfo, answer
 from tests.support.in_process import GOOD, MESSAGES, RESPONSES, in_process
 
@@ -84,14 +89,20 @@ def test_defaults_that_make_no_sense_are_an_error_of_the_model(config: dict[str,
         model_defaults(config)
 
 
+def room(prompt_tokens: int, *, cut: bool = False, **sampling: int) -> int:
+    params = SamplingParams(**{"max_tokens": 1} | sampling)
+    options = AnswerOptions(sampling, cut_to_context=cut)
+    (request,) = engine_requests("", [(1,) * prompt_tokens], params, options, 10)
+    return request.sampling.max_tokens
+
+
 def test_the_answer_gets_the_room_that_is_left() -> None:
-    for wanted, cut, room in ((None, False, 7), (7, False, 7), (9, True, 7), (6, True, 6)):
-        sampling = {} if wanted is None else {"max_tokens": wanted}
-        assert AnswerOptions(sampling, cut_to_context=cut).room(3, 10) == room
+    assert (room(3), room(3, max_tokens=7)) == (7, 7)
+    assert (room(3, cut=True, max_tokens=9), room(3, cut=True, max_tokens=6)) == (7, 6)
     with pytest.raises(ContextLengthError, match=r"10 tokens, but 11 .* 3 .* 8"):
-        AnswerOptions({"max_tokens": 8}).room(3, 10)
+        room(3, max_tokens=8)
     for sampling in ({"min_tokens": 8}, {"min_tokens": 4, "max_tokens": 3}):
         with pytest.raises(InvalidRequestError, match=r"min_tokens is \d, but .* [73] tokens"):
-            AnswerOptions(sampling).room(3, 10)
+            room(3, **sampling)
     with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
-        AnswerOptions({}, cut_to_context=True).room(10, 10)
+        room(10, cut=True)

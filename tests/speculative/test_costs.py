@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from mlx_mtp.speculative.acceptance_rates import HeadRates, NgramRates
 from mlx_mtp.speculative.costs import HOST, KNOTS, MTP, CostKey, StepCosts, StepShape
-from mlx_mtp.speculative.draft_policy import DraftRow
+from mlx_mtp.speculative.draft_policy import DraftRow, HeadRates
+from mlx_mtp.speculative.ngram import NgramRates
 from tests.support.harness import curve
 
 TRUE = (1.0, 1.4, 1.7, 2.1, 2.4)

@@ -18,12 +18,12 @@ from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.links import Links
-from mlx_mtp.ranks.messages import Answer
+from mlx_mtp.ranks.messages import Fetched
 from mlx_mtp.sampling import sampler
 
 
 class Exchange:
-    """Stands in for the collectives, at once: threads of one process are the ranks."""
+    """Replaces the collectives: the ranks are threads of this process."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -37,7 +37,7 @@ class Exchange:
         monkeypatch.setattr(sampler, "broadcast", lambda tokens: self.all(tokens)[0])
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """What each rank's work returns."""
+        """Run `work(rank)` on each rank's thread; returns the results."""
 
         def one(rank: int) -> Any:
             self.local.rank = rank
@@ -52,16 +52,16 @@ class Exchange:
         with ThreadPoolExecutor(len(self.parts)) as pool:
             tasks = [pool.submit(one, rank) for rank in range(len(self.parts))]
             for task in as_completed(tasks):
-                task.result()  # the first failure, not the barriers that it broke
+                task.result()  # raises the first failure, not the broken barriers that follow
             return [task.result() for task in tasks]
 
     def all(self, x: mx.array) -> list[mx.array]:
         mx.eval(x)
         self.parts[self.local.rank] = x
         self.barrier.wait()
-        found = list(self.parts)
+        parts = list(self.parts)
         self.barrier.wait()
-        return found
+        return parts
 
     def all_reduce(self, x: mx.array) -> mx.array:
         return sum(self.all(x))
@@ -75,14 +75,14 @@ class Queue:
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.own_done = 0
-        self.answer = Answer(0, "")
-        self.on_answer: Callable[[], None] = lambda: None
+        self.num_done = 0
+        self.fetched = Fetched(0, "")
+        self.on_fetched: Callable[[], None] = lambda: None
 
     def send(self, message: object) -> None:
-        if isinstance(message, Answer):
-            self.answer = message
-            self.on_answer()
+        if isinstance(message, Fetched):
+            self.fetched = message
+            self.on_fetched()
         else:
             self.messages.put(pickle.dumps(message))
 
@@ -101,7 +101,7 @@ def led(
     work: Callable[[Links], Any],
     stores: Many[PrefixStore] = (),  # of the other ranks
 ) -> Any:
-    """What the work of rank 0 returns, which leads as many threads as there are other models."""
+    """Run `work(links)` as rank 0, with a thread that follows for each other model."""
     together, ends = Links(pytest.fail), [Queue() for _ in models[1:]]
     together.all = ends
 

@@ -110,10 +110,6 @@ class FakeEngine:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._main, daemon=True)
 
-    @property
-    def healthy(self) -> bool:
-        return self.unhealthy_reason is None
-
     def start(self, deliver: Callable[[Sequence[RequestOutput]], None]) -> None:
         self._deliver = deliver
         if self._thread.ident is None:

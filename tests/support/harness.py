@@ -289,13 +289,13 @@ class Driver:
 
 def tell_rows(runner: ModelRunner) -> None:
     """Before each `make_state`, give the drafter the ids of the requests in `new_rows`."""
-    original = runner._new_batch
+    original = runner._prefill
 
-    def new_batch(sequences):
-        runner._drafter.new_rows = [s.request_id for s in sequences]
-        return original(sequences)
+    def prefill(chunk):
+        runner._drafter.new_rows = [row.sequence.request_id for row in chunk]
+        return original(chunk)
 
-    runner._new_batch = new_batch
+    runner._prefill = prefill
 
 
 class OracleState:
@@ -334,7 +334,7 @@ class OracleDrafter:
         return OracleState(mx.array(table))
 
     def propose(self, state, window: Computed, num_drafts: Many[int], sampler) -> mx.array:
-        position = window.next_position[:, None] + mx.arange(max(num_drafts))
+        position = (window.packing.positions[window.last] + 2)[:, None] + mx.arange(max(num_drafts))
         where = mx.minimum(position, self.length - 1)
         right = mx.take_along_axis(state.known, where, axis=1)
         spoiled = (right + 1) % self.vocab_size

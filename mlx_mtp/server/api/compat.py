@@ -1,12 +1,10 @@
 """Parameters of other servers that clients send: dropped, renamed, refused or noted."""
 
-import re
 from typing import Any
 
 ANY = object()  # a neutral value: whatever it is, nothing of the answer changes
 MAX_IGNORED = 16  # names per request that are reported
 MAX_NAME = 64
-_NOT_SHOWN = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
 # Values that change nothing, and the parameters for which they are neutral; a field within an
 # object is named by its path.
@@ -114,19 +112,3 @@ _SAME = (
     ("stop", "stop_sequences"),
 )
 SYNONYMS = {name: names for names in _SAME for name in names}
-
-
-def is_neutral(name: str, value: object) -> bool:
-    """Whether a parameter with this value changes nothing."""
-    return name in NEUTRAL and any(
-        each is ANY or (each == value and isinstance(each, bool) == isinstance(value, bool))
-        for each in NEUTRAL[name]
-    )
-
-
-def note(ignored: list[str], name: str) -> None:
-    """Add a client's name of a parameter to those reported: shortened, and safe in a header."""
-    name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1]) or "?"
-    name = name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
-    if name not in ignored and len(ignored) < MAX_IGNORED:
-        ignored.append(name)

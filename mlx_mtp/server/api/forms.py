@@ -18,7 +18,7 @@ from mlx_mtp.bounded_json import unique_names
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api.schema import WireModel, at_most, few_values, refusal
-from mlx_mtp.server.generation.conversation import Effort
+from mlx_mtp.server.generation.inputs import Effort
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.text.parsing.json_reader import loads
 
@@ -161,13 +161,6 @@ class GuidedFields(WireModel):
     ebnf: GrammarText | None = None  # SGLang
     grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
 
-    @model_validator(mode="after")
-    def _at_most_one(self) -> Self:
-        given = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
-        if len(given) > 1:
-            raise refusal(f"can't be combined with {given[0]}", field=given[1])
-        return self
-
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
         """The name of the field that was given, and its grammar; None if none was given."""
         fields = filter(self.model_fields_set.__contains__, GuidedFields.model_fields)
@@ -176,21 +169,17 @@ class GuidedFields(WireModel):
         value = getattr(self, field)
         if isinstance(value, ResponseFormat | StructuredOutputs):
             return field, value.spec()
-        return field, _spec(_KINDS.get(field, field.removeprefix("guided_")), value)
-
-
-_KINDS = {"guided_json": "json_schema", "ebnf": "grammar"}
+        return field, _spec(field.removeprefix("guided_"), value)
 
 
 def _spec(kind: str, value: Any) -> GrammarSpec:
-    if kind in ("regex", "grammar"):
-        return GrammarSpec("regex" if kind == "regex" else "lark", value)
+    if kind == "json_object":
+        return GrammarSpec("json_object")
     if kind == "choice":
         return GrammarSpec("choice", json.dumps(value))
-    return GrammarSpec("json_object") if kind == "json_object" else schema_grammar(value)
-
-
-_BudgetTokens = Annotated[int, Field(ge=0, lt=1 << 31)]
+    if kind in ("regex", "grammar", "ebnf"):
+        return GrammarSpec("regex" if kind == "regex" else "lark", value)
+    return schema_grammar(value)
 
 
 class _ThinkingWish(WireModel):
@@ -199,7 +188,7 @@ class _ThinkingWish(WireModel):
     enabled: bool | None = None
     type: Literal["enabled", "disabled", "adaptive"] | None = None
     effort: Effort | None = None
-    max_tokens: _BudgetTokens | None = Field(
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(
         default=None, validation_alias=AliasChoices("max_tokens", "budget_tokens")
     )
     exclude: bool = False  # think, but leave it out of the answer

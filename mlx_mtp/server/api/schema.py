@@ -1,8 +1,9 @@
 """What all APIs' request bodies are made of: limits, types, refusals and shared models."""
 
 import json
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -21,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from mlx_mtp.bounded_json import JSONBoundError, check_value
+from mlx_mtp.bounded_json import JSONBoundError, check_value, has_half_character
 from mlx_mtp.sampling.bad_words import MAX_BAD_WORD_CHARACTERS, MAX_BAD_WORDS
 from mlx_mtp.sampling.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -29,10 +30,9 @@ from mlx_mtp.sampling.params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from mlx_mtp.server.api.compat import REFUSED, SYNONYMS, is_neutral, note
-from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.params import AnswerOptions
-from mlx_mtp.text.characters import has_half_character
+from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED, SYNONYMS
+from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation.inputs import AnswerOptions
 
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far more than fit a context
 MAX_TOOLS = 1024  # of a chat, and tool calls of a message
@@ -64,6 +64,7 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_NOT_SHOWN = re.compile(r"[^\w.\[\]-]", re.ASCII)
 _PLACES: dict[type, tuple[type, str]] = {}  # of each model, the model and field that have it
 
 
@@ -98,7 +99,8 @@ class WireModel(BaseModel):
             if key in known:
                 given[key] = value
                 continue
-            name = key if place else _synonym(key, known)
+            same = () if place else SYNONYMS.get(key, ())
+            name = next((other for other in same if other in known), key)
             others = (data.get(name), given.get(name)) if name != key else ()
             if any(other not in (None, value) for other in others):
                 raise refusal(f"differs from {name}; give one of them", field=key)
@@ -116,6 +118,22 @@ def is_foreign(place: str, value: object, ignored: list[str] | None, field: str)
     if ignored is not None:
         note(ignored, place)
     return ignored is not None
+
+
+def is_neutral(name: str, value: object) -> bool:
+    """Whether a parameter with this value changes nothing."""
+    return name in NEUTRAL and any(
+        each is ANY or (each == value and isinstance(each, bool) == isinstance(value, bool))
+        for each in NEUTRAL[name]
+    )
+
+
+def note(ignored: list[str], name: str) -> None:
+    """Add a client's name of a parameter to those reported: shortened, and safe in a header."""
+    name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1]) or "?"
+    name = name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
+    if name not in ignored and len(ignored) < MAX_IGNORED:
+        ignored.append(name)
 
 
 @cache
@@ -142,10 +160,6 @@ def _models_in(annotation: Any, mark: str = "") -> Iterator[tuple[type, str]]:
         yield from _models_in(inner, "[]" if get_origin(annotation) is list else mark)
 
 
-def _synonym(name: str, known: Container[str]) -> str:
-    return next((other for other in SYNONYMS.get(name, ()) if other in known), name)
-
-
 def few_values(value: Any) -> Any:
     """Bound a value that a template may write as JSON, which holds up every thread meanwhile."""
     try:
@@ -156,7 +170,7 @@ def few_values(value: Any) -> Any:
 
 
 def _whole_characters(arguments: str) -> str:
-    if has_half_character(arguments, few_values(conversation.object_or_text(arguments))):
+    if has_half_character(arguments, few_values(inputs.object_or_text(arguments))):
         raise refusal("its JSON has half of a surrogate pair, which is no character")
     return arguments
 
@@ -252,6 +266,7 @@ Stops = Annotated[list[_Stop], at_most(MAX_STOPS), _one_or_more]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 AllowedTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_ALLOWED_TOKEN_IDS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+BadWordTexts = Annotated[list[_BadWord], FailFast(), at_most(MAX_BAD_WORDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
 _Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]  # as OpenAI has it
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
@@ -298,15 +313,6 @@ class AnswerRequest(WireModel):
     def options(self) -> AnswerOptions: ...
 
 
-class TextFields(WireModel):
-    """How an answer's tokens become text, in vLLM's words."""
-
-    bad_words: Annotated[list[_BadWord], FailFast(), at_most(MAX_BAD_WORDS)] = Field([])
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    return_token_ids: bool = False
-
-
 class OpenAILabels(WireModel):
     """Labels, which change no answer; OpenAI's own servers act on none of them either."""
 
@@ -323,8 +329,8 @@ class Function(WireModel):
     parameters: Schema | None = None
     strict: bool = False
 
-    def tool(self) -> conversation.Tool:
-        return conversation.Tool(self.name, self.description, self.parameters, self.strict)
+    def tool(self) -> inputs.Tool:
+        return inputs.Tool(self.name, self.description, self.parameters, self.strict)
 
 
 def form_by_type(
@@ -354,11 +360,11 @@ OpenAIToolChoice = Annotated[
 ]
 
 
-def tool_choice(choice: Any) -> conversation.ToolChoice:
+def tool_choice(choice: Any) -> inputs.ToolChoice:
     """The choice as the server knows it, whichever API it came through."""
     if isinstance(choice, str):
-        return conversation.ToolChoice(choice)  # type: ignore[arg-type]
+        return inputs.ToolChoice(choice)  # type: ignore[arg-type]
     if choice.type == "function":
-        return conversation.ToolChoice("required", frozenset({choice.name}))
+        return inputs.ToolChoice("required", frozenset({choice.name}))
     allowed = getattr(choice, "allowed_tools", choice)
-    return conversation.ToolChoice(allowed.mode, frozenset(tool.name for tool in allowed.tools))
+    return inputs.ToolChoice(allowed.mode, frozenset(tool.name for tool in allowed.tools))

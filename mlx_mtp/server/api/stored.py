@@ -12,6 +12,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_mtp.bounded_json import cut
 from mlx_mtp.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -19,12 +20,11 @@ from mlx_mtp.errors import (
     UnsupportedParameterError,
 )
 from mlx_mtp.server.api.schema import Labels, WireModel
-from mlx_mtp.server.context import context_of, read_request
-from mlx_mtp.server.generation.writer import packed_json, packed_slowly
+from mlx_mtp.server.context import context_of
+from mlx_mtp.server.generation.writer import StoreAnswer, packed_json, packed_slowly
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.server.http.record import client_of, record_of
-from mlx_mtp.server.http.sse import StoreAnswer
-from mlx_mtp.text.characters import cut
 
 MAX_STORED_BYTES = 64 << 20  # of JSON, for all API keys together, in equal parts
 _LABEL = re.compile(r"metadata\[(.*)\]")
@@ -151,9 +151,10 @@ async def continued(request: Request, name: str) -> Inputs:
 
     It counts as a part of the request's body.
     """
-    stored = RESPONSES.find(request, name)
-    if stored is None:
-        raise PreviousResponseError(RESPONSES.missing(name), param="previous_response_id")
+    try:
+        stored = RESPONSES.find(request, name)
+    except NotFoundError as error:
+        raise PreviousResponseError(str(error), param="previous_response_id") from None
     answer = stored.answer
     output = await asyncio.to_thread(lambda: _pack_items(json.loads(answer)["output"]))
     record_of(request.scope).body_bytes += size_of(stored.inputs + output)
@@ -193,20 +194,15 @@ class StoredKind:
     deleted: str  # the `object` of the answer to DELETE
     query: type[_PageQuery]  # for the list of inputs
 
-    def find(self, request: Request, name: str) -> StoredAnswer | None:
-        return _store(request).find(name) if name.startswith(self.prefix) else None
-
-    def missing(self, name: str) -> str:
-        made = (
-            f"it was made {self.unasked}, was too large, was deleted, or made room for newer ones"
-        )
-        return f"There is no stored {self.noun} {cut(name)!r}: {made}."
-
-    def named(self, request: Request) -> StoredAnswer:
-        name = request.path_params["name"]
-        answer = self.find(request, name)
+    def find(self, request: Request, name: str | None = None) -> StoredAnswer:
+        """Return an answer by its id, the path's if it is None; raises NotFoundError."""
+        name = request.path_params["name"] if name is None else name
+        answer = _store(request).find(name) if name.startswith(self.prefix) else None
         if answer is None:
-            raise NotFoundError(self.missing(name))
+            made = f"{self.unasked}, was too large, was deleted, or made room for newer ones"
+            raise NotFoundError(
+                f"There is no stored {self.noun} {cut(name)!r}: it was made {made}."
+            )
         return answer
 
     async def get(self, request: Request) -> Response:
@@ -214,18 +210,18 @@ class StoredKind:
         if request.query_params.get("stream", "false") != "false":
             message = "stream: what is stored is sent as a whole; leave it out."
             raise UnsupportedParameterError(message, param="stream")
-        return _json(self.named(request).answer)
+        return _json(self.find(request).answer)
 
     async def delete(self, request: Request) -> Response:
         """DELETE {id}."""
-        name = self.named(request).id
+        name = self.find(request).id
         _store(request).delete(name)
         return JSONResponse({"object": self.deleted, "id": name, "deleted": True})
 
     async def inputs(self, request: Request) -> Response:
         """GET {id}/messages or {id}/input_items."""
         query = _query(request, self.query)
-        return await _respond_in_turn(request, partial(_page, self.named(request).inputs, query))
+        return await _respond_in_turn(request, partial(_page, self.find(request).inputs, query))
 
 
 CHATS = StoredKind(
@@ -257,7 +253,7 @@ async def label_chat(request: Request) -> Response:
     """POST /v1/chat/completions/{id}, which changes the metadata."""
     _, body = await read_request(request, _LabelsBody)
     # Nothing is awaited between finding and storing the chat: it could be deleted meanwhile.
-    chat = CHATS.named(request).relabelled(body.metadata)
+    chat = CHATS.find(request).relabelled(body.metadata)
     if not _store(request).keep(chat):
         message = f"metadata: with it the answer is {chat.size} bytes, too large to be kept."
         raise InvalidRequestError(message, param="metadata")

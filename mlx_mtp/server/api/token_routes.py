@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -11,22 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_mtp.errors import InvalidRequestError
+from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.openai.protocol import OpenAIMessage, OpenAITool, TemplateFields
-from mlx_mtp.server.api.schema import (
-    MAX_PROMPT_IDS,
-    Many,
-    ManyTools,
-    ModelName,
-    WireModel,
-    at_most,
-    is_id,
-    refusal,
-)
-from mlx_mtp.server.context import context_of, read_request
-from mlx_mtp.server.generation.conversation import Conversation
-from mlx_mtp.server.generation.writer import packed_json, packed_slowly
-from mlx_mtp.server.http.record import client_of
-from mlx_mtp.server.http.sse import until_disconnect
+from mlx_mtp.server.context import context_of
+from mlx_mtp.server.generation.inputs import Conversation
+from mlx_mtp.server.generation.writer import packed_json, packed_slowly, until_disconnect
+from mlx_mtp.server.http.body import read_request
+from mlx_mtp.server.http.record import client_of, record_of
 
 _TOKEN_CHARACTERS = 8  # that an answer has per token, about
 
@@ -34,11 +24,11 @@ _TOKEN_CHARACTERS = 8  # that an answer has per token, about
 class TokenizeRequest(TemplateFields):
     """The body of /tokenize: a text, or a chat as its template writes it."""
 
-    model: ModelName = ""
+    model: schema.ModelName = ""
     prompt: str | None = None
     content: str | None = None
-    messages: Many[OpenAIMessage] = Field([])
-    tools: ManyTools[OpenAITool] = Field([])
+    messages: schema.Many[OpenAIMessage] = Field([])
+    tools: schema.ManyTools[OpenAITool] = Field([])
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -46,13 +36,13 @@ class TokenizeRequest(TemplateFields):
     def _one_thing_is_given(self) -> TokenizeRequest:
         texts = [text for text in (self.prompt, self.content) if text is not None]
         if len(texts) + bool(self.messages) != 1:
-            raise refusal(
+            raise schema.refusal(
                 "give one of prompt (or content, as llama.cpp calls it) and messages",
                 field="prompt",
             )
         of_chats = self.model_fields_set & {"tools", *TemplateFields.model_fields}
         if not self.messages and of_chats:
-            raise refusal("goes with messages", field=min(of_chats))
+            raise schema.refusal("goes with messages", field=min(of_chats))
         return self
 
     def conversation(self) -> Conversation:
@@ -66,39 +56,38 @@ class TokenizeRequest(TemplateFields):
 def _ids_only(tokens: list[Any]) -> list[int]:
     # pydantic would let no other thread run while it checks a million tokens.
     for number, token in enumerate(tokens):
-        if not is_id(token):
-            raise refusal(f"entry {number} is not a token id")
+        if not schema.is_id(token):
+            raise schema.refusal(f"entry {number} is not a token id")
     return tokens
 
 
-class DetokenizeRequest(WireModel):
+class DetokenizeRequest(schema.WireModel):
     """The body of /detokenize."""
 
-    model: ModelName = ""
-    tokens: Annotated[list[Any], at_most(MAX_PROMPT_IDS), AfterValidator(_ids_only)]
+    model: schema.ModelName = ""
+    tokens: Annotated[list[Any], schema.at_most(schema.MAX_PROMPT_IDS), AfterValidator(_ids_only)]
 
 
 async def tokenize(request: Request) -> Response:
     """POST /tokenize, answered in vLLM's form, of which llama.cpp's is a part."""
     context, body = await read_request(request, TokenizeRequest)
     tokenizer = context.tokenizer
+    prompter, scope = context.prompter, request.scope
     text = body.content if body.prompt is None else body.prompt
-    client = client_of(request.scope)
-    async with context.in_time(request.scope):
+
+    def encode() -> tuple[int, ...]:
         if text is None:
-            prompt = await context.prompter.prompt(
-                body.conversation(), MAX_PROMPT_IDS, request.scope, client
-            )
-            ids = prompt.token_ids
-        else:
-            work = partial(
-                context.prompter.text.encode,
-                text,
-                param="content" if body.prompt is None else "prompt",
-                limit=MAX_PROMPT_IDS,
-                add_special_tokens=body.add_special_tokens,
-            )
-            ids = await context.prompter.in_turn(request.scope, client, work)
+            return prompter.prompt(body.conversation(), schema.MAX_PROMPT_IDS).token_ids
+        return prompter.text.encode(
+            text,
+            param="content" if body.prompt is None else "prompt",
+            limit=schema.MAX_PROMPT_IDS,
+            add_special_tokens=body.add_special_tokens,
+        )
+
+    async with context.in_time(scope):
+        size = record_of(scope).body_bytes
+        ids = await prompter.executor.run_by_size(size, client_of(scope), encode)
 
     def content() -> str:
         fields = {

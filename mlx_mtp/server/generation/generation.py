@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,41 +37,27 @@ class Dispatcher:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self.open: dict[str, Generation] = {}  # by the request id of each choice
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._engine.start(self._deliver)
+        self.engine.start(self._deliver)
 
     async def stop(self, timeout: float | None = None) -> None:
         # Joining the engine's thread takes up to a step, and this loop must take its last outputs.
-        await asyncio.to_thread(self._engine.stop, timeout)
+        await asyncio.to_thread(self.engine.stop, timeout)
         self.end_all()
 
     def end_all(self) -> None:
         for generation in set(self.open.values()):
             generation.fail(EngineStoppedError("The server is shutting down."))
 
-    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
-        try:
-            for request in requests:
-                self.open[request.request_id] = generation
-                self._engine.submit(request)
-        except BaseException:
-            self.cancel(request.request_id for request in requests)
-            raise
-
     def cancel(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if self.open.pop(request_id, None) is not None:
-                self._engine.cancel(request_id)
-
-    def engine_failure(self) -> MlxMtpError | None:
-        if self._engine.healthy:
-            return None
-        return EngineStoppedError(f"The engine has stopped: {self._engine.unhealthy_reason}")
+                self.engine.cancel(request_id)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None
@@ -122,7 +109,13 @@ class Generation:
 
     def __enter__(self) -> Generation:
         self.began = self.last = time.perf_counter()
-        self._dispatcher.submit(self.requests, self)
+        try:
+            for request in self.requests:
+                self._dispatcher.open[request.request_id] = self
+                self._dispatcher.engine.submit(request)
+        except BaseException:
+            self._dispatcher.cancel(self._by_id)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,11 +127,6 @@ class Generation:
             if stream.finish_reason is not None and times is not None:
                 num_prompt = len(request.prompt_token_ids)
                 self._metrics.observe_sequence(times, num_prompt, stream.num_tokens)
-
-    @property
-    def key(self) -> str:
-        """The start of the digest of the API key that it was asked with."""
-        return self.requests[0].options.client[0].partition("@")[0]
 
     def row(self, request_id: str, now: float) -> dict[str, Any]:
         """One of the choices for /live, in numbers alone."""
@@ -166,28 +154,32 @@ class Generation:
         self.error = error
         self._wakeup.set()
 
-    async def _receive(self, timeout: float) -> list[tuple[float, RequestOutput]]:
-        if self.error is None:
-            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes with
-            # the wakeup, and a client that left would never be cancelled.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._wakeup.wait()
-        self._wakeup.clear()
-        arrived, self._arrived = self._arrived, []
-        if not arrived:
-            self.error = self.error or self._dispatcher.engine_failure()
-            if self.error is not None:
-                raise self.error
-        return arrived
-
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
         """Yield what is new until all choices are finished, [] after each `patience` seconds."""
         while not self.is_finished:
-            arrived = await self._receive(min(patience, self._seconds_left()))
+            left = math.inf
+            if self._timeout:
+                left = self._arrived_at + self._timeout - time.perf_counter()
+            if left <= 0:
+                self._metrics.count("request_timeouts")
+                self.error = timeout_error(self._timeout, self.completion_tokens)
+                raise self.error
+            if self.error is None:
+                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes
+                # with the wakeup, and a client that left would never be cancelled.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(patience, left)):
+                        await self._wakeup.wait()
+            self._wakeup.clear()
+            arrived, self._arrived = self._arrived, []
             if not arrived:
-                self._seconds_left()  # raises on timeout
-                yield []
+                reason = self._dispatcher.engine.unhealthy_reason
+                if self.error is None and reason is not None:
+                    self.error = EngineStoppedError(f"The engine has stopped: {reason}")
+                if self.error is not None:
+                    raise self.error
+                if patience < left:  # Otherwise the request's time is over.
+                    yield []
             deltas: list[Delta] = []
             for at, output in arrived:
                 if output.progress is not None:
@@ -203,16 +195,6 @@ class Generation:
                     deltas.append(delta)
             if deltas:
                 yield deltas
-
-    def _seconds_left(self) -> float:
-        if not self._timeout:
-            return math.inf
-        left = self._arrived_at + self._timeout - time.perf_counter()
-        if left <= 0:
-            self._metrics.count("request_timeouts")
-            self.error = timeout_error(self._timeout, self.completion_tokens)
-            raise self.error
-        return left
 
     async def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
@@ -277,3 +259,35 @@ class Generation:
             # At least one token was computed: clients take a prompt of none for a fault.
             total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total
+
+    def timings(self) -> dict[str, Any]:
+        """Times and drafts in llama.cpp's form; the prompt's time lasts until the first tokens."""
+        first = self.last if self.first is None else self.first
+        prompt, predicted = first - self.began, self.last - first
+        cached, num_tokens = self.cached_tokens, self.completion_tokens
+        computed = self.prompt_tokens - cached
+        drafts = sum((stream.drafts for stream in self.streams), Counter[tuple[str, int]]())
+        accepted = sum((stream.accepted for stream in self.streams), Counter[tuple[str, int]]())
+        sources: dict[str, dict[str, list[int]]] = {}
+        for source, position in sorted(drafts):
+            counts = sources.setdefault(source, {"draft_n": [], "draft_n_accepted": []})
+            counts["draft_n"].append(drafts[source, position])
+            counts["draft_n_accepted"].append(accepted[source, position])
+        optimistic = {"draft_n_optimistic": sum(stream.num_optimistic for stream in self.streams)}
+        return {
+            "cache_n": cached,
+            "prompt_n": computed,
+            "prompt_ms": prompt * 1e3,
+            "prompt_per_second": _rate(computed, prompt),
+            "predicted_n": num_tokens,
+            "predicted_ms": predicted * 1e3,
+            "predicted_per_second": _rate(num_tokens - self.first_tokens, predicted),
+            "draft_n": drafts.total(),
+            "draft_n_accepted": accepted.total(),
+            **(optimistic if self.requests[0].sampling.optimistic else {}),
+            "draft_sources": sources,
+        }
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

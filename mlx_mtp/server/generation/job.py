@@ -1,6 +1,7 @@
 """What every route that generates does: check what is asked for, and make the generation."""
 
 import asyncio
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,16 +12,19 @@ from starlette.types import Scope
 
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.server.api.schema import AnswerRequest
-from mlx_mtp.server.context import Context, read_request
-from mlx_mtp.server.generation.conversation import Conversation
+from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.params import AnswerOptions, engine_requests, sampling_params
-from mlx_mtp.server.generation.writer import new_id
+from mlx_mtp.server.generation.inputs import (
+    AnswerOptions,
+    Conversation,
+    engine_requests,
+    sampling_params,
+)
 from mlx_mtp.server.grammar.answer_grammar import check_tools, max_calls
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.record import client_of, record_of
-from mlx_mtp.text.detokenizer import Detokenizer, Echo, echo_of
 from mlx_mtp.text.parsing.answer import AnswerParser, PlainParser
-from mlx_mtp.text.stream import OutputStream
+from mlx_mtp.text.stream import Detokenizer, Echo, OutputStream, echo_of
 
 Body = TypeVar("Body", bound=AnswerRequest)
 
@@ -40,12 +44,11 @@ class Job(Generic[Body]):
         context, choice = self.context, conversation.tool_choice
         if conversation.tools or choice.names or choice.mode == "required":
             check_tools(conversation, context.output_format)
-        limit, client = context.engine.info.max_model_len, self.options.engine.client
-        tools = conversation.offered_tools
+        limit, tools = context.engine.info.max_model_len, conversation.offered_tools
+        work = partial(context.prompter.prompt, conversation, limit, with_grammar=True)
         async with context.in_time(self.scope):
-            prompt = await context.prompter.prompt(
-                conversation, limit, self.scope, client, with_grammar=True
-            )
+            size, client = record_of(self.scope).body_bytes, self.options.engine.client
+            prompt = await context.prompter.executor.run_by_size(size, client, work)
             make_parser = partial(
                 context.output_format.parser,
                 thinking=prompt.thinking,
@@ -81,8 +84,9 @@ class Job(Generic[Body]):
 
         field, spec = guided or ("", None)
         async with context.in_time(self.scope):
-            encoded = await context.prompter.in_turn(
-                self.scope, self.options.engine.client, lambda: list(map(encode, prompts))
+            size, client = record_of(self.scope).body_bytes, self.options.engine.client
+            encoded = await context.prompter.executor.run_by_size(
+                size, client, lambda: list(map(encode, prompts))
             )
             token_ids, echoes = zip(*encoded)
             return await self._generation(token_ids, PlainParser, field, spec, echoes)
@@ -145,4 +149,5 @@ async def admit(request: Request, model: type[Body], prefix: str) -> Job[Body]:
     if len(config.api_keys) > 1 and not config.share_prefixes:
         salt = f"{record_of(scope).key} {salt}"
     engine = replace(options.engine, client=client_of(scope, options.user), cache_salt=salt)
-    return Job(context, scope, body, new_id(prefix), replace(options, engine=engine), params)
+    answer_id = prefix + uuid.uuid4().hex[:24]
+    return Job(context, scope, body, answer_id, replace(options, engine=engine), params)

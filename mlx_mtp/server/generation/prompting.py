@@ -1,19 +1,15 @@
 """From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, UsageError
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.generation.conversation import Conversation, folded
+from mlx_mtp.server.generation.inputs import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
-from mlx_mtp.server.http.fair_executor import FairExecutor, T
-from mlx_mtp.server.http.record import record_of
-from mlx_mtp.text.parsing.formats import QWEN3_CODER, OutputFormat
+from mlx_mtp.server.http.admission import FairExecutor
+from mlx_mtp.text.parsing.formats import QWEN3, QWEN3_CODER, OutputFormat
+from mlx_mtp.text.parsing.qwen import OPEN
 from mlx_mtp.text.plain_text import marked
 from mlx_mtp.text.sandbox.text_worker import NUM_WORKERS, TextWorkers
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -33,55 +29,54 @@ class ChatPrompt(NamedTuple):
     grammar: GrammarSpec | None  # of the answer; None leaves it free
 
 
-@dataclass(frozen=True, slots=True)
 class Prompter:
-    """Renders and encodes chats with `text`: the tokenizer itself, or processes that have it."""
+    """Renders and encodes chats with `text`: the tokenizer itself, or processes that have it.
 
-    tokenizer: Tokenizer
-    output_format: OutputFormat
-    text: Tokenizer | TextWorkers
-    executor: FairExecutor
-    as_standard: bool = False  # JSON schemas mean what their standard says, and no less
-    request_templates: bool = False  # requests may bring their own
-    special_as_text: bool = False  # special tokens' names in a chat are text
+    Raises UsageError if the tokenizer doesn't allow the settings.
+    """
 
-    @property
-    def workers(self) -> TextWorkers | None:
-        return self.text if isinstance(self.text, TextWorkers) else None
+    def __init__(self, tokenizer: Tokenizer, config: ServerConfig) -> None:
+        self.tokenizer = tokenizer
+        parsers = config.reasoning_parser, config.tool_call_parser
+        self.output_format = OutputFormat.choose(tokenizer.template, *parsers)
+        # A model's files are its author's programs, and a template a client's.
+        self.workers: TextWorkers | None = None
+        self.executor = FairExecutor(LARGE_AT_ONCE)
+        if config.text_workers is not None:
+            self.workers = TextWorkers(config.text_workers, config.template_seconds)
+            self.executor = FairExecutor(NUM_WORKERS, small=-1)
+        self.text = self.workers or tokenizer
+        self._as_standard = config.json_schemas == "standard"
+        self._request_templates = config.request_chat_template
+        self._special_as_text = config.special_tokens_in_messages == "text"
+        if self._special_as_text and (names := tokenizer.hidden_names):
+            raise UsageError(
+                "--special-tokens-in-messages text can't be kept with this model's tokenizer: it "
+                f"may make {len(names)} of its tokens of other texts than their names, such as "
+                f"{names[0]!r}."
+            )
 
-    async def prompt(
-        self,
-        conversation: Conversation,
-        limit: int,
-        scope: Scope,
-        client: tuple[str, ...],
-        *,
-        with_grammar: bool = False,
+    def prompt(
+        self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> ChatPrompt:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
-
-        def work() -> ChatPrompt:
-            text, mark = self.render(conversation)
-            token_ids = self.text.encode(
-                text, param="messages", limit=limit, add_special_tokens=False, mark=mark
+        text, mark = self.render(conversation)
+        token_ids = self.text.encode(
+            text, param="messages", limit=limit, add_special_tokens=False, mark=mark
+        )
+        # Whether the prompt ends within a think block, so that the answer begins in it.
+        thinking = self.output_format.reasoning == QWEN3 and text.rstrip().endswith(OPEN)
+        spec = None
+        is_free = conversation.response is None and conversation.thinking_budget is None
+        if with_grammar and (conversation.tools or not is_free):
+            spec = answer_grammar(
+                conversation,
+                self.output_format,
+                self.tokenizer.added_tokens,
+                thinking=thinking,
+                as_standard=self._as_standard,
             )
-            thinking, spec = self.output_format.opens_thinking(text), None
-            is_free = conversation.response is None and conversation.thinking_budget is None
-            if with_grammar and (conversation.tools or not is_free):
-                spec = answer_grammar(
-                    conversation,
-                    self.output_format,
-                    self.tokenizer.added_tokens,
-                    thinking=thinking,
-                    as_standard=self.as_standard,
-                )
-            return ChatPrompt(token_ids, thinking, spec)
-
-        return await self.in_turn(scope, client, work)
-
-    async def in_turn(self, scope: Scope, client: tuple[str, ...], work: Callable[[], T]) -> T:
-        """Do some work on a request's text off the event loop, in its client's turn."""
-        return await self.executor.run_by_size(record_of(scope).body_bytes, client, work)
+        return ChatPrompt(token_ids, thinking, spec)
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
         """Return the chat as the template writes it, and the mark of `plain_text.marked`, if any.
@@ -94,7 +89,7 @@ class Prompter:
         messages = [message.for_template(as_object=as_object) for message in chat]
         tools = [tool.for_template() for tool in conversation.offered_tools]
         template = conversation.template
-        if template is not None and not self.request_templates:
+        if template is not None and not self._request_templates:
             raise UnsupportedParameterError(
                 "This server takes no chat templates of requests (--request-chat-template).",
                 param="chat_template",
@@ -126,7 +121,7 @@ class Prompter:
             )
         chat_of: dict[str, Any] = {"messages": messages, "tools": tools, "template_kwargs": kwargs}
         mark = None
-        if self.special_as_text:
+        if self._special_as_text:
             chat_of, mark = marked(chat_of, self.tokenizer.added_tokens)
         text = self.text.render_chat(
             **chat_of,
@@ -135,31 +130,3 @@ class Prompter:
             continue_final=conversation.continue_final,
         )
         return text, mark
-
-
-def make_prompter(tokenizer: Tokenizer, config: ServerConfig) -> Prompter:
-    """The prompter for these settings; UsageError: the tokenizer doesn't allow them."""
-    special_as_text = config.special_tokens_in_messages == "text"
-    if special_as_text and (names := tokenizer.hidden_names):
-        raise UsageError(
-            "--special-tokens-in-messages text can't be kept with this model's tokenizer: it may "
-            f"make {len(names)} of its tokens of other texts than their names, such as "
-            f"{names[0]!r}."
-        )
-    # A model's files are its author's programs, and a template a client's.
-    if config.text_workers is None:
-        text: Tokenizer | TextWorkers = tokenizer
-        executor = FairExecutor(LARGE_AT_ONCE)
-    else:
-        text = TextWorkers(config.text_workers, config.template_seconds)
-        executor = FairExecutor(NUM_WORKERS, small=-1)
-    parsers = config.reasoning_parser, config.tool_call_parser
-    return Prompter(
-        tokenizer,
-        OutputFormat.choose(tokenizer.template, *parsers),
-        text,
-        executor,
-        as_standard=config.json_schemas == "standard",
-        request_templates=config.request_chat_template,
-        special_as_text=special_as_text,
-    )

@@ -1,17 +1,35 @@
-"""How an API words an answer: as one JSON object, or as the events of a stream."""
+"""How an API words an answer, whole or as a stream, and how the client gets it."""
 
+import asyncio
+import contextlib
 import json
+import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.logs import Later
+from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.generation import Generation
+from mlx_mtp.server.generation.job import Job
+from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.text.parsing import events
 from mlx_mtp.text.stream import Delta
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+StoreAnswer = Callable[[dict[str, Any]], Awaitable[None]]
+"""Called with the whole answer at its end, streamed or not."""
 BlockKind = Literal["text", "reasoning", "call"]
 BlockState = Literal["open", "complete", "cut", "broken"]
 _KINDS: Mapping[type, BlockKind]
@@ -54,10 +72,11 @@ class Writer(ABC):
     record = True  # whether blocks keep their content, which only `whole` may need
     slow = False  # whether events are written on a thread beside the event loop
 
-    def __init__(self, answer_id: str, generation: Generation, *, streams: bool) -> None:
-        self.answer_id = answer_id
-        self.generation = generation
-        self.streams = streams
+    def __init__(self, job: Job[Any], generation: Generation) -> None:
+        self.answer_id, self.body, self.params = job.answer_id, job.body, job.params
+        self.generation, self.streams = generation, job.body.stream
+        self.tokenizer = job.context.tokenizer
+        self.with_logprobs = job.params.top_logprobs is not None
         self.blocks: defaultdict[int, list[Block]] = defaultdict(list)  # by choice
         self._opened = False
 
@@ -122,7 +141,7 @@ class Writer(ABC):
 
     def _start(self, delta: Delta, kind: BlockKind, **fields: Any) -> list[bytes]:
         written = self._stop(delta, "complete")
-        block_id = new_id(self.prefixes[kind]) if kind in self.prefixes else ""
+        block_id = self.prefixes[kind] + uuid.uuid4().hex[:24] if kind in self.prefixes else ""
         block = Block(kind, delta.index, block_id, **fields)
         self.blocks[delta.index].append(block)
         return written + self.start(block) if self.streams else []
@@ -184,6 +203,106 @@ def event(fields: dict[str, Any], name: str | None = None) -> bytes:
     return f"{head}data: {packed_json(fields)}\n\n".encode()
 
 
-def new_id(prefix: str) -> str:
-    """Returns an id that no other answer or call has."""
-    return prefix + uuid.uuid4().hex[:24]
+async def respond(request: Request, writer: Writer, keep: StoreAnswer | None = None) -> Response:
+    """Run a generation while the client stays, and return the answer that the writer makes."""
+    context, record = context_of(request), record_of(request.scope)
+    patience = context.config.keep_alive_seconds
+    record.id, record.generation = writer.answer_id, writer.generation
+    for prompt in writer.generation.prompts if context.config.log_prompts else ():
+        text = Later(partial(context.tokenizer.text_of, prompt))
+        logger.info("%(id)s: the prompt is %(prompt)s", {"id": record.id, "prompt": text})
+    if writer.streams:
+        return _EventStream(writer, patience, keep)
+    with writer.generation:
+        answer = await until_disconnect(request.receive, _collect_response(writer, patience))
+    if keep is not None:
+        await keep(answer)
+    if not writer.slow:
+        return JSONResponse(answer)
+    client = client_of(request.scope)
+    content = await context.limiter.packing.run(client, partial(packed_slowly, answer))
+    return Response(content, media_type="application/json")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:
+    async for deltas in writer.generation.deltas(patience):
+        writer.read(deltas)
+    return await _written(writer, writer.whole)
+
+
+async def _written(writer: Writer, write: Callable[[], T]) -> T:
+    return await asyncio.to_thread(write) if writer.slow else write()
+
+
+async def stream_events(
+    writer: Writer, patience: float, keep: StoreAnswer | None = None
+) -> AsyncIterator[bytes]:
+    """Yield a generation as server-sent events; events of one moment are one piece.
+
+    An error before the first event is raised, as it can still become an HTTP status; a later one
+    becomes an event. After each `patience` seconds without events a keep-alive is sent.
+    """
+    begun = False
+    try:
+        async for deltas in writer.generation.deltas(patience):
+            if not deltas:
+                begun = True
+                yield writer.keep_alive
+                continue
+            if piece := b"".join(await _written(writer, partial(writer.read, deltas))):
+                begun = True
+                yield piece
+        if keep is not None:
+            # Before the client reads the end: from then on it may ask for the stored answer.
+            await keep(await _written(writer, writer.whole))
+        yield b"".join((*writer.ending(), writer.done))
+    except Exception as error:
+        writer.generation.fail(error)
+        if not begun:
+            raise
+        if not isinstance(error, MlxMtpError):
+            logger.exception("a stream failed")
+        yield b"".join((*writer.failure(error), writer.done))
+
+
+class _EventStream(Response):
+    def __init__(self, writer: Writer, patience: float, keep: StoreAnswer | None) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=writer.media_type)
+        del self.headers["content-length"]
+        self._generation = writer.generation
+        self._pieces = stream_events(writer, patience, keep)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Nobody is left to answer when the client has disconnected.
+        with self._generation, contextlib.suppress(ClientDisconnect):
+            await until_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        # The head waits for the first event: until then an error is still an HTTP status.
+        start: Message | None = {"type": "http.response.start", "status": self.status_code}
+        async for piece in self._pieces:
+            if start is not None:
+                await send({**start, "headers": self.raw_headers})
+                start = None
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

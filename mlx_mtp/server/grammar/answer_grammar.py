@@ -11,7 +11,7 @@ from typing import Any
 from mlx_mtp.errors import GrammarError, InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.generation.conversation import Conversation, Tool
+from mlx_mtp.server.generation.inputs import Conversation, Tool
 from mlx_mtp.server.grammar import xml_values
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.text.parsing.bare_values import as_list

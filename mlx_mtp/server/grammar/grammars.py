@@ -12,8 +12,9 @@ from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.grammar.json_schemas import styled
-from mlx_mtp.server.http.fair_executor import FairExecutor
-from mlx_mtp.text.sandbox.grammar_check import STACK_BYTES, checker, compile_grammar, try_grammar
+from mlx_mtp.server.http.admission import FairExecutor
+from mlx_mtp.text.sandbox import grammar_check
+from mlx_mtp.text.sandbox.helper import Helper
 from mlx_mtp.text.tokenizer import Tokenizer
 
 MAX_CACHED = 16
@@ -36,7 +37,7 @@ class Grammars:
         known = [token for token in eos_token_ids if token < tokenizer.vocab_size]
         tokenizer_json = tokenizer.to_json()
         self._compiler: GrammarCompiler | None = None
-        self._checker = checker(tokenizer_json, known)
+        self._checker = Helper(grammar_check.__name__, [tokenizer_json, known])
         self._cache: OrderedDict[GrammarSpec, Grammar | str] = OrderedDict()
         self._missing = "this model names no token that ends an answer"
         if known:
@@ -46,7 +47,7 @@ class Grammars:
                 self._missing = f"llguidance can't use its tokenizer: {error}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
         # The thread's stack is larger than a checked grammar can need.
-        before = threading.stack_size(8 * STACK_BYTES)
+        before = threading.stack_size(8 * grammar_check.STACK_BYTES)
         self._pool.submit(int).result()
         threading.stack_size(before)
         self._turns = FairExecutor(1, self._pool)
@@ -80,7 +81,7 @@ class Grammars:
             text = json.dumps(styled(schema, as_standard=self._as_standard))
             spec = replace(spec, kind="json_schema", value=text)
         try:
-            try_grammar(self._checker, spec)
-            return compile_grammar(compiler, spec)
+            grammar_check.try_grammar(self._checker, spec)
+            return grammar_check.compile_grammar(compiler, spec)
         except GrammarError as error:
             return str(error)

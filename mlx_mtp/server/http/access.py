@@ -17,10 +17,10 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from mlx_mtp.bounded_json import cut
 from mlx_mtp.errors import AuthenticationError, ForbiddenError, UsageError
 from mlx_mtp.flags import key_fault
 from mlx_mtp.server.http.record import record_of
-from mlx_mtp.text.characters import cut
 
 logger = logging.getLogger(__name__)
 
@@ -132,20 +132,17 @@ def check_origin(origins: Collection[str], scope: Scope) -> None:
     if not values or ANY in origins:
         return
     origin = values[0].lower()
-    if len(values) == 1 and (origin in origins or _is_same(origin, headers.get("host", ""))):
+    scheme, _, page = origin.partition("://")
+    port = _DEFAULT_PORTS.get(scheme, 0)
+    address = _host_and_port(page, port) if port else None
+    is_own = address is not None and address == _host_and_port(headers.get("host", ""), port)
+    if len(values) == 1 and (origin in origins or is_own):
         return
     shown = cut(values[0])
     raise ForbiddenError(
         f"Web pages of the origin {shown!r} may not call this server. If they should, "
         f"start it with --cors-origin {shown if '://' in shown else 'ORIGIN'}."
     )
-
-
-def _is_same(origin: str, host: str) -> bool:
-    scheme, _, rest = origin.partition("://")
-    default = _DEFAULT_PORTS.get(scheme, 0)
-    page = _host_and_port(rest, default)
-    return default > 0 and page is not None and page == _host_and_port(host, default)
 
 
 def _host_and_port(host: str, default: int) -> tuple[str, int] | None:

@@ -1,25 +1,30 @@
-"""What requests may take: slots of the engine, and memory for bodies and unread answers.
+"""What requests may take: slots of the engine, threads, memory for bodies and unread answers.
 
 A request that can't be served now is refused before anything is computed for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import Executor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import Scope
 
 from mlx_mtp import errors
+from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
 from mlx_mtp.errors import UNKNOWN_RETRY_SECONDS
-from mlx_mtp.server.http.fair_executor import FairExecutor
 from mlx_mtp.server.http.record import client_of, record_of
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
+
+T = TypeVar("T")
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
@@ -31,6 +36,8 @@ together, are not counted: the number of connections bounds them."""
 # Memory that a body takes until its request ends. Per byte: text with one character beyond U+FFFF
 # takes four. Per object: a Python dict.
 BODY_BYTES, OBJECT_BYTES = 4, 512
+SMALL = 1 << 18
+"""Characters, or bytes, of a text that takes milliseconds to read or write."""
 
 
 class RequestLimiter:
@@ -80,13 +87,12 @@ class RequestLimiter:
             raise errors.DrainingError("The server is shutting down.", retry_after=left)
         if scope["method"] != "POST" or not route.generates:
             return
-        if not self._engine.healthy:
+        if (reason := self._engine.unhealthy_reason) is not None:
             self.rejected["engine"] += 1
-            reason = self._engine.unhealthy_reason
             raise errors.EngineStoppedError(f"The engine has stopped: {reason}")
-        if self._engine.hang_reason is not None:
+        if (reason := self._engine.hang_reason) is not None:
             self.rejected["engine"] += 1
-            message = f"No requests are accepted: {self._engine.hang_reason}."
+            message = f"No requests are accepted: {reason}."
             raise errors.EngineHungError(message, retry_after=UNKNOWN_RETRY_SECONDS)
         if self.held >= self.capacity:
             raise self._queue_full(1)
@@ -167,6 +173,65 @@ class HeldBytes:
         self._per_client[client] -= counted
         if not self._per_client[client]:
             del self._per_client[client]
+
+
+class FairExecutor:
+    """Runs at most `max_running` calls at once, on the executor or on the loop's default one.
+
+    Texts of up to `small` characters take no turn.
+    """
+
+    def __init__(
+        self, max_running: int, executor: Executor | None = None, small: int = SMALL
+    ) -> None:
+        self._free, self._executor, self._small = max_running, executor, small
+        self._queue: Any = FairQueue()
+
+    async def run_by_size(self, size: int, client: tuple[str, ...], work: Callable[[], T]) -> T:
+        """Call `work` on a thread: in the client's turn, or at once if `size` is small."""
+        if size <= self._small:
+            return await asyncio.to_thread(work)
+        return await self.run(client, work)
+
+    async def run(self, client: tuple[str, ...], work: Callable[[], T]) -> T:
+        """Call `work` on a thread, in the client's turn.
+
+        If the caller is cancelled meanwhile, the turn still lasts until the call has returned.
+        """
+        loop = asyncio.get_running_loop()
+        if self._free:
+            self._free -= 1
+        else:
+            begins = loop.create_future()
+            # To the engine's queue each call looks like a prompt that costs one turn.
+            cost = QUANTUM - FLAT_COST
+            self._queue.add(SimpleNamespace(client=client, num_prompt=cost, begins=begins))
+            try:
+                await begins
+            except asyncio.CancelledError:
+                if begins.done() and not begins.cancelled():
+                    self._next()
+                raise
+        try:
+            job = loop.run_in_executor(self._executor, work)
+        except BaseException:
+            self._next()
+            raise
+        job.add_done_callback(self._end)
+        return await asyncio.shield(job)
+
+    def _end(self, job: asyncio.Future[Any]) -> None:
+        if not job.cancelled():
+            job.exception()  # Retrieved, so that asyncio logs nothing if the caller has left.
+        self._next()
+
+    def _next(self) -> None:
+        while self._queue.size:
+            begins = self._queue.pop().begins
+            if not begins.cancelled():
+                begins.set_result(None)
+                return
+        self._free += 1
 
 
 def _retry_after(seconds: float) -> int:

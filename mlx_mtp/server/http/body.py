@@ -10,18 +10,21 @@ import json
 import math
 import threading
 from email.message import Message
+from functools import partial
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mlx_mtp.bounded_json import (
     DuplicateNameError,
     JSONBoundError,
     check_text,
+    cut,
+    has_half_character,
     unique_names,
 )
+from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import (
     BodyTimeoutError,
     InvalidRequestError,
@@ -29,9 +32,10 @@ from mlx_mtp.errors import (
     UnsupportedMediaTypeError,
 )
 from mlx_mtp.server.api.schema import Model as Model
+from mlx_mtp.server.context import Context, context_of
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.text.characters import cut, has_half_character
+from mlx_mtp.server.http.record import client_of, record_of
 
 LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included
@@ -43,25 +47,32 @@ _SMALL = 64 << 10  # characters that are parsed without switching off garbage co
 _one_at_a_time = threading.Lock()
 
 
-async def read_body(request: Request, max_bytes: int, max_seconds: float, held: HeldBytes) -> bytes:
-    """Return the body's bytes, which `held` counts; raises RequestError."""
-    _check_headers(request.headers, max_bytes)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(max_seconds):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise _too_long(max_bytes)
-                nbytes = BODY_BYTES * len(chunk) + OBJECT_BYTES * chunk.count(b"{")
-                held.reserve(request.scope, nbytes)
-    except TimeoutError:
-        message = f"The request's body did not arrive within {max_seconds:g} seconds."
-        raise BodyTimeoutError(message) from None
-    return bytes(body)
+async def read_request(request: Request, model: type[Model]) -> tuple[Context, Model]:
+    """Return the application's parts and the validated body; raises RequestError.
+
+    Of bodies that name a model, the name is checked, and the first served one stands in for none.
+    """
+    context, record = context_of(request), record_of(request.scope)
+    context.engine.expect()
+    content = await _read(request, context.config, context.held)
+    record.body_bytes = len(content)
+    has_model = "model" in model.model_fields
+    lenient = has_model and context.config.unknown_parameters == "warn"
+    parse = partial(parse_body, content, model, record.ignored if lenient else None)
+    if len(content) > LARGE_BODY:
+        body = await context.limiter.parsing.run(client_of(request.scope), parse)
+    else:
+        body = parse()
+    if has_model:
+        name = getattr(body, "model", "")
+        served = context.served_name(name)
+        body = body if name else body.model_copy(update={"model": served})
+    return context, body
 
 
-def _check_headers(headers: Headers, max_bytes: int) -> None:
+async def _read(request: Request, config: ServerConfig, held: HeldBytes) -> bytes:
+    max_bytes, max_seconds = config.max_body_bytes, config.body_timeout
+    headers = request.headers
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
@@ -79,6 +90,19 @@ def _check_headers(headers: Headers, max_bytes: int) -> None:
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_long(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(max_seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise _too_long(max_bytes)
+                nbytes = BODY_BYTES * len(chunk) + OBJECT_BYTES * chunk.count(b"{")
+                held.reserve(request.scope, nbytes)
+    except TimeoutError:
+        message = f"The request's body did not arrive within {max_seconds:g} seconds."
+        raise BodyTimeoutError(message) from None
+    return bytes(body)
 
 
 def _too_long(max_bytes: int) -> PayloadTooLargeError:
@@ -87,18 +111,10 @@ def _too_long(max_bytes: int) -> PayloadTooLargeError:
 
 
 def parse_body(body: bytes, model: type[Model], ignored: list[str] | None) -> Model:
-    """Parse and validate a body; raises RequestError.
+    """Parse and validate a body within the bounds above; raises RequestError.
 
     Unknown parameters are an error, or, if `ignored` is a list, added to it.
     """
-    try:
-        return model.model_validate(parse_json(body), context=ignored)
-    except ValidationError as error:
-        raise from_validation(error) from None
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body within the bounds above; raises InvalidRequestError."""
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
     try:
@@ -123,7 +139,10 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise InvalidRequestError("The body is not valid UTF-8: it has half of a surrogate pair.")
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
-    return value
+    try:
+        return model.model_validate(value, context=ignored)
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def _decode_without_collections(text: str) -> Any:

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from mlx_mtp import errors
+from mlx_mtp.bounded_json import cut
 from mlx_mtp.server.api.schema import FORM, UNSUPPORTED
-from mlx_mtp.text.characters import cut
 
 _CLOSE = {"Connection": "close"}
 _HEADERS: dict[type[Exception], dict[str, str]] = {

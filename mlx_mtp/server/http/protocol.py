@@ -17,8 +17,8 @@ from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.http.admission import FULL
 from mlx_mtp.server.http.errors import error_response
+from mlx_mtp.server.http.middleware import REQUEST_ID, log_request
 from mlx_mtp.server.http.record import record_of
-from mlx_mtp.server.http.request_log import REQUEST_ID, log_request
 
 MAX_HEADER_BYTES = 16 << 10  # request line and headers; node.js and h11 have the same bound
 MAX_HEADERS = 100
@@ -51,42 +51,34 @@ class BoundedConnection(h11.Connection):
             if end > MAX_HEADER_BYTES or data.count(b"\n", 0, end) > MAX_HEADERS + 2:
                 raise h11.RemoteProtocolError("too many or too long headers", 431)
         event = super().next_event()
-        if isinstance(event, h11.Request):
-            return _unambiguous(event)
         if isinstance(event, h11.Data):
             self._num_chunks += event.chunk_end
             self._num_bytes += len(event.data)
             if self._num_chunks > FREE_CHUNKS + self._num_bytes // CHUNK_BYTES:
                 raise h11.RemoteProtocolError("the chunks of the body are too small", 400)
-        return event
-
-
-def _unambiguous(request: h11.Request) -> h11.Request:
-    """Return the request with a target that begins with the path.
-
-    Raises RemoteProtocolError if a proxy could read the request's length otherwise.
-    """
-    names = [name for name, _ in request.headers]
-    if request.http_version not in (b"1.0", b"1.1"):
-        raise h11.RemoteProtocolError("its version is neither HTTP/1.0 nor HTTP/1.1", 400)
-    if b"transfer-encoding" in names:
-        if b"content-length" in names:
-            message = "Content-Length and Transfer-Encoding exclude each other; send one of them"
-            raise h11.RemoteProtocolError(message, 400)
-        if request.http_version == b"1.0":
-            raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding", 400)
-    absolute = _ABSOLUTE.fullmatch(request.target)
-    if absolute is None:
-        return request
-    # RFC 9112, 3.2.2: the host of the target replaces that of the Host header.
-    host, target = absolute[1], absolute[2] or b"/"
-    headers = [(name, host if name == b"host" else value) for name, value in request.headers]
-    return h11.Request(
-        method=request.method,
-        target=target if target.startswith(b"/") else b"/" + target,
-        headers=headers,
-        http_version=request.http_version,
-    )
+        if not isinstance(event, h11.Request):
+            return event
+        # A proxy must not be able to read the request's length otherwise.
+        names = [name for name, _ in event.headers]
+        if event.http_version not in (b"1.0", b"1.1"):
+            raise h11.RemoteProtocolError("its version is neither HTTP/1.0 nor HTTP/1.1", 400)
+        if b"transfer-encoding" in names:
+            if b"content-length" in names:
+                message = "Content-Length and Transfer-Encoding exclude each other; send one of"
+                raise h11.RemoteProtocolError(f"{message} them", 400)
+            if event.http_version == b"1.0":
+                raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding", 400)
+        if (absolute := _ABSOLUTE.fullmatch(event.target)) is None:
+            return event
+        # RFC 9112, 3.2.2: the host of the target replaces that of the Host header. The target that
+        # is passed on begins with the path.
+        host, target = absolute[1], absolute[2] or b"/"
+        return h11.Request(
+            method=event.method,
+            target=target if target.startswith(b"/") else b"/" + target,
+            headers=[(name, host if name == b"host" else value) for name, value in event.headers],
+            http_version=event.http_version,
+        )
 
 
 class LimitedProtocol(H11Protocol):

@@ -44,10 +44,6 @@ class OutputFormat:
         """Special tokens that the parser has to see in the text."""
         return MARKERS if self.reasoning == GPT_OSS else (OPEN, CLOSE, CALL, CALL_END)
 
-    def opens_thinking(self, prompt: str) -> bool:
-        """Whether the prompt ends within a think block, so that the answer begins in it."""
-        return self.reasoning == QWEN3 and prompt.rstrip().endswith(OPEN)
-
     def parser(
         self,
         *,

@@ -14,7 +14,7 @@ import random
 import resource
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import IO, Any
 
 import numpy as np
@@ -23,12 +23,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from mlx_mtp.errors import UNKNOWN_RETRY_SECONDS, GrammarError, UnavailableError, is_fault
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.text.sandbox.helper import (
-    Helper,
-    HelperError,
-    HelperUnavailableError,
-    answer_questions,
-)
+from mlx_mtp.text.sandbox import helper as helpers
 
 MAX_COMPILE_SECONDS = 0.5
 """Processor time that a grammar may take; the slowest of 2,500 real schemas takes about 0.1 s."""
@@ -56,18 +51,13 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
         raise error if isinstance(error, GrammarError) else GrammarError(f"{error}.") from None
 
 
-def checker(tokenizer_json: str, eos_token_ids: Sequence[int]) -> Helper:
-    """The process, not yet started."""
-    return Helper(__name__, [tokenizer_json, list(eos_token_ids)])
-
-
-def try_grammar(helper: Helper, spec: GrammarSpec) -> None:
+def try_grammar(helper: helpers.Helper, spec: GrammarSpec) -> None:
     """Try a grammar, and once more if the first trial has no verdict.
 
     GrammarError: the grammar is wrong or takes too much. UnavailableError: there is no verdict.
     """
     for _ in range(2):
-        with contextlib.suppress(HelperError, HelperUnavailableError):
+        with contextlib.suppress(helpers.HelperError, helpers.HelperUnavailableError):
             # If the fork's timers don't end it, the process is stopped: not the grammar's fault.
             error = helper.ask(dataclasses.asdict(spec), MAX_WAIT_SECONDS + _SPARE_SECONDS)
             if error is None:
@@ -138,4 +128,4 @@ def _walk(grammar: Grammar) -> None:
 
 
 if __name__ == "__main__":
-    answer_questions(_answers)
+    helpers.answer_questions(_answers)

@@ -19,12 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mlx_mtp import errors
-from mlx_mtp.text.sandbox.helper import (
-    Helper,
-    HelperError,
-    HelperUnavailableError,
-    answer_questions,
-)
+from mlx_mtp.text.sandbox import helper as helpers
 from mlx_mtp.text.tokenizer import Tokenizer
 
 NUM_WORKERS = 2
@@ -43,8 +38,8 @@ class TextWorkers:
         self._template_seconds = template_seconds
         # As `Tokenizer.variables`, which is asked only for a template that is new.
         self.variables = lru_cache(maxsize=16)(self._variables_of)
-        self._helpers = [Helper(__name__, header) for _ in range(NUM_WORKERS)]
-        self._idle: SimpleQueue[Helper] = SimpleQueue()
+        self._helpers = [helpers.Helper(__name__, header) for _ in range(NUM_WORKERS)]
+        self._idle: SimpleQueue[helpers.Helper] = SimpleQueue()
         for helper in self._helpers:
             self._give_back(helper)
 
@@ -75,12 +70,12 @@ class TextWorkers:
         helper = self._idle.get()
         try:
             answer = helper.ask([method, seconds, args, options], seconds + _SPARE_SECONDS)
-        except HelperUnavailableError as error:
+        except helpers.HelperUnavailableError as error:
             message = f"The model's {what} can't be used now: {error}."
             raise errors.UnavailableError(
                 message, retry_after=errors.UNKNOWN_RETRY_SECONDS
             ) from None
-        except HelperError as error:
+        except helpers.HelperError as error:
             fault = "took too much memory on this, or broke"
             if error.status == -signal.SIGALRM:
                 fault = f"took more than {seconds:g} s on this"
@@ -103,13 +98,13 @@ class TextWorkers:
     def _start_again(self) -> None:
         for _ in self._helpers:
             helper = self._idle.get()
-            with contextlib.suppress(HelperUnavailableError):
+            with contextlib.suppress(helpers.HelperUnavailableError):
                 if helper.fault:
                     helper.make_ready()
             self._idle.put(helper)
 
-    def _give_back(self, helper: Helper) -> None:
-        with contextlib.suppress(HelperUnavailableError):  # `keep_running` tries again.
+    def _give_back(self, helper: helpers.Helper) -> None:
+        with contextlib.suppress(helpers.HelperUnavailableError):  # `keep_running` tries again.
             helper.start()
         self._idle.put(helper)
 
@@ -161,4 +156,4 @@ def _bound_memory(most_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    answer_questions(_answers)
+    helpers.answer_questions(_answers)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_mtp.errors import GrammarError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.generation.conversation import Conversation, Message, Tool, ToolChoice
+from mlx_mtp.server.generation.inputs import Conversation, Message, Tool, ToolChoice
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
 from mlx_mtp.text.parsing.formats import OutputFormat
 from mlx_mtp.text.tokenizer import Tokenizer

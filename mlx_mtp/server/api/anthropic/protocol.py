@@ -9,10 +9,8 @@ from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model
 from mlx_mtp.server.api import schema as fields
 from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.conversation import BUDGETS, Conversation, ToolCall
-from mlx_mtp.server.generation.params import AnswerOptions
-from mlx_mtp.text.characters import unwrap
+from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation.inputs import BUDGETS, AnswerOptions, Conversation, ToolCall, unwrap
 
 # Claude Code's first system block begins with it, and has a nonce that changes with each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -75,11 +73,11 @@ class _ToolResultBlock(WireModel):
     is_error: bool = False
     cache_control: _CacheControl | None = None
 
-    def message(self) -> conversation.Message:
+    def message(self) -> inputs.Message:
         content = "\n".join(block.text for block in self.content)
         if self.is_error and "error" not in content.lower():
             content = f"Error: {content}"
-        return conversation.Message("tool", content, tool_call_id=self.tool_use_id)
+        return inputs.Message("tool", content, tool_call_id=self.tool_use_id)
 
 
 _ContentBlock = Annotated[
@@ -113,7 +111,7 @@ class _AnthropicMessage(WireModel):
                 raise refusal(message, field="content")
         return self
 
-    def messages(self) -> Iterator[conversation.Message]:
+    def messages(self) -> Iterator[inputs.Message]:
         yield from (b.message() for b in self.content if isinstance(b, _ToolResultBlock))
         text = _text_of(self.content)
         if self.role == "assistant":
@@ -121,9 +119,9 @@ class _AnthropicMessage(WireModel):
             thoughts = [block.thinking or unwrap(block.signature or "") for block in blocks]
             calls = tuple(b.call() for b in self.content if isinstance(b, _ToolUseBlock))
             reasoning = "\n".join(thoughts) or None
-            yield conversation.Message("assistant", text, reasoning, calls)
+            yield inputs.Message("assistant", text, reasoning, calls)
         elif text or any(isinstance(block, _TextBlock) for block in self.content):
-            yield conversation.Message(self.role, text)
+            yield inputs.Message(self.role, text)
 
 
 class _AnthropicTool(fields.Function):
@@ -153,11 +151,11 @@ class _AnthropicToolChoice(WireModel):
             raise refusal("is only for type tool", field="name")
         return self
 
-    def choice(self) -> conversation.ToolChoice:
+    def choice(self) -> inputs.ToolChoice:
         if self.type in ("any", "tool"):
             names = None if self.name is None else frozenset({self.name})
-            return conversation.ToolChoice("required", names)
-        return conversation.ToolChoice("none" if self.type == "none" else "auto")
+            return inputs.ToolChoice("required", names)
+        return inputs.ToolChoice("none" if self.type == "none" else "auto")
 
 
 class _ThinkingOptions(WireModel):
@@ -233,7 +231,7 @@ class CountRequest(WireModel):
     def conversation(self) -> Conversation:
         messages = [message for given in self.messages for message in given.messages()]
         if system := _text_of(self.system):
-            messages.insert(0, conversation.Message("system", system))
+            messages.insert(0, inputs.Message("system", system))
         thinking, budget = self.thinking, BUDGETS.get(self.output_config.effort or "")
         form = self.output_config.format or self.output_format
         return Conversation(

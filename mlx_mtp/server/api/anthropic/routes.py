@@ -1,6 +1,7 @@
 """Anthropic's routes, for any `anthropic-version`, and how their answers are worded."""
 
 import json
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -8,14 +9,13 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
 from mlx_mtp.server.api.schema import MAX_PROMPT_IDS
-from mlx_mtp.server.context import read_request
 from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Job, admit
-from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
+from mlx_mtp.server.generation.inputs import wrap
+from mlx_mtp.server.generation.job import admit
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event, respond
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import anthropic_error_body
-from mlx_mtp.server.http.record import client_of
-from mlx_mtp.server.http.sse import respond
-from mlx_mtp.text.characters import wrap
+from mlx_mtp.server.http.record import client_of, record_of
 
 # Clients send thinking blocks back only if they have a signature, whatever it is.
 _SIGNATURE = "mlx-mtp"
@@ -28,21 +28,16 @@ class _MessageWriter(Writer):
     # Half a call, completed to an object, would look whole, and a client might write half a file.
     # In a stream the input of such a call is left open.
     cut_calls_are_text = True
-
-    def __init__(self, job: Job[MessagesRequest], generation: Generation) -> None:
-        body = job.body
-        super().__init__(job.answer_id, generation, streams=body.stream)
-        self._model = body.model
-        self._seed = job.params.seed  # not of this API
-        self._omit_thinking = body.thinking.display == "omitted"
+    body: MessagesRequest
 
     def opening(self) -> list[bytes]:
         nothing = {"stop_reason": None, "stop_sequence": None}
         return [_event("message_start", message=self._message([], nothing))]
 
     def ending(self) -> list[bytes]:
-        fields = {"delta": self._reason(), "usage": _usage(self.generation), "seed": self._seed}
-        return [_event("message_delta", **fields), _event("message_stop")]
+        delta, usage = self._reason(), _usage(self.generation)
+        last = _event("message_delta", delta=delta, usage=usage, seed=self.params.seed)
+        return [last, _event("message_stop")]
 
     def failure(self, error: Exception) -> list[bytes]:
         return [event(anthropic_error_body(error), "error")]
@@ -55,7 +50,9 @@ class _MessageWriter(Writer):
             return [self._delta("text_delta", text=content.text)]
         if block.kind == "call":
             return [self._delta("input_json_delta", partial_json=content.text)]
-        return [] if self._omit_thinking else [self._delta("thinking_delta", thinking=content.text)]
+        if self.body.thinking.display == "omitted":
+            return []
+        return [self._delta("thinking_delta", thinking=content.text)]
 
     def stop(self, block: Block) -> list[bytes]:
         end = [self._block_event("stop")]
@@ -68,8 +65,9 @@ class _MessageWriter(Writer):
 
     def _content(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
-            whole = block.text
-            shown, signature = ("", wrap(whole)) if self._omit_thinking else (whole, _SIGNATURE)
+            shown, signature = block.text, _SIGNATURE
+            if self.body.thinking.display == "omitted":
+                shown, signature = "", wrap(shown)
             signature = "" if block.state == "open" else signature
             return {"type": "thinking", "thinking": shown, "signature": signature}
         if block.kind == "call":
@@ -82,8 +80,8 @@ class _MessageWriter(Writer):
             "id": self.answer_id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
-            "seed": self._seed,
+            "model": self.body.model,
+            "seed": self.params.seed,  # not of this API
             "content": content,
             **reason,
             "usage": _usage(self.generation),
@@ -128,9 +126,9 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
     context, body = await read_request(request, CountRequest)
-    client = client_of(request.scope)
-    async with context.in_time(request.scope):
-        prompt = await context.prompter.prompt(
-            body.conversation(), MAX_PROMPT_IDS, request.scope, client
-        )
+    scope, prompter = request.scope, context.prompter
+    work = partial(prompter.prompt, body.conversation(), MAX_PROMPT_IDS)
+    async with context.in_time(scope):
+        size = record_of(scope).body_bytes
+        prompt = await prompter.executor.run_by_size(size, client_of(scope), work)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

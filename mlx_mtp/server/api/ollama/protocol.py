@@ -12,9 +12,8 @@ from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.openai import protocol as openai
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most, refusal
-from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.conversation import Conversation
-from mlx_mtp.server.generation.params import AnswerOptions
+from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation.inputs import AnswerOptions, Conversation
 
 
 def _text_only(value: object) -> object:
@@ -53,9 +52,9 @@ class _OllamaToolCall(WireModel):
     id: str | None = None
     type: Literal["function"] = "function"
 
-    def call(self) -> conversation.ToolCall:
+    def call(self) -> inputs.ToolCall:
         arguments = json.dumps(self.function.arguments, ensure_ascii=False)
-        return conversation.ToolCall(self.function.name, arguments, self.id)
+        return inputs.ToolCall(self.function.name, arguments, self.id)
 
 
 class _OllamaMessage(WireModel):
@@ -74,10 +73,10 @@ class _OllamaMessage(WireModel):
             raise refusal("belongs to messages of role assistant", field=field)
         return self
 
-    def message(self) -> conversation.Message:
+    def message(self) -> inputs.Message:
         calls = tuple(call.call() for call in self.tool_calls)
         names = {"tool_call_id": self.tool_call_id, "name": self.tool_name}
-        return conversation.Message(self.role, self.content, self.thinking, calls, **names)
+        return inputs.Message(self.role, self.content, self.thinking, calls, **names)
 
 
 class _OllamaTool(openai.OpenAITool):
@@ -155,9 +154,9 @@ class OllamaText(_OllamaRequest):
         return self
 
     def chat(self) -> Conversation:
-        messages = [conversation.Message("user", self.prompt)]
+        messages = [inputs.Message("user", self.prompt)]
         if self.system:
-            messages.insert(0, conversation.Message("system", self.system))
+            messages.insert(0, inputs.Message("system", self.system))
         return Conversation(messages)
 
 

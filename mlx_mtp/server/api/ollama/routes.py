@@ -12,13 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.ollama.protocol import OllamaChat, OllamaShow, OllamaText
 from mlx_mtp.server.api.openai.tokens import logprob_entries
-from mlx_mtp.server.context import Context, context_of, read_request
-from mlx_mtp.server.generation.generation import Generation
-from mlx_mtp.server.generation.job import Job, admit
-from mlx_mtp.server.generation.timings import timings
-from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json
+from mlx_mtp.server.context import Context, context_of
+from mlx_mtp.server.generation.job import admit
+from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json, respond
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import ollama_error_body
-from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.parsing.events import OutputToken
 
 _VERSION = "0.12.11"  # of Ollama; clients check that it is new enough
@@ -29,12 +27,6 @@ class _OllamaWriter(Writer):
     media_type = "application/x-ndjson"
     cut_calls_are_text = True
     keep_alive = b" "  # a part of the next line: clients take an empty line for an error
-
-    def __init__(self, job: Job[Any], generation: Generation) -> None:
-        super().__init__(job.answer_id, generation, streams=job.body.stream)
-        self._model = job.body.model
-        self._tokenizer = job.context.tokenizer
-        self._with_logprobs = job.params.top_logprobs is not None
 
     @abstractmethod
     def text_fields(self, text: str, **more: Any) -> dict[str, Any]: ...
@@ -74,13 +66,13 @@ class _OllamaWriter(Writer):
 
     def _answer(self, text: str, tokens: Sequence[OutputToken] = (), **more: Any) -> dict[str, Any]:
         given = {key: value for key, value in more.items() if value}
-        fields = {"model": self._model, "created_at": _now(), **self.text_fields(text, **given)}
-        if self._with_logprobs and tokens:
-            fields["logprobs"] = logprob_entries(self._tokenizer, tokens)
+        fields = {"model": self.body.model, "created_at": _now(), **self.text_fields(text, **given)}
+        if self.with_logprobs and tokens:
+            fields["logprobs"] = logprob_entries(self.tokenizer, tokens)
         return fields
 
     def _costs(self) -> dict[str, Any]:
-        times, generation = timings(self.generation), self.generation
+        times, generation = self.generation.timings(), self.generation
         prompt, answer = (int(times[f"{part}_ms"] * 1e6) for part in ("prompt", "predicted"))
         is_cut = generation.streams[0].finish_reason == "length"
         return {

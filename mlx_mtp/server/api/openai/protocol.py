@@ -13,9 +13,8 @@ from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.generation import conversation
-from mlx_mtp.server.generation.conversation import Conversation
-from mlx_mtp.server.generation.params import MAX_SEQUENCES, AnswerOptions
+from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation.inputs import MAX_SEQUENCES, AnswerOptions, Conversation
 
 MAX_TEMPLATE = 1 << 16  # characters
 _BUDGET = "thinking_budget"
@@ -74,13 +73,13 @@ class OpenAIMessage(WireModel):
             raise refusal(f"a message of role {self.role} needs content{more}", field="content")
         return self
 
-    def message(self) -> conversation.Message:
-        return conversation.Message(
+    def message(self) -> inputs.Message:
+        return inputs.Message(
             role="system" if self.role == "developer" else self.role,
             content=(self.content or "") + (self.refusal or ""),
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
             tool_calls=tuple(
-                conversation.ToolCall(call.function.name, call.function.arguments, call.id)
+                inputs.ToolCall(call.function.name, call.function.arguments, call.id)
                 for call in self.tool_calls or ()
             ),
             tool_call_id=self.tool_call_id,
@@ -132,7 +131,7 @@ class _MtpOptions(WireModel):
 
 
 @schema.sampled()
-class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields, GuidedFields):
+class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, GuidedFields):
     """What both bodies have."""
 
     stream_options: _UsageOptions = _UsageOptions()
@@ -141,9 +140,17 @@ class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, schema.TextFields
     prompt_logprobs: schema.Int | None = None
     return_progress: bool = False  # llama.cpp's; has an effect on streams only
     mtp: _MtpOptions = _MtpOptions()
+    # How an answer's tokens become text, in vLLM's words.
+    bad_words: schema.BadWordTexts = Field([])
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> Self:
+    def _fields_go_together(self) -> Self:
+        forms = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+        if len(forms) > 1:
+            raise refusal(f"can't be combined with {forms[0]}", field=forms[1])
         if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("needs stream: true", field="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -181,16 +188,12 @@ class TemplateFields(WireModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    @model_validator(mode="after")
-    def _no_message_is_begun_twice(self) -> Self:
-        both = {"continue_final_message", "add_generation_prompt"} <= self.model_fields_set
-        if both and self.continue_final_message and self.add_generation_prompt:
-            message = "can't be combined with add_generation_prompt: true"
-            raise refusal(message, field="continue_final_message")
-        return self
-
     def template_fields(self) -> dict[str, Any]:
         """The same as fields of a `Conversation`; the server heeds the budget, no template."""
+        both = {field := "continue_final_message", "add_generation_prompt"} <= self.model_fields_set
+        if both and self.continue_final_message and self.add_generation_prompt:
+            message = f"{field}: can't be combined with add_generation_prompt: true."
+            raise InvalidRequestError(message, param=field)
         kwargs = dict(self.chat_template_kwargs)
         budget, limit = kwargs.pop(_BUDGET, None), 1 << 31
         if budget is not None and not (schema.is_id(budget) and 0 <= budget < limit):
@@ -218,24 +221,20 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
     parallel_tool_calls: bool = True
     store: bool = False
 
-    @model_validator(mode="after")
-    def _fields_fit_together(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise refusal("needs logprobs: true", field="top_logprobs")
-        if len({self.sampling().get("max_tokens"), self.max_completion_tokens} - {None}) > 1:
-            message = "differs from max_completion_tokens; give one of them"
-            raise refusal(message, field="max_tokens")
-        return self
-
     def listed_messages(self, answer_id: str) -> Iterator[dict[str, Any]]:
         for number, message in enumerate(self.messages):
             yield {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
 
     def options(self, **_: Any) -> AnswerOptions:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs: needs logprobs: true.", param="top_logprobs")
         top_logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        options = super().options(max_tokens=self.max_completion_tokens, top_logprobs=top_logprobs)
-        if self.max_completion_tokens is None:
-            return options
+        if (limit := self.max_completion_tokens) is None:
+            return super().options(top_logprobs=top_logprobs)
+        if self.sampling().get("max_tokens", limit) != limit:
+            message = "max_tokens: differs from max_completion_tokens; give one of them."
+            raise InvalidRequestError(message, param="max_tokens")
+        options = super().options(max_tokens=limit, top_logprobs=top_logprobs)
         return replace(options, max_tokens_field="max_completion_tokens")
 
     def conversation(self) -> Conversation:

@@ -22,10 +22,8 @@ from mlx_mtp.server.api.openai.tokens import (
 from mlx_mtp.server.api.stored import keeper
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Job, admit
-from mlx_mtp.server.generation.timings import timings
-from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event, respond
 from mlx_mtp.server.http.errors import error_body
-from mlx_mtp.server.http.sse import respond
 from mlx_mtp.text.stream import Delta
 
 
@@ -35,11 +33,11 @@ class _OpenAIWriter(Writer):
     chunk_kind: str
     chunk_key: str  # of the content in a chunk's choice
     empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason
-    _body: OpenAIRequest
+    body: OpenAIRequest
 
     def __init__(self, job: Job[Any], generation: Generation) -> None:
-        body = self._body = job.body
-        super().__init__(job.answer_id, generation, streams=body.stream)
+        super().__init__(job, generation)
+        body = self.body
         self.record = not body.stream or getattr(body, "store", False)
         self._shared = {
             "created": int(time.time()),
@@ -47,18 +45,17 @@ class _OpenAIWriter(Writer):
             "system_fingerprint": f"mlx-mtp-{__version__}",
             "seed": job.params.seed,
         }
-        self._tokenizer = job.context.tokenizer
-        self._top, self._num_choices = job.params.top_logprobs, job.options.n
+        self._num_choices = job.options.n
         self.slow = job.params.prompt_logprobs is not None
         self._num_sent: Counter[int] = Counter()  # token ids of each choice, in chunks
         self._traces = [
-            Trace(self._tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
+            Trace(self.tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
             for stream in generation.streams
         ]
 
     def progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
         empty = {"index": choice, self.chunk_key: self.empty, "logprobs": None}
-        more = {"usage": None} if self._body.stream_options.include_usage else {}
+        more = {"usage": None} if self.body.stream_options.include_usage else {}
         choices = [empty | {"finish_reason": None}]
         return [event(self._fields(self.chunk_kind, choices, **more, prompt_progress=fields))]
 
@@ -66,7 +63,7 @@ class _OpenAIWriter(Writer):
         return [self.chunk(delta.index, self.empty, None, delta.finish_reason)]
 
     def ending(self) -> list[bytes]:
-        if not self._body.stream_options.include_usage:
+        if not self.body.stream_options.include_usage:
             return []
         return [event(self._fields(self.chunk_kind, [], **self._costs()))]
 
@@ -79,7 +76,7 @@ class _OpenAIWriter(Writer):
             blocks = self.whole_blocks(stream.index)
             tokens = [token for block in blocks for token in block.tokens]
             content = self.content(blocks)
-            if self._body.return_token_ids:
+            if self.body.return_token_ids:
                 content["token_ids"] = stream.token_ids
             choices.append(self._choice(stream.index, tokens, stream.finish_reason, **content))
         return self._fields(self.answer_kind, choices, **self.prompt_ids(), **self._costs())
@@ -95,18 +92,18 @@ class _OpenAIWriter(Writer):
 
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
         """The logprobs of a choice's prompt, which its first choice has, if they were asked for."""
-        most = self._body.prompt_logprobs
+        most = self.body.prompt_logprobs
         if most is None:
             return {}
         first = index - index % self._num_choices
         token_ids = self.generation.requests[first].prompt_token_ids
         entries = self.generation.streams[first].prompt_logprobs
-        return {"prompt_logprobs": prompt_logprobs(self._tokenizer, token_ids, entries, most)}
+        return {"prompt_logprobs": prompt_logprobs(self.tokenizer, token_ids, entries, most)}
 
     def _choice(
         self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
-        logprobs = self.logprobs(tokens) if self._top is not None else None
+        logprobs = self.logprobs(tokens) if self.with_logprobs else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def chunk(
@@ -118,13 +115,13 @@ class _OpenAIWriter(Writer):
         **more: Any,
     ) -> bytes:
         # The usage comes last. Until then each chunk has null, or the usage so far.
-        options = self._body.stream_options
+        options = self.body.stream_options
         if options.include_usage:
             more["usage"] = _usage(self.generation) if options.continuous_usage_stats else None
         if reason is not None and self.generation.is_finished:
-            more["timings"] = timings(self.generation)
+            more["timings"] = self.generation.timings()
         choice = self._choice(index, tokens, reason, **{self.chunk_key: content})
-        if self._body.return_token_ids and not self.prompt_ids().keys() & more.keys():
+        if self.body.return_token_ids and not self.prompt_ids().keys() & more.keys():
             ids, sent = self.generation.streams[index].token_ids, self._num_sent[index]
             choice["token_ids"], self._num_sent[index] = ids[sent:], len(ids)
         trace = self._traces[index]
@@ -136,7 +133,7 @@ class _OpenAIWriter(Writer):
         return {"id": self.answer_id, "object": kind, **self._shared, "choices": choices, **more}
 
     def _costs(self) -> dict[str, Any]:
-        return {"usage": _usage(self.generation), "timings": timings(self.generation)}
+        return {"usage": _usage(self.generation), "timings": self.generation.timings()}
 
 
 class ChatWriter(_OpenAIWriter):
@@ -147,7 +144,7 @@ class ChatWriter(_OpenAIWriter):
     chunk_key = "delta"
     empty: ClassVar[Any] = {}
     prefixes: ClassVar[dict[BlockKind, str]] = {"call": "call_"}
-    _body: ChatRequest
+    body: ChatRequest
 
     def opening(self) -> list[bytes]:
         message = {"role": "assistant", "content": ""}
@@ -155,7 +152,7 @@ class ChatWriter(_OpenAIWriter):
         return [self.chunk(stream.index, message, **self.prompt_ids()) for stream in streams]
 
     def prompt_ids(self) -> dict[str, Any]:
-        if not self._body.return_token_ids:
+        if not self.body.return_token_ids:
             return {}
         return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
 
@@ -169,7 +166,7 @@ class ChatWriter(_OpenAIWriter):
         text = content.text
         delta: dict[str, Any] = {"content": text}
         if block.kind == "reasoning":
-            if self._body.hides_reasoning:
+            if self.body.hides_reasoning:
                 return []
             delta = {"reasoning_content": text}
         elif block.kind == "call":
@@ -179,7 +176,7 @@ class ChatWriter(_OpenAIWriter):
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:
         text = "".join(block.text for block in blocks if block.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if any(block.kind == "reasoning" for block in blocks) and not self._body.hides_reasoning:
+        if any(block.kind == "reasoning" for block in blocks) and not self.body.hides_reasoning:
             thoughts = (block.text for block in blocks if block.kind == "reasoning")
             message["reasoning_content"] = "".join(thoughts)
         if any(block.kind == "call" for block in blocks):
@@ -193,7 +190,7 @@ class ChatWriter(_OpenAIWriter):
     def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None:
         if tokens is None:
             return None
-        return {"content": logprob_entries(self._tokenizer, tokens), "refusal": None}
+        return {"content": logprob_entries(self.tokenizer, tokens), "refusal": None}
 
 
 class _CompletionWriter(_OpenAIWriter):
@@ -204,7 +201,7 @@ class _CompletionWriter(_OpenAIWriter):
     def _choice(
         self, index: int, tokens: OutputTokens | None, reason: str | None, **content: Any
     ) -> dict[str, Any]:
-        if self._body.return_token_ids and not self._num_sent[index]:
+        if self.body.return_token_ids and not self._num_sent[index]:
             content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
         return super()._choice(index, tokens, reason, **content)
 
@@ -215,7 +212,7 @@ class _CompletionWriter(_OpenAIWriter):
         return {"text": "".join(block.text for block in blocks)}
 
     def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any]:
-        return completion_logprobs(self._tokenizer, tokens or (), self._top or 0)
+        return completion_logprobs(self.tokenizer, tokens or (), self.params.top_logprobs or 0)
 
     def whole(self) -> dict[str, Any]:
         answer = super().whole()

@@ -18,10 +18,15 @@ from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.api import schema as fields
 from mlx_mtp.server.api.forms import AnswerSchema, AnswerType, type_grammar
 from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.generation.conversation import Conversation, Effort, Message, ToolCall
-from mlx_mtp.server.generation.params import AnswerOptions
+from mlx_mtp.server.generation.inputs import (
+    AnswerOptions,
+    Conversation,
+    Effort,
+    Message,
+    ToolCall,
+    unwrap,
+)
 from mlx_mtp.server.http.errors import from_validation
-from mlx_mtp.text.characters import unwrap
 
 # Codex sends these to every server; the prompt describes only tools that the client runs.
 _IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")

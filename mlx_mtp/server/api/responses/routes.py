@@ -14,12 +14,10 @@ from mlx_mtp.server.api.openai.tokens import logprob_entries
 from mlx_mtp.server.api.responses.protocol import ENCRYPTED, ResponsesRequest, items_of
 from mlx_mtp.server.api.stored import Inputs, continued, keeper, size_of
 from mlx_mtp.server.generation.generation import Generation
+from mlx_mtp.server.generation.inputs import wrap
 from mlx_mtp.server.generation.job import Job, admit
-from mlx_mtp.server.generation.timings import timings
-from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event, respond
 from mlx_mtp.server.http.errors import error_body
-from mlx_mtp.server.http.sse import respond
-from mlx_mtp.text.characters import wrap
 from mlx_mtp.text.parsing.events import OutputToken
 
 _DONE, _CUT = "completed", "incomplete"
@@ -31,10 +29,8 @@ class _ResponseWriter(Writer):
     prefixes: ClassVar[dict[BlockKind, str]] = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
 
     def __init__(self, job: Job[ResponsesRequest], generation: Generation) -> None:
-        super().__init__(job.answer_id, generation, streams=job.body.stream)
+        super().__init__(job, generation)
         self._echo = _echo(job.body, job.params)
-        self._tokenizer = job.context.tokenizer
-        self._with_logprobs = job.params.top_logprobs is not None
         self._as_summary = job.body.reasoning.summary is not None
         self._with_encrypted = ENCRYPTED in job.body.include
         self._created = int(time.time())
@@ -50,7 +46,7 @@ class _ResponseWriter(Writer):
         if is_cut:
             fields["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = _usage(self.generation)
-        return fields | {"usage": usage, "timings": timings(self.generation)}
+        return fields | {"usage": usage, "timings": self.generation.timings()}
 
     def _response(self, status: str, blocks: Iterable[Block]) -> dict[str, Any]:
         return {
@@ -151,7 +147,7 @@ class _ResponseWriter(Writer):
         return {**fields, "logprobs": self._logprobs(block.tokens)}
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> list[dict[str, Any]]:
-        return logprob_entries(self._tokenizer, tokens) if self._with_logprobs else []
+        return logprob_entries(self.tokenizer, tokens) if self.with_logprobs else []
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

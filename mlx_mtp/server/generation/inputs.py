@@ -1,0 +1,319 @@
+"""From what a body asks for, whichever API it came through, to requests of the engine."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from mlx_mtp.engine.request import Request, RequestOptions, check_num_draft_tokens, prompt_too_long
+from mlx_mtp.engine.stats import EngineInfo
+from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
+from mlx_mtp.sampling.bad_words import BadWords
+from mlx_mtp.sampling.grammar import Grammar
+from mlx_mtp.sampling.params import RANGES, GrammarSpec, Range, SamplingParams
+
+Role = Literal["system", "user", "assistant", "tool"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
+"""Most tokens to think at an effort; at higher ones the model thinks as long as it likes."""
+_BETWEEN = "\n\n"
+MAX_PROMPT_LOGPROBS = 1 << 16  # of one request, alternatives included
+_MARK = "mlx-mtp:"
+_SEED_BITS = 53  # of seeds that the server draws: exact in clients whose numbers are doubles
+MAX_SEQUENCES = 128  # prompts times choices of one request
+ALL_TOKENS = -1  # vLLM's top_k that keeps all tokens, which is 0 here and in transformers
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of an earlier answer; its arguments are JSON text, or what the model wrote."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+    def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
+        """The call, with an object for its text; other text is a field of one if `as_object`."""
+        arguments = object_or_text(self.arguments)
+        if as_object and isinstance(arguments, str):
+            arguments = {"arguments": arguments}
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message; one of role tool answers the call `tool_call_id`."""
+
+    role: Role
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
+        calls = [call.for_template(as_object=as_object) for call in self.tool_calls]
+        more = {
+            "name": self.name,
+            "reasoning_content": self.reasoning,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+        }
+        given = {name: value for name, value in more.items() if value is not None}
+        return {"role": self.role, "content": self.content, **given}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call; if `strict`, calls must fit the schema `parameters`."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as the client described it, with its fields in the usual order."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.parameters is not None:
+            function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model may, must or can't call tools."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: frozenset[str] | None = None  # of the tools that it may call; None: all
+    field: str = "tool_choice"  # the name in the request, for errors
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the model is asked, and how it may answer."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True  # one answer may have several calls
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the client's own
+    thinking: bool | None = None  # None: as the template has it
+    thinking_budget: int | None = None  # most tokens to think; then the think block is closed
+    response: GrammarSpec | None = None  # the form of an answer that is no tool call
+    response_field: str = "response_format"  # the name in the request, for errors
+    effort: str | None = None  # how much to think, for templates that know OpenAI's word
+    continue_final: bool = False  # the last message is the beginning of the answer
+    generation_prompt: bool = True  # the prompt ends with the beginning of an answer
+    template: str | None = None  # the client's own
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the prompt describes; calls of others are text."""
+        if self.tool_choice.mode == "none":
+            return []
+        names = self.tool_choice.names
+        return [tool for tool in self.tools if names is None or tool.name in names]
+
+    def with_effort(self, effort: Effort | None) -> Conversation:
+        """The same chat with as much thinking as OpenAI's `reasoning_effort` asks for."""
+        if effort is None:
+            return self
+        budget = BUDGETS.get(effort) if self.thinking_budget is None else self.thinking_budget
+        return replace(self, thinking=effort != "none", thinking_budget=budget, effort=effort)
+
+
+def folded(messages: Iterable[Message]) -> list[Message]:
+    """The same chat with at most one message of role system, the first.
+
+    Agents send more of them, and Qwen's templates take no other. A later one becomes a part of the
+    user's message before it, or a user's message: if the first message changed with each turn, no
+    prefix could be reused.
+    """
+    chat: list[Message] = []
+    for message in messages:
+        if message.role != "system" or not chat:
+            chat.append(message)
+        elif chat[-1].role in ("system", "user"):
+            last = chat.pop()
+            chat.append(replace(last, content=last.content + _BETWEEN + message.content))
+        else:
+            chat.append(replace(message, role="user"))
+    return chat
+
+
+def object_or_text(text: str) -> Any:
+    """The value of an object's JSON text, {} for blank text; other text as it is."""
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def wrap(text: str) -> str:
+    """Encode reasoning as a token that clients keep and send back, and don't take for text."""
+    return _MARK + base64.b64encode(text.encode()).decode()
+
+
+def unwrap(text: str) -> str:
+    """Decode what `wrap` returned; "" for any other text."""
+    if not text.startswith(_MARK):
+        return ""
+    try:
+        return base64.b64decode(text[len(_MARK) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a body asks of its answers, beside the prompts."""
+
+    # The values of `SamplingParams` that the client gave; the tokens of `logit_bias` are texts.
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    engine: RequestOptions = field(default_factory=RequestOptions)  # `admit` adds client and salt
+    max_tokens_field: str = "max_tokens"  # the API's name for the most tokens of an answer
+    cut_to_context: bool = False  # where `max_tokens` don't fit the context, fewer will do
+    num_prompts: int = 1
+    n: int = 1  # choices for each prompt
+    echo: bool = False  # each choice begins with its prompt
+    stop: Sequence[str] = ()
+    include_stop: bool = False  # the text ends with the stop string or stop token, if it has text
+    skip_special_tokens: bool = True  # leave them out of the text
+    bad_words: Sequence[str] = ()
+    user: str | None = None  # the client's name for its end user
+
+
+def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """The model's own values, or neutral ones; raises ModelError for what no sampler could use."""
+    names = [name for name, values in RANGES.items() if values.from_model]
+    given: dict[str, Any] = {
+        name: generation_config[name] for name in names if generation_config.get(name) is not None
+    }
+    if given.get("top_k") == ALL_TOKENS:
+        given["top_k"] = 0
+    if generation_config.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        if not isinstance(given.get("top_k", 0), int):
+            raise TypeError(f"top_k is {given['top_k']!r}, which is not an integer")
+        params = SamplingParams(max_tokens=1, **given)
+        params.validate(vocab_size=1)
+    except (InvalidRequestError, TypeError) as error:
+        raise ModelError(f"The model's generation_config.json can't be used: {error}") from error
+    return params
+
+
+def sampling_params(
+    options: AnswerOptions,
+    defaults: SamplingParams,
+    seeds: random.Random,
+    info: EngineInfo,
+    max_choices: int = 1,
+) -> SamplingParams:
+    """The client's values over the model's defaults; InvalidRequestError: an option is wrong."""
+    n, values = options.n, dict(options.sampling)
+    if not 1 <= n <= max_choices:
+        raise InvalidRequestError(f"n is {n}, but must be 1 to {max_choices}.", param="n")
+    if options.num_prompts * n > MAX_SEQUENCES:
+        product = f"{options.num_prompts} prompts times n = {n}"
+        most = f"the {MAX_SEQUENCES} answers that one request may ask for"
+        raise InvalidRequestError(f"{product} are more than {most}.", param="prompt")
+    check_num_draft_tokens(options.engine.num_draft_tokens, mtp_enabled=info.mtp_enabled)
+    if (share := values.get("optimistic")) and not info.draft_sources:
+        message = f"mtp.optimistic is {share}, but this server drafts nothing: only 0 is possible."
+        raise InvalidRequestError(message, param="mtp.optimistic")
+    if values.get("top_k") == ALL_TOKENS:
+        values["top_k"] = 0
+    if "seed" not in values:
+        values["seed"] = seeds.getrandbits(_SEED_BITS)
+    bias = values.get("logit_bias", {}).items()
+    values["logit_bias"] = tuple((_token_id(key), value) for key, value in bias)
+    for name in {"stop_token_ids", "allowed_token_ids"} & values.keys():
+        values[name] = tuple(values[name])
+    params = replace(defaults, **values)
+    # What asks for something of the prompt may do without an answer.
+    least = 0 if options.echo or params.prompt_logprobs is not None else 1
+    max_tokens = Range(least, RANGES["max_tokens"].high)
+    max_tokens.check(options.max_tokens_field, params.max_tokens)
+    params.validate(info.vocab_size)
+    return params
+
+
+def engine_requests(
+    answer_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    options: AnswerOptions,
+    max_model_len: int,
+    *,
+    grammar: Grammar | None = None,
+    bad_words: BadWords | None = None,
+) -> list[Request]:
+    """One engine request for each prompt and choice, in the order of the answer's choices.
+
+    Raises ContextLengthError or InvalidRequestError if a prompt leaves too little room.
+    """
+    requests: list[Request] = []
+    max_tokens = options.sampling.get("max_tokens")
+    for prompt in prompts:
+        if not prompt:
+            raise InvalidRequestError("The prompt has no tokens.")
+        size = len(prompt)
+        left = max_model_len - size
+        if left <= 0:
+            raise prompt_too_long(size, max_model_len, ", the answer included")
+        if max_tokens is not None and max_tokens > left and not options.cut_to_context:
+            raise ContextLengthError(
+                f"This model's maximum context length is {max_model_len} tokens, but "
+                f"{size + max_tokens} were asked for: {size} of prompt and {max_tokens} of answer.",
+                param=options.max_tokens_field,
+            )
+        room = left if max_tokens is None else min(max_tokens, left)
+        if params.min_tokens > room:
+            message = f"min_tokens is {params.min_tokens}, but the answer can have {room} tokens"
+            raise InvalidRequestError(f"{message} at most.", param="min_tokens")
+        for choice in range(options.n):
+            # The first choice's logprobs of the prompt are all choices', unless each has an echo;
+            # and its progress is theirs, as they wait for its prefix.
+            is_first = choice == 0
+            reported = params.prompt_logprobs if options.echo or is_first else None
+            request = Request(
+                f"{answer_id}-{len(requests)}",
+                prompt,
+                replace(params, max_tokens=room, choice=choice, prompt_logprobs=reported),
+                options=options.engine if is_first else replace(options.engine, progress=False),
+                grammar=grammar,
+                bad_words=bad_words,
+            )
+            requests.append(request)
+    reports = [(r.prompt_token_ids, r.sampling.prompt_logprobs) for r in requests]
+    count = sum(len(prompt) * (1 + top) for prompt, top in reports if top is not None)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{count} logprobs of prompts are asked for, alternatives included; one request may "
+            f"have {MAX_PROMPT_LOGPROBS}. Send fewer or shorter prompts, or ask for fewer "
+            "alternatives.",
+            param="prompt_logprobs",
+        )
+    return requests
+
+
+def _token_id(key: str) -> int:
+    # As an integer prints itself, so that no two keys name one token.
+    if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
+        message = f"logit_bias has the key {key[:40]!r}, which is not a token id."
+        raise InvalidRequestError(message, param="logit_bias")
+    return int(key)
