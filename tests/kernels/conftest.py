@@ -35,7 +35,7 @@ def compiled(tmp_path_factory):
 def orders(request, monkeypatch):
     """It takes as long again, so the quick suite does it where pairs are shared out alone."""
     is_quick = request.config.option.markexpr == "not full"
-    both = not is_quick or request.module.__name__.endswith("few_rows_metal")
+    both = not is_quick or request.module.__name__.endswith("skinny_gemm_metal")
     monkeypatch.setattr(EmulatedKernel, "both_orders", both)
 
 

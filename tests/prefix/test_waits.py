@@ -28,11 +28,15 @@ class SlowDisk(PrefixStore):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, FINGERPRINT, 1 << 30)
         self.began, self.go_on = threading.Event(), threading.Event()
+        self.close_seconds = PATIENCE
 
     def _read(self, files):
         self.began.set()
         assert self.go_on.wait(2 * PATIENCE)
         super()._read(files)
+
+    def close(self, seconds: float = 0.0) -> None:
+        super().close(self.close_seconds)
 
 
 @pytest.fixture
@@ -137,7 +141,7 @@ def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypa
     if how == "cancel":
         served.engine.cancel("leaves")
     elif how == "stop":
-        disk.close = lambda: PrefixStore.close(disk, 0.1)
+        disk.close_seconds = 0.1
         assert served.engine.stop(PATIENCE)
         assert served.outputs["leaves"][-1].finish_reason == "error"
         return

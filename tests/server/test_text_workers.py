@@ -169,6 +169,7 @@ def test_whose_fault_it_is_that_a_worker_ends(
 
 def test_a_worker_that_was_stopped_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_worker, "_SPARE_SECONDS", 0.2)
+    monkeypatch.setattr(text_worker, "MAX_ENCODE_SECONDS", SECONDS)
     with in_process(text_workers=BUNDLED_MODEL, template_seconds=SECONDS) as client:
         assert client.post(CHAT, json=GOOD[CHAT]).is_success
         workers = client._transport._inner.app.state.context.prompter.workers
