@@ -22,7 +22,7 @@ from mlx_mtp.sampling.grammar_masks import TokenSampler
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.draft_policy import FixedDrafts
-from mlx_mtp.speculative.drafter import Computed, HeadState, MTPDrafter
+from mlx_mtp.speculative.drafter import Computed, DeferredWrites, MTPDrafter
 
 MakeRunner = Callable[[LoadedModel, MTPDrafter | None, int], ModelRunner]
 ENDLESS = 1 << 20
@@ -140,7 +140,7 @@ class TellingDrafter(MTPDrafter):
         return mx.take_along_axis(known, mx.minimum(positions, known.shape[1] - 1), axis=1)
 
     def propose(
-        self, state: HeadState, window: Computed, num_drafts: Many[int], sampler: TokenSampler
+        self, state: DeferredWrites, window: Computed, num_drafts: Many[int], sampler: TokenSampler
     ) -> mx.array:
         drafts = super().propose(state, window, num_drafts, sampler)
         positions = (window.packing.positions[window.last] + 2)[:, None] + mx.arange(

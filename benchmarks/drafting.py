@@ -27,7 +27,7 @@ from mlx_mtp.engine.engine import Engine
 from mlx_mtp.errors import UsageError
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.model import DraftHead, LoadedModel
+from mlx_mtp.models.model import DraftVocabulary, LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
@@ -219,7 +219,7 @@ def draft_vocab(
         rows: that draft at once
     """
     model, _ = build(shape_of(shape, 4, tiny), bits)
-    heads = {_WHOLE: None, **{str(size): DraftHead(model, range(size)) for size in sizes}}
+    heads = {_WHOLE: None, **{str(size): DraftVocabulary(model, range(size)) for size in sizes}}
     for count, (way, params) in itertools.product(rows, _WAYS.items()):
         calls = {
             (name, number): _draft(model, head, count, params, number)
@@ -236,7 +236,7 @@ def draft_vocab(
 
 
 def _draft(
-    model: LoadedModel, head: DraftHead | None, rows: int, params: SamplingParams, count: int
+    model: LoadedModel, head: DraftVocabulary | None, rows: int, params: SamplingParams, count: int
 ) -> Callable[[], list[mx.array]]:
     """Drafts of the drafter itself, at position 512."""
     drafter = MTPDrafter(model, head)

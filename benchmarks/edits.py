@@ -14,7 +14,7 @@ from mlx_mtp.calibration.calibrator import steps_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.speculative.costs import HOST, MTP, CostKey, StepCosts, StepShape
-from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftRow
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, RowDrafting
 from mlx_mtp.speculative.ngram import NgramSource
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -127,7 +127,7 @@ def _edits(repository: Path, count: int, tokenizer: Tokenizer) -> list[_Text]:
     return texts
 
 
-class _Row(DraftRow):
+class _Row(RowDrafting):
     """A request that runs: `at` tokens of its answer have come, `unread` with the last step."""
 
     __slots__ = ("at", "pending", "text", "unread")

@@ -47,7 +47,7 @@ from mlx_mtp.ranks.leader import LeaderPrefixes, LeaderRunner
 from mlx_mtp.ranks.links import Link, Links
 from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.ranks.segments import LeaderStore
-from mlx_mtp.sampling.params import check_draft_ids
+from mlx_mtp.sampling.params import check_draft_vocab
 from mlx_mtp.speculative.costs import HOST, MTP, PrefillCosts, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.drafter import MTPDrafter, make_drafter
@@ -157,7 +157,7 @@ def draft_ids(
 
 def engine_config(model: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
     """The settings of a command line and of `given`, with `exact` resolved for the model."""
-    exact = model.is_exact(wants_exact(options))
+    exact = model.resolve_exact(wants_exact(options))
     return from_options(EngineConfig, options, exact=exact, **given)
 
 
@@ -256,7 +256,7 @@ def build_engine(
 
 def _vocabulary(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
     """Checked ids of the tokens that the head drafts; None if these are all."""
-    ids = check_draft_ids(draft_ids, vocab_size, "draft_ids")
+    ids = check_draft_vocab(draft_ids, vocab_size, "draft_ids")
     is_all = len(ids) == vocab_size
     number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
     logger.info("Drafts come from %s tokens.", number)

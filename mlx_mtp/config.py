@@ -118,7 +118,7 @@ class EngineConfig:
         default=100.0,
         program_default=0.0,
     )
-    # The default depends on the model and the backend (`LoadedModel.is_exact`).
+    # The default depends on the model and the backend (`LoadedModel.resolve_exact`).
     exact: bool = setting(
         "memory and prefix cache: --exact",
         "the same tokens, to the bit, whatever runs beside a request and is cached: prompts are "

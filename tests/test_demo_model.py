@@ -11,7 +11,7 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.speculative.drafter import HeadState, MTPDrafter
+from mlx_mtp.speculative.drafter import DeferredWrites, MTPDrafter
 from mlx_mtp.text.parsing.events import ToolArguments, ToolStart
 from mlx_mtp.text.parsing.formats import OutputFormat
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def test_every_depth_and_acceptance(sixty, bundled, depth, rate, sampled):
     ties.report(f"bundled {bundled.name} model, k = {depth}, acceptance {rate or 'of the head'}")
 
 
-class Numbered(HeadState):
+class Numbered(DeferredWrites):
     """It also knows which request each row is."""
 
     def __init__(self, write, numbers: mx.array) -> None:

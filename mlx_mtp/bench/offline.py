@@ -89,7 +89,7 @@ def engine_subject(
     name = "MTP, auto" if depth == "auto" else f"MTP, k = {depth}"
     if depth == 0:
         name, model, draft_ids = OFF, model.without_head(), None
-    exact = model.is_exact(exact)
+    exact = model.resolve_exact(exact)
     config = EngineConfig(depth, max_num_seqs, calibration_seconds=calibration_seconds, exact=exact)
     ids = tokenizer.eos_token_ids
     engine = build_engine(model, config, tokenizer.vocab_size, ids, draft_ids=draft_ids)

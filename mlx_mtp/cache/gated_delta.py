@@ -13,7 +13,7 @@ from mlx_mtp.kernels.recurrence import fold, run
 from mlx_mtp.kernels.short_conv import convolve
 
 # `state`, `pending`, `history`, `num_kept` and `coming` of a `GatedDeltaCache`.
-Held = tuple[mx.array, PendingWindow | None, mx.array, mx.array | None, mx.array | None]
+CacheArrays = tuple[mx.array, PendingWindow | None, mx.array, mx.array | None, mx.array | None]
 
 _LONGEST_HISTORY = 16  # longer windows leave only their last inputs
 
@@ -41,19 +41,19 @@ class GatedDeltaCache:
         self.coming: mx.array | None = None
 
     @classmethod
-    def of(cls, held: Held) -> GatedDeltaCache:
+    def of(cls, held: CacheArrays) -> GatedDeltaCache:
         """A cache to run one window, whose state is then `held`."""
         cache = cls.__new__(cls)
         cache.held = held
         return cache
 
     @property
-    def held(self) -> Held:
+    def held(self) -> CacheArrays:
         """All arrays: a compiled function takes and returns nothing else."""
         return self.state, self.pending, self.history, self.num_kept, self.coming
 
     @held.setter
-    def held(self, held: Held) -> None:
+    def held(self, held: CacheArrays) -> None:
         self.state, self.pending, self.history, self.num_kept, self.coming = held
 
     def run(self, projected: GDNProjections, convolution: ShortConvWeights) -> mx.array:

@@ -30,7 +30,7 @@ from mlx_mtp.speculative.costs import (
     StepShape,
     Table,
 )
-from mlx_mtp.speculative.draft_policy import Choice, DraftRow, FixedDrafts, VerifiedRow
+from mlx_mtp.speculative.draft_policy import Choice, FixedDrafts, RowDrafting, VerifiedRow
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class _CellDrafts(FixedDrafts):
         self._costs, self._cell = costs, cell
         self.num_timed = 0
 
-    def choose(self, rows: Many[DraftRow], *, steady: bool) -> Choice:
+    def choose(self, rows: Many[RowDrafting], *, steady: bool) -> Choice:
         each, none = (int(self._cell.size),) * len(rows), (0,) * len(rows)
         return Choice(none, each) if self._cell.kind == HOST else Choice(each, none)
 

@@ -15,7 +15,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepRow
 from mlx_mtp.sampling.grammar_masks import NO_MASKS
 from mlx_mtp.sampling.sampler import Sampler
-from mlx_mtp.speculative.drafter import HeadState
+from mlx_mtp.speculative.drafter import DeferredWrites
 
 
 class Batch:
@@ -25,7 +25,7 @@ class Batch:
         self,
         sequences: Many[Sequence],
         cache: BatchCache,
-        draft_state: HeadState,
+        draft_state: DeferredWrites,
         vocab_size: int,
     ) -> None:
         count = len(sequences)
@@ -52,7 +52,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def draft_on_host(self, rows: Many[StepRow]) -> None:
+    def upload_host_drafts(self, rows: Many[StepRow]) -> None:
         """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
 
         A run continues after the tokens that the window in flight emits. If these are not the

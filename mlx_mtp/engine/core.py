@@ -51,7 +51,7 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Launch a plan, and return the outputs of the steps that have been read."""
         if self.scheduler.num_waiting:
-            self.runner.prefixes.commit_ends()
+            self.runner.prefixes.commit_answers()
         plan = self.scheduler.schedule()
         self._heartbeat.begin(*_name_and_kind(plan, self._last_plan or plan))
         self._last_plan = plan
@@ -71,9 +71,9 @@ class EngineCore:
             self._clock.read(step, waits_from)
         self._clock.end_round(ready, launched)
         outputs = self.scheduler.update(steps)
-        self.runner.save_ends(steps)
+        self.runner.save_answers(steps)
         if not self._in_flight:
-            self.runner.prefixes.commit_ends()
+            self.runner.prefixes.commit_answers()
         return outputs
 
     def release(self) -> None:
@@ -111,7 +111,7 @@ class StepClock:
         """Call when the steps of a plan have been launched."""
         self._launching = self.now() - began
         for step in steps:
-            step.launched_at, step.launching = began, self._launching
+            step.launched_at, step.launch_seconds = began, self._launching
 
     def read(self, step: InFlightStep, waits_from: float) -> None:
         """Call after reading a step, with when the wait for it began; sets the time of a chunk.
@@ -126,9 +126,9 @@ class StepClock:
         if step.is_prefill:
             seen = now - max(self._read_at, step.launched_at)
             if now - waits_from > _WAITED * seen:
-                step.seconds = max(step.launching, seen)
-            elif launching <= _FAR * step.launching:
-                step.seconds = max(step.launching, launching)
+                step.seconds = max(step.launch_seconds, seen)
+            elif launching <= _FAR * step.launch_seconds:
+                step.seconds = max(step.launch_seconds, launching)
         self._read_at = now
 
     def end_round(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> None:

@@ -45,7 +45,7 @@ class PrefillScheduler:
     def next_chunk(self, *, beside: bool) -> tuple[StepRow, ...]:
         """Plan the next chunk, or none; `beside` is True while rows are running."""
         unplanned = (
-            [s for s in group if s.num_computed < s.num_prompt or not s.begun]
+            [s for s in group if s.num_planned < s.num_prompt or not s.begun]
             for group in self.groups
         )
         waiting = [group for group in unplanned if group]
@@ -65,7 +65,7 @@ class PrefillScheduler:
             else:
                 self._deficit += self._costs.seconds(*_size(chunk))
         for row in chunk:
-            row.sequence.num_computed = row.start + row.length
+            row.sequence.num_planned = row.start + row.length
             row.sequence.begun = True
         return chunk
 
@@ -75,7 +75,7 @@ class PrefillScheduler:
             self._costs.observe(*_size(step.rows), step.seconds)
 
     def _chunk(self, group: Many[Sequence], beside: bool) -> tuple[StepRow, ...]:
-        rows = tuple(StepRow(s, s.num_computed) for s in group)
+        rows = tuple(StepRow(s, s.num_planned) for s in group)
         context = sum(row.start for row in rows) / len(rows)
         most = self.most_tokens(context, _num_left(group), beside=beside)
         most = max(most // len(rows), 1)
@@ -87,7 +87,7 @@ class PrefillScheduler:
 
 
 def _num_left(group: Many[Sequence]) -> int:
-    return sum(s.num_prompt - s.num_computed for s in group)
+    return sum(s.num_prompt - s.num_planned for s in group)
 
 
 def _size(rows: Many[StepRow]) -> tuple[int, float]:

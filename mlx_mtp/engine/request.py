@@ -85,7 +85,7 @@ class PrefillProgress(NamedTuple):
     total: int
     reused: int  # from the prefix cache
     done: int  # reused and computed
-    began: float  # `perf_counter`
+    admitted_at: float  # `perf_counter`
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,5 @@ class RequestOutput:
     # With the first output, if the request asked for them: of all prompt tokens but the first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafts: tuple[int, ...] | None = None  # that count; None without `RequestOptions.trace`
-    progress: PrefillProgress | None = (
-        None  # up to the first tokens, with `RequestOptions.progress`
-    )
+    # Up to the first tokens, with `RequestOptions.progress`.
+    progress: PrefillProgress | None = None

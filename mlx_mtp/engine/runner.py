@@ -33,7 +33,7 @@ from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
-from mlx_mtp.speculative.drafter import Computed, HeadState, MTPDrafter
+from mlx_mtp.speculative.drafter import Computed, DeferredWrites, MTPDrafter
 from mlx_mtp.speculative.verify import verify_window
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class ModelRunner:
             self.prefixes.commit(step.saves)
         return [step]
 
-    def save_ends(self, steps: Iterable[InFlightStep]) -> None:
+    def save_answers(self, steps: Iterable[InFlightStep]) -> None:
         """Copy the caches of rows that have just ended into the prefix cache."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
         # An answer computed by decode steps is not reused where prompts are computed exactly.
@@ -165,7 +165,7 @@ class ModelRunner:
         if batch is None:
             assert all(s.max_cached == s.prefix.num_reused for s in sequences), "they have run"
             cache = self._model.make_cache(len(sequences))
-            state = HeadState() if self._drafter is None else self._drafter.make_state(cache)
+            state = DeferredWrites() if self._drafter is None else self._drafter.make_state(cache)
             batch = Batch(sequences, cache, state, self.vocab_size)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
@@ -173,19 +173,20 @@ class ModelRunner:
         # depend on drafts, nor on where a cached prefix ended. `limits` are reserved below.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
         if warm and not self.prefixes.restore(batch, nodes):
+            # The prefix is dropped, and the next plan computes the prompts from their beginning.
             for sequence in sequences:
                 sequence.begin(0)
             return InFlightStep([], is_prefill=True)
 
-        start = batch.cache.offset - arrays.before
+        start = batch.cache.offset - arrays.num_repeated
         packing = Packing(batch.cache.layout, start, arrays.lengths.tolist())
-        hidden, counts = batch.last_hidden[:, 0], arrays.num_computed
+        hidden, counts = batch.last_hidden[:, 0], arrays.num_to_compute
         if counts.any():
             computed = mx.array(counts)
             batch.cache.begin(counts.tolist(), computed)
-            states = yield arrays.computed, batch.cache
+            states = yield arrays.to_compute, batch.cache
             batch.cache.commit(computed)
-            hidden = packing.after(hidden, states) if arrays.before else states
+            hidden = packing.after(hidden, states) if arrays.num_repeated else states
         num_kept = mx.array(arrays.lengths)
         last = mx.array(arrays.ends.astype(np.int32))
         batch.keep_hidden(hidden[last], num_kept)
@@ -244,7 +245,7 @@ class ModelRunner:
         row_of = {row.sequence: row for row in planned}
         batch = self.batches.gather(row_of)
         rows = [row_of[sequence] for sequence in batch.sequences]
-        batch.draft_on_host(rows)
+        batch.upload_host_drafts(rows)
         window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
         for row, count in zip(rows, batch.num_drafts, strict=True):
             row.length, row.num_drafts = 1 + count, count

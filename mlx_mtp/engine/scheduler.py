@@ -53,7 +53,7 @@ class Scheduler:
         self._held: list[Sequence] = []
         self._prefills = prefills or PrefillScheduler(config)
         self._running: list[Sequence] = []
-        self._last_size = 0
+        self._last_num_rows = 0
         self._begun: list[RequestOutput] = []  # progress of the prompts that were just admitted
 
     @property
@@ -75,7 +75,7 @@ class Scheduler:
             prefills={s.request_id: s.progress for s in rows if not s.output},
             depths=tuple(sorted(depths.items())),
             choice=self._drafts.reason,
-            parked=depths.get(self._last_size) == 0,
+            parked=depths.get(self._last_num_rows) == 0,
             prefix_cache=self.reuse.stats(),
         )
 
@@ -100,6 +100,7 @@ class Scheduler:
             self._running = [s for s in self._running if not s.finished]
             self._prefills.drop(finished)
         decode = tuple(map(StepRow, self._running))
+        # Beside others a row that is surely finished stays in the batch: its windows keep nothing.
         if all(s.surely_finished for s in self._running):
             decode = ()
         if self.num_waiting:
@@ -151,7 +152,7 @@ class Scheduler:
                 return None
             return RequestOutput(sequence.request_id, progress=sequence.progress)
         sequence.output += tokens
-        self._draft_on_host(sequence, tokens)
+        self._feed_host_drafters(sequence, tokens)
         self._totals.generation_tokens += len(tokens)
         if is_first and tokens:
             self._prefills.drop([sequence])
@@ -183,7 +184,7 @@ class Scheduler:
         rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
             return
-        self._last_size = len(rows)
+        self._last_num_rows = len(rows)
         for row in decode:
             row.sequence.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
         choice = self._drafts.choose([row.sequence.drafting for row in rows], steady=not chunk)
@@ -191,9 +192,9 @@ class Scheduler:
             row.num_proposed = count
         for row, count in zip(decode, choice.host):
             if count:
-                row.draft_on_host(count)
+                row.verify_host_run(count)
 
-    def _draft_on_host(self, sequence: Sequence, tokens: Many[int]) -> None:
+    def _feed_host_drafters(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting
         if row.fixed is not None:
             return
@@ -250,7 +251,7 @@ class Scheduler:
         prefilling = [s.prefix for s in chain(*self._prefills.groups, group)]
         while self._waiting.size:
             sequence = self._waiting.peek()
-            if not reuse.held_back(sequence.prefix, prefilling):
+            if not reuse.must_wait(sequence.prefix, prefilling):
                 rows = [*self._admitted(), *group, sequence]
                 most = [row.num_prompt + row.max_new_tokens for row in rows]
                 # One row alone always fits: `Engine.submit` rejects longer requests.
@@ -258,7 +259,8 @@ class Scheduler:
                     return None
                 # Another prompt may be computing what could not be read from the disk.
                 if not (
-                    reuse.must_read(sequence.prefix) or reuse.held_back(sequence.prefix, prefilling)
+                    reuse.poll_disk_read(sequence.prefix)
+                    or reuse.must_wait(sequence.prefix, prefilling)
                 ):
                     return sequence
             self._held.append(self._waiting.pop(free=True))
@@ -267,7 +269,7 @@ class Scheduler:
     def _put_back(self) -> None:
         """Queue held requests whose wait for a prefix is over again, in order of arrival."""
         held = sorted(self._held, key=lambda s: s.prefix.arrival or 0, reverse=True)
-        self._held = [s for s in held if self.reuse.waits(s.prefix)]
+        self._held = [s for s in held if self.reuse.is_waiting(s.prefix)]
         for sequence in held:
             if sequence not in self._held:
                 self._waiting.add(sequence, first=True)

@@ -4,7 +4,7 @@ from mlx_mtp.engine.request import PrefillProgress, Request, TokenLogprobs
 from mlx_mtp.prefix.policy import PrefixState
 from mlx_mtp.prefix.radix_tree import root_key
 from mlx_mtp.sampling.grammar_masks import Constraint
-from mlx_mtp.speculative.draft_policy import DraftRow
+from mlx_mtp.speculative.draft_policy import RowDrafting
 
 
 class Sequence:
@@ -22,9 +22,9 @@ class Sequence:
         if request.grammar is not None or request.bad_words is not None:
             allowed = request.sampling.allowed_token_ids
             self.constraint = Constraint(request.grammar, request.bad_words, allowed)
-        self.drafting = DraftRow(request.options.num_draft_tokens)
+        self.drafting = RowDrafting(request.options.num_draft_tokens)
         self.finished = False  # or cancelled, or failed (see `PrefixState.dropped`)
-        self.num_computed = 0  # prompt tokens that are cached or were planned
+        self.num_planned = 0  # prompt tokens that are cached or were planned
         self.begun = False  # its first chunk has been planned
         self.admitted_at = 0.0  # `perf_counter`, when it left the queue
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the chunks that have been read
@@ -58,7 +58,7 @@ class Sequence:
 
     def begin(self, num_reused: int) -> None:
         """Start the prompt after a cached prefix of this length."""
-        self.prefix.num_reused = self.num_computed = num_reused
+        self.prefix.num_reused = self.num_planned = num_reused
         self.num_cached = self.max_cached = num_reused
 
     def launched(self, num_positions: int) -> None:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import PrefillProgress
 from mlx_mtp.prefix.policy import PrefixCacheStats
-from mlx_mtp.speculative.draft_policy import DraftChoice
+from mlx_mtp.speculative.draft_policy import ChoiceReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class EngineStats:
     num_accepted_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_draft_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     depths: tuple[tuple[int, float], ...] = ()  # batch sizes, and the latest drafts per row
-    choice: DraftChoice | None = None  # why so many; None if the number is fixed
+    choice: ChoiceReason | None = None  # why so many; None if the number is fixed
     parked: bool = False  # the last step was planned without drafts
     active_memory: int = 0  # bytes of arrays now
     num_restarts: int = 0  # after errors that nothing caught

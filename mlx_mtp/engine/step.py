@@ -15,7 +15,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.errors import MlxMtpError
 from mlx_mtp.prefix.cache import Save
 from mlx_mtp.speculative.costs import MTP
-from mlx_mtp.speculative.draft_policy import DraftRow
+from mlx_mtp.speculative.draft_policy import RowDrafting
 from mlx_mtp.speculative.verify import AcceptResult
 
 
@@ -52,7 +52,7 @@ class StepRow:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finished: bool = False  # ended on the device
 
-    def draft_on_host(self, count: int) -> None:
+    def verify_host_run(self, count: int) -> None:
         """Plan to verify at most `count` tokens of the run that its drafter on the host offers.
 
         Its limit of tokens and its grammar may allow fewer, or none.
@@ -79,7 +79,7 @@ class StepRow:
     # What the draft policy reads (see `draft_policy.VerifiedRow`):
 
     @property
-    def drafting(self) -> DraftRow:
+    def drafting(self) -> RowDrafting:
         return self.sequence.drafting
 
     @property
@@ -101,24 +101,25 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk's tokens, row after row; each row starts `before` cached ones (0 or 1) early.
+    """A prefill chunk's tokens, row after row; each row starts `num_repeated` cached ones (0 or 1) early.
 
     `prompts` are the rows' prompts on the device, int32 [T + 1], each followed by a 0.
     """
 
-    def __init__(self, chunk: Many[StepRow], before: int, prompts: Many[mx.array]) -> None:
-        self.before = before  # 1 after a cached prefix: its last token, whose hidden state is known
+    def __init__(self, chunk: Many[StepRow], num_repeated: int, prompts: Many[mx.array]) -> None:
+        # 1 after a cached prefix: its last token, whose hidden state is known.
+        self.num_repeated = num_repeated
         # int32 [B]: tokens of each row that the target model has to run, and all its tokens.
-        self.num_computed = np.array([row.length for row in chunk], dtype=np.int32)
-        self.lengths = self.num_computed + before
+        self.num_to_compute = np.array([row.length for row in chunk], dtype=np.int32)
+        self.lengths = self.num_to_compute + num_repeated
         self.ends = np.cumsum(self.lengths) - 1  # index of each row's last token
         self.is_last = np.array([row.is_last for row in chunk])
         spans = [(p, row.start, row.start + row.length) for p, row in zip(prompts, chunk)]
         # int32 [N]: tokens for the target model; all tokens; the token after each of these, 0
         # after a prompt's last.
-        self.computed = _joined([p[start:end] for p, start, end in spans])
-        self.tokens = _joined([p[start - before : end] for p, start, end in spans])
-        self.following = _joined([p[start - before + 1 : end + 1] for p, start, end in spans])
+        self.to_compute = _joined([p[start:end] for p, start, end in spans])
+        self.tokens = _joined([p[start - num_repeated : end] for p, start, end in spans])
+        self.following = _joined([p[start - num_repeated + 1 : end + 1] for p, start, end in spans])
 
 
 class SampledWindow(NamedTuple):
@@ -144,7 +145,7 @@ class InFlightStep:
     timing_valid: bool = True  # False if it also restored or saved a prefix, or made logprobs
     done: mx.array | None = None  # of a chunk: evaluating this waits for all of it
     launched_at: float = 0.0  # by the core's clock
-    launching: float = 0.0  # seconds that the host took to launch its plan
+    launch_seconds: float = 0.0  # seconds that the host took to launch its plan
     seconds: float | None = None  # what it takes, if that is known (see `StepClock`)
 
     @property

@@ -37,9 +37,7 @@ def warm_up(
     num_tokens = Counter[str]()
     while len(num_tokens) < _ROWS or min(num_tokens.values()) < _ANSWER:
         if waiting:
-            core.scheduler.add(
-                waiting.pop()
-            )  # One per step, so that each prompt is computed alone.
+            core.scheduler.add(waiting.pop())  # One a step: each prompt is computed alone.
         for output in core.step():
             num_tokens[output.request_id] += len(output.token_ids)
             if output.error is not None:

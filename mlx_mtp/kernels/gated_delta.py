@@ -228,9 +228,9 @@ def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]
 GATED_DELTA = gpu.Operation(
     "gated delta kernel / portable",
     "gated_delta",
-    lambda shape, dtype: self_check.gated_delta(run_kernel, shape, dtype),
-    lambda shape, _: shape.key_dim % gpu.LANES == 0,
-    run_kernel,
-    portable.step,
-    _arguments,
+    error=lambda shape, dtype: self_check.gated_delta(run_kernel, shape, dtype),
+    applies=lambda shape, _: shape.key_dim % gpu.LANES == 0,
+    run_kernel=run_kernel,
+    reference=portable.step,
+    arguments=_arguments,
 )

@@ -13,7 +13,7 @@ from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpe
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.layers import PartedLayer, RaggedAttention, WindowedGatedDeltaNet
+from mlx_mtp.models.layers import RaggedAttention, SplitLayer, WindowedGatedDeltaNet
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -30,7 +30,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]  # in config.json; each is also the name of mlx-lm's module
-    decoder_layer: type[PartedLayer]  # direct subclass of mlx-lm's
+    decoder_layer: type[SplitLayer]  # direct subclass of mlx-lm's
     gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
     # Fixes up tensors of the trunk that mlx-lm's own `sanitize` does not handle.
     prepare_weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights

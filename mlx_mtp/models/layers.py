@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from mlx_mtp.cache.gated_delta import GatedDeltaCache, Held
+from mlx_mtp.cache.gated_delta import CacheArrays, GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.distributed import all_reduce
@@ -135,7 +135,7 @@ class WindowedGatedDeltaNet(nn.Module):
         return all_reduce(self.out_proj(normed))
 
 
-class PartedLayer(nn.Module):
+class SplitLayer(nn.Module):
     """Mixin over an mlx-lm decoder layer, which runs tokens on caches of ours by `step`.
 
     The tokens of several batches, each with a cache, lie side by side. Besides the residual stream
@@ -169,8 +169,8 @@ class PartedLayer(nn.Module):
         normed: mx.array,
         next_norm: mx.array,
         order: Sequence[Rectangle],
-        held: Sequence[Held],
-    ) -> tuple[mx.array, mx.array, tuple[Held, ...]]:
+        held: Sequence[CacheArrays],
+    ) -> tuple[mx.array, mx.array, tuple[CacheArrays, ...]]:
         """`step` of a layer with a recurrence, and what its caches hold after it."""
         caches = [GatedDeltaCache.of(each) for each in held]
         mixed = self.linear_attn.mix(normed, order, caches)

@@ -134,7 +134,7 @@ class LoadedModel:
         alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
         return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
-    def is_exact(self, exact: bool | None = None) -> bool:
+    def resolve_exact(self, exact: bool | None = None) -> bool:
         """`exact` if it is set; else whether exactness is possible and makes no product slower."""
         return self.can_be_exact and serves(self.model, self.dtype) if exact is None else exact
 
@@ -171,7 +171,7 @@ class LoadedModel:
         return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
-        """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (see `DraftHead`)."""
+        """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (`DraftVocabulary`)."""
         head = self.output_layer if layer is None else layer
         with step():
             if hasattr(head, "as_linear"):  # tied, and so whole on each rank
@@ -183,7 +183,7 @@ class LoadedModel:
         return self.causal_lm.model.embed_tokens(tokens)
 
 
-class DraftHead:
+class DraftVocabulary:
     """The rows of lm_head for a reduced draft vocabulary, copied as they are stored.
 
     Most of a draft's cost is lm_head over all tokens, most of which hardly ever come (FR-Spec,

@@ -9,7 +9,7 @@ from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.gdn_types import GDNProjections
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.head_weights import stack_experts
-from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
+from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
@@ -33,7 +33,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
         return projected, z.reshape(len(z), heads, ratio, self.head_v_dim)
 
 
-class _Layer(PartedLayer, DecoderLayer):
+class _Layer(SplitLayer, DecoderLayer):
     pass
 
 

@@ -8,7 +8,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaN
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.gdn_types import GDNProjections
 from mlx_mtp.models.family import Family
-from mlx_mtp.models.layers import PartedLayer, WindowedGatedDeltaNet
+from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
 
 
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
@@ -30,7 +30,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         return GDNProjections(q, k, v, a, b), z.reshape(len(qkvz), -1, ratio, self.head_v_dim)
 
 
-class _Layer(PartedLayer, Qwen3NextDecoderLayer):
+class _Layer(SplitLayer, Qwen3NextDecoderLayer):
     pass
 
 

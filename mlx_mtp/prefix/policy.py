@@ -97,7 +97,7 @@ class PrefixReuse:
         """The end of the longest prefix in memory; None if there is none."""
         return self.tree.match(state.salt, state.cache_key) if state.looks_up else None
 
-    def must_read(self, state: PrefixState) -> bool:
+    def poll_disk_read(self, state: PrefixState) -> bool:
         """True while its prefix is being read from the disk; call it again until it is not."""
         if self.tree.disk is None:
             return False
@@ -121,15 +121,15 @@ class PrefixReuse:
         disk = None if self._reader is None else self.tree.disk
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
-    def waits(self, state: PrefixState) -> bool:
-        """True while it must be held back. Poll a read in progress with `must_read`."""
+    def is_waiting(self, state: PrefixState) -> bool:
+        """True while it must be held back. Poll a read in progress with `poll_disk_read`."""
         leader, point = state.waits_for or (None, 0)
         if leader is not None and not leader.dropped and point in leader.save_points:
             return True
         waits_for_disk = state in self._reads and not state.skips_disk
         return waits_for_disk and self._reader not in (None, state)
 
-    def held_back(self, state: PrefixState, prefilling: Iterable[PrefixState]) -> bool:
+    def must_wait(self, state: PrefixState, prefilling: Iterable[PrefixState]) -> bool:
         """True if it waits for one of these prompts to be computed, or for its turn to read."""
         if state.arrival is None:
             state.arrival, self._num_seen = self._num_seen, self._num_seen + 1
@@ -142,7 +142,7 @@ class PrefixReuse:
                 state.cache_key = by_chunk(state.prompt, state.chunk_ends)
         if not state.looks_up:
             return False
-        if self.waits(state):
+        if self.is_waiting(state):
             return True
         state.waits_for = None
         node = self.find(state)

@@ -152,7 +152,7 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
         )
 
 
-def check_draft_ids(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
+def check_draft_vocab(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
     """The ids in ascending order; UsageError, which names `source`, for a wrong id or none."""
     checked: set[int] = set()
     for token in ids:

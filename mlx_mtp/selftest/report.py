@@ -159,7 +159,7 @@ def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> 
         "quantization": quantization(model.config) if "quantization" in model.config else None,
         "head": model.head_source,
     }
-    return Report(machine, facts, kernels, model.is_exact() or computes_exactly(dtype))
+    return Report(machine, facts, kernels, model.resolve_exact() or computes_exactly(dtype))
 
 
 def computes_exactly(dtype: mx.Dtype) -> bool:

@@ -54,7 +54,9 @@ class ProgressLog:
     def lines(self, stats: EngineStats, now: float) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the format and the fields of each line that is due."""
         prefills = stats.prefills
-        self._reported = {name: self._reported.get(name, p.began) for name, p in prefills.items()}
+        self._reported = {
+            name: self._reported.get(name, p.admitted_at) for name, p in prefills.items()
+        }
         for name, (total, _, done, began) in prefills.items():
             if now - self._reported[name] >= PREFILL_SECONDS:
                 self._reported[name] = now

@@ -37,7 +37,7 @@ _LEAST_LOSS = 0.03  # what a step of a probe is taken to lose at least: estimate
 
 
 @dataclass(eq=False, slots=True)
-class DraftRow:
+class RowDrafting:
     """What a policy knows of one row."""
 
     fixed: int | None = None  # number of the head's drafts per step, if its request sets it
@@ -67,7 +67,7 @@ class VerifiedRow(Protocol):
     """What a policy reads of one row of a decode step (see `engine.step.StepRow`)."""
 
     @property
-    def drafting(self) -> DraftRow: ...
+    def drafting(self) -> RowDrafting: ...
     @property
     def source(self) -> str: ...
     @property
@@ -89,7 +89,7 @@ class Choice(NamedTuple):
         return sum(host or head for head, host in zip(self.head, self.host))
 
 
-class DraftChoice(NamedTuple):
+class ChoiceReason(NamedTuple):
     """Reasons of a choice, and what 0, 1, 2, .. drafts of the head for each row would gain."""
 
     num_rows: int
@@ -142,7 +142,7 @@ class HeadRates:
         self._rates = rates
 
     def cumulative_acceptance(self, miss_ratio: float) -> list[float]:
-        """Of the first, second, .. draft of a row with this `miss_ratio` (see `DraftRow`)."""
+        """Of the first, second, .. draft of a row with this `miss_ratio` (see `RowDrafting`)."""
         return list(
             accumulate((max(1.0 - miss_ratio * (1.0 - rate), 0.0) for rate in self._rates), mul)
         )
@@ -154,9 +154,9 @@ class FixedDrafts:
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
         self.choices: dict[int, float] = {}
-        self.reason: DraftChoice | None = None
+        self.reason: ChoiceReason | None = None
 
-    def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
+    def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
         self.choices[len(rows)] = self._num_draft_tokens
         return even_choice(rows, self._num_draft_tokens)
 
@@ -203,19 +203,17 @@ class AdaptiveDrafts:
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
         self._costs, self._most = costs, most  # drafts of the head per row; 0: no head
         self._pool = HeadRates(most)
-        self._answers, self._tokens = (
-            1.0,
-            _FIRST_ANSWER,
-        )  # faded counts of answers, and of their tokens
+        # Faded counts of answers, and of their tokens.
+        self._answers, self._tokens = 1.0, _FIRST_ANSWER
         self.choices: dict[int, float] = {}  # last drafts per row, by number of rows
-        self.reason: DraftChoice | None = None  # of the last choice; None before the first
+        self.reason: ChoiceReason | None = None  # of the last choice; None before the first
         self._choice = Choice((), ())
         self._depth: int | None = 0  # of all rows in the choice; None: they differ
         self._since_review = 0
         self._probe, self._probing, self._num_probes = Choice((), ()), 0, 0
         self._rested = _LEAST_REST  # steps since a probe; the first one waits for nothing
 
-    def choose(self, rows: Sequence[DraftRow], *, steady: bool) -> Choice:
+    def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
         """Choose for rows; `steady`: nothing is prefilled beside them."""
         steady = steady and len(rows) == len(self._choice.head)
         on_host = any(self._choice.host)
@@ -253,7 +251,7 @@ class AdaptiveDrafts:
         self._costs.observe(shape, seconds)
 
     def _review(
-        self, rows: Sequence[DraftRow], runs: Sequence[Sequence[float]], *, steady: bool
+        self, rows: Sequence[RowDrafting], runs: Sequence[Sequence[float]], *, steady: bool
     ) -> None:
         batch_costs = self._costs.of_batch(len(rows))
         miss_ratios = [row.miss_ratio for row in rows]
@@ -285,7 +283,7 @@ class AdaptiveDrafts:
         self.choices[len(rows)] = choice.verified / len(rows)
         cost = batch_costs.cost(choice.verified, max(choice.head))
         num_tokens = choice.speed * cost
-        self.reason = DraftChoice(len(rows), drafts, cost, num_tokens, tuple(costs), tuple(tokens))
+        self.reason = ChoiceReason(len(rows), drafts, cost, num_tokens, tuple(costs), tuple(tokens))
         if steady and not any(choice.host) and self._rested >= _LEAST_REST:
             self._begin_probe(even, self.reason)
 
@@ -298,7 +296,7 @@ class AdaptiveDrafts:
         share = max(1.0 - self._answers / self._tokens, 0.0)
         return [each * share**place for place, each in enumerate(acceptance, 1)]
 
-    def _begin_probe(self, even: Sequence[Choice], now: DraftChoice) -> None:
+    def _begin_probe(self, even: Sequence[Choice], now: ChoiceReason) -> None:
         """Take a draft more or less for some steps, if the steps since the last probe pay for it.
 
         Probes see in turns whether one draft more is accepted, what it costs, and what one less
@@ -327,12 +325,12 @@ class AdaptiveDrafts:
 DraftPolicy = FixedDrafts | AdaptiveDrafts
 
 
-def even_choice(rows: Sequence[DraftRow], depth: int) -> Choice:
+def even_choice(rows: Sequence[RowDrafting], depth: int) -> Choice:
     """`depth` drafts of the head for each row whose request does not set a number."""
     return Choice(_with_fixed(rows, (depth,) * len(rows)), (0,) * len(rows))
 
 
-def _with_fixed(rows: Sequence[DraftRow], head: Sequence[int]) -> tuple[int, ...]:
+def _with_fixed(rows: Sequence[RowDrafting], head: Sequence[int]) -> tuple[int, ...]:
     """The counts, replaced by those that rows' requests set."""
     return tuple(count if row.fixed is None else row.fixed for row, count in zip(rows, head))
 

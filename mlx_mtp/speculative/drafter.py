@@ -12,7 +12,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Index, Packing
 from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.model import DraftHead, LoadedModel
+from mlx_mtp.models.model import DraftVocabulary, LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Computed(NamedTuple):
 Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
 
 
-class HeadState:
+class DeferredWrites:
     """Positions of a batch's rows that are not in the head's KV yet.
 
     They are deferred while nothing is drafted, so that a parked head costs almost nothing. Without
@@ -62,12 +62,12 @@ class HeadState:
             self._write(cache, Packing(cache.layout, self._start, [count] * rows), hidden, targets)
         self._deferred, self._start = [], None
 
-    def select(self, rows: mx.array) -> HeadState:
+    def select(self, rows: mx.array) -> DeferredWrites:
         """The state of these rows, int32 [B'], after `settle`; this one stays valid."""
         assert self._start is None
-        return HeadState(self._write)
+        return DeferredWrites(self._write)
 
-    def extend(self, other: HeadState) -> None:
+    def extend(self, other: DeferredWrites) -> None:
         """Append the other's rows; both are settled."""
         assert self._start is None and other._start is None
 
@@ -83,20 +83,24 @@ class MTPDrafter:
     A draft changes no token: it is accepted only if it equals the token that the model samples.
     """
 
-    def __init__(self, model: LoadedModel, vocabulary: DraftHead | None = None) -> None:
+    def __init__(self, model: LoadedModel, vocabulary: DraftVocabulary | None = None) -> None:
         assert model.head is not None
         self._model = model
         self._head: MTPHead = model.head
         self._lm_head = None if vocabulary is None else vocabulary.layer
         self._ids = None if vocabulary is None else vocabulary.ids
 
-    def make_state(self, cache: BatchCache) -> HeadState:
+    def make_state(self, cache: BatchCache) -> DeferredWrites:
         """State for the new rows of a cache, which gets a KV cache for the head."""
         cache.head = RaggedKVCache()
-        return HeadState(self._write)
+        return DeferredWrites(self._write)
 
     def propose(
-        self, state: HeadState, window: Computed, num_drafts: Sequence[int], sampler: TokenSampler
+        self,
+        state: DeferredWrites,
+        window: Computed,
+        num_drafts: Sequence[int],
+        sampler: TokenSampler,
     ) -> mx.array:
         """Update a state from a window of its rows, and draft `num_drafts[b]` tokens for each.
 
@@ -152,6 +156,6 @@ def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDraf
         return None
     if draft_ids is None:
         return MTPDrafter(model)
-    vocabulary = DraftHead(model, draft_ids)
+    vocabulary = DraftVocabulary(model, draft_ids)
     logger.info("The copy of lm_head's rows to draft with takes %.1f MB.", vocabulary.nbytes / 1e6)
     return MTPDrafter(model, vocabulary)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.sampling.params import check_draft_ids
+from mlx_mtp.sampling.params import check_draft_vocab
 from mlx_mtp.text.tokenizer import Tokenizer
 
 FLAG = "--mtp-draft-vocab"
@@ -51,7 +51,7 @@ def draft_vocabulary(chosen: DraftVocab, tokenizer: Tokenizer, vocab_size: int) 
     definition = json.loads(tokenizer.to_json())
     added = [token["id"] for token in definition["added_tokens"] if token["id"] < vocab_size]
     if not isinstance(chosen, int):
-        return tuple(sorted({*check_draft_ids(chosen, vocab_size, f"{FLAG}'s file"), *added}))
+        return tuple(sorted({*check_draft_vocab(chosen, vocab_size, f"{FLAG}'s file"), *added}))
     if chosen <= len(added):
         raise UsageError(
             f"{FLAG} is {chosen}, but the tokenizer's {len(added)} added tokens, such as those "

@@ -121,7 +121,7 @@ def test_a_run_goes_on_behind_what_the_window_in_flight_has_kept():
         "some kept": ([30, 31, 32, 33, 34], 3),
     }
     plans = [(name, *runs.get(name, ((), 0))) for name in batch.sequences]
-    batch.draft_on_host([StepRow(name, run=run, ahead=ahead) for name, run, ahead in plans])
+    batch.upload_host_drafts([StepRow(name, run=run, ahead=ahead) for name, run, ahead in plans])
     assert batch.num_drafts == [2, 2, 3, 2]
     found = [row[:count] for row, count in zip(batch.drafts.tolist(), batch.num_drafts)]
     assert found == [[7, 8], [10, 11], [23, 24, 25], [31, 32]]

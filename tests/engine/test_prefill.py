@@ -397,7 +397,9 @@ def test_a_chunk_is_timed_apart_from_what_is_launched_behind_it(overlap, launch)
         world.now = max(world.now, end)
         return [step]
 
-    runner = SimpleNamespace(run=run, read=read, prefixes=PrefixCache(), save_ends=lambda _: None)
+    runner = SimpleNamespace(
+        run=run, read=read, prefixes=PrefixCache(), save_answers=lambda _: None
+    )
     plan = StepPlan((StepRow(row, 0, 1),), (StepRow(row),), frozenset({row}))
 
     def update(steps: list[InFlightStep]) -> list[InFlightStep]:

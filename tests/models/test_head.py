@@ -7,7 +7,7 @@ import pytest
 
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.model import DraftHead
+from mlx_mtp.models.model import DraftVocabulary
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from tests.support.harness import greedy
@@ -91,7 +91,7 @@ def test_reduced_logits_are_rows_of_the_full_ones(tmp_path, tied, how):
     layer = model.output_layer
     if how == "bfloat16":
         layer.weight = layer.weight.astype(mx.bfloat16)
-    head = DraftHead(model, IDS)
+    head = DraftVocabulary(model, IDS)
     assert head.ids.tolist() == sorted(IDS)
     assert layer.weight.shape[0] == VOCAB, "the layer itself has changed"
     for name, value in head.layer.parameters().items():

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mlx_mtp.speculative.costs import HOST, KNOTS, MTP, CostKey, StepCosts, StepShape
-from mlx_mtp.speculative.draft_policy import DraftRow, HeadRates
+from mlx_mtp.speculative.draft_policy import HeadRates, RowDrafting
 from mlx_mtp.speculative.ngram import NgramRates
 from tests.support.harness import curve
 
@@ -120,7 +120,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
 
 
 def test_a_row_is_as_much_better_than_all_as_it_was():
-    pool, rows = HeadRates(4), [DraftRow(), DraftRow()]
+    pool, rows = HeadRates(4), [RowDrafting(), RowDrafting()]
     for number in range(200):
         for row, accepted in zip(rows, (4, number % 2)):
             row.observe(accepted < 4, pool.observe(4, accepted))

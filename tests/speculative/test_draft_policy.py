@@ -16,8 +16,8 @@ from mlx_mtp.speculative.draft_policy import (
     AdaptiveDrafts,
     Choice,
     DraftPolicy,
-    DraftRow,
     FixedDrafts,
+    RowDrafting,
     best_choice,
 )
 from tests.support.harness import curve
@@ -32,7 +32,7 @@ Rates = Callable[[], Sequence[float]]
 class Window(NamedTuple):
     """What a policy reads of a row of a step."""
 
-    drafting: DraftRow
+    drafting: RowDrafting
     source: str
     num_verified: int
     num_cached: int
@@ -73,14 +73,14 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.left: dict[DraftRow, int] = {}
+        self.left: dict[RowDrafting, int] = {}
         self.lengths = random.Random(self.seed)
 
     def run(
-        self, policy: DraftPolicy, size: int, num_steps: int, rows: list[DraftRow] | None = None
+        self, policy: DraftPolicy, size: int, num_steps: int, rows: list[RowDrafting] | None = None
     ):
         """Steps of one unchanging batch; returns tokens per second."""
-        rows = rows or [DraftRow() for _ in range(size)]
+        rows = rows or [RowDrafting() for _ in range(size)]
         began, before = self.seconds, self.tokens
         window = policy.choose(rows, steady=False).head
         last: tuple[int, ...] = ()
@@ -108,7 +108,7 @@ class Machine:
         return plain + verify + propose
 
     def _step(
-        self, rows: list[DraftRow], verified: list[int], choice: Choice, *, clean: bool
+        self, rows: list[RowDrafting], verified: list[int], choice: Choice, *, clean: bool
     ) -> Observed:
         shape = StepShape(len(rows), sum(verified), max(choice.head))
         seconds = self.price(shape)
@@ -133,7 +133,7 @@ class Machine:
             self.tokens += _expected(rates[: min(count, left - 1)]) if left > 0 else 0.0
         return windows, shape, seconds if clean else None
 
-    def rates_of(self, row: DraftRow) -> Sequence[float]:
+    def rates_of(self, row: RowDrafting) -> Sequence[float]:
         return self.rates()
 
 
@@ -237,13 +237,13 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
     phase = [REAL]
     machine = Machine(cost_of(table), lambda: phase[0], noise=0.05)
     policy = calibrated(table, 1, 4)
-    rows = [DraftRow() for _ in range(size)]
+    rows = [RowDrafting() for _ in range(size)]
     for rates, least in ((REAL, 0.95), (SPOILED, 0.94), (REAL, 0.92), (SPOILED, 0.94)):
         phase[0] = rates
         best = best_fixed(machine.cost, rates, size)
         seconds, tokens = machine.seconds, machine.tokens
         for _ in range(12):
-            rows = rows if same_rows else [DraftRow() for _ in range(size)]
+            rows = rows if same_rows else [RowDrafting() for _ in range(size)]
             machine.run(policy, size, 100, rows)
         assert (machine.tokens - tokens) / (machine.seconds - seconds) > least * best
         choice = policy.choices[size]
@@ -288,7 +288,7 @@ def test_answers_of_few_tokens(table):
         for number in range(300):
             if number == 15:
                 machine.seconds = machine.tokens = 0.0
-            row = DraftRow()
+            row = RowDrafting()
             while machine.left.get(row, 1) > 0:
                 machine.run(policy, 1, 1, [row])
             machine.run(policy, 1, 1, [row])  # launched before its end was read
@@ -313,7 +313,7 @@ def test_batches_that_change_all_the_time():
     assert ideal > 0.94 * spent
 
 
-def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) -> set[int]:
+def drive(policy, rows: list[RowDrafting], accepted: int, steps: int, steady=True) -> set[int]:
     """Steps in which each row gets so many of its drafts accepted; the numbers of row 1."""
     seen = set()
     for _ in range(steps):
@@ -327,14 +327,14 @@ def drive(policy, rows: list[DraftRow], accepted: int, steps: int, steady=True) 
 
 def test_requests_with_a_number_of_their_own_get_it():
     policy = worth()
-    rows = [DraftRow(fixed) for fixed in (4, None, 1)]
+    rows = [RowDrafting(fixed) for fixed in (4, None, 1)]
     assert 0 in drive(policy, rows, 0, 300)
     assert policy.choose(rows, steady=True).head[::2] == (4, 1)
-    assert policy.choose([DraftRow(3)], steady=True).head == (3,)
+    assert policy.choose([RowDrafting(3)], steady=True).head == (3,)
     # One of eight would gain from drafts, but the others wait for a pass of the head.
     for slope, pays in ((0.5, False), (0.1, True)):
         policy = calibrated({8: tuple(1 + slope * depth for depth in range(K + 1))}, 8)
-        rows = [DraftRow(0), DraftRow(), *[DraftRow(0) for _ in range(6)]]
+        rows = [RowDrafting(0), RowDrafting(), *[RowDrafting(0) for _ in range(6)]]
         drive(policy, rows, K, 60)
         head = policy.choose(rows, steady=True).head
         assert (head[1] > 0) == pays
@@ -347,11 +347,11 @@ def test_a_run_that_pays_is_copied_soon_though_the_head_drafts(length, late):
     costs = StepCosts()
     head = curve(MTP, 1, {0: 1.0, 1: 1.3, 2: 1.6, 8: 4.0})
     costs.load({**head, **curve(HOST, 1, {4: 1.04, 16: 1.2})})
-    policy, row = AdaptiveDrafts(costs), DraftRow()
-    drive(policy, [row, DraftRow(0)], 1, 100)
-    assert any(policy.choose([row, DraftRow(0)], steady=True).head)
+    policy, row = AdaptiveDrafts(costs), RowDrafting()
+    drive(policy, [row, RowDrafting(0)], 1, 100)
+    assert any(policy.choose([row, RowDrafting(0)], steady=True).head)
     row.host["copy"] = Run([0.97] * length)
-    choices = [policy.choose([row, DraftRow(0)], steady=True) for _ in range(late + 1)]
+    choices = [policy.choose([row, RowDrafting(0)], steady=True) for _ in range(late + 1)]
     assert choices[-1].host[0] >= 3
 
 
@@ -402,11 +402,11 @@ def test_the_greedy_choice_is_the_best_of_all(table):
 class Mix(Machine):
     """Rows of which every other one copies well, and whose heads differ."""
 
-    def rates_of(self, row: DraftRow) -> Sequence[float]:
+    def rates_of(self, row: RowDrafting) -> Sequence[float]:
         return row.true  # type: ignore[attr-defined]
 
 
-class MixedRow(DraftRow):
+class MixedRow(RowDrafting):
     """A row with the true rates of its head."""
 
     __slots__ = ("true",)

@@ -11,10 +11,10 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
-from mlx_mtp.models.model import DraftHead, LoadedModel
+from mlx_mtp.models.model import DraftVocabulary, LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.speculative.draft_policy import Choice, DraftRow
+from mlx_mtp.speculative.draft_policy import Choice, RowDrafting
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from tests.support.grammars import compiled
 from tests.support.harness import Driver, OracleDrafter, Plain, Ties, greedy, plain, request
@@ -84,7 +84,7 @@ def drafter_for(
     if drafts == "head":
         return MTPDrafter(model)
     if drafts == "half":
-        return MTPDrafter(model, DraftHead(model, range(EOS, VOCAB, 2)))
+        return MTPDrafter(model, DraftVocabulary(model, range(EOS, VOCAB, 2)))
     answers = {
         r.request_id: (*r.prompt_token_ids, *references[r.request_id].tokens) for r in requests
     }
@@ -103,7 +103,7 @@ class Erratic:
         self.reason = None
         self.planned: list[int] = []
 
-    def choose(self, rows: list[DraftRow], *, steady: bool) -> Choice:
+    def choose(self, rows: list[RowDrafting], *, steady: bool) -> Choice:
         assert rows
         even = self.random.random() < 0.5
         first = self.depth(steady)
@@ -115,7 +115,7 @@ class Erratic:
     def depth(self, steady: bool) -> int:
         return self.random.choice((0, 0, 0, 1, 2, 3, 5, 8))
 
-    def on_host(self, row: DraftRow) -> int:
+    def on_host(self, row: RowDrafting) -> int:
         if not row.host or self.random.random() < 0.5:
             return 0
         ((row.source, drafter),) = row.host.items()

@@ -219,7 +219,7 @@ class Generation:
             "total": made.total,
             "cache": min(made.reused, before),
             "processed": made.total if output.token_ids else min(made.done, before),
-            "time_ms": max(round(1e3 * (at - made.began)), 0),
+            "time_ms": max(round(1e3 * (at - made.admitted_at)), 0),
         }
         return Delta(self._by_id[output.request_id].index, progress=progress)
 
