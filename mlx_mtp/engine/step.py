@@ -101,7 +101,8 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk's tokens, row after row; each row starts `num_repeated` cached ones (0 or 1) early.
+    """A prefill chunk's tokens, row after row; each row starts `num_repeated` (0 or 1) cached
+    tokens early.
 
     `prompts` are the rows' prompts on the device, int32 [T + 1], each followed by a 0.
     """
