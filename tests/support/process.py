@@ -88,7 +88,7 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
     `code` runs in the process before it, to break something. A log that is not read fills its pipe.
     """
     arguments = ["serve", *([] if "--port" in flags else ["--port", "0"]), *flags]
-    run = f"{code}\nimport sys\nfrom mlx_mtp.cli.main import main\nsys.exit(main({arguments!r}))"
+    run = f"{code}\nimport sys\nfrom mlx_mtp.__main__ import main\nsys.exit(main({arguments!r}))"
     kept = "MLX_MTP_CACHE_DIR"
     environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
     argv = [sys.executable, *(["-c", run] if code else ["-m", "mlx_mtp", *arguments])]
