@@ -32,7 +32,7 @@ class GatedDeltaCache:
         # Float32 [B, Hv, Dv, Dk], before the pending window.
         self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
         self.pending: PendingWindow | None = None  # a window that has not been folded
-        # The convolution's last inputs, [B, K-1+P, C]: P positions of the last window, K-1 before.
+        # The convolution's last inputs, [B, K-1+P, C]: K-1, then the P of the last window.
         channels = 2 * hk * dk + hv * dv
         self.history = mx.zeros((num_rows, self._conv_size - 1, channels), dtype=dtype)
         self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
@@ -42,7 +42,7 @@ class GatedDeltaCache:
 
     @classmethod
     def of(cls, held: CacheArrays) -> GatedDeltaCache:
-        """A cache to run one window, whose state is then `held`."""
+        """A cache that holds these arrays, to run one window; read its `held` afterwards."""
         cache = cls.__new__(cls)
         cache.held = held
         return cache

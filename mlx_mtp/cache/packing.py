@@ -117,9 +117,10 @@ class Packing:
         return _index(np.concatenate([part.tokens for part in self.parts]))
 
     def lines(self, heads: int) -> list[mx.array]:
-        """The lines of each part's buffer that hold its tokens' keys and values.
+        """Where in each part's buffer its tokens' keys and values are, in lines.
 
-        uint32 [n * 2 * heads]; a buffer's lines are [2, slots, heads, capacity], keys first.
+        A line is the key or the value of one token and head. Returns uint32 [n * 2 * heads] for n
+        tokens; the lines of a buffer are [2, slots, heads, capacity], keys first.
         """
         if heads not in self._lines:
             counts = [len(part.tokens) for part in self.parts]
@@ -192,7 +193,7 @@ class Part:
 
     @property
     def known(self) -> int:
-        """For a chunk of one row, a lower bound of the positions before it."""
+        """For a chunk of one row, a lower bound of its first position, known on the host."""
         return max(0, self.limit - self.length - STRIDE)
 
 

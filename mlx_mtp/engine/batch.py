@@ -55,8 +55,8 @@ class Batch:
     def upload_host_drafts(self, rows: Many[StepRow]) -> None:
         """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
 
-        A run continues after the tokens that the window in flight emits. If these are not the
-        run's, the drafts are wrong and will be rejected.
+        The drafts are the tokens of a run after as many as the window in flight emits
+        (`num_kept`). If what it emits is not how the run begins, they are wrong and are rejected.
         """
         if not any(row.run for row in rows):
             return

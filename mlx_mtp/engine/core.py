@@ -12,7 +12,8 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 _WAITED = 0.02  # share of a step's time; a read that took less found the step already ended
-# A launch that took so many times as long as the one before compiled kernels, or was held up.
+# If a launch took more than this many times as long as the one before it, then because it compiled
+# kernels or was held up.
 _FAR = 2.0
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from mlx_mtp.errors import StepError, StepMemoryError
 
-HANG_SECONDS = 4.0  # Any step may take this long,
-SLOWNESS = 10.0  # and this many times as long as the slowest recent step of its kind.
+# A step hangs if it takes longer than the largest of these that apply to it.
+HANG_SECONDS = 4.0  # for any step
+SLOWNESS = 10.0  # times as long as the slowest recent step of its kind
 NEW_KIND_SECONDS = 30.0  # for the first step of a kind: some kernels are compiled per shape
 # For building the runner and measuring step costs, and for each of the first steps, which compile
 # most kernels: two minutes were seen on a fresh GPU machine.
@@ -17,8 +18,8 @@ START_SECONDS = 300.0
 _FADE = 0.9  # of the slowest step's time, with each later step of its kind
 _NUM_FIRST_STEPS = 2  # with look-ahead the second step waits for what the first one launched
 
-MAX_RESTARTS = 3  # of the engine within
-RESTART_WINDOW = 60.0  # seconds
+MAX_RESTARTS = 3  # of the engine, within `RESTART_WINDOW` seconds
+RESTART_WINDOW = 60.0
 
 # mlx has no exception type for this: texts of its allocators, Metal's command buffers and CUDA.
 _NO_MEMORY = re.compile(

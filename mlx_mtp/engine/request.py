@@ -99,7 +99,7 @@ class RequestOutput:
     # max_tokens or the context is used up; "error" with `error`.
     finish_reason: FinishReason | None = None
     error: MlxMtpError | None = None
-    num_draft_tokens: int = 0  # drafts that count in this step (see `StepRow.num_drafts`)
+    num_draft_tokens: int = 0  # drafts to report of this step (see `StepRow.num_drafts`)
     num_accepted_tokens: int = 0  # accepted ones
     # Places of tokens that are drafts and were not sampled (see `SamplingParams.optimistic`).
     optimistic: tuple[int, ...] = ()
@@ -108,6 +108,6 @@ class RequestOutput:
     admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
     # With the first output, if the request asked for them: of all prompt tokens but the first.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    drafts: tuple[int, ...] | None = None  # that count; None without `RequestOptions.trace`
+    drafts: tuple[int, ...] | None = None  # those to report; None without `RequestOptions.trace`
     # Up to the first tokens, with `RequestOptions.progress`.
     progress: PrefillProgress | None = None

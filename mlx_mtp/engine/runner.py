@@ -101,7 +101,8 @@ class ModelRunner:
     def save_answers(self, steps: Iterable[InFlightStep]) -> None:
         """Copy the caches of rows that have just ended into the prefix cache."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
-        # An answer computed by decode steps is not reused where prompts are computed exactly.
+        # Not with --exact (then `chunk_ends` is set): decode steps have computed the answer, and
+        # a prompt's bits must be those of its own chunks.
         prefixes = {row.sequence: row.sequence.prefix for row in rows if row.sequence.finished}
         ended = {s for s, p in prefixes.items() if not (p.dropped or p.chunk_ends)}
         if not ended or (batch := self.batches.decoding) is None:
@@ -124,7 +125,7 @@ class ModelRunner:
         mx.clear_cache()
 
     def _launch(self, launches: Many[tuple[Many[StepRow], StepLaunch]]) -> list[InFlightStep]:
-        """Launch with one forward pass for the tokens of all."""
+        """Complete these launches with one forward pass, over the tokens of all of them."""
         steps: list[InFlightStep] = []
         waiting, passes = [], []
         for rows, launch in launches:
@@ -169,8 +170,9 @@ class ModelRunner:
             batch = Batch(sequences, cache, state, self.vocab_size)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
-        # These bounds leave drafts out: how far attention reads, and so a prompt's bits, must not
-        # depend on drafts, nor on where a cached prefix ended. `limits` are reserved below.
+        # The bounds set how far attention reads, and so may change a prompt's bits. These must
+        # depend neither on drafts nor on where a cached prefix ended, so the room for drafts
+        # (`limits`) is reserved only after the prompt's pass, below.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
         if warm and not self.prefixes.restore(batch, nodes):
             # The prefix is dropped, and the next plan computes the prompts from their beginning.
@@ -193,12 +195,13 @@ class ModelRunner:
         for row in chunk:
             row.num_cached = row.length
         step = InFlightStep(chunk, is_prefill=True)
-        # A prompt's last token has no following one. (With prompt logprobs no prefix is reused.)
+        # A prompt's last token has no following one. (No token is repeated here: with prompt
+        # logprobs no prefix is reused.)
         inside = [row.length - row.is_last for row in chunk]
         tops = [s.request.sampling.prompt_logprobs for s in sequences]
         given = arrays.following, inside, arrays.lengths.tolist(), tops
         step.prompt = prompt_scores(self._model, hidden, *given, self.vocab_size)
-        # Now, as ranks exchange the logits for prompt logprobs before those of first tokens.
+        # Evaluated now, so that all ranks exchange these logits before those of first tokens.
         mx.async_eval(step.prompt or ())
         targets = arrays.following
         if arrays.is_last.any():
@@ -234,8 +237,8 @@ class ModelRunner:
     def _prompt(self, sequence: Sequence) -> mx.array:
         """A prompt and a 0 on the device, int32 [T + 1], uploaded once for all of its chunks.
 
-        On CUDA a new array from the host may get a buffer that was the device's, and moving that to
-        where the host can write waits for all chunks that were launched.
+        An upload for each chunk would stall on CUDA: the new array may get a buffer that the device
+        used, and moving that to where the host can write waits for all launched chunks.
         """
         if sequence not in self._prompts:
             self._prompts[sequence] = mx.array(np.array([*sequence.prompt, 0], dtype=np.int32))

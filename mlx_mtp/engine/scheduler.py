@@ -93,14 +93,15 @@ class Scheduler:
         """Admit requests, and plan the next step, which must be launched."""
         admitted = self._admitted()
         for sequence in admitted:
-            # What was planned has been launched since, so its prefix has been copied.
+            # The first chunk of a begun prompt has been launched since, and with it the copy of
+            # the prefix into its batch.
             if sequence.finished or sequence.begun:
                 self.reuse.release(sequence.prefix)
         if finished := {s for s in admitted if s.finished}:
             self._running = [s for s in self._running if not s.finished]
             self._prefills.drop(finished)
         decode = tuple(map(StepRow, self._running))
-        # Beside others a row that is surely finished stays in the batch: its windows keep nothing.
+        # If only some rows are surely finished these run on beside the others, and keep nothing.
         if all(s.surely_finished for s in self._running):
             decode = ()
         if self.num_waiting:
@@ -216,7 +217,10 @@ class Scheduler:
         return [*chain.from_iterable(self._prefills.groups), *self._running]
 
     def _admit(self, step: int) -> None:
-        """Admit the next group of prompts; its padded chunk has at most `step` tokens."""
+        """Admit the next group of prompts; its chunk has at most `step` tokens, with padding.
+
+        A chunk is packed, but the recurrence computes it as a padded rectangle.
+        """
         room = self._config.max_num_seqs - len(self._admitted())
         if self._config.exact:
             room = min(room, 1)  # A prompt is computed alone.

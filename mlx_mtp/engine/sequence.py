@@ -32,7 +32,7 @@ class Sequence:
         self.num_cached = 0  # positions in the caches, by the steps that have been read
         self.max_cached = 0  # most positions in the caches after all steps in flight
         self._steps_in_flight = 0
-        # Optimistic requests share what they compute with each other alone.
+        # An optimistic request shares cached prefixes only with other optimistic ones.
         salt = root_key(
             request.options.cache_salt or None, optimistic=request.sampling.optimistic > 0
         )

@@ -32,22 +32,23 @@ class StepRow:
     start: int = 0  # first position, of a prompt
     length: int = 0  # number of positions; the runner sets that of a verify window
     num_proposed: int = 0  # drafts of the MTP head for the next window
-    # The host's guess of what follows the last token that has been read. The window in flight emits
-    # up to `ahead` of these tokens; those after them are verified in place of the head's drafts.
+    # The host's guess of what follows the last token that it has read. The window in flight is not
+    # read yet: it emits the first of these tokens, at most `ahead`. The next `len(run) - ahead` are
+    # verified in place of the head's drafts (see `Batch.upload_host_drafts`).
     run: Many[int] = ()
     ahead: int = 0
     source: str = MTP  # of the drafts of its window
     of_others: bool = False  # the run is from an earlier answer, which may be another client's
     # The result:
-    # Drafts of the window that count. Of a run `of_others` only accepted ones do: neither its
-    # tokens nor their number may reveal the rest of another client's answer.
+    # Drafts of the window that outputs and statistics report. Of a run `of_others` these are only
+    # the accepted ones: what was rejected, or how much, could reveal another client's answer.
     num_drafts: int = 0
     error: MlxMtpError | None = None
     num_cached: int = 0  # positions that stay in the caches
     token_ids: tuple[int, ...] = ()  # emitted
     num_accepted: int = 0  # emitted tokens that were drafts
     optimistic: tuple[int, ...] = ()  # places in `token_ids` of drafts that were not sampled
-    drafts: tuple[int, ...] = ()  # those that count, if any row asked for a trace
+    drafts: tuple[int, ...] = ()  # the first `num_drafts`, if any row asked for a trace
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finished: bool = False  # ended on the device
@@ -101,10 +102,11 @@ class StepPlan(NamedTuple):
 
 
 class ChunkArrays:
-    """A prefill chunk's tokens, row after row; each row starts `num_repeated` (0 or 1) cached
-    tokens early.
+    """A prefill chunk's tokens, row after row.
 
-    `prompts` are the rows' prompts on the device, int32 [T + 1], each followed by a 0.
+    After a cached prefix each row also repeats the prefix's last token (`num_repeated` is 1, else
+    0). The target model does not run it, as its hidden state is cached; the head does, as its entry
+    needs the token after it, too. `prompts` are on the device, int32 [T + 1], each followed by a 0.
     """
 
     def __init__(self, chunk: Many[StepRow], num_repeated: int, prompts: Many[mx.array]) -> None:

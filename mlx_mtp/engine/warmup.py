@@ -13,8 +13,9 @@ from mlx_mtp.errors import ModelError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 
-# Long enough that every kernel a prompt may run is checked now: one that failed its check during a
-# client's request would change the choices of kernels, which the keys of prefixes on disk include.
+# Long enough that every kernel a prompt may run is checked now. If one failed its check later, in a
+# client's request, other kernels would run, and prefixes on disk, whose keys name the kernels,
+# would not be found any more.
 _ROWS, _PROMPT, _ANSWER = 2, 64, 4
 
 

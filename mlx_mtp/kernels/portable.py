@@ -52,8 +52,9 @@ def run(
     *,
     advance: bool = True,
 ) -> tuple[mx.array, mx.array, PendingWindow]:
-    """Run a window: outputs [B, T, Hv, Dv], the state (after it with `advance`), and what
-    folding it needs.
+    """Run a window: outputs [B, T, Hv, Dv], the state after it, and what folding it needs.
+
+    Without `advance` the returned state means nothing.
     """
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]

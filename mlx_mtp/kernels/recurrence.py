@@ -21,9 +21,10 @@ def run(
 ) -> tuple[mx.array, mx.array, PendingWindow | None]:
     """Fold the previous window's accepted prefix, then run the new window on top of it.
 
-    Returns the outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2; those from `lengths[b]` on
-    are finite but mean nothing. Then, without `lengths`: the state after the fold, and the new
-    window, to be folded next time. With `lengths`: the state after each row's last one, and None.
+    Returns the outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2 (those from `lengths[b]` on
+    are finite but mean nothing); a state; and the window that the next call must fold. Without
+    `lengths` the state is that after the fold, before the new window. With `lengths` it is that
+    after the first `lengths[b]` positions of the new window, and None is left to fold.
     """
     if lengths is not None and gated_delta_chunks.fits(window):
         folded = state if num_kept is None else fold(previous, num_kept, state)

@@ -31,7 +31,7 @@ class RaggedAttention(Qwen3NextAttention):
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
         """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
 
-        The tokens of all rows are one product per projection.
+        Each projection is one product, over the tokens of all rows.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         queries, gate = self._halves(doubled)
@@ -95,7 +95,7 @@ class RaggedAttention(Qwen3NextAttention):
         """[N, heads, D] rotated by mlx."""
         most = len(x)
         if backend() == "cuda" and getattr(self.rope, "dims", 32) < 32:
-            most = min(64, 256 // x.shape[1])  # Of more tokens at once the launch is refused.
+            most = min(64, 256 // x.shape[1])  # With more tokens at once the launch fails.
         parts = [slice(at, at + most) for at in range(0, len(x), most)]
         turned = [self.rope(x[part, :, None], offset=positions[part]) for part in parts]
         return (turned[0] if len(turned) == 1 else mx.concatenate(turned)).squeeze(2)
@@ -138,9 +138,9 @@ class WindowedGatedDeltaNet(nn.Module):
 class SplitLayer(nn.Module):
     """Mixin over an mlx-lm decoder layer, which runs tokens on caches of ours by `step`.
 
-    The tokens of several batches, each with a cache, lie side by side. Besides the residual stream
-    x, [N, H], a layer is given x after its own first norm, and returns its output after the next
-    layer's first norm, so that a sum and its norm are one launch.
+    The tokens of several batches, each with a cache, lie side by side. A layer takes the residual
+    stream x, [N, H], and x after its own first norm; it returns the new x, and that after the next
+    layer's first norm. So a sum and the norm that follows it are one launch.
     """
 
     def step(

@@ -92,7 +92,8 @@ class SamplingParams:
     top_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
     # The same for the tokens of the prompt but the first, which has no predecessor.
     prompt_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
-    choice: Annotated[int, Range(0, 1 << 16)] = 0  # of the request's `n`, each with its own noise
+    # Which of the request's `n` answers this is; each has its own noise.
+    choice: Annotated[int, Range(0, 1 << 16)] = 0
     # Typical (lossy) acceptance: a draft with at least this share of the probability of the sampled
     # token replaces it; 0: off. Only with it does the answer depend on the drafts.
     optimistic: Annotated[float, Range(0.0, 1.0)] = 0.0

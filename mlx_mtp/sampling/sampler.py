@@ -41,7 +41,7 @@ class Sampler:
         firsts = (len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True))
         self._set_params(params, list(zip(firsts, stop_ids, strict=True)))
         # With penalties, two int32 [B, V]: how often each token is in the output; and 1 + its last
-        # position in the prompt (0: none), with a context size in prompt and output.
+        # position in the prompt, or, if any row has a context size, in prompt and output (0: none).
         self.counts: tuple[mx.array, mx.array] | None = None
         if self.any_penalties:
             latest = np.zeros((len(params), vocab_size), dtype=np.int32)
@@ -72,8 +72,8 @@ class Sampler:
         # How many of the last tokens the repetition penalty looks at; 0: all.
         contexts = [p.repetition_context_size * (p.repetition_penalty != 1.0) for p in params]
         self.context = mx.array(contexts)[:, None, None] if any(contexts) else None
-        # float32 [B, 1]: how much less than the sampled token a draft that replaces it may score;
-        # minus infinity: no draft may.
+        # float32 [B, 1]: a draft may replace the sampled token if its score is at most this much
+        # lower; minus infinity: none may.
         self.margin: mx.array | None = None
         if any(p.optimistic for p in params):
             shares = [p.optimistic for p in params]
@@ -193,7 +193,7 @@ class Sampler:
         counts = output[:, None] + drafted
         seen = (latest[:, None] > 0) | (counts > 0)
         if self.context is not None:
-            # `latest` has 1 + positions; that of a draft is the position of the token after it.
+            # `latest` has 1 + positions. For a draft that is the position behind it.
             behind = positions[:, -1:] + mx.arange(2 - window.shape[1], 1)
             latests = _latest(latest, window[:, 1:], behind, tokens)[-logits.shape[1] :]
             first = mx.maximum(positions[..., None] - self.context, 0)

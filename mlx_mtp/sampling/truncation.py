@@ -113,12 +113,12 @@ def column(values: Sequence[float]) -> mx.array:
 
 
 # The values are split into blocks. The N largest values are in the N blocks with the largest
-# maxima: for a value elsewhere N values are at least as large. With blocks of about sqrt(V / N)
-# values little is left to sort after one pass over all of them.
+# maxima: a value of another block is no larger than any of these N maxima. With blocks of about
+# sqrt(V / N) values little is left to sort after one pass over all of them.
 
 
 def largest(values: mx.array, count: int) -> mx.array:
-    """The head of a full sort of values [..., V]: float32 [..., min(count, V)], NaN first."""
+    """The largest of values [..., V], in descending order, NaN first: [..., min(count, V)]."""
     count = min(count, values.shape[-1])
     blocks = _blocks(values, count)
     others = blocks.shape[-2] - count

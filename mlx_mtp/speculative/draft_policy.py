@@ -81,7 +81,7 @@ class Choice(NamedTuple):
 
     head: tuple[int, ...]  # of the head, for the next window
     host: tuple[int, ...]  # of the host in place of the head's, for the window that is planned
-    speed: float = 0.0  # expected tokens per time of a step without drafts
+    speed: float = 0.0  # expected tokens in the time that a step without drafts takes
 
     @property
     def verified(self) -> int:
@@ -290,8 +290,8 @@ class AdaptiveDrafts:
     def _useful(self, acceptance: Sequence[float]) -> list[float]:
         """Cumulative acceptance, less what an answer's end costs.
 
-        A step is launched before it is known that the answer has ended. Each token bears its share
-        of that.
+        When an answer ends, one more step has been launched, for nothing. That loss is shared out
+        among the answer's tokens, so each counts for a little less than 1.
         """
         share = max(1.0 - self._answers / self._tokens, 0.0)
         return [each * share**place for place, each in enumerate(acceptance, 1)]

@@ -105,9 +105,9 @@ class MTPDrafter:
         """Update a state from a window of its rows, and draft `num_drafts[b]` tokens for each.
 
         Returns int32 [B, k], k the largest of these numbers; what a row did not ask for means
-        nothing. Call it after every prefill chunk and every verify window, in order. With a prefix
-        from the cache, the first window begins at the prefix's last position. `sampler` draws
-        drafts from logits with the noise that will sample the tokens themselves.
+        nothing. Call it after every prefill chunk and every verify window, in order. After a cached
+        prefix the first window begins at the prefix's last position, whose entry needs the token
+        after the prefix. `sampler` draws drafts with the noise that will sample the tokens.
         """
         hidden, targets, last, packing, cache = window
         nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
