@@ -47,7 +47,7 @@ class BatchCache:
         for cache in self.layers:
             cache.packing = packing
             if isinstance(cache, GatedDeltaCache):
-                cache.coming = kept
+                cache.next_num_kept = kept
         return packing
 
     def commit(self, num_kept: mx.array) -> None:
@@ -55,7 +55,7 @@ class BatchCache:
         self.offset = self.offset + num_kept
         for cache in self.layers:
             del cache.packing  # Its masks are large.
-            if isinstance(cache, GatedDeltaCache) and cache.coming is None:
+            if isinstance(cache, GatedDeltaCache) and cache.next_num_kept is None:
                 cache.num_kept = num_kept
 
     def select(self, rows: list[int]) -> BatchCache:

@@ -38,7 +38,7 @@ class GatedDeltaCache:
         self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
         # The same of the next window, if it is known (a prefill, or one token a row): the state
         # then advances at once and nothing is left pending.
-        self.coming: mx.array | None = None
+        self.next_num_kept: mx.array | None = None
 
     @classmethod
     def of(cls, held: CacheArrays) -> GatedDeltaCache:
@@ -50,20 +50,20 @@ class GatedDeltaCache:
     @property
     def held(self) -> CacheArrays:
         """All arrays: a compiled function takes and returns nothing else."""
-        return self.state, self.pending, self.history, self.num_kept, self.coming
+        return self.state, self.pending, self.history, self.num_kept, self.next_num_kept
 
     @held.setter
     def held(self, held: CacheArrays) -> None:
-        self.state, self.pending, self.history, self.num_kept, self.coming = held
+        self.state, self.pending, self.history, self.num_kept, self.next_num_kept = held
 
     def run(self, projected: GDNProjections, convolution: ShortConvWeights) -> mx.array:
         """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""
         q, window, conv_input = convolve(projected, convolution, self.history, self.num_kept)
         outputs, self.state, self.pending = run(
-            q, window, self.state, self.pending, self.num_kept, self.coming
+            q, window, self.state, self.pending, self.num_kept, self.next_num_kept
         )
-        self.history, self.num_kept = conv_input, self.coming
-        if self.coming is not None and window.length > _LONGEST_HISTORY:
+        self.history, self.num_kept = conv_input, self.next_num_kept
+        if self.next_num_kept is not None and window.length > _LONGEST_HISTORY:
             self._trim(convolution.size)
         return outputs
 

@@ -49,7 +49,7 @@ class RaggedKVCache:
         outputs = []
         for part, array in zip(packing.parts, arrays, strict=True):
             rectangle = part.rect(queries), _by_axis(part.buffer, array), part.positions
-            limits = part.mask, part.limit, part.known
+            limits = part.mask, part.limit, part.least_position
             outputs.append(attention.attend_rectangle(*rectangle, *limits, scale))
         return packing.join(outputs)
 

@@ -192,7 +192,7 @@ class Part:
         return self.rect(self._all_positions)
 
     @property
-    def known(self) -> int:
+    def least_position(self) -> int:
         """For a chunk of one row, a lower bound of its first position, known on the host."""
         return max(0, self.limit - self.length - STRIDE)
 

@@ -161,8 +161,8 @@ class ModelRunner:
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         nodes = [s.prefix.node for s in sequences if s.prefix.node is not None]
-        warm = batch is None and len(nodes) == len(sequences)
-        arrays = ChunkArrays(chunk, int(warm), [self._prompt(s) for s in sequences])
+        after_prefix = batch is None and len(nodes) == len(sequences)
+        arrays = ChunkArrays(chunk, int(after_prefix), [self._prompt(s) for s in sequences])
         if batch is None:
             assert all(s.max_cached == s.prefix.num_reused for s in sequences), "they have run"
             cache = self._model.make_cache(len(sequences))
@@ -174,7 +174,7 @@ class ModelRunner:
         # depend neither on drafts nor on where a cached prefix ended, so the room for drafts
         # (`limits`) is reserved only after the prompt's pass, below.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
-        if warm and not self.prefixes.restore(batch, nodes):
+        if after_prefix and not self.prefixes.restore(batch, nodes):
             # The prefix is dropped, and the next plan computes the prompts from their beginning.
             for sequence in sequences:
                 sequence.begin(0)
@@ -200,9 +200,9 @@ class ModelRunner:
         inside = [row.length - row.is_last for row in chunk]
         tops = [s.request.sampling.prompt_logprobs for s in sequences]
         given = arrays.following, inside, arrays.lengths.tolist(), tops
-        step.prompt = prompt_scores(self._model, hidden, *given, self.vocab_size)
+        step.prompt_scores = prompt_scores(self._model, hidden, *given, self.vocab_size)
         # Evaluated now, so that all ranks exchange these logits before those of first tokens.
-        mx.async_eval(step.prompt or ())
+        mx.async_eval(step.prompt_scores or ())
         targets = arrays.following
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
@@ -212,7 +212,7 @@ class ModelRunner:
         for number, row in enumerate(chunk):
             end = row.start + row.length
             step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)
-        step.timing_valid = not (warm or step.saves or step.prompt)
+        step.timing_valid = not (after_prefix or step.saves or step.prompt_scores)
         step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
@@ -286,7 +286,7 @@ class ModelRunner:
             batch.drafts = self._drafter.propose(batch.draft_state, *given)
         else:
             batch.drafts = batch.drafts[:, :0]
-        mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt or ())
+        mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt_scores or ())
         for row in step.rows:
             row.sequence.launched(row.length)
 

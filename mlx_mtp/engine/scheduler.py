@@ -203,7 +203,7 @@ class Scheduler:
             # A draft that replaces the sampled token could reveal another client's answer.
             alone = sequence.request.sampling.optimistic > 0
             row.host = self._host_sources.drafters(
-                sequence.prompt, sequence.prefix.salt, alone=alone
+                sequence.prompt, sequence.prefix.salt, own_text_only=alone
             )
         for drafter in row.host.values():
             drafter.extend(tokens)

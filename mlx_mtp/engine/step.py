@@ -142,7 +142,7 @@ class InFlightStep:
     rows: Many[StepRow]
     is_prefill: bool = False  # a chunk of prompts: all positions are kept
     sampled: SampledWindow | None = None  # None if no token is sampled
-    prompt: PromptScores | None = None  # None if no row asked for prompt logprobs
+    prompt_scores: PromptScores | None = None  # None if no row asked for prompt logprobs
     error: MlxMtpError | None = None  # of all rows: the whole step failed
     saves: list[Save] = field(default_factory=list)  # prefixes copied from its rows
     timing_valid: bool = True  # False if it also restored or saved a prefix, or made logprobs
@@ -170,10 +170,10 @@ class InFlightStep:
         if self.done is not None:
             mx.eval(self.done)
             self.done = None
-        if self.prompt is not None:
-            for row, scores in zip(self.rows, self.prompt.read()):
+        if self.prompt_scores is not None:
+            for row, scores in zip(self.rows, self.prompt_scores.read()):
                 row.prompt_logprobs = scores
-            self.prompt = None
+            self.prompt_scores = None
         if self.sampled is None:
             return
         tokens, accepted, logprobs, window, replaced = self.sampled

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.models.gemm.routes import few
+from mlx_mtp.models.gemm.routes import is_decode_sized
 
 
 class MTPHead(nn.Module):
@@ -75,7 +75,7 @@ class MTPHead(nn.Module):
 
     def _parts(self, x: mx.array) -> tuple[Callable[..., Any], ...]:
         """`join`, `queries` and `after`; compiled on a GPU, but not for a prompt's many shapes."""
-        if not few(x) or backend() is None:
+        if not is_decode_sized(x) or backend() is None:
             return self.join, self.queries, self.after
         return self._compiled
 

@@ -20,9 +20,9 @@ from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels.attention import is_batch_invariant
-from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, refused, step
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, decode_kernels, refused
 from mlx_mtp.models.family import Family, text_config
-from mlx_mtp.models.gemm.measure import choose_routes, serves
+from mlx_mtp.models.gemm.measure import choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 
@@ -136,7 +136,11 @@ class LoadedModel:
 
     def resolve_exact(self, exact: bool | None = None) -> bool:
         """`exact` if it is set; else whether exactness is possible and makes no product slower."""
-        return self.can_be_exact and serves(self.model, self.dtype) if exact is None else exact
+        return (
+            self.can_be_exact and kernel_takes_all_weights(self.model, self.dtype)
+            if exact is None
+            else exact
+        )
 
     @property
     def unused_kernels(self) -> list[str]:
@@ -165,7 +169,7 @@ class LoadedModel:
         positions = [packing.positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
-        with step(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
+        with decode_kernels(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
             for layer, layer_caches, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
                 x, normed = layer.step(x, normed, norm.weight, where, layer_caches)
         return normed
@@ -173,7 +177,7 @@ class LoadedModel:
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (`DraftVocabulary`)."""
         head = self.output_layer if layer is None else layer
-        with step():
+        with decode_kernels():
             if hasattr(head, "as_linear"):  # tied, and so whole on each rank
                 return head.as_linear(hidden)
             logits = head(hidden)

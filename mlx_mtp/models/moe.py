@@ -8,7 +8,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.distributed import all_reduce, world
 from mlx_mtp.kernels import norms, topk
-from mlx_mtp.models.gemm.routes import experts_in_order, few, project, served
+from mlx_mtp.models.gemm.routes import experts_in_order, is_decode_sized, project, served
 
 
 def add_mlp(
@@ -18,11 +18,11 @@ def add_mlp(
     width, rows = norms.NormShape(x.shape[-1], eps), len(x)
     if type(mlp) is Qwen3NextSparseMoeBlock:
         kind = topk.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
-        if few(x) and rows * (mlp.top_k + 1) > topk.MOST_PAIRS:
+        if is_decode_sized(x) and rows * (mlp.top_k + 1) > topk.MOST_PAIRS:
             halves = slice(rows // 2), slice(rows // 2, None)
             parts = [add_mlp(x[half], normed[half], mlp, weight, eps) for half in halves]
             return [mx.concatenate(list(pair)) for pair in zip(*parts)]
-        if few(x) and topk.ROUTER.works(kind, x.dtype):
+        if is_decode_sized(x) and topk.ROUTER.works(kind, x.dtype):
             outputs, weights = _mixture(normed, mlp, kind)
             if world().size == 1:
                 mixed = width._replace(chosen=mlp.top_k + 1)

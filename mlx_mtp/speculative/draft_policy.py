@@ -202,7 +202,7 @@ class AdaptiveDrafts:
 
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
         self._costs, self._most = costs, most  # drafts of the head per row; 0: no head
-        self._pool = HeadRates(most)
+        self._head_rates = HeadRates(most)
         # Faded counts of answers, and of their tokens.
         self._answers, self._tokens = 1.0, _FIRST_ANSWER
         self.choices: dict[int, float] = {}  # last drafts per row, by number of rows
@@ -246,8 +246,8 @@ class AdaptiveDrafts:
                 self._tokens *= memory
                 self._answers = self._answers * memory + 1.0
             elif row.source == MTP:
-                row.drafting.observe(tokens <= drafts, self._pool.observe(drafts, tokens - 1))
-        self._pool.fade(shape.rows)
+                row.drafting.observe(tokens <= drafts, self._head_rates.observe(drafts, tokens - 1))
+        self._head_rates.fade(shape.rows)
         self._costs.observe(shape, seconds)
 
     def _review(
@@ -255,7 +255,7 @@ class AdaptiveDrafts:
     ) -> None:
         batch_costs = self._costs.of_batch(len(rows))
         miss_ratios = [row.miss_ratio for row in rows]
-        head = [self._useful(self._pool.cumulative_acceptance(each)) for each in miss_ratios]
+        head = [self._useful(self._head_rates.cumulative_acceptance(each)) for each in miss_ratios]
         even = [even_choice(rows, depth) for depth in range(self._most + 1)]
         costs = [batch_costs.cost(choice.verified, max(choice.head)) for choice in even]
         tokens = [

@@ -42,14 +42,14 @@ class HostSources:
         self._sources = {name: _SOURCES[name](limit) for name in names}
 
     def drafters(
-        self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
+        self, prompt: tuple[int, ...], salt: Hashable, *, own_text_only: bool = False
     ) -> dict[str, HostDrafter]:
         """A request's drafters by source; if `alone`, they read nothing of other requests.
 
         Requests share answers only if their `salt` is the same.
         """
         return {
-            name: source.drafter(prompt, salt, alone=alone)
+            name: source.drafter(prompt, salt, alone=own_text_only)
             for name, source in self._sources.items()
         }
 

@@ -183,14 +183,14 @@ class StateRows:
             *(normal(self.random, count, length, *shape) for shape in shapes)
         )
         kept = mx.array(self.random.integers(0, length + 1, count).astype(np.int32))
-        self.cache.coming = kept if known else None
+        self.cache.next_num_kept = kept if known else None
         outputs = self.cache.run(projected, self.weights)
         if not known:
             self.cache.num_kept = kept
         for row, number in enumerate(kept.tolist()):
             for t in range(number):
                 one = GDNProjections(*(a[row : row + 1, t : t + 1] for a in projected))
-                self.alone[row].coming = mx.array([1])
+                self.alone[row].next_num_kept = mx.array([1])
                 expected = self.alone[row].run(one, self.weights)
                 close(outputs[row, t], expected[0, 0])
 

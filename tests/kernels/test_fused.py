@@ -113,7 +113,7 @@ def test_a_mixture(emulated, monkeypatch, ranks):
     monkeypatch.setattr(topk, "MOST_PAIRS", 12)
     halves = moe.add_mlp(x, normed, block, weight, 1e-6)
     np.testing.assert_allclose(halves, found, atol=1e-6)
-    monkeypatch.setattr(moe, "few", lambda _: False)
+    monkeypatch.setattr(moe, "is_decode_sized", lambda _: False)
     of_prompt = moe.add_mlp(x, normed, block, weight, 1e-6)
     np.testing.assert_allclose(of_prompt, found, atol=1e-5)
     none = moe.add_mlp(x[:0], normed[:0], block, weight, 1e-6)

@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.models.gemm import measure, routes
-from mlx_mtp.models.gemm.measure import choose_routes, serves
+from mlx_mtp.models.gemm.measure import choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, digest, routes_of, set_routes
 
 EVERY = range(1, sys.maxsize)
@@ -44,7 +44,7 @@ def test_the_operation_for_a_number_of_rows(given, of_step, rows, operation):
     if of_step is None:
         assert given.operation(rows) == operation
     else:
-        with gpu.step(of_step):
+        with gpu.decode_kernels(of_step):
             assert given.operation(rows) == operation
 
 
@@ -81,7 +81,7 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
     for step in (True, False):
         for name, given in calls.items():
             seen.clear()
-            with gpu.step(step):
+            with gpu.decode_kernels(step):
                 found = routes.product(model[name], *given)
             assert found.shape == true[name].shape
             assert mx.allclose(found, true[name], atol=1e-5).item()
@@ -149,7 +149,7 @@ def test_each_shape_expands_from_where_that_is_faster(measured):
     assert least_rows(*model.layers) == [512, 512]
     assert least_rows(model.other, model.lm_head) == [math.inf, math.inf]
     assert type(model.other) is nn.QuantizedLinear and type(model.plain) is nn.Linear
-    assert not serves(model, mx.bfloat16)  # Nor before: 128 inputs are too few.
+    assert not kernel_takes_all_weights(model, mx.bfloat16)  # Nor before: 128 inputs are too few.
     # A shape is measured once, and no fewer rows than those that were not faster.
     tried = [rows for outputs, rows, expands in measured if outputs == 48 and expands]
     assert tried == [2048, 1024, 512, 256]

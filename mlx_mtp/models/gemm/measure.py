@@ -88,7 +88,7 @@ def choose_routes(model: nn.Module, dtype: mx.Dtype) -> bool:
     return used
 
 
-def serves(model: nn.Module, dtype: mx.Dtype) -> bool:
+def kernel_takes_all_weights(model: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether the kernel is made for all quantized weights of a model. None is read."""
     quantized = (nn.QuantizedLinear, QuantizedSwitchLinear)
     parts = (module for module in model.modules() if isinstance(module, quantized))
@@ -263,7 +263,7 @@ def _choose_expansion(model: nn.Module, dtype: mx.Dtype) -> None:
         first = weight_of(parts_of(module)[0])
         kind = first.codes.shape, first.form, first.scales.dtype
         if kind not in least:
-            with gpu.step(False):
+            with gpu.decode_kernels(False):
                 least[kind] = _least_rows(module, first, dtype)
         if least[kind] < float("inf"):
             set_routes(module, replace(routes_of(module), expand_from=least[kind]))

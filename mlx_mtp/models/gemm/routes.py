@@ -79,14 +79,14 @@ def skinny_kernel() -> Any:
     return metal_gemm if gpu.backend() == "metal" else cuda_gemm
 
 
-def few(x: mx.array) -> bool:
+def is_decode_sized(x: mx.array) -> bool:
     """Whether these tokens [.., H] are a decode step's, not a prompt's."""
     return gpu.few(x.size // x.shape[-1])
 
 
 def served(x: mx.array, layer: nn.Module) -> bool:
     """Whether a layer runs the kernel for these tokens [.., H] of a decode step."""
-    return few(x) and x.size // x.shape[-1] in routes_of(layer).kernel
+    return is_decode_sized(x) and x.size // x.shape[-1] in routes_of(layer).kernel
 
 
 def routes_of(layer: nn.Module) -> Routes:
