@@ -169,7 +169,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
         return original(self, *parts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Calibrator, "decode_kernels", counted)
+        patch.setattr(Calibrator, "step", counted)
         patch.setattr(engine_module, "QUIET_SECONDS", 0.2)
         for number in range(3):
             enough = len(steps) + 5

@@ -141,7 +141,7 @@ def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model
         found = footprint(model, 8)
         assert mx.get_active_memory() < before + 2**20
         model.load_weights()
-        assert mx.get_active_memory() >= before + found.weights + found.head
+        assert mx.get_active_memory() > before + found.weights + found.head - 2**20
     finally:
         gc.enable()
     loaded = sum(value.nbytes for _, value in tree_flatten(demo_model.model.parameters()))

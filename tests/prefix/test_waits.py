@@ -100,7 +100,7 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
         steps.append(time.monotonic())
         return original(self)
 
-    monkeypatch.setattr(EngineCore, "decode_kernels", counted)
+    monkeypatch.setattr(EngineCore, "step", counted)
     served.engine._heartbeat._hang_seconds = 0.2
     names = ("one", "two")
     for name in names:
