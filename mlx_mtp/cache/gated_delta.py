@@ -12,7 +12,7 @@ from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run
 from mlx_mtp.kernels.short_conv import convolve
 
-# `state`, `pending`, `history`, `num_kept` and `coming` of a `GatedDeltaCache`.
+# `state`, `pending`, `history`, `num_kept` and `next_num_kept` of a `GatedDeltaCache`.
 CacheArrays = tuple[mx.array, PendingWindow | None, mx.array, mx.array | None, mx.array | None]
 
 _LONGEST_HISTORY = 16  # longer windows leave only their last inputs

@@ -98,8 +98,8 @@ class Layout:
 
     def select(self, rows: Sequence[int]) -> tuple[Layout, dict[Buffer, Buffer]]:
         """The layout of these rows in new buffers, and which buffer each of them copies."""
-        # New buffers: parts of one batch may join again, and by then what each of them has written
-        # to a buffer of both differs.
+        # New `Buffer` objects, as they are keys by identity: two parts of one batch may join again
+        # after each has written its own KV to a buffer that they had in common.
         copies = {self.places[row][0]: replace(self.places[row][0]) for row in rows}
         selected = Layout(len(rows))
         selected.places = [

@@ -55,8 +55,8 @@ class Batch:
     def upload_host_drafts(self, rows: Many[StepRow]) -> None:
         """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
 
-        The drafts are the tokens of a run after as many as the window in flight emits
-        (`num_kept`). If what it emits is not how the run begins, they are wrong and are rejected.
+        A row's drafts are the tokens of its run from index `num_kept` on: the window in flight
+        emits that many. If it emits other tokens than the run begins with, the drafts are rejected.
         """
         if not any(row.run for row in rows):
             return

@@ -12,8 +12,8 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 _WAITED = 0.02  # share of a step's time; a read that took less found the step already ended
-# If a launch took more than this many times as long as the one before it, then because it compiled
-# kernels or was held up.
+# A launch that takes more than this many times as long as the one before it has compiled kernels or
+# was held up, so no time is taken from it.
 _FAR = 2.0
 
 
@@ -47,12 +47,14 @@ class EngineCore:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return self.scheduler.reuse.seconds_left  # All requests wait for prefixes from the disk.
+        return (
+            self.scheduler.reuse.disk_seconds_left
+        )  # All requests wait for prefixes from the disk.
 
     def step(self) -> list[RequestOutput]:
         """Launch a plan, and return the outputs of the steps that have been read."""
         if self.scheduler.num_waiting:
-            self.runner.prefixes.commit_answers()
+            self.runner.prefixes.insert_saved_answers()
         plan = self.scheduler.schedule()
         self._heartbeat.begin(*_name_and_kind(plan, self._last_plan or plan))
         self._last_plan = plan
@@ -74,7 +76,7 @@ class EngineCore:
         outputs = self.scheduler.update(steps)
         self.runner.save_answers(steps)
         if not self._in_flight:
-            self.runner.prefixes.commit_answers()
+            self.runner.prefixes.insert_saved_answers()
         return outputs
 
     def release(self) -> None:

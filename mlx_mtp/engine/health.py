@@ -94,8 +94,8 @@ class Heartbeat:
         self._seen[kind[0]] += 1
         if self._seen[kind[0]] <= _NUM_FIRST_STEPS:
             return  # They mostly compile.
-        # A hang says little about the kind, but the machine may have become slow: the next step may
-        # take twice as long.
+        # A hang says little about the kind, but the machine may have become slow: the next step of
+        # the kind is allowed twice as long as this one was.
         learnt = min(seconds, 2 * beat.allowed / SLOWNESS) if seconds > beat.allowed else seconds
         self._slowest[kind] = max(learnt, self._slowest.get(kind, 0.0) * _FADE)
 

@@ -9,7 +9,7 @@ from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.console import size_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.machine import MemoryLimit, text_bytes
+from mlx_mtp.machine import MemoryLimit, client_text_bytes
 from mlx_mtp.models.model import LoadedModel
 
 _COPIES = 2  # of states while rows join or leave
@@ -107,7 +107,7 @@ class MemoryPlan:
         """Planned bytes by what takes them."""
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
-        parts |= {"texts": text_bytes(self.limit.nbytes)}
+        parts |= {"texts": client_text_bytes(self.limit.nbytes)}
         return parts | {"requests": self.rows}
 
     def shares(self) -> str:
@@ -148,7 +148,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share out the memory; UsageError, with flags that would do, if a request can't fit."""
     fixed = footprint.weights + footprint.head
-    left = limit.nbytes - text_bytes(limit.nbytes) - fixed
+    left = limit.nbytes - client_text_bytes(limit.nbytes) - fixed
     is_default = prefix_cache is None
     if prefix_cache is None:
         prefix_cache = min(max(left, 0) // 4, MOST_PREFIX_CACHE)
@@ -165,7 +165,7 @@ def plan_memory(
         needed = need(length)
         cache = min(needed // 3 + 1, MOST_PREFIX_CACHE) if is_default else prefix_cache
         total = fixed + needed + cache
-        total += text_bytes(total + total // 31 + 1)
+        total += client_text_bytes(total + total // 31 + 1)
         more = f"--memory-limit {_as_flag(total)} if the machine has that"
         used = f"Of {size_text(limit.nbytes)} ({limit.source}) the weights take {size_text(fixed)}"
         if left <= 0:

@@ -3,7 +3,7 @@
 The next chunk goes to the prompt with the fewest tokens left, unless the oldest prompt has waited
 for others' chunks for as many seconds as its own next chunk takes. So a short prompt behind long
 ones gets at least half of the machine, and so does the oldest prompt. None starves: a prompt is
-complete after at most twice the time that it and the rest of the prompts before it take alone.
+complete after at most twice the time that it and what is left of the prompts before it take alone.
 """
 
 from collections.abc import Collection

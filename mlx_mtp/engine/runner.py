@@ -101,8 +101,8 @@ class ModelRunner:
     def save_answers(self, steps: Iterable[InFlightStep]) -> None:
         """Copy the caches of rows that have just ended into the prefix cache."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
-        # Not with --exact (then `chunk_ends` is set): decode steps have computed the answer, and
-        # a prompt's bits must be those of its own chunks.
+        # With --exact (`chunk_ends` is set) nothing is saved: decode steps computed the answer's
+        # KV, and a later prompt may reuse only KV with the bits that its own chunks would give.
         prefixes = {row.sequence: row.sequence.prefix for row in rows if row.sequence.finished}
         ended = {s for s, p in prefixes.items() if not (p.dropped or p.chunk_ends)}
         if not ended or (batch := self.batches.decoding) is None:
@@ -170,9 +170,10 @@ class ModelRunner:
             batch = Batch(sequences, cache, state, self.vocab_size)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
-        # The bounds set how far attention reads, and so may change a prompt's bits. These must
-        # depend neither on drafts nor on where a cached prefix ended, so the room for drafts
-        # (`limits`) is reserved only after the prompt's pass, below.
+        # Attention reads as far as the first argument of `reserve` says, which may change a
+        # prompt's bits. The bits must depend neither on drafts nor on where a cached prefix ended.
+        # `limits` includes the drafts, and after a prefix the repeated token; so it is reserved
+        # only after the prompt's pass, below.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
         if after_prefix and not self.prefixes.restore(batch, nodes):
             # The prefix is dropped, and the next plan computes the prompts from their beginning.
@@ -316,7 +317,7 @@ class ModelRunner:
             return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: BaseException) -> StepError:
-        # Clear the cache in the next `run`: until the error is handled it refers to the buffers.
+        # Clear the cache in the next `run`: while the error is handled its traceback holds buffers.
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
@@ -364,7 +365,7 @@ def _resume(launch: StepLaunch, hidden: mx.array | None = None) -> ForwardPass |
 
 
 def _limits(rows: Many[StepRow], lengths: Many[int]) -> list[int]:
-    """Most positions that each row may have cached: after this step, and the head's next drafts."""
+    """Bounds of the rows' lengths after this step, with the head's next drafts but the last."""
     return [
         row.sequence.max_cached + length + max(row.num_proposed - 1, 0)
         for row, length in zip(rows, lengths, strict=True)

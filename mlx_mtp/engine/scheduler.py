@@ -93,15 +93,15 @@ class Scheduler:
         """Admit requests, and plan the next step, which must be launched."""
         admitted = self._admitted()
         for sequence in admitted:
-            # The first chunk of a begun prompt has been launched since, and with it the copy of
-            # the prefix into its batch.
+            # A prompt is `begun` once its first chunk is planned. That plan has been launched
+            # since, and with it the copy of the prefix into the prompt's batch.
             if sequence.finished or sequence.begun:
                 self.reuse.release(sequence.prefix)
         if finished := {s for s in admitted if s.finished}:
             self._running = [s for s in self._running if not s.finished]
             self._prefills.drop(finished)
         decode = tuple(map(StepRow, self._running))
-        # If only some rows are surely finished these run on beside the others, and keep nothing.
+        # A row that is surely finished still runs beside rows that are not, and keeps nothing.
         if all(s.surely_finished for s in self._running):
             decode = ()
         if self.num_waiting:
@@ -261,9 +261,9 @@ class Scheduler:
                 # One row alone always fits: `Engine.submit` rejects longer requests.
                 if len(rows) > 1 and self._usage(most) > 1:
                     return None
-                # Another prompt may be computing what could not be read from the disk.
+                # If the disk read failed, another prompt may be computing the prefix: ask again.
                 if not (
-                    reuse.poll_disk_read(sequence.prefix)
+                    reuse.must_wait_for_disk(sequence.prefix)
                     or reuse.must_wait(sequence.prefix, prefilling)
                 ):
                     return sequence
@@ -271,7 +271,7 @@ class Scheduler:
         return None
 
     def _put_back(self) -> None:
-        """Queue held requests whose wait for a prefix is over again, in order of arrival."""
+        """Queue again, in order of arrival, the held requests whose wait for a prefix is over."""
         held = sorted(self._held, key=lambda s: s.prefix.arrival or 0, reverse=True)
         self._held = [s for s in held if self.reuse.is_waiting(s.prefix)]
         for sequence in held:

@@ -23,7 +23,7 @@ class Sequence:
             allowed = request.sampling.allowed_token_ids
             self.constraint = Constraint(request.grammar, request.bad_words, allowed)
         self.drafting = RowDrafting(request.options.num_draft_tokens)
-        self.finished = False  # or cancelled, or failed (see `PrefixState.dropped`)
+        self.finished = False  # True also if it was cancelled or failed (see `PrefixState.dropped`)
         self.num_planned = 0  # prompt tokens that are cached or were planned
         self.begun = False  # its first chunk has been planned
         self.admitted_at = 0.0  # `perf_counter`, when it left the queue

@@ -32,9 +32,10 @@ class StepRow:
     start: int = 0  # first position, of a prompt
     length: int = 0  # number of positions; the runner sets that of a verify window
     num_proposed: int = 0  # drafts of the MTP head for the next window
-    # The host's guess of what follows the last token that it has read. The window in flight is not
-    # read yet: it emits the first of these tokens, at most `ahead`. The next `len(run) - ahead` are
-    # verified in place of the head's drafts (see `Batch.upload_host_drafts`).
+    # The host's guess of the tokens after the last one that it has read. If the guess is right, the
+    # window in flight emits the first of them, at most `ahead`. This step verifies the
+    # `len(run) - ahead` tokens after those, in place of the head's drafts (see
+    # `Batch.upload_host_drafts`).
     run: Many[int] = ()
     ahead: int = 0
     source: str = MTP  # of the drafts of its window
@@ -104,9 +105,10 @@ class StepPlan(NamedTuple):
 class ChunkArrays:
     """A prefill chunk's tokens, row after row.
 
-    After a cached prefix each row also repeats the prefix's last token (`num_repeated` is 1, else
-    0). The target model does not run it, as its hidden state is cached; the head does, as its entry
-    needs the token after it, too. `prompts` are on the device, int32 [T + 1], each followed by a 0.
+    After a cached prefix `tokens` and `following` of each row begin with the prefix's last token
+    (`num_repeated` is 1, else 0). The target model skips that token, as its hidden state is cached.
+    The head runs it, as the head's KV entry of a token also needs the token that follows.
+    `prompts` are on the device, int32 [T + 1], each followed by a 0.
     """
 
     def __init__(self, chunk: Many[StepRow], num_repeated: int, prompts: Many[mx.array]) -> None:

@@ -18,7 +18,7 @@
 this package and `models.gemm` imports `cuda` or `metal`.
 
 `gpu.few` says what a decode step is: rows with windows of up to 17 tokens each, up to 64 tokens of
-a prompt, and up to 128 tokens outside `gpu.decode_kernels`.
+a prompt, and up to 128 tokens outside `gpu.decode_pass`.
 
 An `Operation` is compared with its reference before its first use with a shape and type (`works`);
 `portable`, or mlx's operations in the same module, run where it fails. `cases` lists all of them.

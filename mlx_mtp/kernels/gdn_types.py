@@ -68,7 +68,7 @@ class ShortConvWeights(NamedTuple):
 
 
 class PendingWindow(NamedTuple):
-    """What folding a window that has run needs."""
+    """What is needed to fold a window that has run."""
 
     k: mx.array  # the window's keys, [B, T, Hk, Dk]
     delta: mx.array  # what each position wrote along its key, float32 [B, T, Hv, Dv]

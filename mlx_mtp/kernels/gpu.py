@@ -117,7 +117,7 @@ def few(rows: int) -> bool:
 
 
 @contextlib.contextmanager
-def decode_kernels(is_step: bool = True) -> Iterator[None]:
+def decode_pass(is_step: bool = True) -> Iterator[None]:
     """Within it passes are a decode step's, however many tokens they have; or else a prompt's."""
     token = _of_step.set(is_step)
     try:

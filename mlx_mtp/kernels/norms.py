@@ -228,7 +228,7 @@ class FusedNorm(gpu.Operation):
             return self.portable(shape, *inputs32)
 
         differences = []
-        with gpu.decode_kernels(False):
+        with gpu.decode_pass(False):
             for rows in _CHECKED_ROWS:
                 arguments = self._random_arguments(shape, dtype, rows)
                 differences.append(

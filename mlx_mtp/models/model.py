@@ -20,7 +20,7 @@ from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels.attention import is_batch_invariant
-from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, decode_kernels, refused
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, decode_pass, refused
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.gemm.measure import choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
@@ -169,7 +169,7 @@ class LoadedModel:
         positions = [packing.positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
-        with decode_kernels(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
+        with decode_pass(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
             for layer, layer_caches, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
                 x, normed = layer.step(x, normed, norm.weight, where, layer_caches)
         return normed
@@ -177,7 +177,7 @@ class LoadedModel:
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
         """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (`DraftVocabulary`)."""
         head = self.output_layer if layer is None else layer
-        with decode_kernels():
+        with decode_pass():
             if hasattr(head, "as_linear"):  # tied, and so whole on each rank
                 return head.as_linear(hidden)
             logits = head(hidden)

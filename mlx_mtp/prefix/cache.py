@@ -71,7 +71,7 @@ class PrefixCache:
         return self._copy(batch, row, state, state.cache_key[:end])
 
     def save_end(self, batch: Rows, row: int, state: PrefixState, tokens: tuple[int, ...]) -> None:
-        """Copy a row that has ended with these tokens in its caches, for `commit_answers`."""
+        """Copy a row that has ended with these tokens in its caches, for `insert_saved_answers`."""
         self._ends += self._copy(batch, row, state, tokens)
 
     def clear(self) -> None:
@@ -79,7 +79,7 @@ class PrefixCache:
         self._ends.clear()
         self.tree.clear()
 
-    def commit_answers(self) -> None:
+    def insert_saved_answers(self) -> None:
         """Insert the copied answers, before the next lookup."""
         if self._ends:
             self.commit(self._ends)

@@ -97,7 +97,7 @@ class PrefixReuse:
         """The end of the longest prefix in memory; None if there is none."""
         return self.tree.match(state.salt, state.cache_key) if state.looks_up else None
 
-    def poll_disk_read(self, state: PrefixState) -> bool:
+    def must_wait_for_disk(self, state: PrefixState) -> bool:
         """True while its prefix is being read from the disk; call it again until it is not."""
         if self.tree.disk is None:
             return False
@@ -117,12 +117,12 @@ class PrefixReuse:
         return False
 
     @property
-    def seconds_left(self) -> float:
+    def disk_seconds_left(self) -> float:
         disk = None if self._reader is None else self.tree.disk
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
     def is_waiting(self, state: PrefixState) -> bool:
-        """True while it must be held back. Poll a read in progress with `poll_disk_read`."""
+        """True while it must be held back. Poll a read in progress with `must_wait_for_disk`."""
         leader, point = state.waits_for or (None, 0)
         if leader is not None and not leader.dropped and point in leader.save_points:
             return True

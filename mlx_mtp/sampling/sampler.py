@@ -134,7 +134,7 @@ class Sampler:
         before, drafts = drawn[:, :-1], window[:, 1:]
         both = mx.take_along_axis(scores[:, :-1], mx.stack([before, drafts], axis=-1), axis=-1)
         taken = (both[..., 1] >= both[..., 0] - self.margin) & (drafts != before)
-        taken = taken & (both[..., 1] > -mx.inf)  # even if no token is possible
+        taken = taken & (both[..., 1] > -mx.inf)  # no forbidden draft, even if all tokens are
         if num_drafts is not None:
             taken = taken & (mx.arange(taken.shape[1]) < num_drafts[:, None])
         tokens = mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1)

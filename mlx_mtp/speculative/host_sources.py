@@ -44,7 +44,7 @@ class HostSources:
     def drafters(
         self, prompt: tuple[int, ...], salt: Hashable, *, own_text_only: bool = False
     ) -> dict[str, HostDrafter]:
-        """A request's drafters by source; if `alone`, they read nothing of other requests.
+        """A request's drafters by source; if `own_text_only`, they read nothing of other requests.
 
         Requests share answers only if their `salt` is the same.
         """

@@ -80,7 +80,7 @@ def test_a_wrong_body_is_found_and_not_used(matrix_units, spoil, caplog, case, o
     """Also where the operation is compared within a step."""
     names = "body", "_BODY", "_PIECES", "_ADD", "_LOAD", "MATRIX"
     spoil(owner, next(name for name in names if right in getattr(owner, name, "")), right, wrong)
-    with gpu.decode_kernels(case is ADD_NORM):
+    with gpu.decode_pass(case is ADD_NORM):
         assert not case.operation.works(case.shape, case.dtype)
     assert "slower code is used" in caplog.text
 

@@ -44,7 +44,7 @@ def test_the_operation_for_a_number_of_rows(given, of_step, rows, operation):
     if of_step is None:
         assert given.operation(rows) == operation
     else:
-        with gpu.decode_kernels(of_step):
+        with gpu.decode_pass(of_step):
             assert given.operation(rows) == operation
 
 
@@ -81,7 +81,7 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
     for step in (True, False):
         for name, given in calls.items():
             seen.clear()
-            with gpu.decode_kernels(step):
+            with gpu.decode_pass(step):
                 found = routes.product(model[name], *given)
             assert found.shape == true[name].shape
             assert mx.allclose(found, true[name], atol=1e-5).item()

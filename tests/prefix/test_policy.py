@@ -179,7 +179,7 @@ def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
         world.add(name, [*LONG, ord(name), 8])
     plan = world.step()
     assert not (plan.chunk or plan.decode)
-    assert world.reuse.seconds_left == world.disk.seconds_left
+    assert world.reuse.disk_seconds_left == world.disk.seconds_left
     world.add("other", [9] * 10)
     for _ in range(4):
         world.step()
@@ -253,7 +253,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
             plan = world.step(fail=data.draw(st.integers(0, 9)) == 0)
             # Nothing runs: then all that are here wait for a read, and one is under way.
             if not plan.live and world.policy.num_waiting:
-                assert world.reuse.seconds_left > 0
+                assert world.reuse.disk_seconds_left > 0
                 assert world.disk.wanted
             check_tree(world.tree)
         what = data.draw(st.integers(0, 9))

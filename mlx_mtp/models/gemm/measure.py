@@ -263,7 +263,7 @@ def _choose_expansion(model: nn.Module, dtype: mx.Dtype) -> None:
         first = weight_of(parts_of(module)[0])
         kind = first.codes.shape, first.form, first.scales.dtype
         if kind not in least:
-            with gpu.decode_kernels(False):
+            with gpu.decode_pass(False):
                 least[kind] = _least_rows(module, first, dtype)
         if least[kind] < float("inf"):
             set_routes(module, replace(routes_of(module), expand_from=least[kind]))
