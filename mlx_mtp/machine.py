@@ -24,7 +24,7 @@ _SMALL_MAC = 32  # GiB
 MOST_TEXT_BYTES = 576 << 20
 
 
-def text_bytes(nbytes: int) -> int:
+def text_memory(nbytes: int) -> int:
     """Bytes of `nbytes` of a server's memory that requests' bodies and answers may take."""
     return min(MOST_TEXT_BYTES, nbytes // 32)
 
