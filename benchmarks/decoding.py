@@ -141,7 +141,7 @@ def _measure(
     tokens = sum(len(output.token_ids) for outputs in results for output in outputs)
     batch = core.runner.batches.decoding
     assert batch is not None
-    nbytes = sum(a.nbytes for c in batch.cache.attention() for a in c.arrays())
+    nbytes = sum(a.nbytes for c in batch.cache.kv_caches() for a in c.arrays())
     ms, per_step = 1e3 * statistics.median(times), tokens / steps / len(contexts)
     measured = Steps(ms, tokens / sum(times), per_step, nbytes)
     run = profiled(lambda: [core.step() for _ in range(_PROFILED_STEPS)]) if profile else None

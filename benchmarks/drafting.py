@@ -135,7 +135,7 @@ def _in_turns(
         waves = measure(contenders, [("story", rows)], rounds, warmups=1, seed=0)
     figures = {each["subject"]: each for each in summarize(waves, [_OFF, *names], _OFF)}
     for contender in contenders:
-        rates = [wave.rate for wave in waves if wave.subject == contender.name]
+        rates = [wave.tokens_per_second for wave in waves if wave.subject == contender.name]
         figures[contender.name] |= {"rates": rates, "cpu_rates": contender.cpu_rates[-rounds:]}
     return figures
 
@@ -295,7 +295,7 @@ def copying(
             sampling = SamplingParams(len(answer), temperature=0.0, ignore_eos=True)
             rates = {}
             for subject in engines[:: 1 if number % 2 else -1]:
-                ((timed, outputs),) = subject.run([(prompt, sampling)])
+                ((timed, outputs),) = subject.ask_token_ids([(prompt, sampling)])
                 assert [t for out in outputs for t in out.token_ids] == list(answer)
                 rates[subject.name] = timed.decoding_rate or 0.0
             if number >= 0:  # The first round warms up.

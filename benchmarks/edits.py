@@ -168,7 +168,7 @@ def _replay(
     """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
     chance, costs = random.Random(0), StepCosts()
     cells = steps_to_measure({}, num_rows, (MTP, HOST))
-    costs.load({cell: prices.seconds(_shape(cell)) for cell in cells})
+    costs.load_table({cell: prices.seconds(_shape(cell)) for cell in cells})
     policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if MTP in sources else 0)
     source = NgramSource(0) if HOST in sources else None
     waiting = iter(texts)
@@ -184,7 +184,7 @@ def _replay(
             run: Sequence[int] = ()
             if to_copy:
                 # Behind what the last step has brought, though the policy has not seen that yet.
-                run = row.host[row.source].run[len(row.unread) :][: min(to_copy, left)]
+                run = row.host[row.source].next_run[len(row.unread) :][: min(to_copy, left)]
             count = len(run) or row.pending
             following = row.text.answer[row.at : row.at + count]
             hits = [a == b for a, b in zip(run, following)]

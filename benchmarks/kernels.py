@@ -120,7 +120,7 @@ def check_recurrence(variant: Variant) -> Check:
             _, _, pending = gated_delta.run_kernel(first_q, first, state, None, None)
             mx.eval(pending)
             with mx.stream(mx.cpu):
-                _, _, true_pending = portable.run(first_q, first, state)
+                _, _, true_pending = portable.run_chunked(first_q, first, state)
                 true_state = portable.fold(true_pending, kept, state)
         given = (q, window, state, pending, kept)
         y, folded, after = gated_delta.run_kernel(*given)
@@ -128,8 +128,8 @@ def check_recurrence(variant: Variant) -> Check:
         advanced_y, advanced, _ = gated_delta.run_kernel(*given, lengths)
         mx.eval(y, folded, after, advanced_y, advanced)
         with mx.stream(mx.cpu):
-            true_y, _, true_after = portable.run(q, window, true_state)
-            _, true_advanced, _ = portable.run(q, window.cut(lengths), true_state)
+            true_y, _, true_after = portable.run_chunked(q, window, true_state)
+            _, true_advanced, _ = portable.run_chunked(q, window.masked(lengths), true_state)
             valid = (mx.arange(length) < lengths[:, None])[..., None, None]
             true_cut = mx.where(valid, true_y, mx.zeros_like(true_y))
         ours = [y, folded, after.delta, advanced_y, advanced]
@@ -194,11 +194,11 @@ def _timing(what: str, cases: RandomInputs, rows: int, length: int, calls: int) 
     lengths = None if verify else kept
 
     def ours(state: mx.array, pending: PendingWindow | None) -> Any:
-        return recurrence.run(q, window, state, pending, kept, lengths)
+        return recurrence.run_window(q, window, state, pending, kept, lengths)
 
     def chunkwise(state: mx.array, pending: PendingWindow | None) -> Any:
         state = state if pending is None else portable.fold(pending, kept, state)
-        y, state, after = portable.run(q, window, state, advance=not verify)
+        y, state, after = portable.run_chunked(q, window, state, advance=not verify)
         return y, state, after if verify else None
 
     def theirs(run: Callable[..., Any]) -> _Call:  # always advances

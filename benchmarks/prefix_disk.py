@@ -100,7 +100,7 @@ def _write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
     core.scheduler.add(row_of("first", prompt[:_SHORT], 1))
     while not core.idle:
         core.step()
-    node = prefixes.tree.match(root_key(None), prompt)
+    node = prefixes.tree.longest_prefix(root_key(None), prompt)
     assert node is not None and isinstance(node.kv, Segment) and node.snapshot is not None
     more = len(prompt) - node.end
     arrays = {

@@ -120,7 +120,7 @@ def peaks(path: str, tokens: int, rows: int, step: int) -> Peaks:
     lengths = [tokens + ANSWER, *[SHORT_PROMPT + SHORT_ANSWER] * rows]
     states = (rows + 1) * demand.caches.states_and_window(DEPTH)
     caches = sum(map(demand.caches.kv, lengths)) + states
-    scores = min(step, tokens) * demand.scores(tokens)
+    scores = min(step, tokens) * demand.score_bytes(tokens)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resident <<= 0 if sys.platform == "darwin" else 10
     return Peaks(caches, scores, before, prefill, joined, resident)

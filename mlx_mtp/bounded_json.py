@@ -15,7 +15,7 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def cut(text: str, limit: int = MAX_ECHO) -> str:
+def shortened(text: str, limit: int = MAX_ECHO) -> str:
     """The text, shortened to `limit` characters and "..." if it is longer."""
     return text if len(text) <= limit else text[:limit] + "..."
 
@@ -29,7 +29,7 @@ class DuplicateNameError(ValueError):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"The JSON has the name {cut(name)!r} twice in one object.")
+        super().__init__(f"The JSON has the name {shortened(name)!r} twice in one object.")
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

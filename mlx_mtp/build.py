@@ -213,7 +213,7 @@ def build_engine(
         mtp_enabled=drafter is not None,
         max_num_seqs=config.max_num_seqs,
         prefix_cache_size=config.prefix_cache_size,
-        memory={} if memory is None else memory.parts(),
+        memory={} if memory is None else memory.bytes_by_use(),
         draft_sources=sources,
     )
     size, bits = config.prefix_cache_size, config.kv_cache_quantization

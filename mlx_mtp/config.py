@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, at_least, host_name, origin, size, text, whole, word_of, word_or
+from mlx_mtp.flags import (
+    Flag,
+    at_least,
+    byte_size,
+    host_name,
+    integer,
+    nonempty_text,
+    origin,
+    word_of,
+    word_or,
+)
 
 MAX_DRAFT_TOKENS = 8  # of the head, per row and step
 # Sources of drafts on the host (`speculative/host_sources.py`): the banner's word for their drafts,
@@ -28,7 +38,7 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "qwen3_coder", "none")
 DraftTokens = int | Literal["auto"]
 """Drafts per step: a fixed number, or "auto" to follow measured cost and acceptance."""
 
-SEED = whole(-(1 << 63), (1 << 63) - 1)
+SEED = integer(-(1 << 63), (1 << 63) - 1)
 _SECONDS = at_least(0.0)
 
 C = TypeVar("C")
@@ -91,22 +101,22 @@ class EngineConfig:
         "multi-token prediction: --mtp-num-draft-tokens N|auto",
         f"tokens to draft per step, 0 to {MAX_DRAFT_TOKENS}; auto follows measured cost and "
         "acceptance",
-        word_or("auto", whole(0, MAX_DRAFT_TOKENS)),
+        word_or("auto", integer(0, MAX_DRAFT_TOKENS)),
         default="auto",
     )
     max_num_seqs: int = setting(
-        "limits: --max-num-seqs N", "most sequences computed at once", whole(1, 4096), default=32
+        "limits: --max-num-seqs N", "most sequences computed at once", integer(1, 4096), default=32
     )
     max_model_len: int | None = setting(
         "model: --max-model-len N",
         "most tokens of prompt and answer together",
-        whole(2, 1 << 31),
+        integer(2, 1 << 31),
         default_text="the model's limit, or what memory allows if that is less",
     )
     prefill_step_size: int = setting(
         "memory and prefix cache: --prefill-step-size N",
         "most prompt tokens computed in one step",
-        whole(1, 1 << 20),
+        integer(1, 1 << 20),
         default_text="512; on a GPU 2048 or 1024 where memory allows",
         program_default=512,
     )
@@ -148,7 +158,7 @@ class EngineConfig:
     prefix_cache_size: int = setting(
         "memory and prefix cache: --prefix-cache-size SIZE",
         "memory for reusing earlier prompts and answers, such as 8GB; 0 turns that off",
-        size,
+        byte_size,
         default_text="a quarter of what the weights leave, at most 8GB",
         program_default=0,
     )
@@ -156,7 +166,7 @@ class EngineConfig:
         "memory and prefix cache: --draft-answers-size SIZE",
         "memory for the tokens of earlier answers, to copy drafts from; 0, or no prefix cache, "
         "keeps none",
-        size,
+        byte_size,
         default=8 << 20,
         default_text="8MiB",
     )
@@ -194,11 +204,11 @@ class ServerConfig:
     host: str = setting(
         "server: --host ADDRESS",
         "address to listen on; 0.0.0.0 for other machines too",
-        text,
+        nonempty_text,
         default="127.0.0.1",
     )
     port: int = setting(
-        "server: --port N", "port to listen on; 0 takes a free one", whole(0, 65535), default=8000
+        "server: --port N", "port to listen on; 0 takes a free one", integer(0, 65535), default=8000
     )
     # From --api-key and --api-key-file. If there are any, all routes but /health and / need one.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -249,19 +259,19 @@ class ServerConfig:
     )
     keep_alive_seconds: float = 10.0  # silence in a stream after which it gets an SSE comment
     max_choices: int = setting(
-        "limits: --max-choices N", "largest n of a request", whole(1, 128), default=16
+        "limits: --max-choices N", "largest n of a request", integer(1, 128), default=16
     )
     max_body_bytes: int = setting(
         "limits: --max-body-size N",
         "longest request body, in bytes",
-        whole(1, 1 << 30),
+        integer(1, 1 << 30),
         default=8 << 20,
     )
     max_stored_completions: int = setting(
         "limits: --max-stored-completions N",
         "latest answers to keep in memory for each key: responses, and chat completions with "
         "store: true; 0 keeps none",
-        whole(0, 1 << 20),
+        integer(0, 1 << 20),
         default=100,
     )
     template_seconds: float = 10.0  # most that the chat template may take for one request
@@ -315,7 +325,7 @@ class ServerConfig:
     max_queue: int = setting(
         "limits: --max-queue N",
         "most sequences that may wait for their turn; further requests get 429",
-        whole(0, 1 << 20),
+        integer(0, 1 << 20),
         default=256,
     )
     request_timeout: float = setting(

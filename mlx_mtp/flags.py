@@ -190,7 +190,7 @@ def boolean(text: str) -> bool:
     return _BOOLEANS[word_of(*_BOOLEANS)(text.lower())]
 
 
-def whole(low: int, high: int) -> Parse:
+def integer(low: int, high: int) -> Parse:
     """An integer in a closed range."""
 
     def parse(text: str) -> int:
@@ -222,11 +222,11 @@ def word_or(word: str, parse: Parse) -> Parse:
 def count_or_path(value: str) -> int | Path:
     """A number from 1 on; anything else is a file's path."""
     if _NUMBER.fullmatch(value):
-        return int(whole(1, 1 << 31)(value))
-    return Path(text(value))
+        return int(integer(1, 1 << 31)(value))
+    return Path(nonempty_text(value))
 
 
-def size(text: str) -> int:
+def byte_size(text: str) -> int:
     """Bytes: 8GB, 512MB, 1.5GiB, or a plain number of them."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -243,7 +243,7 @@ def gigabytes(text: str) -> int:
     number = text.upper().removesuffix("GB").strip()
     if not _NUMBER.fullmatch(number):
         raise ArgumentTypeError(f"{text!r} is not a Mac's memory such as 64GB")
-    return int(whole(4, 4096)(number))
+    return int(integer(4, 4096)(number))
 
 
 def at_least(low: float, high: float = math.inf) -> Parse:
@@ -279,7 +279,7 @@ def characters(value: str) -> str:
     return value
 
 
-def text(value: str) -> str:
+def nonempty_text(value: str) -> str:
     """Any text in valid UTF-8 that is not empty."""
     if not value:
         raise ArgumentTypeError("it must not be empty")
@@ -310,7 +310,7 @@ def key_fault(key: str) -> str | None:
 
 def host_name(value: str) -> str:
     """A host name without scheme and port, or *."""
-    name = text(value).lower().rstrip(".")
+    name = nonempty_text(value).lower().rstrip(".")
     if name != "*" and not _HOST.fullmatch(name):
         raise ArgumentTypeError(
             f"{value[:80]!r} is not a host name; give it without scheme and port, like my-mac.local"
@@ -320,7 +320,7 @@ def host_name(value: str) -> str:
 
 def origin(value: str) -> str:
     """The origin of a web page, or *."""
-    name = text(value).lower()
+    name = nonempty_text(value).lower()
     if name != "*" and not _ORIGIN.fullmatch(name):
         raise ArgumentTypeError(
             f"{value[:80]!r} is not an origin; give scheme, host and port alone, "

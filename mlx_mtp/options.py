@@ -13,7 +13,7 @@ from mlx_mtp.config import (
     host_source_names,
 )
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, count_or_path, real, secret, size, text, whole
+from mlx_mtp.flags import Flag, byte_size, count_or_path, integer, nonempty_text, real, secret
 
 BUNDLED_NAME = "mlx-mtp-demo"
 ANSWER_TOKENS = 512
@@ -25,7 +25,9 @@ _HEADINGS = (
 )
 
 _MODEL_HELP = "a directory, or a hub id such as org/name; also as --model"
-MODEL_FLAG = Flag("model: model MODEL", _MODEL_HELP, text, default_text="the bundled demo model")
+MODEL_FLAG = Flag(
+    "model: model MODEL", _MODEL_HELP, nonempty_text, default_text="the bundled demo model"
+)
 DTYPE = Flag(
     "model: --dtype",
     "type to compute in; auto: as stored; float32 on a CPU",
@@ -41,7 +43,7 @@ DRAFT_VOCAB = Flag(
 _CACHE_DIR = Flag(
     "multi-token prediction: --cache-dir DIR",
     "directory for measured step costs",
-    text,
+    nonempty_text,
     default_text="the user's cache directory",
 )
 _ENABLE_MTP = Flag(
@@ -67,7 +69,7 @@ SERVE_FLAGS = _in_order(
     Flag(
         "model: --served-model-name NAME",
         "the model's id in the API, or one of several (repeatable)",
-        text,
+        nonempty_text,
         default=(),
         repeated=True,
         default_text="the hub id or the directory's name",
@@ -77,7 +79,7 @@ SERVE_FLAGS = _in_order(
     Flag(
         "memory and prefix cache: --memory-limit SIZE",
         "most memory to use for weights, caches and everything else, such as 48GB",
-        size,
+        byte_size,
         default_text="what the machine has",
     ),
     *flags_of(EngineConfig),
@@ -87,13 +89,13 @@ SERVE_FLAGS = _in_order(
         "memory and prefix cache: --prefix-cache-dir DIR",
         "directory that keeps the prefix cache across restarts; prompts and answers are stored "
         "there unencrypted",
-        text,
+        nonempty_text,
         default_text="none",
     ),
     Flag(
         "memory and prefix cache: --prefix-cache-dir-size SIZE",
         "most disk space to use in --prefix-cache-dir",
-        size,
+        byte_size,
         default=16 * 10**9,
         default_text="16GB",
     ),
@@ -107,7 +109,7 @@ SERVE_FLAGS = _in_order(
     Flag(
         "security: --api-key-file FILE",
         "file with API keys, one per line",
-        text,
+        nonempty_text,
         default_text="none",
     ),
     *flags_of(ServerConfig),
@@ -128,7 +130,7 @@ _SAMPLING = (
     (
         "--top-k N",
         "keep only this many of the most probable tokens; 0 or -1: all",
-        whole(-1, 1 << 31),
+        integer(-1, 1 << 31),
     ),
     ("--min-p X", "keep tokens at least this likely relative to the most probable one", real),
     ("--repetition-penalty X", "above 1, make repeated tokens less likely", real),
@@ -147,14 +149,14 @@ GENERATE_FLAGS = _in_order(
     _ENGINE["--mtp-num-draft-tokens"],
     DRAFT_VOCAB,
     _CACHE_DIR,
-    Flag("--system TEXT", "system message to put before the prompt", text),
+    Flag("--system TEXT", "system message to put before the prompt", nonempty_text),
     Flag(
         "--max-tokens N",
         "most tokens to generate",
-        whole(1, 1 << 31),
+        integer(1, 1 << 31),
         default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
     ),
-    Flag("--stop TEXT", "text that ends the answer", text),
+    Flag("--stop TEXT", "text that ends the answer", nonempty_text),
     replace(_LOG_LEVEL, usage="--log-level", default="warning"),
     *(
         Flag(f"sampling: {name}", help, parse, default_text=_OF_MODEL)

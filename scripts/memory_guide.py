@@ -32,7 +32,7 @@ _LARGE = (64, 128)
 
 def cell(model: Published, gigabytes: int) -> str:
     """What fits a Mac: the longest context, and how many requests of 8,192 tokens at once."""
-    plan = model.plan(mac_memory(gigabytes))
+    plan = model.memory_plan(mac_memory(gigabytes))
     if plan is None:
         return "-"
     rows = plan.num_rows(min(SHORT_ROW, plan.max_model_len), EngineConfig().max_num_seqs)
@@ -71,7 +71,7 @@ def tables() -> list[str]:
     parts.append(_table(("model", *(f"{n} GB" for n in _MACHINES)), fits))
     parts.append(_table(("model", *headings), rows))
     most = EngineConfig().max_num_seqs
-    plans = [(n, [of_name[name, 4].plan(mac_memory(n)) for name in _AGENTS]) for n in _LARGE]
+    plans = [(n, [of_name[name, 4].memory_plan(mac_memory(n)) for name in _AGENTS]) for n in _LARGE]
     beside = [
         (f"{n} GB", *(plan.rows_at_once(most) if plan else "-" for plan in each))
         for n, each in plans

@@ -51,6 +51,23 @@ def test_a_class_name_means_one_thing():
     assert {k: v for k, v in places.items() if len(v) > 1 and k not in alike} == {}
 
 
+def test_a_function_name_means_one_thing():
+    """Of modules' public functions: those of one name are forms of one operation."""
+    places = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                places[node.name].append(path)
+    kernels = {"applies", "attend", "bands", "fits", "fold", "run_kernel", "run_window"}
+    alike = {
+        *kernels,
+        "fingerprint",  # a hash of what stored or exchanged data depend on
+        "generate",  # a command, and a route of Ollama's
+    }
+    assert {k: v for k, v in places.items() if len(v) > 1 and k not in alike} == {}
+    assert not [name for name in alike if len(places[name]) == 1]
+
+
 def test_the_reading_list_is_an_afternoon():
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.partition("## Reading list")[2].partition("\n## ")[0]

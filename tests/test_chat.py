@@ -60,7 +60,7 @@ def talk(capsys):
         client = httpx.Client(base_url="http://x/v1", transport=httpx.MockTransport(handle))
         console = Console(file=sys.stdout, width=80)
         session = Session(client, console, served_models(client)[0], {"top_k": 3}, **more)
-        session.run(read)
+        session.talk(read)
         shown = capsys.readouterr()
         return sent, shown.out, shown.err, session
 
@@ -134,9 +134,9 @@ def test_markdown_and_dimmed_reasoning():
     console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system="standard")
     with Screen(console) as screen:
         for piece in ("Let me", " think.\n\nYes."):
-            screen.add(piece, reasoning=True)
+            screen.append(piece, reasoning=True)
         for piece in ("A **bo", "ld** word.\n\n```\nx = 1\n\ny = 2\n```\n\n* on", "e\n"):
-            screen.add(piece, reasoning=False)
+            screen.append(piece, reasoning=False)
     shown = console.file.getvalue()
     for words in ("\x1b[2mLet me think.", "\x1b[2mYes.", "A \x1b[1mbold\x1b[0m word.", " • "):
         assert words in shown

@@ -176,7 +176,7 @@ def test_sixteen_tool_requests_at_once(bundled):
         wanted.append(request(city, ids, greedy(120)))
     assert len(wanted) == 16
     got = drive(bundled.model, wanted).run()
-    form = OutputFormat.choose(bundled.tokenizer.template)
+    form = OutputFormat.of_template(bundled.tokenizer.template)
     schemas = {"get_weather": tool["function"]["parameters"]}
     for city in cities:
         parser = form.parser(thinking=False, schemas=schemas)

@@ -8,16 +8,26 @@ from typing import Any
 
 from mlx_mtp.bench.prompts import KINDS
 from mlx_mtp.config import MAX_DRAFT_TOKENS
-from mlx_mtp.flags import Flag, Parse, add_flags, at_least, secret, text, whole, word_of, word_or
+from mlx_mtp.flags import (
+    Flag,
+    Parse,
+    add_flags,
+    at_least,
+    integer,
+    nonempty_text,
+    secret,
+    word_of,
+    word_or,
+)
 from mlx_mtp.options import DRAFT_VOCAB, DTYPE, EXACT, MODEL_FLAG, RANDOMNESS
 
-_MODEL = Flag("--model NAME", "model to ask for", text, repeated=True)
+_MODEL = Flag("--model NAME", "model to ask for", nonempty_text, repeated=True)
 # The key may also come from the environment: others can see a command line.
 API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
-_SEED = Flag("--seed N", "repeat the prompts of another run", whole(0, (1 << 63) - 1))
+_SEED = Flag("--seed N", "repeat the prompts of another run", integer(0, (1 << 63) - 1))
 _ASKING = (
-    Flag("--warmups N", "rounds before them that are not counted", whole(0, 100), default=1),
-    Flag("--max-tokens N", "most tokens per answer", whole(2, 1 << 20), default=128),
+    Flag("--warmups N", "rounds before them that are not counted", integer(0, 100), default=1),
+    Flag("--max-tokens N", "most tokens per answer", integer(2, 1 << 20), default=128),
     Flag("--temperature X", RANDOMNESS, at_least(0.0), default=0.0),
     replace(_SEED, default_text="new ones, which no server has cached"),
     Flag("--csv FILE", "write the figures as CSV", Path),
@@ -58,7 +68,7 @@ def add_bench(subparsers: Any) -> None:
     _add_http(compare, "; give it twice if the servers differ")
     _add_streams(compare, _COMPARED_LEVELS)
     offline = what.add_parser("offline", help="the engine without HTTP, MTP on and off")
-    depth, depths = word_or("auto", whole(1, MAX_DRAFT_TOKENS)), (1, 2, 3, "auto")
+    depth, depths = word_or("auto", integer(1, MAX_DRAFT_TOKENS)), (1, 2, 3, "auto")
     add_flags(offline, MODEL_FLAG, DRAFT_VOCAB, _CALIBRATION, DTYPE, EXACT)
     help_text = "drafts per step to measure beside MTP off"
     add_flags(offline, _list("--depths K,K,...", help_text, depth, depths))
@@ -70,7 +80,7 @@ def _add_streams(parser: argparse.ArgumentParser, levels: Sequence[int]) -> None
     kinds = f"length of the prompts: {', '.join(KINDS)}"
     add_flags(
         parser,
-        _list("--concurrency N,N,...", "streams at once", whole(1, 4096), levels),
+        _list("--concurrency N,N,...", "streams at once", integer(1, 4096), levels),
         Flag("--prompts KIND", kinds, word_of(*KINDS), default="short"),
         Flag("--plot FILE.png", "rate over concurrency (needs matplotlib)", Path),
     )
@@ -96,7 +106,7 @@ def _add_http(parser: argparse.ArgumentParser, twice: str = "") -> None:
 
 def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
     often = "how often to measure each cell of the table"
-    add_flags(parser, Flag("--rounds N", often, whole(1, 10_000), default=rounds), *_ASKING)
+    add_flags(parser, Flag("--rounds N", often, integer(1, 10_000), default=rounds), *_ASKING)
     parser.add_argument(
         "--ignore-eos",
         action="store_true",

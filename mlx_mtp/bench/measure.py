@@ -57,7 +57,7 @@ class Wave:
         return min(answer.sent for answer in self.answers)
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         """Tokens/s of all answers, from the first request to the end of the last answer."""
         seconds = max(answer.ended for answer in self.answers) - self.began
         return sum(answer.num_tokens for answer in self.answers) / seconds
@@ -138,7 +138,7 @@ def _figures(waves: Sequence[Wave]) -> Summary:
         "tokens": num_tokens,
         "split": max((a.split for a in answers), key=list(Split).index),
         "tokens_per_chunk": num_tokens / sum(a.num_events for a in answers),
-        **_with_range("rate", [wave.rate for wave in waves]),
+        **_with_range("rate", [wave.tokens_per_second for wave in waves]),
         "request_rate": median(a.decoding_rate for a in answers),
         **percentiles("ttft", ttfts, (50, 95)),
         **percentiles("itl", gaps / tokens, (50, 95, 99), weights=tokens),
@@ -154,7 +154,7 @@ def _ratios(waves: Sequence[Wave], references: Sequence[Wave]) -> Summary:
     pairs = [(a, b) for a in waves for b in references if a.round == b.round]
     ttfts = [[median(x.ttft for x in wave.answers) for wave in pair] for pair in pairs]
     return {
-        **_with_range("rate_ratio", [a.rate / b.rate for a, b in pairs]),
+        **_with_range("rate_ratio", [a.tokens_per_second / b.tokens_per_second for a, b in pairs]),
         **_with_range("ttft_ratio", [a / b for a, b in ttfts if a is not None and b]),
     }
 

@@ -52,9 +52,9 @@ class EngineSubject:
             (encode([{"role": "user", "content": text}]), replace(sampling, seed=seed))
             for text, seed in prompts
         ]
-        return [answer for answer, _ in self.run(chats)]
+        return [answer for answer, _ in self.ask_token_ids(chats)]
 
-    def run(
+    def ask_token_ids(
         self, prompts: Sequence[tuple[tuple[int, ...], SamplingParams]]
     ) -> list[tuple[TimedAnswer, list[RequestOutput]]]:
         """Like `ask`, for token ids and sampling; each answer comes with its engine outputs."""

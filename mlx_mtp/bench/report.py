@@ -69,7 +69,7 @@ class _CellFormatter(string.Formatter):
         return format(value, format_spec)
 
 
-def render(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+def render_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A table, in Markdown unless standard output is a terminal.
 
     The first `left` columns are flush left, the others flush right.
@@ -99,13 +99,13 @@ def summary_table(summaries: Sequence[Summary], what: str) -> str:
             )
             share = f"{accepted / drafts:.1%}" if drafts else NOTHING
             rows.append([subject, *(rate_and_ratio(s, 0) for s in of_subject), share])
-        return render(["engine", *levels, "drafts accepted"], rows)
+        return render_table(["engine", *levels, "drafts accepted"], rows)
     header, row = (line.split(" | ") for line in _TABLES[what])
     if what == "compare":
         half = len(summaries) // 2
         pairs = zip(summaries[:half], summaries[half:], strict=True)
         summaries = [{**b, "of_a": a} for a, b in pairs]
-    return render(
+    return render_table(
         header, [[_CellFormatter().vformat(cell, (), s) for cell in row] for s in summaries]
     )
 
@@ -172,7 +172,7 @@ def wave_fields(wave: Wave) -> dict[str, Any]:
     for answer in fields["answers"]:
         answer |= {key: answer[key] - wave.began for key in ("sent", "ended")}
         answer["times"] = [at - wave.began for at in answer["times"]]
-    return fields | {"rate": wave.rate}
+    return fields | {"rate": wave.tokens_per_second}
 
 
 def write_plot(

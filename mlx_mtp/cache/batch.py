@@ -18,7 +18,7 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 class BatchCache:
     """The layers' caches of B rows of `offset` tokens (int32 [B]).
 
-    A pass is `begin`, the model, `commit`.
+    A pass is `begin_window`, the model, `commit`.
     """
 
     def __init__(self, layers: Sequence[LayerCache], num_rows: int) -> None:
@@ -34,10 +34,10 @@ class BatchCache:
         after the pass, `rooms` the lengths to allocate, if these are more.
         """
         if moves := self.layout.arrange(limits, rooms or limits):
-            for cache in self.attention():
+            for cache in self.kv_caches():
                 cache.rearrange(self.layout, moves)
 
-    def begin(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
+    def begin_window(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
         """Prepare for a window of `lengths[b]` tokens per row, for which there is room.
 
         `kept`, int32 [B], is the number of tokens that each row will keep; None if a verify
@@ -86,6 +86,6 @@ class BatchCache:
             if cache is not None:
                 yield from cache.arrays()
 
-    def attention(self) -> list[RaggedKVCache]:
+    def kv_caches(self) -> list[RaggedKVCache]:
         """The KV caches of all layers and of the head."""
         return [c for c in (*self.layers, self.head) if isinstance(c, RaggedKVCache)]

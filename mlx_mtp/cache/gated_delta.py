@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import conv_tail
-from mlx_mtp.kernels.recurrence import fold, run
+from mlx_mtp.kernels.recurrence import fold, run_window
 from mlx_mtp.kernels.short_conv import convolve
 
 # `state`, `pending`, `history`, `num_kept` and `next_num_kept` of a `GatedDeltaCache`.
@@ -56,10 +56,10 @@ class GatedDeltaCache:
     def held(self, held: CacheArrays) -> None:
         self.state, self.pending, self.history, self.num_kept, self.next_num_kept = held
 
-    def run(self, projected: GDNProjections, convolution: ShortConvWeights) -> mx.array:
+    def run_window(self, projected: GDNProjections, convolution: ShortConvWeights) -> mx.array:
         """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""
         q, window, conv_input = convolve(projected, convolution, self.history, self.num_kept)
-        outputs, self.state, self.pending = run(
+        outputs, self.state, self.pending = run_window(
             q, window, self.state, self.pending, self.num_kept, self.next_num_kept
         )
         self.history, self.num_kept = conv_input, self.next_num_kept

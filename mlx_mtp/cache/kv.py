@@ -32,7 +32,7 @@ class RaggedKVCache:
         _, _, heads, dim = entries.shape
         buffers = [part.buffer for part in packing.parts]
         arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
-        lines = packing.lines(heads)
+        lines = packing.kv_lines(heads)
         write: Callable[..., list[mx.array]] = _write
         if backend() is not None and packing.longest <= LONGEST_WINDOW:
             write = _compiled(*(each.shape for each in (*arrays, *lines)))
@@ -111,7 +111,7 @@ def _by_axis(buffer: Buffer, array: mx.array) -> mx.array:
 
 def _write(
     entries: mx.array,  # [N, 2, heads, dim]
-    lines: list[mx.array],  # see `Packing.lines`
+    lines: list[mx.array],  # see `Packing.kv_lines`
     arrays: list[mx.array],  # of all buffers
 ) -> list[mx.array]:
     new, first = entries.reshape(-1, entries.shape[-1]), 0

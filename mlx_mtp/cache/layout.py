@@ -73,7 +73,7 @@ class Layout:
             or (row >= self._num_settled and most_slots(buffer.capacity) > 1)
         }
         if self._left or any(row < self._num_settled for row in moving):
-            self._thin(moving)
+            self._compact(moving)
         self._num_settled, self._left = len(self.places), False
         if not moving:
             return []
@@ -113,7 +113,7 @@ class Layout:
         self.places = self.places + other.places
         self.limits = self.limits + other.limits
 
-    def _thin(self, moving: dict[int, int]) -> None:
+    def _compact(self, moving: dict[int, int]) -> None:
         """Let rows move out of the emptiest buffers of a class of which more than half is empty."""
         waiting = Counter(moving.values())
         held = Counter(buffer for row, (buffer, _) in enumerate(self.places) if row not in moving)

@@ -87,7 +87,7 @@ class Packing:
         """An index of one token per row, at its `step[b]` (int32 [B])."""
         return slice(None) if self._single else self.windows.firsts + step
 
-    def after(self, known: mx.array, rest: mx.array) -> mx.array:
+    def prepend_first(self, known: mx.array, rest: mx.array) -> mx.array:
         """[N, ..] from the first token of each row, [B, ..], and the others in order."""
         row, step = self.windows.row, self.windows.step
         order = np.where(step == 0, row, np.arange(self.num_tokens) + len(known) - 1 - row)
@@ -116,7 +116,7 @@ class Packing:
         """An index of the tokens of the first part, then of the next, and so on."""
         return _index(np.concatenate([part.tokens for part in self.parts]))
 
-    def lines(self, heads: int) -> list[mx.array]:
+    def kv_lines(self, heads: int) -> list[mx.array]:
         """Where in each part's buffer its tokens' keys and values are, in lines.
 
         A line is the key or the value of one token and head. Returns uint32 [n * 2 * heads] for n

@@ -126,7 +126,7 @@ class CacheMemory:
         total["counters"] = _INT32  # the row's length
         return dict(total)
 
-    def window(self, depth: int) -> int:
+    def window_bytes(self, depth: int) -> int:
         """Bytes that a decode step with `depth` drafts leaves pending in all layers, per row."""
         pending = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.recurrent)
         return pending + (_INT32 if pending else 0)
@@ -141,4 +141,4 @@ class CacheMemory:
 
     def states_and_window(self, depth: int | None) -> int:
         """Bytes of a row without KV; `depth` None: before its first decode step."""
-        return sum(self.states.values()) + (0 if depth is None else self.window(depth))
+        return sum(self.states.values()) + (0 if depth is None else self.window_bytes(depth))

@@ -95,7 +95,7 @@ class _CellDrafts(FixedDrafts):
 class _Run(NamedTuple):
     """A `HostDrafter` of random tokens."""
 
-    run: Many[int]
+    next_run: Many[int]
     of_others: bool = False
 
     def extend(self, tokens: Many[int]) -> None:
@@ -144,8 +144,8 @@ class Calibrator:
         self._core: EngineCore | None = None  # that runs the first cell
         known = self.file.load()
         if known:
-            steps.load(known)
-            chunks.load(known)
+            steps.load_table(known)
+            chunks.load_table(known)
             logger.debug("Costs of an earlier run: %s", known)
         lengths = chunks.to_measure(math.inf) if config.decode_pause else []
         self._cells = [CostKey(CHUNK, 1, length) for length in lengths]

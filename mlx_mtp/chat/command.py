@@ -100,7 +100,7 @@ def _chat(given: argparse.Namespace) -> int:
         client = stack.enter_context(httpx.Client(base_url=url, **more))
         fields = {key: value for key in SAMPLING if (value := getattr(options, key)) is not None}
         session = Session(client, console, served_models(client)[0], fields, options.system)
-        session.run(_reader())
+        session.talk(_reader())
     return 0
 
 

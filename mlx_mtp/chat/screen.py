@@ -45,7 +45,7 @@ class Screen:
         self._live.update("")
         self._live.stop()
 
-    def add(self, text: str, *, reasoning: bool) -> None:
+    def append(self, text: str, *, reasoning: bool) -> None:
         """Show more of the answer."""
         text = clean(text)
         if not self._console.is_terminal:

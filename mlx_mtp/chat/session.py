@@ -32,7 +32,7 @@ class Session:
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def run(self, read: Callable[[str], str]) -> None:
+    def talk(self, read: Callable[[str], str]) -> None:
         """Talk until the input ends; `read` returns a line after showing the prompt given."""
         while True:
             try:
@@ -65,7 +65,7 @@ class Session:
         try:
             with Screen(self.console) as screen:
                 for kind, piece in _pieces(self.client, body, reads):
-                    screen.add(piece, reasoning=kind == "reasoning")
+                    screen.append(piece, reasoning=kind == "reasoning")
                     answer += piece if kind == "content" else ""
             timed = parse_answer(began, reads)
             report = speed_text(

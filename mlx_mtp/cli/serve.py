@@ -44,7 +44,7 @@ def serve(
 
     from mlx_mtp import build
     from mlx_mtp.distributed import world
-    from mlx_mtp.ranks.launch import follow_rank_zero, join, watch
+    from mlx_mtp.ranks.launch import connect_ranks, follow_rank_zero, watch
     from mlx_mtp.server.app import bind, create_app, give_up, make_server, run_server
     from mlx_mtp.server.http.access import read_keys, warn_if_open
 
@@ -52,7 +52,7 @@ def serve(
     load = partial(build.load, options, enable_mtp=wants_head(options), lazy=True, part=part)
     if rank:
         loaded, _ = load()
-        links: Any = join(options, loaded)
+        links: Any = connect_ranks(options, loaded)
         return follow_rank_zero(loaded, links, build.plan_engine(loaded, options, links).store)
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
@@ -63,7 +63,7 @@ def serve(
     # The port comes first: nobody should wait for a long load to learn that it is in use.
     with bind(options.host, options.port) as sock:
         loaded, tokenizer = load()
-        links = join(options, loaded)
+        links = connect_ranks(options, loaded)
         plan = build.plan_engine(loaded, options, links)
         limits, memory, store = plan.config, plan.memory, plan.store
         kept = prefixes_text(limits)
@@ -81,7 +81,7 @@ def serve(
             other_names=tuple(others),
             port=sock.getsockname()[1],
             api_keys=keys,
-            max_held_bytes=memory.parts()["texts"] * 8 // 9,
+            max_held_bytes=memory.bytes_by_use()["texts"] * 8 // 9,
             # The bundled model's files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
         )

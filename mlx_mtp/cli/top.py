@@ -12,7 +12,7 @@ from mlx_mtp.bench.answer import timed_events
 from mlx_mtp.connect.command import API_KEY, URL
 from mlx_mtp.console import one_line, say, size_text
 from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
-from mlx_mtp.flags import add_flags, resolve, text
+from mlx_mtp.flags import add_flags, nonempty_text, resolve
 
 if TYPE_CHECKING:
     import httpx
@@ -34,7 +34,9 @@ def add_top(commands: Any) -> None:
     """Register `top`."""
     parser = commands.add_parser("top", help="show what a running server does")
     shown = "the server's address (default: %(default)s)"
-    parser.add_argument("url", metavar="URL", nargs="?", type=text, default=URL, help=shown)
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", type=nonempty_text, default=URL, help=shown
+    )
     add_flags(parser, API_KEY, reads_environment=True)
     parser.set_defaults(run=_top, environ=None)
 
@@ -67,7 +69,7 @@ def _watch(states: Iterator[LiveState], console: Console) -> None:
     if not console.is_terminal:
         for state in itertools.islice(states, None, None, _LINE_MESSAGES):
             if last is not None:  # Rates are differences.
-                say(one_line(_line(state, last)))
+                say(one_line(_state_line(state, last)))
             last = state
         return
     with Live(console=console, screen=True, auto_refresh=False) as screen:
@@ -106,7 +108,7 @@ def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
-def _line(state: LiveState, last: LiveState | None) -> str:
+def _state_line(state: LiveState, last: LiveState | None) -> str:
     server, totals = state["server"], state["totals"]
     return (
         f"{server['state']}: {state['running']} running, {state['waiting']} waiting; "
@@ -126,11 +128,11 @@ def _screen(state: LiveState, last: LiveState | None) -> RenderableType:
         for source, counts in drafts["sources"].items()
     ]
     sections = {
-        f"{server['models'][0]}, mlx-mtp {server['version']}": [_line(state, last)],
+        f"{server['models'][0]}, mlx-mtp {server['version']}": [_state_line(state, last)],
         "Drafts accepted, by their position in a step": accepted or ["nothing drafted yet"],
         "Why so many drafts": [_why(drafts["choice"])],
         "Memory": _memory(state),
-        "Prefix cache": [_prefixes(state["prefixes"])],
+        "Prefix cache": [_prefixes_text(state["prefixes"])],
         "Queue and errors": [_queue(state)],
     }
     shown: list[RenderableType] = []
@@ -187,11 +189,11 @@ def _memory(state: LiveState) -> list[str]:
     return [*lines, f"arrays take {size_text(memory['active'])} now"]
 
 
-def _prefixes(prefixes: LiveState) -> str:
+def _prefixes_text(prefixes: LiveState) -> str:
     hits, count = _percent(prefixes["hits"], prefixes["queries"]), prefixes["num_entries"]
     return (
         f"{count} prefix{'es' * (count != 1)} in memory, {hits} of prompt tokens found; "
-        f"evicted: {_counts(prefixes['evicted'])}"
+        f"evicted: {_counts_text(prefixes['evicted'])}"
     )
 
 
@@ -199,9 +201,9 @@ def _queue(state: LiveState) -> str:
     failed = ", ".join(f"{count} of {status} {path}" for path, status, count in state["failures"])
     return (
         f"{state['held']} of {state['capacity']} places taken; "
-        f"refused: {_counts(state['rejected'])}; errors: {failed or 'none'}"
+        f"refused: {_counts_text(state['rejected'])}; errors: {failed or 'none'}"
     )
 
 
-def _counts(by_reason: dict[str, int]) -> str:
+def _counts_text(by_reason: dict[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in by_reason.items()) or "none"

@@ -234,13 +234,13 @@ CLIENTS = {
 }
 
 
-def _key(served: Served) -> str:
+def _api_key(served: Served) -> str:
     return f'"${KEY_VARIABLE}"' if served.wants_key else "none"
 
 
 def _open_webui(served: Served) -> str:
     return (
-        f"OPENAI_API_BASE_URL={served.openai_url} OPENAI_API_KEY={_key(served)} \\\n"
+        f"OPENAI_API_BASE_URL={served.openai_url} OPENAI_API_KEY={_api_key(served)} \\\n"
         "  ENABLE_OLLAMA_API=False open-webui serve\n\n"
         "# Or in a running one: Admin Panel > Settings > Connections > OpenAI API > +,\n"
         f"# with the URL {served.openai_url}. In a container the host is\n"
@@ -250,7 +250,7 @@ def _open_webui(served: Served) -> str:
 
 def _cline(served: Served) -> str:
     return (
-        f"cline auth --provider openai --apikey {_key(served)} \\\n"
+        f"cline auth --provider openai --apikey {_api_key(served)} \\\n"
         f"  --baseurl {served.openai_url} --modelid {shlex.quote(served.model)}\n\n"
         "# Or in the editor: Cline's settings > API Provider > OpenAI Compatible, with\n"
         f"# the URL {served.openai_url}, the model {served.model}\n"

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, add_flags, resolve, secret, text
+from mlx_mtp.flags import Flag, add_flags, nonempty_text, resolve, secret
 
 # The keys of two tables in `clients`, which would be slow to import for --help.
 NAMES = (
@@ -29,7 +29,8 @@ def add_connect(commands: Any) -> None:
     clients = f"the client: {', '.join(NAMES)}"
     parser.add_argument("client", choices=NAMES, metavar="CLIENT", help=clients)
     add_flags(
-        parser, Flag("url URL", "the server's address; also as --url", text, default_text=URL)
+        parser,
+        Flag("url URL", "the server's address; also as --url", nonempty_text, default_text=URL),
     )
     add_flags(parser, API_KEY, reads_environment=True)
     parser.add_argument(

@@ -11,10 +11,10 @@ from mlx_mtp import backend
 from mlx_mtp.config import DTYPE_NAMES
 from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, add_flags, text
+from mlx_mtp.flags import Flag, add_flags, nonempty_text
 
 MODE_NAMES = ("affine", "mxfp4", "nvfp4", "mxfp8")
-_MODEL = Flag("model MODEL", "", text)
+_MODEL = Flag("model MODEL", "", nonempty_text)
 _DESCRIPTION = (
     "MLX conversions lose the multi-token-prediction head. This fetches it from the original "
     "checkpoint, quantizes it as the model is, and puts it beside the model as mtp.safetensors, "

@@ -59,7 +59,7 @@ def add_head(
     source = open_source(source_name or _original(model_name), revision)
     target.check_source(source.config, source.name)
     plan = ConversionPlan(target, source, flags or {})
-    commit = source.repo.commit
+    commit = source.repo.commit_hash
     if not existing or not commit or existing.differences(plan.header, but=["created_by"]):
         missing = source.repo.missing(source.files)
         size = size_text(sum(missing.values()))

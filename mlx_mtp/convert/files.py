@@ -56,14 +56,14 @@ class StoredTensor:
     scales: StoredTensor | None = None  # of FP8, [..., blocks of rows, blocks of columns]
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
 
-    def part(self, start: int, stop: int) -> StoredTensor:
+    def sliced(self, start: int, stop: int) -> StoredTensor:
         stride = self.nbytes // self.shape[0]
         return replace(
             self,
             shape=(stop - start, *self.shape[1:]),
             offset=self.offset + start * stride,
             nbytes=(stop - start) * stride,
-            scales=self.scales and self.scales.part(start, stop),
+            scales=self.scales and self.scales.sliced(start, stop),
         )
 
     def with_scales(self, scales: StoredTensor | None, block: tuple[int, int]) -> StoredTensor:

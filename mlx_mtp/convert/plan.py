@@ -32,8 +32,8 @@ class ConversionPlan:
 
     def __init__(self, target: Target, source: Source, flags: Mapping[str, Any]) -> None:
         self._target, self._source, self._flags = target, source, flags
-        self._head = target.head(moe=source.is_moe)
-        self.default, self._settings = target.quantization(self._head, flags)
+        self._head = target.new_head(moe=source.is_moe)
+        self.default, self._settings = target.quantization_settings(self._head, flags)
         self.header = self._describe("hf")  # the sidecar's, without the checksums
 
     def open(self, paths: Iterable[Path], asked_norms: head_weights.Convention | None) -> None:
@@ -92,7 +92,7 @@ class ConversionPlan:
             head_weights.NORM_CONVENTION_KEY: "mlx",
             "created_by": f"mlx-mtp {__version__}",
             "source": self._source.name,
-            "source_revision": self._source.repo.commit or "",
+            "source_revision": self._source.repo.commit_hash or "",
             "source_norm_convention": convention,
             **{key: str(value) for key, value in shown._asdict().items()},
             "quantization": json.dumps(table, separators=(",", ":")),
@@ -180,7 +180,7 @@ def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, St
             groups.setdefault((match[1], int(match[2])), {})[first] = tensor
         elif len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):
-                groups.setdefault((module, expert), {})[name] = tensor.part(expert, expert + 1)
+                groups.setdefault((module, expert), {})[name] = tensor.sliced(expert, expert + 1)
         else:
             groups.setdefault((module, 0), {})[name] = tensor
     return [(expert, group) for (_, expert), group in groups.items()]

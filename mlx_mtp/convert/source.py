@@ -38,7 +38,7 @@ _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 class LocalRepo:
     """A model's directory, with the methods of `HubRepo`."""
 
-    commit = None
+    commit_hash = None
 
     def __init__(self, path: Path) -> None:
         self.path, self.repo_id = check_directory(path), str(path.resolve())
@@ -68,7 +68,7 @@ class HubRepo:
         use_cache_if_offline()
 
     @cached_property
-    def commit(self) -> str:
+    def commit_hash(self) -> str:
         if (path := self.file("config.json")) is not None:
             return path.parent.name
         with self._explained("the list of files"):
@@ -83,23 +83,23 @@ class HubRepo:
         return config.parent
 
     def file(self, name: str) -> Path | None:
-        revision = self._revision if name == "config.json" else self.commit
+        revision = self._revision if name == "config.json" else self.commit_hash
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
             return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
         return None
 
     def names(self) -> list[str]:
         with self._explained("the list of files"):
-            return hub.HfApi().list_repo_files(self.repo_id, revision=self.commit)
+            return hub.HfApi().list_repo_files(self.repo_id, revision=self.commit_hash)
 
     def tensor_names(self, name: str) -> list[str]:
         with self._explained(name):
             read_header = hub.HfApi().parse_safetensors_file_metadata
-            return list(read_header(self.repo_id, name, revision=self.commit).tensors)
+            return list(read_header(self.repo_id, name, revision=self.commit_hash).tensors)
 
     def remote(self, name: str) -> HfFileMetadata | None:
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
-            url = hub.hf_hub_url(self.repo_id, name, revision=self.commit)
+            url = hub.hf_hub_url(self.repo_id, name, revision=self.commit_hash)
             metadata = get_hf_file_metadata(url)
             # huggingface_hub makes paths of these two.
             _checked_version(metadata.etag, name)
@@ -113,7 +113,7 @@ class HubRepo:
         """Bytes of each file that is not cached; ConvertError if the hub has no such file."""
         sizes = {}
         for name in names:
-            cached = hub.try_to_load_from_cache(self.repo_id, name, revision=self.commit)
+            cached = hub.try_to_load_from_cache(self.repo_id, name, revision=self.commit_hash)
             if isinstance(cached, str):
                 continue
             if (metadata := self.remote(name)) is None:
@@ -280,7 +280,7 @@ def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
             return "mlx" if tensor.shape[-1] == 1 else "hf"
     if file.metadata.get("format") == "pt":
         return "hf"
-    for name, other in weight_map_of(source.repo).items() if not source.repo.commit else ():
+    for name, other in weight_map_of(source.repo).items() if not source.repo.commit_hash else ():
         path = source.repo.file(other)
         if name.endswith(_CONVOLUTION) and head_name(name) is None and path:
             # An MLX trunk proves nothing: a raw head may lie beside a converted trunk.

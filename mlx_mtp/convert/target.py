@@ -64,7 +64,7 @@ class Target:
             raise ConvertError(f"{path / 'config.json'} can't be used: {error!r:.300}") from error
         self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
-    def head(self, *, moe: bool) -> MTPHead:
+    def new_head(self, *, moe: bool) -> MTPHead:
         """A head that fits the model, unquantized and not loaded; ConvertError if none does."""
         if moe and not getattr(self.args, "num_experts", 0):
             raise ConvertError(
@@ -73,7 +73,7 @@ class Target:
             )
         return self.family.make_head(self.args, moe=moe)
 
-    def quantization(
+    def quantization_settings(
         self, head: nn.Module, flags: Mapping[str, Any]
     ) -> tuple[Setting | None, dict[str, Setting]]:
         """The setting of most matrices (None: unquantized), and of each by its module's path."""

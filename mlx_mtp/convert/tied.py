@@ -51,7 +51,7 @@ def _compare(
     with mx.stream(mx.cpu):
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            ours, *trunk = (tensor.part(start, stop).read() for tensor in (copy, *parts))
+            ours, *trunk = (tensor.sliced(start, stop).read() for tensor in (copy, *parts))
             if setting:
                 trunk = [setting.dequantize(trunk)]
                 own_error += _distance(ours, setting.dequantize(setting.quantize(ours)))

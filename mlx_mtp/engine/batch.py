@@ -99,7 +99,7 @@ class Batch:
         batch.drafts = batch.drafts[:, : max(batch.num_drafts, default=0)]
         return batch
 
-    def join(self, other: Batch) -> None:
+    def extend(self, other: Batch) -> None:
         """Append the other batch's rows, which leave it."""
         self.settle()
         other.settle()
@@ -166,7 +166,7 @@ class Batches:
         parts = [p for p in (part.filter(lambda s: s in rows) for part in parts) if len(p)]
         self.decoding, self.ready = parts[0], waiting
         for batch in parts[1:]:
-            self.decoding.join(batch)
+            self.decoding.extend(batch)
         assert set(self.decoding.sequences) == rows, "the plan and the batches disagree"
         return self.decoding
 

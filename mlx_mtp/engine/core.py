@@ -60,7 +60,7 @@ class EngineCore:
         self._last_plan = plan
         began = self._clock.now()
         launched = self.runner.run(plan)
-        self._clock.launched(launched, began)
+        self._clock.note_launched(launched, began)
         ready, self._in_flight = self._in_flight, launched
         # No look-ahead if the host needs a token before the next step (for a grammar's mask), nor
         # if a launch failed: the next plan must not count on its rows.
@@ -71,7 +71,7 @@ class EngineCore:
         for step in ready:
             waits_from = self._clock.now()
             steps += self.runner.read(step)
-            self._clock.read(step, waits_from)
+            self._clock.note_read(step, waits_from)
         self._clock.end_round(ready, launched)
         outputs = self.scheduler.update(steps)
         self.runner.save_answers(steps)
@@ -98,8 +98,8 @@ class StepClock:
     """Measures `InFlightStep.seconds` from when the host launches steps and has read them.
 
     A round of the loop may have both kinds of steps, so each has its own rule. The time of a chunk
-    is the device's, without the decode step that is read after it (`read`). The time of a decode
-    step is the whole round, because the host's work is a part of its cost (`end_round`).
+    is the device's, without the decode step that is read after it (`note_read`). The time of a
+    decode step is the whole round, because the host's work is a part of its cost (`end_round`).
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -107,16 +107,16 @@ class StepClock:
         self._launching = 0.0  # seconds of the last launch
         self._read_at = 0.0
         self._round_at = 0.0  # when the last round ended
-        self._last: tuple[Any, ...] = ()  # `_shape` of what the last round read
+        self._last: tuple[Any, ...] = ()  # `_step_shape` of what the last round read
         self._drained = False  # the last round left nothing in flight
 
-    def launched(self, steps: Many[InFlightStep], began: float) -> None:
+    def note_launched(self, steps: Many[InFlightStep], began: float) -> None:
         """Call when the steps of a plan have been launched."""
         self._launching = self.now() - began
         for step in steps:
             step.launched_at, step.launch_seconds = began, self._launching
 
-    def read(self, step: InFlightStep, waits_from: float) -> None:
+    def note_read(self, step: InFlightStep, waits_from: float) -> None:
         """Call after reading a step, with when the wait for it began; sets the time of a chunk.
 
         The device begins a step when it has been launched and the step before it has ended. If the
@@ -141,19 +141,19 @@ class StepClock:
         only if the step, the one before and the one after had the same rows and proposed as many
         drafts, nothing was prefilled, and the step and the one after verified as many.
         """
-        now, shape = self.now(), _shape(read)
+        now, shape = self.now(), _step_shape(read)
         seconds, alone = now - self._round_at, self._drained
         self._drained = not launched or any(step is launched[-1] for step in read)
         last, self._last, self._round_at = self._last, shape, now
         if not shape or not last:
             return
         rows, _, num_proposed = shape
-        steady = (rows, num_proposed) == (last[0], last[2]) and shape == _shape(launched)
+        steady = (rows, num_proposed) == (last[0], last[2]) and shape == _step_shape(launched)
         if alone if self._drained else steady:
             read[0].seconds = seconds
 
 
-def _shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
+def _step_shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
     """Rows, drafts verified and drafts proposed; () if there is more than one decode step."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return ()

@@ -103,7 +103,7 @@ class Engine:
         """True while step costs are measured, or will be when there are no requests."""
         return self._calibrator is not None and self._calibrator.busy and not self.unhealthy_reason
 
-    def expect(self) -> None:
+    def expect_request(self) -> None:
         """Measure no step costs for now: a request is being read, or may follow soon."""
         self._quiet_until = monotonic() + QUIET_SECONDS
 
@@ -215,7 +215,7 @@ class Engine:
         calibrator = self._calibrator
         if calibrator is not None:
             calibrator.reset()
-        self.expect()
+        self.expect_request()
         while True:
             self._heartbeat.end()
             measuring = calibrator is not None and calibrator.busy and core.idle
@@ -243,7 +243,7 @@ class Engine:
             self._send(outputs)
             if core.idle:
                 core.release()
-                self.expect()
+                self.expect_request()
             if calibrator is not None:
                 calibrator.save_periodically()
 

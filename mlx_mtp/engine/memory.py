@@ -38,21 +38,21 @@ class Footprint:
     depth: int  # most drafts per row and step
     vocab_size: int
 
-    def row(self, tokens: int) -> int:
+    def row_bytes(self, tokens: int) -> int:
         """Most bytes of a row of so many tokens, without its prefill."""
         reach, window = tokens + _WINDOWS * (self.depth + 1), self.depth + 1
         kv = self.caches.most_kv(reach)
         # A row that outgrows its size class is copied layer by layer.
         copied = kv // len(self.caches.attention)
         states = _COPIES * self.caches.states_and_window(self.depth)
-        scores = window * self.scores(reach + STRIDE)
+        scores = window * self.score_bytes(reach + STRIDE)
         return kv + copied + states + scores + window * self.vocab_size * 4 * _LOGITS
 
-    def chunk(self, step: int, tokens: int) -> int:
+    def chunk_bytes(self, step: int, tokens: int) -> int:
         """Most bytes, beside the caches, of a prefill chunk of at most `step` tokens."""
         step = min(step, tokens)
         # One layer's attention scores and mask: not every head size has a fused kernel.
-        scores = step * (self.scores(tokens) + tokens)
+        scores = step * (self.score_bytes(tokens) + tokens)
         # Activations of a position in one layer of each kind.
         layers = self.caches.layers
         numbers = sum(layer.activations() for layer in set(layers))
@@ -67,7 +67,7 @@ class Footprint:
         prompt = min(step, PROMPT_POSITIONS) * self.vocab_size * 4 * _PROMPT_LOGITS
         return max(scores + int(_MARGIN * computed), prompt) + self.vocab_size * 4 * _LOGITS
 
-    def scores(self, tokens: int) -> int:
+    def score_bytes(self, tokens: int) -> int:
         """Bytes of one layer's attention scores of one position to so many."""
         return self.caches.attention[0].heads * tokens * self.caches.itemsize
 
@@ -96,14 +96,14 @@ class MemoryPlan:
 
     def usage(self, lengths: Iterable[int]) -> float:
         """The share of the memory for rows that rows of these lengths take at most."""
-        return sum(map(self.footprint.row, lengths)) / self.rows
+        return sum(map(self.footprint.row_bytes, lengths)) / self.rows
 
     def num_rows(self, tokens: int, most: int, beside: int = 0) -> int:
         """How many rows of `tokens` fit, at most `most`, beside one row of `beside` tokens."""
-        left = self.rows - (self.footprint.row(beside) if beside else 0)
-        return max(min(left // self.footprint.row(tokens), most - (beside > 0)), 0)
+        left = self.rows - (self.footprint.row_bytes(beside) if beside else 0)
+        return max(min(left // self.footprint.row_bytes(tokens), most - (beside > 0)), 0)
 
-    def parts(self) -> dict[str, int]:
+    def bytes_by_use(self) -> dict[str, int]:
         """Planned bytes by what takes them."""
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
@@ -111,7 +111,7 @@ class MemoryPlan:
         return parts | {"requests": self.rows}
 
     def shares(self) -> str:
-        parts = self.parts().items()
+        parts = self.bytes_by_use().items()
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
@@ -155,11 +155,11 @@ def plan_memory(
     room = left - prefix_cache
 
     def need(tokens: int, step: int = prefill_step_size) -> int:
-        return footprint.chunk(step, tokens) + footprint.row(tokens)
+        return footprint.chunk_bytes(step, tokens) + footprint.row_bytes(tokens)
 
     tokens = max_model_len or allowed
     least = min(_LEAST_TOKENS, tokens)
-    fitting = _largest(least, tokens, lambda n: need(n) <= room)
+    fitting = _largest_good(least, tokens, lambda n: need(n) <= room)
     if fitting is None or (max_model_len is not None and fitting < max_model_len):
         length = tokens if fitting else least
         needed = need(length)
@@ -178,7 +178,7 @@ def plan_memory(
             used += f" and the prefix cache {size_text(prefix_cache)}"
             if needed <= left:
                 advice.append(f"--prefix-cache-size {(left - needed) // 10**6}MB or less")
-        step = _largest(1, prefill_step_size, lambda n: need(length, n) <= room)
+        step = _largest_good(1, prefill_step_size, lambda n: need(length, n) <= room)
         if step is not None:
             advice.append(f"--prefill-step-size {step} or less")
         if fitting:
@@ -187,10 +187,10 @@ def plan_memory(
             f"Not enough memory: one request of {length:,} tokens needs {size_text(needed)}. "
             f"{used}. What would do: {', or '.join(advice)}."
         )
-    chunk = footprint.chunk(prefill_step_size, fitting)
-    most = min(chunk + (room - chunk) // _LONGER_SHARE, room - footprint.row(fitting))
+    chunk = footprint.chunk_bytes(prefill_step_size, fitting)
+    most = min(chunk + (room - chunk) // _LONGER_SHARE, room - footprint.row_bytes(fitting))
     for step in _LONGER_STEPS if longer_steps and backend() else ():
-        if (longer := footprint.chunk(step, fitting)) <= most:
+        if (longer := footprint.chunk_bytes(step, fitting)) <= most:
             prefill_step_size, chunk = step, longer
             break
     return MemoryPlan(
@@ -210,7 +210,7 @@ def _as_flag(nbytes: int) -> str:
     return f"{-(-nbytes // 10**6)}MB" if nbytes < 10**10 else f"{-(-nbytes // 10**8) / 10:g}GB"
 
 
-def _largest(low: int, high: int, good: Callable[[int], bool]) -> int | None:
+def _largest_good(low: int, high: int, good: Callable[[int], bool]) -> int | None:
     """The largest good number of `low` to `high`; below a good one all must be good."""
     if not good(low):
         return None

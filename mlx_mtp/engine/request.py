@@ -36,7 +36,11 @@ class Request:
     bad_words: BadWords | None = None  # texts that the answer must not contain
 
     def validate(self, vocab_size: int, max_model_len: int, *, mtp_enabled: bool) -> None:
-        """Raise InvalidRequestError or ContextLengthError if these limits rule it out."""
+        """Raise InvalidRequestError or ContextLengthError if these limits rule it out.
+
+        The server has checked the parameters before, so that a wrong one costs no tokenization;
+        the grammar and the prompt's ids come after that, and other callers check nothing.
+        """
         self.sampling.validate(vocab_size)
         prompt = self.prompt_token_ids
         if not prompt:

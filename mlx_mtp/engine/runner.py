@@ -95,7 +95,7 @@ class ModelRunner:
             others = [StepRow(s) for s in dropped if s not in step.sequences]
             return [step, _failed(others, failure)]
         if step.saves:
-            self.prefixes.commit(step.saves)
+            self.prefixes.insert_saves(step.saves)
         return [step]
 
     def save_answers(self, steps: Iterable[InFlightStep]) -> None:
@@ -117,7 +117,7 @@ class ModelRunner:
         self.prefixes.clear()
         self._clear_answers()
 
-    def compare(self) -> None:
+    def check_ranks_agree(self) -> None:
         """Raise ModelError if another rank computes other numbers; without ranks do nothing."""
 
     def release(self) -> None:
@@ -178,7 +178,7 @@ class ModelRunner:
         if after_prefix and not self.prefixes.restore(batch, nodes):
             # The prefix is dropped, and the next plan computes the prompts from their beginning.
             for sequence in sequences:
-                sequence.begin(0)
+                sequence.begin_prompt(0)
             return InFlightStep([], is_prefill=True)
 
         start = batch.cache.offset - arrays.num_repeated
@@ -186,10 +186,10 @@ class ModelRunner:
         hidden, counts = batch.last_hidden[:, 0], arrays.num_to_compute
         if counts.any():
             computed = mx.array(counts)
-            batch.cache.begin(counts.tolist(), computed)
+            batch.cache.begin_window(counts.tolist(), computed)
             states = yield arrays.to_compute, batch.cache
             batch.cache.commit(computed)
-            hidden = packing.after(hidden, states) if arrays.num_repeated else states
+            hidden = packing.prepend_first(hidden, states) if arrays.num_repeated else states
         num_kept = mx.array(arrays.lengths)
         last = mx.array(arrays.ends.astype(np.int32))
         batch.keep_hidden(hidden[last], num_kept)
@@ -209,7 +209,7 @@ class ModelRunner:
             targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
         window = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
-        self._finish(batch, step, window)
+        self._propose_and_launch(batch, step, window)
         for number, row in enumerate(chunk):
             end = row.start + row.length
             step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)
@@ -231,7 +231,7 @@ class ModelRunner:
         window = arrays.tokens[last][:, None]
         logits = self._model.logits(batch.last_hidden)
         step.sampled = _sample(batch, logits, end[:, None], window, finished=~done)
-        step.note(batch.masks.errors())
+        step.set_errors(batch.masks.errors())
         newest = mx.where(done, step.sampled.tokens[:, 0], arrays.following[last])
         return mx.put_along_axis(arrays.following, last, newest, axis=0)
 
@@ -258,7 +258,7 @@ class ModelRunner:
         start = batch.cache.offset
         # Without drafts each row keeps its one token, so no window is left pending.
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
-        packing = batch.cache.begin(lengths, kept)
+        packing = batch.cache.begin_window(lengths, kept)
 
         hidden = yield packing.rectangle.flat(window), batch.cache
         logits = packing.rectangle.fill(self._model.logits(hidden))
@@ -274,11 +274,11 @@ class ModelRunner:
         step = InFlightStep(rows, sampled=sampled)
         targets = packing.rectangle.flat(sampled.tokens)
         computed = Computed(hidden, targets, last, packing, batch.cache)
-        self._finish(batch, step, computed)
-        step.note(batch.masks.errors())
+        self._propose_and_launch(batch, step, computed)
+        step.set_errors(batch.masks.errors())
         return step
 
-    def _finish(self, batch: Batch, step: InFlightStep, computed: Computed) -> None:
+    def _propose_and_launch(self, batch: Batch, step: InFlightStep, computed: Computed) -> None:
         """Propose drafts for the next windows, and launch all that is not launched yet."""
         batch.num_drafts = [row.num_proposed for row in step.rows]
         if self._drafter is not None:
@@ -289,7 +289,7 @@ class ModelRunner:
             batch.drafts = batch.drafts[:, :0]
         mx.async_eval(*batch.arrays(), step.sampled or (), step.prompt_scores or ())
         for row in step.rows:
-            row.sequence.launched(row.length)
+            row.sequence.note_launched(row.length)
 
     def _clear_cache(self, plan: StepPlan) -> None:
         """Free mlx's cached buffers now and then: mlx keeps them for reuse without a limit.
@@ -347,7 +347,7 @@ def _sample(
         finished=finished,
         num_drafts=num_drafts,
     )
-    batch.sampler.count(tokens, accepted.num_kept, positions)
+    batch.sampler.count_sampled(tokens, accepted.num_kept, positions)
     batch.last, batch.remaining = accepted.last, accepted.remaining
     batch.ended, batch.num_kept = accepted.finished, accepted.num_kept
     if batch.masks:
@@ -376,7 +376,7 @@ def _failed(rows: Many[StepRow], error: MlxMtpError) -> InFlightStep:
     """A failed step of rows whose launch did not complete."""
     for row in rows:
         row.length = 0
-        row.sequence.launched(0)
+        row.sequence.note_launched(0)
     step = InFlightStep(rows)
     step.fail(error)
     return step

@@ -138,7 +138,7 @@ class Scheduler:
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:
         sequence, tokens, error = row.sequence, row.token_ids, row.error
-        sequence.read(row.length, row.num_cached)
+        sequence.note_read(row.length, row.num_cached)
         if sequence.finished:
             return None
         if error is not None:
@@ -234,8 +234,8 @@ class Scheduler:
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
             self._waiting.pop()
-            self.reuse.begin(sequence.prefix, prefix)
-            sequence.begin(start)
+            self.reuse.acquire(sequence.prefix, prefix)
+            sequence.begin_prompt(start)
             sequence.admitted_at = perf_counter()
             if sequence.request.options.progress:
                 self._begun.append(RequestOutput(sequence.request_id, progress=sequence.progress))

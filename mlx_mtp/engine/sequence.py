@@ -56,16 +56,16 @@ class Sequence:
             self.num_prompt, self.prefix.num_reused, self.num_cached, self.admitted_at
         )
 
-    def begin(self, num_reused: int) -> None:
+    def begin_prompt(self, num_reused: int) -> None:
         """Start the prompt after a cached prefix of this length."""
         self.prefix.num_reused = self.num_planned = num_reused
         self.num_cached = self.max_cached = num_reused
 
-    def launched(self, num_positions: int) -> None:
+    def note_launched(self, num_positions: int) -> None:
         self._steps_in_flight += 1
         self.max_cached += num_positions
 
-    def read(self, num_positions: int, num_kept: int) -> None:
+    def note_read(self, num_positions: int, num_kept: int) -> None:
         """Note that a step has been read; its first `num_kept` positions stay in the caches."""
         self._steps_in_flight -= 1
         self.max_cached -= num_positions - num_kept

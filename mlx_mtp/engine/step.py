@@ -62,7 +62,7 @@ class StepRow:
         sequence, ahead = self.sequence, self.drafting.ahead
         drafter = self.drafting.host[self.drafting.source]
         most = sequence.max_new_tokens - len(sequence.output) - 1
-        run = drafter.run[: min(ahead + count, most)]
+        run = drafter.next_run[: min(ahead + count, most)]
         if sequence.constraint is not None:
             run = run[: sequence.constraint.num_allowed(run)]
         if len(run) > ahead:
@@ -157,7 +157,7 @@ class InFlightStep:
     def sequences(self) -> tuple[Sequence, ...]:
         return tuple(row.sequence for row in self.rows)
 
-    def note(self, errors: Mapping[int, MlxMtpError]) -> None:
+    def set_errors(self, errors: Mapping[int, MlxMtpError]) -> None:
         """Set the errors of single rows, by index."""
         for index, error in errors.items():
             self.rows[index].error = error

@@ -45,7 +45,7 @@ def warm_up(
                 raise ModelError(str(output.error))
             if not all(math.isfinite(each.logprob) for each in output.logprobs):
                 raise ModelError("its logits are not finite: are its weights damaged?")
-    runner.compare()
+    runner.check_ranks_agree()
     core.scheduler.cancel()  # An answer that ends would be kept in the prefix cache.
     while not core.idle:
         core.step()

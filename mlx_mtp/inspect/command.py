@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_mtp import backend
 from mlx_mtp.console import labelled, say, size_text, width_of
-from mlx_mtp.flags import Flag, add_flags, gigabytes, size, whole
+from mlx_mtp.flags import Flag, add_flags, byte_size, gigabytes, integer
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 
 
@@ -25,8 +25,8 @@ def add_inspect(subparsers: Any) -> None:
         parser,
         MODEL_FLAG,
         replace(DTYPE, help=planned, default_text=auto),
-        Flag("--memory-limit SIZE", limited, size, default_text="what this machine has"),
-        Flag("--ranks N", of_ranks, whole(1, 64), default=1),
+        Flag("--memory-limit SIZE", limited, byte_size, default_text="what this machine has"),
+        Flag("--ranks N", of_ranks, integer(1, 64), default=1),
     )
     parser.set_defaults(run=run_inspect)
     parser = subparsers.add_parser(

@@ -122,7 +122,7 @@ def memory_rows(demand: Demand) -> dict[str, str]:
     weights = shape.weights + shape.head
     head = f" and {caches.head_kv_per_token:,} of the head's" if caches.has_head else ""
     depths = _DEPTHS if caches.has_head else _DEPTHS[:1]
-    windows = ", ".join(f"{caches.window(k):,} with {k}" for k in depths)
+    windows = ", ".join(f"{caches.window_bytes(k):,} with {k}" for k in depths)
     states = ", ".join(f"{nbytes:,} {what}" for what, nbytes in caches.states.items())
     rows = {
         "memory": f"{size_text(weights)} of weights {demand.where}; computed in {name}",
@@ -138,8 +138,8 @@ def memory_rows(demand: Demand) -> dict[str, str]:
     )
     lengths = [tokens for tokens in _TOKENS if tokens <= demand.allowed] or [demand.allowed]
     for count, tokens in itertools.product(_ROWS, lengths):
-        taken = count * shape.row(tokens)
-        chunk = shape.chunk(EngineConfig().prefill_step_size, tokens)
+        taken = count * shape.row_bytes(tokens)
+        chunk = shape.chunk_bytes(EngineConfig().prefill_step_size, tokens)
         total = size_text(taken + chunk + weights)
         rows[f"  {count} x {tokens:,}"] = (
             f"{size_text(taken)}; {total} with a prefill chunk and the weights"

@@ -39,7 +39,7 @@ class Published(NamedTuple):
     demand: Demand
     head_download: int  # bytes
 
-    def plan(self, limit: MemoryLimit) -> MemoryPlan | None:
+    def memory_plan(self, limit: MemoryLimit) -> MemoryPlan | None:
         """The memory plan of `serve` on a machine; None if the model doesn't fit."""
         try:
             return default_plan(self.demand, limit)
@@ -89,7 +89,7 @@ def models_text(gigabytes: int | None) -> str:
     too_large = dict[str, list[str]]()
     for each in published():
         release, weights = each.release, each.demand.footprint.weights
-        planned = each.plan(limit)
+        planned = each.memory_plan(limit)
         if planned is None:
             what = f"{release.bits} bits, {size_text(weights)}"
             too_large.setdefault(what, []).append(release.name)

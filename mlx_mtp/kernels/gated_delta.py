@@ -182,7 +182,7 @@ def run_kernel(
     num_kept: mx.array | None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, PendingWindow | None]:
-    """As `recurrence.run`, without a choice."""
+    """As `recurrence.run_window`, without a choice."""
     batch, _, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
         previous, num_kept = PendingWindow(*window[:3]), gpu.zeros(batch)
@@ -228,9 +228,9 @@ def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]
 GATED_DELTA = gpu.Operation(
     "gated delta kernel / portable",
     "gated_delta",
-    error=lambda shape, dtype: self_check.gated_delta(run_kernel, shape, dtype),
+    error=lambda shape, dtype: self_check.gated_delta_error(run_kernel, shape, dtype),
     applies=lambda shape, _: shape.key_dim % gpu.LANES == 0,
     run_kernel=run_kernel,
-    reference=portable.step,
+    reference=portable.run_window,
     arguments=_arguments,
 )

@@ -39,7 +39,7 @@ class GDNWindow(NamedTuple):
     def length(self) -> int:
         return self.k.shape[1]
 
-    def cut(self, lengths: mx.array) -> GDNWindow:
+    def masked(self, lengths: mx.array) -> GDNWindow:
         """The same, but positions from `lengths[b]` (int32 [B]) on don't change the state."""
         mask = (mx.arange(self.length) < lengths[:, None])[..., None]
         return self._replace(g=mx.where(mask, self.g, 1), beta=mx.where(mask, self.beta, 0))

@@ -1,8 +1,8 @@
 """The gated delta rule and its inputs in mlx operations.
 
-`run` computes the rule in matrix products, a chunk of positions at a time. Within a chunk let c_t
-be the product of the decays up to t, D_ti = c_t / c_i for i <= t, and delta_t what position t
-writes along its key. Unrolled from the state S before the chunk,
+`run_chunked` computes the rule in matrix products, a chunk of positions at a time. Within a chunk
+let c_t be the product of the decays up to t, D_ti = c_t / c_i for i <= t, and delta_t what position
+t writes along its key. Unrolled from the state S before the chunk,
 
     delta_t = beta_t (v_t - c_t S k_t - sum_{i<t} D_ti (k_t . k_i) delta_i)
     y_t     = c_t S q_t + sum_{i<=t} D_ti (q_t . k_i) delta_i
@@ -26,7 +26,7 @@ CHUNK = 64
 EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
 
 
-def step(
+def run_window(
     q: mx.array,
     window: GDNWindow,
     state: mx.array,
@@ -34,18 +34,18 @@ def step(
     num_kept: mx.array | None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, PendingWindow | None]:
-    """As `recurrence.run`."""
+    """As `recurrence.run_window`."""
     if previous is not None and num_kept is not None:
         state = fold(previous, num_kept, state)
     if lengths is None:
-        outputs, _, pending = run(q, window, state, advance=False)
+        outputs, _, pending = run_chunked(q, window, state, advance=False)
         return outputs, state, pending
     if window.length == 1:
         return *loop(q, window, state, lengths), None
-    return *run(q, window.cut(lengths), state)[:2], None
+    return *run_chunked(q, window.masked(lengths), state)[:2], None
 
 
-def run(
+def run_chunked(
     q: mx.array,  # queries, l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
     state: mx.array,  # float32 [B, Hv, Dv, Dk]

@@ -11,7 +11,7 @@ from mlx_mtp.kernels.cuda import gated_delta_chunks
 from mlx_mtp.kernels.gdn_types import GDNWindow, PendingWindow
 
 
-def run(
+def run_window(
     q: mx.array,  # queries of the new window, l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
     state: mx.array,  # before the previous window, float32 [B, Hv, Dv, Dk]
@@ -29,7 +29,7 @@ def run(
     if lengths is not None and gated_delta_chunks.fits(window):
         folded = state if num_kept is None else fold(previous, num_kept, state)
         return *gated_delta_chunks.run_kernel(q, window, folded, lengths), None
-    step = gated_delta.run_kernel if gated_delta.fits(window) else portable.step
+    step = gated_delta.run_kernel if gated_delta.fits(window) else portable.run_window
     return step(q, window, state, previous, num_kept, lengths)
 
 

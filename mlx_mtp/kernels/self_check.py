@@ -88,7 +88,7 @@ def difference(found: Iterable[mx.array], true: Iterable[mx.array]) -> float:
     return float(np.max(shares))  # Python's maximum would lose a NaN
 
 
-def compare(
+def largest_difference(
     program: Callable[[Callable[..., Any]], Sequence[mx.array]],
     run_kernel: Callable[..., Any],
     reference: Callable[..., Any],
@@ -99,7 +99,7 @@ def compare(
         return difference(found, program(reference))
 
 
-def gated_delta(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
+def gated_delta_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
     """The largest difference of windows that follow one another, and of a prompt after them."""
     inputs = RandomInputs(0, shape, dtype)
     first, second, state = inputs.window(2, 2), inputs.window(2, 3), inputs.state(2)
@@ -112,10 +112,10 @@ def gated_delta(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype
         _, advanced, _ = step(*prompt, state, pending, num_kept, lengths)
         return [y, folded, after.delta, advanced]
 
-    return compare(program, run_kernel, portable.step)
+    return largest_difference(program, run_kernel, portable.run_window)
 
 
-def gated_delta_prompt(
+def gated_delta_prompt_error(
     run_kernel: Callable[..., Any],
     reference: Callable[..., Any],
     shape: GDNShape,
@@ -129,10 +129,10 @@ def gated_delta_prompt(
         y, after, *_ = run(q, window, state, mx.array(lengths, dtype=mx.int32))
         return [after, *(y[row, :length] for row, length in enumerate(lengths))]
 
-    return compare(program, run_kernel, reference)
+    return largest_difference(program, run_kernel, reference)
 
 
-def short_conv(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
+def short_conv_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
     """The largest difference of two windows, the second one as long as a prompt's."""
     inputs = RandomInputs(0, shape, dtype)
     convolution, history = inputs.convolution(), inputs.history(2, 0)
@@ -144,7 +144,7 @@ def short_conv(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype)
         q, window, conv_input = convolve(second, convolution, conv_input, num_kept)
         return [q, *window, conv_input]
 
-    return compare(program, run_kernel, portable.short_conv)
+    return largest_difference(program, run_kernel, portable.short_conv)
 
 
 # Capacities of buffers and where the row of each slot ends; a check takes rows of 1, 4 or all.

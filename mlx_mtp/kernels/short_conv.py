@@ -179,7 +179,7 @@ def _arguments(shape: GDNShape, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]
 SHORT_CONV = gpu.Operation(
     "inputs kernel / portable",
     "gated_delta_inputs",
-    lambda shape, dtype: self_check.short_conv(run_kernel, shape, dtype),
+    lambda shape, dtype: self_check.short_conv_error(run_kernel, shape, dtype),
     lambda shape, _: shape.key_dim % gpu.LANES == shape.value_dim % gpu.LANES == 0,
     run_kernel,
     portable.short_conv,

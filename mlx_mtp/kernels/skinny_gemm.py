@@ -51,7 +51,7 @@ class SkinnyGemm(NamedTuple):
         return [weight.codes.shape[-2] for weight in weights]
 
     @property
-    def inputs(self) -> list[mx.array]:
+    def input_arrays(self) -> list[mx.array]:
         """The arrays that a kernel takes, as `input_names` has them."""
         arrays = itertools.chain(*(weight[:3] for weight in self.weights))
         return [self.x, *arrays, *self.pairs]

@@ -121,7 +121,7 @@ def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice
     return ExpertChoice(*_route(logits, gate, router, sort=True))
 
 
-def choose(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
+def choose_experts(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
     """`ExpertChoice.experts` and `.weights` alone, of any number of tokens."""
     experts, weights, *_ = _route(logits, gate, router, sort=False)
     return experts, weights
@@ -166,7 +166,7 @@ def _error(router: Router, dtype: mx.Dtype) -> float:
     steps = np.arange(router.experts, dtype=np.float32) // 2 / 8
     rows = np.stack([permuted(steps) for _ in range(_MOST_WARPS + 1)])  # two groups of a prompt
     logits, gate = (mx.array(a).astype(dtype) for a in (rows, rows[:, :1] / 8))
-    found, alone = run_kernel(logits, gate, router), choose(logits, gate, router)
+    found, alone = run_kernel(logits, gate, router), choose_experts(logits, gate, router)
     mx.eval(found, alone)
     with mx.stream(mx.cpu):
         true = portable(logits, gate, router)

@@ -39,7 +39,7 @@ def check_directory(path: Path) -> Path:
     """A model's directory, in which every file that may be opened can be; ModelError if not."""
     try:
         for file in sorted([*path.iterdir(), *(path / _TEMPLATES).glob("*.jinja")]):
-            if _largest(file):
+            if _size_limit(file):
                 check_file(file)
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror or error}.") from error
@@ -60,7 +60,7 @@ def check_file(path: Path) -> None:
         raise
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file.")
-    if status.st_size > (most := _largest(path)):
+    if status.st_size > (most := _size_limit(path)):
         raise CheckpointError(
             f"{path} has {status.st_size:,} bytes, but {most:,} at most are read."
         )
@@ -156,7 +156,7 @@ def check_tokenizer(path: Path) -> None:
         raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is not a text.")
 
 
-def _largest(path: Path) -> int:
+def _size_limit(path: Path) -> int:
     # In lower case, as some file systems find either.
     name = path.name.lower()
     return next((size for pattern, size in LARGEST.items() if fnmatch(name, pattern)), 0)

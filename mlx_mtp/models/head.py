@@ -23,7 +23,7 @@ from mlx_mtp.models.gemm.routes import is_decode_sized
 
 
 class MTPHead(nn.Module):
-    """The head's weights and two passes: `write` past positions' KV, `run` one position in full."""
+    """The head's weights and its passes: `write` past positions' KV, `run_layer` one in full."""
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class MTPHead(nn.Module):
         self.layers = [layer]
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
 
-    def join(
+    def combine(
         self, embeddings: mx.array, hidden: mx.array, positions: mx.array
     ) -> tuple[mx.array, mx.array]:
         """From embeddings of the next tokens and hidden states, [N, H]: the layer's input z, and
@@ -65,7 +65,7 @@ class MTPHead(nn.Module):
         cache.write(packing, entries)
         return z
 
-    def run(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
+    def run_layer(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """The full pass for tokens that have been written: m [N, H] from z."""
         _, project_queries, after = self._parts(z)
         queries, gate = project_queries(z, packing.positions)
@@ -74,11 +74,11 @@ class MTPHead(nn.Module):
         return m
 
     def _parts(self, x: mx.array) -> tuple[Callable[..., Any], ...]:
-        """`join`, `queries` and `after`; compiled on a GPU, but not for a prompt's many shapes."""
+        """`combine`, `queries`, `after`; compiled on a GPU, but not for a prompt's many shapes."""
         if not is_decode_sized(x) or backend() is None:
-            return self.join, self.queries, self.after
+            return self.combine, self.queries, self.after
         return self._compiled
 
     @cached_property
     def _compiled(self) -> tuple[Callable[..., Any], ...]:
-        return mx.compile(self.join), mx.compile(self.queries), mx.compile(self.after)
+        return mx.compile(self.combine), mx.compile(self.queries), mx.compile(self.after)

@@ -106,7 +106,7 @@ class WindowedGatedDeltaNet(nn.Module):
 
     projections: tuple[str, ...]  # names of the linear layers that the input goes through
 
-    def arrange(
+    def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, mx.array]:
         """From the projections' outputs [N, ..]: q, k, v, a, b, all [B, T, ..], and z, the
@@ -123,8 +123,8 @@ class WindowedGatedDeltaNet(nn.Module):
         parts = _split(projected, [order.num_tokens for order in orders])
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
-            arranged, z = self.arrange(own, order)
-            outputs.append([order.flat(cache.run(arranged, convolution)), z])
+            arranged, z = self.unpack_projections(own, order)
+            outputs.append([order.flat(cache.run_window(arranged, convolution)), z])
         return _joined(outputs)
 
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
@@ -136,14 +136,14 @@ class WindowedGatedDeltaNet(nn.Module):
 
 
 class SplitLayer(nn.Module):
-    """Mixin over an mlx-lm decoder layer, which runs tokens on caches of ours by `step`.
+    """Mixin over an mlx-lm decoder layer, which runs tokens on caches of ours by `forward`.
 
     The tokens of several batches, each with a cache, lie side by side. A layer takes the residual
     stream x, [N, H], and x after its own first norm; it returns the new x, and that after the next
     layer's first norm. So a sum and the norm that follows it are one launch.
     """
 
-    def step(
+    def forward(
         self,
         x: mx.array,
         normed: mx.array,
@@ -152,7 +152,7 @@ class SplitLayer(nn.Module):
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
         """The layer's output, and that normed by the weight `next_norm`."""
-        own = self._plain if backend() is None else self._compiled
+        own = self._uncompiled if backend() is None else self._compiled
         if self.is_linear:
             order = tuple(cache.packing.rectangle for cache in caches)
             held = tuple(cache.held for cache in caches)
@@ -171,7 +171,7 @@ class SplitLayer(nn.Module):
         order: Sequence[Rectangle],
         held: Sequence[CacheArrays],
     ) -> tuple[mx.array, mx.array, tuple[CacheArrays, ...]]:
-        """`step` of a layer with a recurrence, and what its caches hold after it."""
+        """`forward` of a layer with a recurrence, and what its caches hold after it."""
         caches = [GatedDeltaCache.of(each) for each in held]
         mixed = self.linear_attn.mix(normed, order, caches)
         x, normed = self.after(x, next_norm, *mixed)
@@ -191,10 +191,10 @@ class SplitLayer(nn.Module):
 
     @cached_property
     def _compiled(self) -> Methods:
-        return compiled(self, *self._plain)
+        return compiled(self, *self._uncompiled)
 
     @property
-    def _plain(self) -> Methods:
+    def _uncompiled(self) -> Methods:
         names = ["recur"] if self.is_linear else ["before", "after"]
         return {name: getattr(self, name) for name in names}
 

@@ -66,10 +66,10 @@ def load_model(
     family = family_of(config, str(path))
     shapes = shapes_in(path)
     if not shapes:
-        raise CheckpointError(f"{path} has no model*.safetensors file{_others(path)}.")
+        raise CheckpointError(f"{path} has no model*.safetensors file{_unread_formats(path)}.")
     try:
         check_sizes(config, path, shapes)
-        model, head_source = _build(path, family, dtype, memory, part, enable_mtp=enable_mtp)
+        model, head_source = _build_model(path, family, dtype, memory, part, enable_mtp=enable_mtp)
     except UsageError:
         raise
     except Exception as error:
@@ -92,7 +92,7 @@ def load_model(
     return loaded
 
 
-def _build(
+def _build_model(
     path: Path,
     family: Family,
     dtype: str,
@@ -204,7 +204,7 @@ def _absent(path: Path) -> list[str]:
     return []
 
 
-def _others(path: Path) -> str:
+def _unread_formats(path: Path) -> str:
     others = sorted(each.name for each in path.glob("[!.]*") if each.suffix in _UNSAFE_SUFFIXES)
     if not others:
         return ""

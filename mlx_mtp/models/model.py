@@ -157,7 +157,7 @@ class LoadedModel:
         return BatchCache(layers, num_rows)
 
     def hidden(self, tokens: mx.array, *caches: BatchCache) -> mx.array:
-        """Post-norm hidden states [N, H] of token ids [N], after `begin` of each cache.
+        """Post-norm hidden states [N, H] of token ids [N], after `begin_window` of each cache.
 
         The tokens of several caches are side by side.
         """
@@ -171,7 +171,7 @@ class LoadedModel:
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
         with decode_pass(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
             for layer, layer_caches, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
-                x, normed = layer.step(x, normed, norm.weight, where, layer_caches)
+                x, normed = layer.forward(x, normed, norm.weight, where, layer_caches)
         return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:

@@ -45,7 +45,7 @@ def _add_to_prompt(
 ) -> list[mx.array]:
     """As `add_mlp`, for many tokens: the shared expert is a product of all of them."""
     gates = mlp.gate(normed), mlp.shared_expert_gate(normed)
-    experts, weights = topk.choose(*gates, kind)
+    experts, weights = topk.choose_experts(*gates, kind)
     routed = mlp.switch_mlp(normed, experts[:, :-1]).flatten(0, 1)
     added = _add_share(x, weights[:, -1:], mlp.shared_expert(normed))
     shape = norms.NormShape(x.shape[-1], eps, chosen=mlp.top_k)

@@ -28,7 +28,7 @@ _ROPE: dict[str, Any] = {
 }
 
 
-def _experts(count: int, used: int, size: int = 512) -> dict[str, Any]:
+def _expert_fields(count: int, used: int, size: int = 512) -> dict[str, Any]:
     return {
         "num_experts": count,
         "num_experts_per_tok": used,
@@ -54,7 +54,7 @@ def _qwen3_5(
 
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _DENSE_27B = _qwen3_5(5120, 64, (24, 4), 48, intermediate_size=17408)
-_MOE_35B = _qwen3_5(2048, 40, (16, 2), 32, **_experts(256, 8))
+_MOE_35B = _qwen3_5(2048, 40, (16, 2), 32, **_expert_fields(256, 8))
 _NEXT_80B: dict[str, Any] = {
     "model_type": "qwen3_next",
     "vocab_size": 151936,
@@ -66,7 +66,7 @@ _NEXT_80B: dict[str, Any] = {
     "rope_theta": 1e7,
     "partial_rotary_factor": 0.25,
     **_GDN,
-    **_experts(512, 10),
+    **_expert_fields(512, 10),
     "intermediate_size": 5120,
 }
 SHAPES: dict[str, dict[str, Any]] = {
@@ -81,8 +81,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3.6-35B-A3B": _MOE_35B,
     "Qwen3-Next-80B-A3B-Instruct": _NEXT_80B,
     "Qwen3-Next-80B-A3B-Thinking": _NEXT_80B,
-    "Qwen3.5-122B-A10B": _qwen3_5(3072, 48, (32, 2), 64, **_experts(256, 8, 1024)),
-    "Qwen3.5-397B-A17B": _qwen3_5(4096, 60, (32, 2), 64, **_experts(512, 10, 1024)),
+    "Qwen3.5-122B-A10B": _qwen3_5(3072, 48, (32, 2), 64, **_expert_fields(256, 8, 1024)),
+    "Qwen3.5-397B-A17B": _qwen3_5(4096, 60, (32, 2), 64, **_expert_fields(512, 10, 1024)),
 }
 """config.json by name, smallest model first."""
 _INFIX = {name: "MLX-" for name in SHAPES if name.endswith(("-0.8B", "-2B", "-4B", "-9B"))}
@@ -99,7 +99,7 @@ class PublishedQuant(NamedTuple):
         return f"mlx-community/{self.name}-{_INFIX.get(self.name, '')}{self.bits}bit"
 
     @property
-    def source(self) -> str:
+    def original(self) -> str:
         """The original, which has the head."""
         return f"Qwen/{self.name}"
 
@@ -107,5 +107,5 @@ class PublishedQuant(NamedTuple):
 RELEASES = tuple(PublishedQuant(name, bits) for name in SHAPES for bits in BITS)
 
 
-source_of = {each.repo_id: each.source for each in RELEASES}.get
+source_of = {each.repo_id: each.original for each in RELEASES}.get
 """The original of a published quantization; None if it isn't in the table."""

@@ -15,7 +15,7 @@ from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
 class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
     projections = "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"
 
-    def arrange(
+    def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, mx.array]:
         """q, k and v come from one projection, the others from one each."""

@@ -14,7 +14,7 @@ from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
 class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
     projections = "in_proj_qkvz", "in_proj_ba"
 
-    def arrange(
+    def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, mx.array]:
         """q, k, v and z come interleaved by key head, and so do b and a."""

@@ -82,9 +82,9 @@ class PrefixCache:
     def insert_saved_answers(self) -> None:
         """Insert the copied answers, before the next lookup."""
         if self._ends:
-            self.commit(self._ends)
+            self.insert_saves(self._ends)
 
-    def commit(self, saves: list[Save]) -> None:
+    def insert_saves(self, saves: list[Save]) -> None:
         """Insert copies of steps that have succeeded; empties the list."""
         while saves:
             state, tokens, entry = saves.pop(0)
@@ -107,7 +107,7 @@ class PrefixCache:
         try:
             # What was copied in the step before will be in the tree when this is inserted.
             start = max(self.tree.covered(state.salt, tokens), state.num_copied)
-            entry = take(batch, row, start, len(tokens), self._bits)
+            entry = copy_entry(batch, row, start, len(tokens), self._bits)
         except Exception:
             logger.exception("A prefix of %d tokens could not be saved", len(tokens))
             state.saved(len(tokens))
@@ -116,7 +116,7 @@ class PrefixCache:
         return [Save(state, tokens, entry)]
 
 
-def take(batch: Rows, row: int, start: int, end: int, bits: int | None) -> Entry:
+def copy_entry(batch: Rows, row: int, start: int, end: int, bits: int | None) -> Entry:
     """Copy a row's KV of the tokens `start` to `end`, if any, and the snapshot at `end`."""
     entry: Entry = []
     if start < end:

@@ -95,7 +95,7 @@ class PrefixReuse:
 
     def find(self, state: PrefixState) -> Node | None:
         """The end of the longest prefix in memory; None if there is none."""
-        return self.tree.match(state.salt, state.cache_key) if state.looks_up else None
+        return self.tree.longest_prefix(state.salt, state.cache_key) if state.looks_up else None
 
     def must_wait_for_disk(self, state: PrefixState) -> bool:
         """True while its prefix is being read from the disk; call it again until it is not."""
@@ -161,7 +161,7 @@ class PrefixReuse:
                 return True
         return False
 
-    def begin(self, state: PrefixState, node: Node | None) -> None:
+    def acquire(self, state: PrefixState, node: Node | None) -> None:
         """Let a prompt continue a prefix, which is kept until it is released; None: no prefix."""
         state.node = node
         if node is not None:

@@ -93,7 +93,7 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def match(self, salt: str, tokens: TokenIds) -> Node | None:
+    def longest_prefix(self, salt: str, tokens: TokenIds) -> Node | None:
         """The longest entry in memory that is a prefix of the tokens; None if there is none."""
         last, covered = self._walk(salt, tokens)
         node: Node | None = last

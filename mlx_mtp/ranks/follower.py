@@ -8,7 +8,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import RankError
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.prefix.cache import take
+from mlx_mtp.prefix.cache import copy_entry
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.links import Link
 from mlx_mtp.ranks.messages import Begin, Compare, Poll, Step
@@ -28,7 +28,7 @@ def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> 
         assert follower is not None, "rank 0 begins"
         match message:
             case Step():
-                follower.run(message)
+                follower.launch_step(message)
                 link.num_done += 1
             case Compare():
                 mx.eval(hidden_states(follower.runner.batches))
@@ -45,21 +45,21 @@ class _Follower:
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: list[InFlightStep] = []
 
-    def run(self, step: Step) -> None:
+    def launch_step(self, step: Step) -> None:
         """Launch a step, and wait for the step before it."""
         for op in step.ops:
             if op[0] == "copy":
                 self._copy(*op[1:])
             else:
-                self.segments.run(op)
+                self.segments.run_op(op)
         new = {key: sequence.sequence() for key, sequence in step.new.items()}
         sequences = self._sequences = {
             key: new[key] if key in new else self._sequences[key] for key in step.live
         }
         for key, ids in step.prefixes.items():
-            sequences[key].prefix.node = self.segments.prefix(ids)
+            sequences[key].prefix.node = self.segments.build_path(ids)
         for key, max_cached, _ in (*step.chunk, *step.decode):
-            sequences[key].begin(max_cached)
+            sequences[key].begin_prompt(max_cached)
         chunk, decode = (
             tuple(StepRow(sequences[key], *plan) for key, _, plan in rows)
             for rows in (step.chunk, step.decode)
@@ -80,4 +80,4 @@ class _Follower:
         sequence = self._sequences[key]
         batch = next(b for b in self.runner.batches.all if sequence in b.sequences)
         row = batch.sequences.index(sequence)
-        self.segments.add(ids, take(batch, row, start, end, bits))
+        self.segments.add(ids, copy_entry(batch, row, start, end, bits))

@@ -38,7 +38,7 @@ _LOOK_SECONDS = 1.0
 _FLUSH_SECONDS = 2.0  # for clients to read the error, and for the log
 
 
-def join(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | None:
+def connect_ranks(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | None:
     """Connect rank 0 and each other rank; None for a single rank.
 
     UsageError if versions, options or models differ between ranks.
@@ -97,7 +97,7 @@ def watch(engine: Engine, links: Links) -> None:
             time.sleep(_LOOK_SECONDS)
             reason = engine.hang_reason
             since = None if reason is None else since or time.monotonic()
-        links.fail(f"{reason}; steps that others have computed: {links.progress()}")
+        links.fail(f"{reason}; steps that others have computed: {links.launched_steps()}")
 
     links.on_failure = end
     threading.Thread(target=watch_steps, name="mlx-mtp-ranks", daemon=True).start()

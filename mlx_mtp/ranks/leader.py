@@ -74,7 +74,7 @@ class LeaderRunner(ModelRunner):
     def read(self, step: InFlightStep) -> list[InFlightStep]:
         return self._checked(super().read(step))
 
-    def compare(self) -> None:
+    def check_ranks_agree(self) -> None:
         self.prefixes.links.send(Compare())
         ranks = np.array(hidden_states(self.batches))
         for rank, other in enumerate(ranks):
@@ -94,9 +94,13 @@ class LeaderRunner(ModelRunner):
         starts = {row.sequence: row.sequence.prefix.node for row in plan.chunk}
         step = Step(
             self.prefixes.links.take_ops(),
-            {_key(s): NewSequence.of(s) for s in plan.live - self._live},
-            {_key(s): ids_of(node.entry()) for s, node in starts.items() if node is not None},
-            frozenset(map(_key, plan.live)),
+            {_sequence_key(s): NewSequence.of(s) for s in plan.live - self._live},
+            {
+                _sequence_key(s): ids_of(node.entry())
+                for s, node in starts.items()
+                if node is not None
+            },
+            frozenset(map(_sequence_key, plan.live)),
             [*map(_planned, plan.chunk)],
             [*map(_planned, plan.decode)],
             plan.together,
@@ -112,10 +116,10 @@ class LeaderRunner(ModelRunner):
         return steps
 
 
-def _key(sequence: Sequence) -> int:
+def _sequence_key(sequence: Sequence) -> int:
     return id(sequence.prefix)
 
 
 def _planned(row: StepRow) -> PlannedRow:
     plan = row.start, row.length, row.num_proposed, tuple(row.run), row.ahead
-    return _key(row.sequence), row.sequence.max_cached, plan
+    return _sequence_key(row.sequence), row.sequence.max_cached, plan

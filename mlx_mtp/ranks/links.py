@@ -176,7 +176,7 @@ class Links:
             with waiting(f"rank {link.peer} to read its weights"):
                 link.receive()
 
-    def progress(self) -> str:
+    def launched_steps(self) -> str:
         """How many steps each other rank has launched, as a text."""
         counts = {link.peer: link.peer_num_done for link in self.all}
         return ", ".join(f"rank {peer} {counts[peer]}" for peer in sorted(counts))
@@ -222,7 +222,7 @@ def connect(
                 raise UsageError(refusal)
             return link
         links = Links(on_failure)
-        asyncio.run(_admit([*servers.values()], key.encode(), ranks.size, links))
+        asyncio.run(_accept_ranks([*servers.values()], key.encode(), ranks.size, links))
     refusal, links.memory = None, memory
     for link in links.all:
         others, least = link.receive()
@@ -254,11 +254,11 @@ def _reach(places: Many[tuple[str, int]], key: bytes, rank: int) -> socket.socke
                 sock = stack.enter_context(socket.create_connection((host, port), _REACH_SECONDS))
                 reached = True
                 sock.settimeout(PROVE_SECONDS)
-                challenge = _read(sock, _RANDOM_BYTES)
+                challenge = _receive_bytes(sock, _RANDOM_BYTES)
                 hello = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_RANDOM_BYTES)
                 sock.sendall(hello + _proof(key, b"other", challenge, hello))
                 expected = _proof(key, b"zero", hello, challenge)
-                if hmac.compare_digest(_read(sock, _PROOF_BYTES), expected):
+                if hmac.compare_digest(_receive_bytes(sock, _PROOF_BYTES), expected):
                     stack.pop_all()
                     return sock
         sleep(_RETRY_SECONDS)
@@ -266,7 +266,7 @@ def _reach(places: Many[tuple[str, int]], key: bytes, rank: int) -> socket.socke
     raise RankError(f"Rank 0 can't be reached at {addresses}.")
 
 
-def _read(sock: socket.socket, count: int) -> bytes:
+def _receive_bytes(sock: socket.socket, count: int) -> bytes:
     """Read `count` bytes, or fewer if the connection ends."""
     content = b""
     while len(content) < count and (piece := sock.recv(count - len(content))):
@@ -274,7 +274,7 @@ def _read(sock: socket.socket, count: int) -> bytes:
     return content
 
 
-async def _admit(servers: Many[socket.socket], key: bytes, size: int, links: Links) -> None:
+async def _accept_ranks(servers: Many[socket.socket], key: bytes, size: int, links: Links) -> None:
     """Add a link for each other rank, once it has connected and proved that it has the key.
 
     Connections without a proof are closed. RankError if a rank is missing after `CONNECT_SECONDS`.

@@ -92,7 +92,7 @@ class LeaderStore(PrefixStore):
                 self._request, self._requested_at = (next(self._numbers), *place), time.monotonic()
                 self._links.record("fetch", *self._request)
             return fetched
-        if (others := self._others(request[0])) is not Fetch.HERE:
+        if (others := self._state_at_others(request[0])) is not Fetch.HERE:
             return others if self.seconds_left > 0 else Fetch.LATE
         self._request = None  # or `forget`, which the base class calls, would tell the others
         fetched = super().fetch(*place, make_room)
@@ -118,7 +118,7 @@ class LeaderStore(PrefixStore):
             self._links.record("forget")
         super().forget()
 
-    def _others(self, number: int) -> Fetch:
+    def _state_at_others(self, number: int) -> Fetch:
         """HERE if all other ranks have fetched this; else the failure of one of them, or COMING."""
         fetched = [link.fetched for link in self._links.all]
         states = [Fetch[f.state] if f.number == number else Fetch.COMING for f in fetched]
@@ -140,7 +140,7 @@ class FollowerSegments:
     def add(self, ids: Many[int], segments: Many[Segment]) -> None:
         self._segments |= zip(ids, segments, strict=True)
 
-    def prefix(self, ids: Many[int]) -> Node:
+    def build_path(self, ids: Many[int]) -> Node:
         """Make a tree's path of these segments; the last one is the snapshot at its end."""
         *segments, snapshot = (self._segments[each] for each in ids)
         node = Node("", None, (), None)
@@ -149,7 +149,7 @@ class FollowerSegments:
         node.snapshot = snapshot
         return node
 
-    def run(self, op: PrefixOp) -> None:
+    def run_op(self, op: PrefixOp) -> None:
         """Run any operation but "copy"."""
         store = self._store
         match op:

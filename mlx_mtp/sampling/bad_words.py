@@ -51,7 +51,7 @@ class BadWords:
                 self._rests[word[:length]].append(word[length:])
         self.num_words = texts.num_words
 
-    def after(self, tail: bytes, token: int) -> bytes:
+    def next_tail(self, tail: bytes, token: int) -> bytes:
         text = tail + self._shown(token)
         return text[max(len(text) - self._longest, 0) :]
 

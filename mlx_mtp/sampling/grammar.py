@@ -53,7 +53,7 @@ class ThinkingBudget:
         """The only token that may come next; None: any may."""
         return None if self.over or self.used < self.max_tokens else self.end[self.matched]
 
-    def after(self, token: int) -> ThinkingBudget:
+    def advanced(self, token: int) -> ThinkingBudget:
         """The budget after one more token."""
         if self.over:
             return self
@@ -101,7 +101,7 @@ class GrammarCompiler:
                 f"It has {len(spec.value)} characters; at most {MAX_GRAMMAR_CHARACTERS} "
                 "are allowed."
             )
-        answer = {**_answer(spec), "name": "answer"}
+        answer = {**_llguidance_grammar(spec), "name": "answer"}
         before = rule = ""
         if spec.free_until is not None:
             # A Lark grammar defines itself what may be between.
@@ -112,7 +112,7 @@ class GrammarCompiler:
         limits = LLParserLimits(max_items_in_row=max_items, verbose_errors=False, **_LIMITS)
         grammars = json.dumps({"grammars": [start, answer]})
         matcher = LLMatcher(self._tokenizer, grammars, log_level=0, limits=limits)
-        _check(matcher)
+        _raise_if_failed(matcher)
         _try_first_token(matcher.deep_copy(), self._num_words)
         return matcher
 
@@ -124,7 +124,7 @@ class GrammarCompiler:
         return f"free[suffix={json.dumps(until)}]: /(?s:.*)/"
 
 
-def _answer(spec: GrammarSpec) -> dict[str, Any]:
+def _llguidance_grammar(spec: GrammarSpec) -> dict[str, Any]:
     if spec.kind == "lark":
         try:
             return {"lark_grammar": any_to_lark(spec.value)}
@@ -150,15 +150,15 @@ def _try_first_token(matcher: LLMatcher, num_words: int) -> None:
     """Consume a token and roll back, as drafts do: not possible with Lark's `max_tokens=`."""
     mask = np.zeros((1, num_words), dtype=np.int32)
     fill_next_token_bitmask(matcher, mask)
-    _check(matcher)
+    _raise_if_failed(matcher)
     allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     if not len(allowed):
         raise GrammarError(_UNFULFILLABLE)
     if not (matcher.consume_token(int(allowed[0])) and matcher.rollback(1)):
-        _check(matcher)
+        _raise_if_failed(matcher)
 
 
-def _check(matcher: LLMatcher) -> None:
+def _raise_if_failed(matcher: LLMatcher) -> None:
     if matcher.is_error():
         raise grammar_error(matcher)
 

@@ -129,7 +129,7 @@ class Constraint:
 
     def _after(self, place: _Place, token: int) -> _Place:
         (budget, tail), words = place, self._bad_words
-        return budget.after(token), tail if words is None else words.after(tail, token)
+        return budget.advanced(token), tail if words is None else words.next_tail(tail, token)
 
     def _restrict(self, mask: np.ndarray, place: _Place) -> bool:
         """Apply the budget, or else the bad words, to a mask; returns False if neither does."""

@@ -202,7 +202,7 @@ class Sampler:
         logits = mx.where(seen, repeated, logits)
         return logits - self.presence * (counts > 0) - self.frequency * counts
 
-    def count(self, tokens: mx.array, num_kept: mx.array, positions: mx.array) -> None:
+    def count_sampled(self, tokens: mx.array, num_kept: mx.array, positions: mx.array) -> None:
         """Add the first `num_kept[b]` of the sampled tokens [B, T] to the counts."""
         if self.counts is None:
             return

@@ -114,7 +114,7 @@ def references(
     for number, (ids, _) in enumerate(prompts):
         if number >= _FEWEST_REFERENCES and perf_counter() > until:
             break
-        ((_, outputs),) = plain.run([(ids, _sampling(top_logprobs=2))])
+        ((_, outputs),) = plain.ask_token_ids([(ids, _sampling(top_logprobs=2))])
         tops = [logprobs.top for output in outputs for logprobs in output.logprobs]
         gaps = tuple(best[1] - second[1] for best, second in tops)
         answers.append(Reference(_tokens(outputs), gaps))
@@ -130,7 +130,7 @@ def compare(
     """Submit prompts at once and compare; if `strict`, only ties excuse a difference."""
     prompts, identical = prompts[: len(expected)], 0
     partings, windows = list[Parting](), list[RequestOutput]()
-    answers = subject.run([(ids, _sampling()) for ids, _ in prompts])
+    answers = subject.ask_token_ids([(ids, _sampling()) for ids, _ in prompts])
     for number, ((_, outputs), reference) in enumerate(zip(answers, expected, strict=True)):
         tokens = _tokens(outputs)
         same = [*map(eq, tokens, reference.tokens), False].index(False)

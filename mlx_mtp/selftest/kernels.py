@@ -99,7 +99,7 @@ def _chunkwise(shape: GDNShape) -> float:
     inputs = RandomInputs(0, shape, mx.float32)
     q, window = inputs.window(_ROWS, _LENGTH)
     state, lengths = inputs.state(_ROWS), inputs.counts(_ROWS, _LENGTH)
-    y, after, _ = portable.run(q, window.cut(lengths), state)
+    y, after, _ = portable.run_chunked(q, window.masked(lengths), state)
     true_y, true_after = portable.loop(q, window, state, lengths)
     kept = (mx.arange(_LENGTH) < lengths[:, None])[..., None, None]
     return max(_largest(mx.where(kept, y - true_y, 0)), _largest(after - true_after))
@@ -109,7 +109,7 @@ def _fold(shape: GDNShape) -> float:
     inputs = RandomInputs(1, shape, mx.float32)
     q, window = inputs.window(_ROWS, 5)
     state, kept = inputs.state(_ROWS), inputs.counts(_ROWS, 5)
-    _, _, pending = portable.run(q, window, state, advance=False)
+    _, _, pending = portable.run_chunked(q, window, state, advance=False)
     folded = portable.fold(pending, kept, state)
     return _largest(folded - portable.loop(q, window, state, kept)[1])
 

@@ -11,7 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_mtp.kernels.formats import Weight, weight_of
-from mlx_mtp.models.gemm.measure import by_kernel, kernel_bands, problem
+from mlx_mtp.models.gemm.measure import kernel_bands, problem, with_kernel
 from mlx_mtp.models.gemm.routes import (
     BY_MLX,
     experts_in_order,
@@ -56,7 +56,7 @@ class _Timed:
     share: Callable[[int], float] = lambda _rows: 1.0
 
 
-def _experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
+def _routed_experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
     """The routed experts of a block, with random ones for each row."""
     count = block.num_experts
     drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(rows[-1])]
@@ -101,11 +101,11 @@ def measure_products(
     kinds: dict[str, list[_Timed]] = {}
     for module in model.model.modules():
         if "switch_mlp" in module:  # a mixture of experts
-            inner = _name(module.switch_mlp)
+            inner = _layer_name(module.switch_mlp)
             name = f"{module.top_k} of {module.num_experts} experts, {inner}"
-            kinds.setdefault(name, []).append(_experts(module, tokens))
+            kinds.setdefault(name, []).append(_routed_experts(module, tokens))
         elif isinstance(module, nn.Linear | nn.QuantizedLinear) or module is model.output_layer:
-            kinds.setdefault(_name(module), []).append(_Timed(module, rows))
+            kinds.setdefault(_layer_name(module), []).append(_Timed(module, rows))
     products = []
     for name, layers in sorted(
         kinds.items(), key=lambda kind: -sum(module_nbytes(each.layer) for each in kind[1])
@@ -132,7 +132,7 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer
     if any(n in band and n not in used for n in counts for band in made_for):
         wrong = problem(own[0], dtype)
         if wrong is None:
-            unused = _times(layers, rows, timer, [by_kernel(layer, dtype) for layer in own])
+            unused = _times(layers, rows, timer, [with_kernel(layer, dtype) for layer in own])
     shares = [*map(layers[0].share, counts)]
     return Product(
         name,
@@ -162,7 +162,7 @@ def _weight(layer: nn.Module) -> Weight:
     return weight_of(layer.get("gate_proj", layer))
 
 
-def _name(layer: nn.Module) -> str:
+def _layer_name(layer: nn.Module) -> str:
     weight = _weight(layer)
     mode, bits, group_size = weight.form
     stored = {

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_mtp import __version__
-from mlx_mtp.bench.report import rate_and_ratio, render, write_json
+from mlx_mtp.bench.report import rate_and_ratio, render_table, write_json
 from mlx_mtp.console import say
 from mlx_mtp.flags import print_error
 from mlx_mtp.inspect.found import quantization
@@ -69,27 +69,27 @@ class Report:
         kernels = [f"{k.name}, {k.shape}, {k.dtype}" for k in self.kernels if not k.ok]
         return kernels + [equality.name for equality in self.equality if not equality.ok]
 
-    def content(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         failures = self.failures
         return {"ok": not failures, "failures": failures, **dataclasses.asdict(self)}
 
-    def table(self) -> str:
+    def render(self) -> str:
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
-        return render(("", "result", "check"), [title, *self._rows()], left=3)
+        return render_table(("", "result", "check"), [title, *self._rows()], left=3)
 
     def show(self) -> None:
         """Print the table, and the failures on standard error."""
-        say(self.table())
+        say(self.render())
         for failure in self.failures:
             print_error(f"failed: {failure}")
 
     def write(self, figures: Path | None, whole: Path | None) -> None:
         """Write the figures as JSON, and a file with table and figures to paste into an issue."""
         if figures is not None:
-            write_json(figures, self.content())
+            write_json(figures, self.as_dict())
         if whole is not None:
-            content = json.dumps(self.content(), indent=1, default=str)
-            whole.write_text(f"{self.table()}\n\n```json\n{content}\n```\n")
+            content = json.dumps(self.as_dict(), indent=1, default=str)
+            whole.write_text(f"{self.render()}\n\n```json\n{content}\n```\n")
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         machine, model = self.machine, self.model

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import __version__
-from mlx_mtp.bounded_json import cut
+from mlx_mtp.bounded_json import shortened
 from mlx_mtp.errors import (
     UNKNOWN_RETRY_SECONDS,
     ForbiddenError,
@@ -122,7 +122,7 @@ class Live:
         finally:
             self._num_watchers -= 1
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def event_stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events; a watcher that reads slowly gets fewer."""
         yield event({**self._state(), "history": [*self._history]})
         # While it drains, the server waits for open responses such as this one.
@@ -139,7 +139,9 @@ class Live:
         """
         generation = self._dispatcher.open.get(request_id)
         if generation is None:
-            raise NotFoundError(f"No answer {cut(request_id)!r} is running; it may have ended.")
+            raise NotFoundError(
+                f"No answer {shortened(request_id)!r} is running; it may have ended."
+            )
         owner = generation.requests[0].options.client[0].partition("@")[0]  # The digest's start.
         if owner != key[:16]:
             raise ForbiddenError("This answer was asked for with another API key.")
@@ -169,7 +171,7 @@ class Live:
         fault = self._context.fault
         now, rows = time.perf_counter(), []
         for request_id, generation in [*self._dispatcher.open.items()][:MOST_ROWS]:
-            row = generation.row(request_id, now)
+            row = generation.live_fields(request_id, now)
             if request_id in stats.prefills and row["state"] == "waiting":
                 row |= {"state": "prefilling", "computed": stats.prefills[request_id].done}
             rows.append(row)

@@ -101,7 +101,7 @@ class _Watch(StreamingResponse):
 
     def __init__(self, live: Live) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(live.messages(), media_type="text/event-stream", headers=headers)
+        super().__init__(live.event_stream(), media_type="text/event-stream", headers=headers)
         self._watching = live.watching
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,7 +2,7 @@
 
 Both are measured in use, and while no request runs (`mlx_mtp/calibration`). The first time of a
 shape is dropped, a few times make a measurement, and what was not measured is inferred from its
-neighbours. `table` and `load` carry costs from one run to the next.
+neighbours. `table` and `load_table` carry costs from one run to the next.
 """
 
 import math
@@ -201,7 +201,7 @@ class StepCosts:
             for (kind, size), measured in sorted(kinds.items())
         }
 
-    def load(self, table: Table) -> None:
+    def load_table(self, table: Table) -> None:
         """Take over costs of numbers of rows whose step without drafts has one."""
         for (kind, rows, size), cost in table.items():
             plain = table.get(CostKey(MTP, rows, 0))
@@ -341,7 +341,7 @@ class PrefillCosts:
         units = {CostKey(CHUNK, 1, length): unit for length, unit in sorted(self._units.items())}
         return units | (context if self._per_context >= LEAST_COST else {})
 
-    def load(self, table: Table) -> None:
+    def load_table(self, table: Table) -> None:
         keys = ((n, CostKey(CHUNK, 1, n)) for n in self.lengths)
         self._units = {length: table[key] for length, key in keys if key in table}
         self._per_context = table.get(CostKey(CONTEXT, 1, 1), 0.0)

@@ -133,7 +133,7 @@ class MTPDrafter:
             else:
                 tokens = packing.rectangle.flat(drafts[-1])
                 z = self._write(cache, packing, packing.rectangle.flat(m), tokens)
-            out = self._head.run(z, cache.head, packing)
+            out = self._head.run_layer(z, cache.head, packing)
             m = packing.rectangle.fill(out)
             # The head's output at p predicts the token at p + 2.
             logits = packing.rectangle.fill(self._model.logits(out, self._lm_head))

@@ -15,7 +15,7 @@ class HostDrafter(Protocol):
     """Proposes drafts for one request."""
 
     @property
-    def run(self) -> Sequence[int]:
+    def next_run(self) -> Sequence[int]:
         """Tokens that should follow the last one that was read, at most `MAX_RUN`."""
 
     @property

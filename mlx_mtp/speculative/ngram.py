@@ -219,7 +219,7 @@ class NgramDrafter:
         self._rates = NgramRates(0.97)
         self._source, self._at = self._text, 0
         self.match = 0
-        self.run: Sequence[int] = ()
+        self.next_run: Sequence[int] = ()
 
     @property
     def of_others(self) -> bool:
@@ -228,7 +228,7 @@ class NgramDrafter:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Count how far the run was right, and look for the next one."""
-        pairs = list(zip(self.run, tokens))
+        pairs = list(zip(self.next_run, tokens))
         num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         for rates in (self._rates, self._pool):
             rates.observe(self.match, num_right, missed=num_right < len(pairs))
@@ -237,19 +237,19 @@ class NgramDrafter:
         self._at, self.match = self._at + num_right, min(self.match + num_right, MOST_MATCH)
         if not goes_on or self.match < _GOOD_MATCH or self._at >= len(self._source.tokens):
             self._look()
-        self.run = self._source.tokens[self._at : self._at + MAX_RUN] if self.match else ()
-        if self._source is self._text and 0 < len(self.run) < MAX_RUN:
+        self.next_run = self._source.tokens[self._at : self._at + MAX_RUN] if self.match else ()
+        if self._source is self._text and 0 < len(self.next_run) < MAX_RUN:
             # The run reaches the end of the text: it repeats itself.
-            self.run = (self.run * MAX_RUN)[:MAX_RUN]
-        if _SEPARATOR in self.run:
-            self.run = self.run[: self.run.index(_SEPARATOR)]
+            self.next_run = (self.next_run * MAX_RUN)[:MAX_RUN]
+        if _SEPARATOR in self.next_run:
+            self.next_run = self.next_run[: self.next_run.index(_SEPARATOR)]
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
         """Of the first, second, .. token of the run after `ahead` others; [] if that is too low.
 
         A window in flight may emit the others.
         """
-        count = min(len(self.run), ahead + MAX_HOST_DRAFTS)
+        count = min(len(self.next_run), ahead + MAX_HOST_DRAFTS)
         acceptance = self._rates.cumulative_acceptance(self.match, count, self._pool)[ahead:]
         return acceptance if acceptance and acceptance[0] >= _LEAST_ACCEPTANCE else []
 

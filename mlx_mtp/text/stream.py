@@ -165,7 +165,7 @@ class OutputStream:
                     at = self._detokenizer.num_decoded
                     self._waiting.append(OutputToken(token, output.logprobs[position], at, at))
                 break
-            events += self._read(token, output.logprobs[position : position + 1])
+            events += self._take_token(token, output.logprobs[position : position + 1])
             if self._ended_early:
                 break
         self.num_reused_tokens += output.num_reused_tokens
@@ -194,7 +194,7 @@ class OutputStream:
         self._detokenizer.num_decoded = len(text)
         return self._parser.feed(text)
 
-    def _read(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
+    def _take_token(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
         start = self._detokenizer.num_decoded
         text = self._detokenizer.push(token)
         if logprobs:
@@ -210,17 +210,17 @@ class OutputStream:
         return len(self.token_ids)
 
     @property
-    def stop(self) -> str | None:
+    def stop_text(self) -> str | None:
         return self._detokenizer.stop
 
     @property
     def _ended_early(self) -> bool:
-        return self.stop is not None or self._parser.done
+        return self.stop_text is not None or self._parser.done
 
     def _finish(self, reason: str, events: list[Event]) -> Delta:
         events += self._parser.feed(self._detokenizer.flush())
         events += self._parser.finish()
-        if self.stop is not None:
+        if self.stop_text is not None:
             reason = "stop"  # The text that was held has completed a stop string.
         # A client must not act on half a call, nor on the calls before it as if they were all.
         is_cut = any(isinstance(event, ToolCut) for event in events)
@@ -228,7 +228,7 @@ class OutputStream:
             reason = "tool_calls"
         self.finish_reason = reason
         events = self._with_tokens(events)
-        if self.stop is None and self._in_content:
+        if self.stop_text is None and self._in_content:
             rest = tuple(token for token in self._waiting if token.start >= self._emitted)
             if rest:  # Tokens without text.
                 events.append(Text("", self._emitted, rest))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
-from mlx_mtp.bounded_json import cut
+from mlx_mtp.bounded_json import shortened
 from mlx_mtp.engine.request import prompt_too_long
 from mlx_mtp.errors import (
     InvalidRequestError,
@@ -216,7 +216,7 @@ class Tokenizer:
             whose = "The model's" if template is None else "The request's"
             raise InvalidRequestError(
                 f"{whose} chat template refuses these messages: "
-                f"{cut(str(error), _MAX_TEMPLATE_WORDS)}",
+                f"{shortened(str(error), _MAX_TEMPLATE_WORDS)}",
                 param="messages",
             ) from error
         return str(text)
@@ -305,7 +305,7 @@ def variables(template: str) -> frozenset[str]:
 
 
 def _one_line(error: BaseException) -> str:
-    return cut(" ".join(str(error).split()), _MAX_TEMPLATE_WORDS)
+    return shortened(" ".join(str(error).split()), _MAX_TEMPLATE_WORDS)
 
 
 def _byte_level_alphabet() -> dict[str, int]:

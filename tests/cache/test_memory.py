@@ -37,7 +37,7 @@ def nbytes(arrays: Iterable[mx.array]) -> int:
 def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | None) -> int:
     """Bytes of trunk's and head's caches after a window."""
     start, kept = cache.offset, None if known is None else mx.array(known)
-    cache.begin(lengths, kept)
+    cache.begin_window(lengths, kept)
     tokens = mx.ones(sum(lengths), dtype=mx.int32)
     hidden = model.hidden(tokens, cache)
     cache.commit(mx.ones(len(lengths), dtype=mx.int32) if kept is None else kept)
@@ -81,7 +81,7 @@ def test_a_batch_takes_what_its_rows_take(tiny_models):
             running.extend(cache)
         held = lengths[: number + 1]
         running.reserve(held)
-        used = sum(a.nbytes for c in running.attention() for a in c.arrays())
+        used = sum(a.nbytes for c in running.kv_caches() for a in c.arrays())
         assert sum(map(memory.kv, held)) <= used <= sum(map(memory.most_kv, held))
     own = sum(-(-n // 256) * 256 * memory.kv(1) // 256 for n in lengths)
     assert used < 1.3 * own
@@ -89,14 +89,14 @@ def test_a_batch_takes_what_its_rows_take(tiny_models):
     rows = [0, 3, 10]
     running = running.select(rows)
     running.reserve([lengths[row] for row in rows])
-    used = sum(a.nbytes for c in running.attention() for a in c.arrays())
+    used = sum(a.nbytes for c in running.kv_caches() for a in c.arrays())
     assert used == sum(memory.kv(lengths[row]) for row in rows)
 
 
 def test_attention_copies_no_kv():
     cache = BatchCache([RaggedKVCache()], 1)
     cache.reserve([8000])
-    layer, packing = cache.layers[0], cache.begin([1])
+    layer, packing = cache.layers[0], cache.begin_window([1])
     layer.write(packing, mx.ones((1, 2, 2, 64)))
     (array,), queries = layer.arrays(), mx.ones((1, 4, 64))
     mx.eval(array, queries)

@@ -40,7 +40,7 @@ class KVRows:
         bounds = [len(row) + length for row, length in zip(self.rows, lengths.tolist())]
         self.cache.reserve([bound + int(self.random.integers(0, 3)) for bound in bounds])
         self.check_layout()
-        packing = self.cache.begin(lengths.tolist())
+        packing = self.cache.begin_window(lengths.tolist())
         count = int(lengths.sum())
         q, k, v = self.random.standard_normal((3, count, HEADS, DIM)).astype(np.float32)
         self.cache.layers[0].write(packing, mx.stack([mx.array(k), mx.array(v)], axis=1))
@@ -184,14 +184,14 @@ class StateRows:
         )
         kept = mx.array(self.random.integers(0, length + 1, count).astype(np.int32))
         self.cache.next_num_kept = kept if known else None
-        outputs = self.cache.run(projected, self.weights)
+        outputs = self.cache.run_window(projected, self.weights)
         if not known:
             self.cache.num_kept = kept
         for row, number in enumerate(kept.tolist()):
             for t in range(number):
                 one = GDNProjections(*(a[row : row + 1, t : t + 1] for a in projected))
                 self.alone[row].next_num_kept = mx.array([1])
-                expected = self.alone[row].run(one, self.weights)
+                expected = self.alone[row].run_window(one, self.weights)
                 close(outputs[row, t], expected[0, 0])
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ MULTIMODAL = {
 def choose(tmp_path, table, flags, family="qwen3_next"):
     """The setting of most matrices, and those of all by path."""
     target = Target(write_target(tmp_path, Layout(family), table))
-    return target.quantization(target.head(moe=family != "qwen3_5"), flags)
+    return target.quantization_settings(target.new_head(moe=family != "qwen3_5"), flags)
 
 
 @pytest.mark.parametrize(

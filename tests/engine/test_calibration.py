@@ -48,7 +48,7 @@ class Calibration(Calibrator):
         super().__init__(self.steps, self.chunks, config, folder, mark, **clock)
         self._cells = [cell for cell in self._cells if cell.kind == CHUNK] + [*cells]
         for each in (self.steps, self.chunks) if table else ():
-            each.load(table)
+            each.load_table(table)
 
     def run(self, runner) -> set[CostKey]:
         """Measure all; what has been measured then."""
@@ -68,7 +68,7 @@ def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner
 
     def add(scheduler, sequence):
         texts.add(sequence.prompt)
-        texts.update(tuple(drafter.run) for drafter in sequence.drafting.host.values())
+        texts.update(tuple(drafter.next_run) for drafter in sequence.drafting.host.values())
         original(scheduler, sequence)
 
     monkeypatch.setattr(Scheduler, "add", add)
@@ -175,7 +175,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
             enough = len(steps) + 5
             wait_until(lambda enough=enough: len(steps) >= enough or not client.engine.measuring)
             wanted = request(f"r{number}", [5, 6, 7], greedy(20, ignore_eos=True))
-            client.engine.expect()
+            client.engine.expect_request()
             before = len(steps)
             client.engine.submit(wanted)
             client.wait(wanted.request_id)

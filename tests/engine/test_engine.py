@@ -158,7 +158,7 @@ def test_the_context_limit_with_drafts_in_flight_and_bad_requests(client):
 def test_rows_run_together_only_where_the_memory_plan_has_room(client, tiny_models):
     config = EngineConfig(num_draft_tokens=2)
     plan = plan_for(tiny_models["qwen3_next"], config, MemoryLimit(10**9, "a test"))
-    served = client(config=config, memory=replace(plan, rows=plan.footprint.row(512)))
+    served = client(config=config, memory=replace(plan, rows=plan.footprint.row_bytes(512)))
     # The least that a row takes is the room of 256 tokens.
     with served.held_at(2, request("long", [5] * 300, greedy(30, ignore_eos=True))):
         served.engine.submit(request("short", [5, 6], greedy(1)))

@@ -112,9 +112,9 @@ PLACES: dict[str, Patch] = {
     "propose": before(MTPDrafter, "propose"),
     "a row's first state": before(MTPDrafter, "make_state"),
     "a new cache": before(LoadedModel, "make_cache"),
-    "starting the device": before(ModelRunner, "_finish"),
+    "starting the device": before(ModelRunner, "_propose_and_launch"),
     "filing a prefilled row": before(Batches, "store"),
-    "joining": before(Batch, "join"),
+    "joining": before(Batch, "extend"),
     "reading": before(InFlightStep, "read"),
     "the device": on_the_device(MTPDrafter, "propose"),
 }

@@ -23,7 +23,7 @@ def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
     """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
     costs = StepCosts()
     head_costs = curve(MTP, 1, {n: 1.0 + draft * n for n in (0, 1, 8)})
-    costs.load({**head_costs, **curve(HOST, 1, {4: 1.1, 16: 1.2})})
+    costs.load_table({**head_costs, **curve(HOST, 1, {4: 1.1, 16: 1.2})})
     return AdaptiveDrafts(costs, 8 if head else 0)
 
 

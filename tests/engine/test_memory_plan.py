@@ -16,7 +16,7 @@ from mlx_mtp.engine import memory
 from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ContextLengthError, UsageError
-from mlx_mtp.flags import size
+from mlx_mtp.flags import byte_size
 from mlx_mtp.kernels.gdn_types import QWEN3_NEXT_80B
 from mlx_mtp.machine import MOST_TEXT_BYTES, MemoryLimit
 from mlx_mtp.models.hub import BUNDLED_MODEL
@@ -50,8 +50,12 @@ def test_on_a_gpu_with_room_chunks_of_prompts_may_be_longer(monkeypatch):
     for nbytes in (54 * GB, 100 * GB, 500 * GB):
         found, usual = (plan(nbytes, longer_steps=longer) for longer in (True, False))
         assert found.max_model_len == usual.max_model_len
-        assert found.chunk == found.footprint.chunk(found.prefill_step_size, found.max_model_len)
-        assert found.rows >= max(usual.rows * 7 // 8, found.footprint.row(found.max_model_len))
+        assert found.chunk == found.footprint.chunk_bytes(
+            found.prefill_step_size, found.max_model_len
+        )
+        assert found.rows >= max(
+            usual.rows * 7 // 8, found.footprint.row_bytes(found.max_model_len)
+        )
         assert usual.prefill_step_size == 512
         steps.append(found.prefill_step_size)
     assert steps == [512, 1024, 2048]
@@ -84,7 +88,7 @@ def test_rows_are_counted_each_by_its_own_length():
     assert found.usage([100_000, *[8000] * (beside + 1)]) > 1
     # The bytes are those of the rows, and not much more (the 1.5 GB are logits and scores).
     own = 100_000 * LARGE.caches.kv(256) // 256
-    assert own < LARGE.row(100_000) < 1.3 * own + 10**9
+    assert own < LARGE.row_bytes(100_000) < 1.3 * own + 10**9
 
 
 def test_the_context_is_cut_to_what_one_row_has_memory_for():
@@ -127,9 +131,9 @@ def test_what_does_not_fit_is_refused_with_flags_each_of_which_would_do(limit, g
     names = {"max-model-len": "max_model_len", "prefix-cache-size": "prefix_cache"}
     for name, value in advice.items():
         if name == "memory-limit":
-            plan(size(value), **given)
+            plan(byte_size(value), **given)
         else:
-            plan(limit, **given | {names.get(name, "prefill_step_size"): size(value)})
+            plan(limit, **given | {names.get(name, "prefill_step_size"): byte_size(value)})
 
 
 def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model):
@@ -167,12 +171,12 @@ def test_no_more_is_used_than_was_planned(tmp_path):
     write_checkpoint(tmp_path, Layout("qwen3_5"))
     found = footprint(load_model(tmp_path, enable_mtp=True), prompt_memory.DEPTH)
     tokens, step = 1500, 256
-    chunk = found.chunk(step, tokens)
+    chunk = found.chunk_bytes(step, tokens)
     longest = tokens + prompt_memory.ANSWER
     short = prompt_memory.SHORT_PROMPT + prompt_memory.SHORT_ANSWER
     for beside in (0, 4):
         used = prompt_memory.measure_apart(tmp_path, tokens, beside, step)
-        rows = sum(map(found.row, [longest, *[short] * beside]))
+        rows = sum(map(found.row_bytes, [longest, *[short] * beside]))
         assert used.prefill <= rows + chunk
         assert used.joined <= rows
-        assert used.prefill > (found.row(longest) + chunk) / 5
+        assert used.prefill > (found.row_bytes(longest) + chunk) / 5

@@ -77,7 +77,7 @@ class World:
 
     def launch(self, step: InFlightStep, seconds: float) -> None:
         for row in step.rows:
-            row.sequence.launched(row.length)
+            row.sequence.note_launched(row.length)
         step.seconds = seconds
         self.free = max(self.free, self.now) + seconds
         self.in_flight.append((step, self.free))
@@ -325,7 +325,7 @@ def test_the_context_is_learned_and_all_is_kept():
     for number in range(300):
         costs.observe(64, 200 * number, cost(64, 200 * number))
     again = PrefillCosts(512)
-    again.load(costs.table())
+    again.load_table(costs.table())
     for each in (costs, again):
         for before in (0, 30_000, 60_000):
             assert each.seconds(64, before) == pytest.approx(cost(64, before), rel=0.2)

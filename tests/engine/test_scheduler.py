@@ -40,7 +40,7 @@ def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
     """What a runner would report of a plan's chunk: a first token where a prompt ends."""
     assert plan.chunk
     for row in plan.chunk:
-        row.sequence.launched(row.length)
+        row.sequence.note_launched(row.length)
         row.num_cached, row.token_ids = row.length, (7,) if row.is_last else ()
     return policy.update([InFlightStep(plan.chunk, is_prefill=True)])
 
@@ -48,7 +48,7 @@ def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
 def finish_decode(policy: Scheduler, plan: StepPlan, *, stop: bool) -> list[RequestOutput]:
     """What a runner would report of a plan's rows: a token each, the last where they must end."""
     for row in plan.decode:
-        row.sequence.launched(3)
+        row.sequence.note_launched(3)
         row.length, row.num_cached, row.token_ids = 3, 1, (7,)
         row.finished = stop or len(row.sequence.output) + 1 == row.sequence.max_new_tokens
     return policy.update([InFlightStep(plan.decode)])
@@ -96,7 +96,7 @@ def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
     finish_chunk(policy, policy.schedule())
     rows = tuple(row.sequence for row in policy.schedule().decode)
     for row in (*rows, *rows):
-        row.launched(3)
+        row.note_launched(3)
     return rows
 
 

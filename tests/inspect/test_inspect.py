@@ -166,7 +166,7 @@ def test_the_memory_of_tokens_and_rows(run, tmp_path):
         assert words in told[label]
     shape = memory_demand(find_model(str(tmp_path)), "bfloat16").footprint
     for count in (1, 16):
-        assert told[f"{count} x 512"].startswith(f"{size_text(count * shape.row(512))}; ")
+        assert told[f"{count} x 512"].startswith(f"{size_text(count * shape.row_bytes(512))}; ")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

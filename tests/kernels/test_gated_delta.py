@@ -10,7 +10,7 @@ from mlx_lm.models.gated_delta import compute_g, normalize_qk
 
 from mlx_mtp.kernels import portable
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
-from mlx_mtp.kernels.recurrence import fold, run
+from mlx_mtp.kernels.recurrence import fold, run_window
 from mlx_mtp.kernels.self_check import RandomInputs
 from mlx_mtp.kernels.short_conv import convolve
 
@@ -43,7 +43,7 @@ def test_all_forms_equal_the_rule_written_out(length, hk, hv):
     q, window = cases.window(2, length)
     state = cases.state(2)
     expected, expected_state = written_out(q, window, state)
-    for form in (portable.loop, portable.run):
+    for form in (portable.loop, portable.run_chunked):
         outputs, after, *_ = form(q, window, state)
         close(outputs, expected)
         close(after, expected_state)
@@ -57,7 +57,7 @@ def test_decays_that_underflow_and_keys_that_repeat():
     g = mx.where(mx.arange(128)[:, None] % 7 == 0, 0.0, window.g)
     harsh = window._replace(k=same, g=g, beta=mx.ones_like(window.beta))
     state = cases.state(1)
-    outputs, after, _ = portable.run(q, harsh, state)
+    outputs, after, _ = portable.run_chunked(q, harsh, state)
     expected, expected_state = written_out(q, harsh, state)
     close(outputs, expected, 1e-4)
     close(after, expected_state, 1e-4)
@@ -90,7 +90,9 @@ def test_windows_with_rejected_tails_equal_token_by_token(seed, lengths, batch, 
         counts = random.integers(0, length + 1, batch)
         now = mx.array(counts.astype(np.int32))
         advance = known and number == len(lengths)
-        outputs, state, pending = run(q, window, state, pending, kept, now if advance else None)
+        outputs, state, pending = run_window(
+            q, window, state, pending, kept, now if advance else None
+        )
         kept = None if advance else now
         assert np.isfinite(np.array(outputs)).all()
         if not advance:

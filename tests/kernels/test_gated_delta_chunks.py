@@ -28,13 +28,13 @@ def test_it_equals_the_portable_code(caplog, shape, dtype, length):
     decay = mx.where(mx.arange(length)[:, None] % 7 == 3, window.g**40, window.g)
     decay[0, 5, 0], decay[0, 9:30, 1], decay[2, 3:] = 0.0, 1e-30, 1.0
     window = window._replace(g=decay)
-    true_y, true_after, _ = portable.run(q, window.cut(kept), state)
+    true_y, true_after, _ = portable.run_chunked(q, window.masked(kept), state)
     # What is not kept may be anything.
     ours = (mx.arange(length) < kept[:, None])[..., None]
     q, k, v = (mx.where(ours[..., None], a, mx.nan).astype(dtype) for a in (q, *window[:2]))
     window = window._replace(k=k, v=v)
     assert gated_delta_chunks.fits(window), caplog.text
-    y, after, pending = recurrence.run(q, window, state, None, None, kept)
+    y, after, pending = recurrence.run_window(q, window, state, None, None, kept)
     assert pending is None and difference([after], [true_after]) < 1e-4
     assert mx.array_equal(after[1], state[1]), "a row that keeps nothing has changed"
     assert (mx.where(ours[..., None], 0, y) == 0).all()
@@ -47,9 +47,9 @@ def test_after_a_window_that_has_not_been_folded():
     cases = RandomInputs(2, SMALL, mx.bfloat16)
     first, (q, window), state = cases.window(2, 3), cases.window(2, 64), cases.state(2)
     kept, all_of_it = mx.array([1, 3]), mx.array([64, 64])
-    _, _, pending = recurrence.run(*first, state, None, None)
-    y, after, _ = recurrence.run(q, window, state, pending, kept, all_of_it)
-    true = portable.run(q, window, portable.fold(pending, kept, state))
+    _, _, pending = recurrence.run_window(*first, state, None, None)
+    y, after, _ = recurrence.run_window(q, window, state, pending, kept, all_of_it)
+    true = portable.run_chunked(q, window, portable.fold(pending, kept, state))
     assert difference([y, after], true[:2]) < 1e-4
 
 

@@ -42,13 +42,16 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
             *(([1, 1], [1, 1]), ([2, 1], None), ([1, 1], [1, 0])),
         ):
             cache.reserve([24, 24])
-            packing = cache.begin(lengths, kept and mx.array(kept))
+            packing = cache.begin_window(lengths, kept and mx.array(kept))
             tokens = mx.arange(packing.num_tokens) * 7 % VOCAB
             found.append(model.logits(model.hidden(tokens, cache)))
             cache.commit(mx.array(kept or [1, lengths[1] - 1]))
         other = model.make_cache(1)  # of a prompt beside them
         other.reserve([150])
-        both = cache.begin([2, 3]).num_tokens + other.begin([150], mx.array([150])).num_tokens
+        both = (
+            cache.begin_window([2, 3]).num_tokens
+            + other.begin_window([150], mx.array([150])).num_tokens
+        )
         found.append(model.logits(model.hidden(mx.arange(both) * 7 % VOCAB, cache, other)))
         return mx.concatenate(found)
 
@@ -77,7 +80,7 @@ def test_a_prompt_of_another_length_compiles_no_kernel(tmp_path, monkeypatch):
         cache = model.make_cache(rows)
         cache.reserve([2 * length] * rows)
         for _ in range(2):
-            count = cache.begin([length] * rows, mx.full(rows, length)).num_tokens
+            count = cache.begin_window([length] * rows, mx.full(rows, length)).num_tokens
             mx.eval(model.hidden(mx.arange(count) % VOCAB, cache))
             cache.commit(mx.full(rows, length))
         return {*tmp_path.rglob("*.so")} - before
@@ -103,7 +106,7 @@ def test_a_step_and_a_prompt_of_as_many_tokens_are_not_traced_as_one(tmp_path, m
         traced.clear()
         cache = model.make_cache(rows)
         cache.reserve([length] * rows)
-        tokens = mx.arange(cache.begin([length] * rows, mx.full(rows, length)).num_tokens)
+        tokens = mx.arange(cache.begin_window([length] * rows, mx.full(rows, length)).num_tokens)
         mx.eval(model.hidden(tokens % VOCAB, cache))
         assert {*traced} == {*kinds} and len(traced) >= 2 * len(kinds), "one for each kind of layer"
 
@@ -123,7 +126,7 @@ def test_engines_of_one_process_trace_one_after_the_other(tmp_path, monkeypatch)
         with mx.stream(mx.new_thread_local_stream(mx.cpu)):
             cache = model.make_cache(1)
             cache.reserve([length])
-            cache.begin([length], mx.array([length]))
+            cache.begin_window([length], mx.array([length]))
             mx.eval(model.hidden(mx.arange(length), cache))
 
     mx.eval(model.model.parameters())

@@ -136,7 +136,7 @@ def test_a_scaled_rope_decodes_on_another_thread_than_it_was_loaded_on(tmp_path)
     def decode() -> list[mx.array]:
         cache, head = model.make_cache(1), RaggedKVCache()
         cache.reserve([1])
-        packing = cache.begin([1], mx.array([1], dtype=mx.int32))
+        packing = cache.begin_window([1], mx.array([1], dtype=mx.int32))
         hidden = model.hidden(TOKENS[0, :1], cache)
         model.head.write(hidden, hidden, head, packing)
         found = [model.logits(hidden), *head.arrays()]

@@ -26,14 +26,14 @@ def outputs(model) -> list[np.ndarray]:
     cache.reserve([16, 16])
     for window in (5, 3):
         tokens = mx.arange(2 * window) * 7 % 90
-        packing = cache.begin([window] * 2, mx.array([window] * 2))
+        packing = cache.begin_window([window] * 2, mx.array([window] * 2))
         hidden = model.hidden(tokens, cache)
         found.append(np.array(model.logits(hidden)))
         start = cache.offset
         cache.commit(mx.array([window] * 2))
     packing = Packing(cache.layout, start, [window] * 2)
     z = model.head.write(model.embed(tokens), hidden, cache.head, packing)
-    found.append(np.array(model.logits(model.head.run(z, cache.head, packing))))
+    found.append(np.array(model.logits(model.head.run_layer(z, cache.head, packing))))
     return found
 
 

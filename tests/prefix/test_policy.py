@@ -63,7 +63,7 @@ class World:
             row, length = planned.sequence, planned.length
             if row.request_id not in self.admitted:
                 self.admitted.append(row.request_id)
-            row.launched(length)
+            row.note_launched(length)
             if fail:
                 steps.append(InFlightStep([planned]))
                 steps[-1].fail(StepError("broken"))
@@ -77,7 +77,7 @@ class World:
             planned.num_cached, planned.token_ids = length, (7,) if planned.is_last else ()
             steps.append(InFlightStep([planned], is_prefill=True))
         for planned in plan.decode:
-            planned.sequence.launched(1)
+            planned.sequence.note_launched(1)
             planned.length, planned.num_cached, planned.token_ids = 1, 1, (7,)
             planned.finished = len(planned.sequence.output) >= 1
             steps.append(InFlightStep([planned]))

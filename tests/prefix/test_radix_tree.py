@@ -18,7 +18,7 @@ from tests.support.quick import full
 
 
 def found(tree: PrefixTree, tokens, salt: str = "") -> int:
-    node = tree.match(salt, tuple(tokens))
+    node = tree.longest_prefix(salt, tuple(tokens))
     return 0 if node is None else node.end
 
 
@@ -26,7 +26,7 @@ def test_the_least_recently_used_goes_first():
     tree = PrefixTree(3 * (10 + STATE))
     for start in (0, 100, 200):
         put(tree, range(start, start + 10))
-    tree.touch(tree.match("", tuple(range(10))))
+    tree.touch(tree.longest_prefix("", tuple(range(10))))
     put(tree, range(300, 310))
     assert [found(tree, range(s, s + 10)) for s in (0, 100)] == [10, 0]
     put(tree, range(200, 210))  # It is here, and used again.
@@ -40,7 +40,7 @@ def test_what_has_no_room_is_not_kept_and_costs_no_other_its_place():
     assert put(tree, range(200))
     assert not put(tree, range(500)), "a conversation that outgrows the limit"
     assert not put(tree, range(2000, 2600))
-    tree.pin(tree.match("", tuple(range(200))))
+    tree.pin(tree.longest_prefix("", tuple(range(200))))
     assert not put(tree, range(2000, 2250)), "the pinned entry leaves no room"
     assert [found(tree, range(500)), found(tree, range(1000, 1010))] == [200, 10]
 
@@ -93,7 +93,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(tokens=tokens, salt=salts, pin=st.booleans())
     def look_up(self, tokens, salt, pin):
-        node = self.tree.match(salt, tokens)
+        node = self.tree.longest_prefix(salt, tokens)
         entries = {n.prefix() for n in nodes(self.tree) if n.snapshot and n.salt == salt}
         best = max((e for e in entries if tokens[: len(e)] == e), key=len, default=())
         assert (() if node is None else node.snapshot.tokens) == best

@@ -52,7 +52,7 @@ def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
     driver.add(replace(requests[0], request_id="first"))
     while driver.runner.batches.decoding is None:
         driver.step()
-    driver.runner.compare()
+    driver.runner.check_ranks_agree()
     tokens, reused = {}, 0
     for turn in ("cold", "warm"):
         named = [replace(each, request_id=f"{turn} {each.request_id}") for each in requests]

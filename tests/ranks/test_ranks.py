@@ -211,7 +211,7 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     follower.num_done = 5
     lead.send({"a": 1})
     assert follower.receive() == {"a": 1}
-    wait_until(lambda: "rank 1 5" in lead.progress())
+    wait_until(lambda: "rank 1 5" in lead.launched_steps())
     # One that hangs as a whole: its heartbeat stops.
     follower._closed.set()
     assert on_lead.get(timeout=60) == "rank 1 has not been heard of for 2 s"
@@ -349,7 +349,7 @@ def test_a_rank_that_is_hung_up_on_calls_again():
             sock, _ = server.accept()
             with sock:
                 sock.sendall(challenge)
-                hello = links._read(sock, links._HELLO_BYTES)[: -links._PROOF_BYTES]
+                hello = links._receive_bytes(sock, links._HELLO_BYTES)[: -links._PROOF_BYTES]
                 sock.sendall(links._proof(key, b"zero", hello, challenge))
 
         thread = threading.Thread(target=answer)
@@ -394,7 +394,7 @@ def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
             run.step()
         refusal = pytest.raises(ModelError, match="rank 1 computes other numbers than rank 0")
         with refusal if factor > 1.1 else nullcontext():
-            run.runner.compare()
+            run.runner.check_ranks_agree()
 
     led(monkeypatch, models, work)
     assert ("The ranks round differently" in caplog.text) == (factor < 1.1)

@@ -36,7 +36,7 @@ def completing(words: list[str], text: bytes, vocabulary: tuple[bytes, ...]) -> 
 def test_a_token_is_forbidden_where_it_would_complete_a_word(words, tokens):
     checked, tail, text = bad_words(*words), b"", b""
     for token in tokens:
-        tail, text = checked.after(tail, token), text + texts()[token]
+        tail, text = checked.next_tail(tail, token), text + texts()[token]
     found = completing(words, text, texts())
     assert forbidden(checked, tail) == found
     assert {t for t in range(96) if checked.completed(tail, t)} == found
@@ -52,7 +52,7 @@ def test_letters_of_several_tokens_and_special_tokens_that_show_nothing():
         for shown in range(len(ids)):
             tail = b""
             for token in ids[:shown]:
-                tail = checked.after(tail, token)
+                tail = checked.next_tail(tail, token)
             before = b"".join(map(tokenizer.text_bytes, ids[:shown]))
             assert forbidden(checked, tail) == completing(words, before, vocabulary)
     assert len(forbidden(checked, b"t")) > len(forbidden(checked, b"")) > 1

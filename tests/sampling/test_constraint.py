@@ -108,11 +108,11 @@ def test_a_budgets_end_always_comes_in_time(data, limit, length):
         token = state.forced
         token = data.draw(st.integers(0, 3)) if token is None else token
         said.append(token)
-        state = state.after(token)
+        state = state.advanced(token)
     assert tuple(said[-length:]) == end
     assert len(said) <= limit + length
     assert state.forced is None
-    assert state.after(9).over
+    assert state.advanced(9).over
 
 
 def test_masks_are_applied_bit_by_bit():

@@ -51,7 +51,7 @@ def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
     drawn = np.concatenate([outputs, random.integers(0, VOCAB, (len(rows), 2))], axis=1)
     for first, last, kept in ((0, 3, 3), (3, 6, 1)):
         at = mx.array(begin + np.arange(first, last))
-        sampler.count(mx.array(drawn[:, first:last]), mx.array([kept] * len(rows)), at)
+        sampler.count_sampled(mx.array(drawn[:, first:last]), mx.array([kept] * len(rows)), at)
     window = np.concatenate([np.array(outputs)[:, -1:], drafts], axis=1)
     positions = begin + 4 + np.arange(length)
     scores = np.array(sampler.scores(mx.array(logits), mx.array(positions), mx.array(window)))
@@ -120,10 +120,10 @@ def test_selecting_and_joining_rows_keeps_their_counts(penalised):
     whole = Sampler(rows, [[1], [2], [3]], VOCAB)
     tokens, counts = mx.array([[4, 5], [4, 4], [6, 4]]), mx.array([1, 2, 2])
     at = mx.array([[1, 2]] * 3)
-    whole.count(tokens, counts, at)
+    whole.count_sampled(tokens, counts, at)
     joined, *others = [Sampler(rows[i : i + 1], [[i + 1]], VOCAB) for i in range(3)]
     for i, part in enumerate((joined, *others)):
-        part.count(tokens[i : i + 1], counts[i : i + 1], at[:1])
+        part.count_sampled(tokens[i : i + 1], counts[i : i + 1], at[:1])
     for other in others:
         joined.extend(other)
     given = mx.ones((3, 1, VOCAB)), mx.array([[7]] * 3), mx.array([[1]] * 3)
@@ -148,7 +148,7 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
     random = np.random.default_rng(seed)
     sampler = Sampler(rows, [random.integers(0, VOCAB, 3).tolist() for _ in rows], VOCAB)
     outputs = random.integers(0, VOCAB, (len(rows), 4))
-    sampler.count(
+    sampler.count_sampled(
         mx.array(outputs), mx.array([4] * len(rows)), mx.array([[3, 4, 5, 6]] * len(rows))
     )
     ids = np.sort(random.choice(VOCAB, num_ids, replace=False)).astype(np.int32)

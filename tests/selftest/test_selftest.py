@@ -104,7 +104,7 @@ def compared(answers, references, are_chats=(True, True), strict=True) -> Equali
         return RequestOutput("", tuple(tokens), **counts)
 
     found = [(None, [output(*step) for step in steps]) for steps in answers]
-    subject = SimpleNamespace(name="E", run=lambda _: found)
+    subject = SimpleNamespace(name="E", ask_token_ids=lambda _: found)
     return compare(subject, prompts, references, strict)
 
 
@@ -139,20 +139,20 @@ def test_speed_is_measured_as_far_as_the_time_allows(monkeypatch, left, max_toke
     assert found.skipped == ["speed at 4 rows (no time left)"] * (len(rows) == 1)
     assert {(s.asking.max_tokens, s.asking.ignore_eos) for s in subjects} == {(max_tokens, True)}
     assert [s["concurrency"] for s in found.speed["summaries"]] == rows * 2
-    assert "| tokens/s, 1 at once: MTP, k = 1 " in found.table()
+    assert "| tokens/s, 1 at once: MTP, k = 1 " in found.render()
 
 
 def test_a_wrong_portable_form_is_found(monkeypatch):
     monkeypatch.setattr(kernels.gpu, "backend", lambda: None)
     shapes = {"small": GDNShape(1, 32, 2, 8)}
     assert all(check.ok for check in check_kernels(shapes))
-    right = kernels.portable.run
+    right = kernels.portable.run_chunked
 
     def wrong(q, window, state, **more):
         y, after, pending = right(q, window, state, **more)
         return y, 1.001 * after, pending
 
-    monkeypatch.setattr(kernels.portable, "run", wrong)
+    monkeypatch.setattr(kernels.portable, "run_chunked", wrong)
     assert [check.ok for check in check_kernels(shapes)] == [False, True]
     for difference, ok in ((9e-5, True), (1.1e-4, False), (float("nan"), False)):
         monkeypatch.setattr(kernels, "_fold", lambda _, off=difference: off)
@@ -177,7 +177,7 @@ def test_the_table_and_the_failures():
     skipped = ["speed (no time left)"]
     found = report(kernels=[fine, other, bad], equality=[parted, ill], skipped=skipped)
     assert found.failures == ["inputs kernel, 80B, bfloat16", "MTP, k = 2"]
-    lines = found.table().splitlines()
+    lines = found.render().splitlines()
     assert len({len(line) for line in lines}) == 1
     assert all(line.count("|") == 4 for line in lines)
     for words in (
@@ -191,7 +191,7 @@ def test_the_table_and_the_failures():
         "error: x",
         "ill",
     ):
-        assert words in found.table()
+        assert words in found.render()
 
 
 class Alone(nn.Linear):

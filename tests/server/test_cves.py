@@ -242,7 +242,7 @@ def test_cve_2024_37032_names_of_repositories_and_files_lead_nowhere_else(
         found = types.SimpleNamespace(size=1, etag=etag, commit_hash="abc")
         monkeypatch.setattr("mlx_mtp.convert.source.get_hf_file_metadata", lambda _, f=found: f)
         repo = HubRepo("a/b", None)
-        repo.commit = "abc"
+        repo.commit_hash = "abc"
         with pytest.raises(ConvertError):
             repo.remote("mtp.safetensors")
     for name in ("/etc/passwd", "..", "x.bin", "x.safetensors/../y"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlx_mtp.server.grammar.json_schemas import close, styled
+from mlx_mtp.server.grammar.json_schemas import close_objects, styled
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.support.fake_engine import EOS
 
@@ -62,17 +62,17 @@ OPEN: list[Schema] = [
 
 def test_where_it_is_sound_objects_are_closed() -> None:
     for schema, expected in CLOSED:
-        assert close(schema) == expected
+        assert close_objects(schema) == expected
     for schema in OPEN:
-        assert close(schema) == schema
+        assert close_objects(schema) == schema
 
 
 def test_a_definition_that_one_place_extends_stays_open() -> None:
     schema = {"$defs": {"A": thing("a")}, "anyOf": [TO_A, {"allOf": [TO_A, thing("b")]}]}
-    assert close(schema) == schema
+    assert close_objects(schema) == schema
     # A list of itself is no other schema of the same value.
     tree = {"type": "object", "properties": {"kids": {"items": {"$ref": "#"}}}}
-    assert close(tree) == tree | {"additionalProperties": False}
+    assert close_objects(tree) == tree | {"additionalProperties": False}
 
 
 ITEM = {

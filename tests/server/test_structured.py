@@ -222,7 +222,7 @@ def test_a_trial_that_was_killed_refuses_no_grammar(
                 number = len(trials.read())
                 trials.write("x")
             os.kill(os.getpid(), signal.SIGKILL if number < 3 else signal.SIGSEGV)
-        grammar_check._walk = end
+        grammar_check._random_walk = end
         grammar_check.helpers.answer_questions(grammar_check._answers)
     """
     begin = subprocess.Popen

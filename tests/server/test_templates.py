@@ -179,7 +179,7 @@ TEXTS = {"hermes": hermes("get_weather", ARGUMENTS), "qwen3_coder": xml("get_wea
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_chats_over_http(name: str) -> None:
     tokenizer = tokenizer_with(TEMPLATES[name])
-    form = OutputFormat.choose(tokenizer.template)
+    form = OutputFormat.of_template(tokenizer.template)
     assert form.tools == ("qwen3_coder" if name in XML else "hermes")
     thought = "I look.\n</think>\n\n" if name in THINKING else ""
     engine = saying(tokenizer, thought + TEXTS[form.tools])

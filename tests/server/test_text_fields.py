@@ -93,6 +93,6 @@ def test_bad_words_are_those_of_the_text_that_is_shown(tokenizer: Tokenizer) -> 
         with in_process(engine := FakeEngine(answer([300]))) as client:
             ask(client, bad_words=["th"], **fields)
         words = engine.submitted[0].bad_words
-        assert words is not None and words.completed(words.after(b"", t), h)
-        tail = words.after(words.after(b"", t), start)
+        assert words is not None and words.completed(words.next_tail(b"", t), h)
+        tail = words.next_tail(words.next_tail(b"", t), start)
         assert words.completed(tail, h) == hidden

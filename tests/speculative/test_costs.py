@@ -46,7 +46,7 @@ def test_what_was_measured_is_reported_and_unknown_times_change_nothing():
     assert relative(costs, 2) == pytest.approx(TRUE, rel=0.01)
     assert costs.table() == pytest.approx(curve(MTP, 2, dict(enumerate(TRUE))), rel=0.01)
     again = StepCosts()
-    again.load(costs.table())
+    again.load_table(costs.table())
     assert relative(again, 2) == pytest.approx(TRUE, rel=0.01)
 
 
@@ -67,7 +67,7 @@ def test_a_machine_that_slows_down_changes_no_ratio_but_one_that_changed_is_lear
 def test_noisy_prices_are_mended_by_those_beside_them_and_quiet_ones_stay():
     steps = (1.0, 1.05, 1.13, 1.08, 1.2)
     costs = StepCosts()
-    costs.load(curve(MTP, 1, dict(enumerate(steps))))
+    costs.load_table(curve(MTP, 1, dict(enumerate(steps))))
     assert relative(costs, 1) == pytest.approx(steps, rel=0.015)
     own = priced = 0.0
     for seed in range(30):

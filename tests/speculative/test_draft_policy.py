@@ -191,7 +191,7 @@ def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
 def worth(table: dict[int, dict[float, float]] | None = None) -> AdaptiveDrafts:
     costs = StepCosts()
     for size, row in (table or {}).items():
-        costs.load(curve(MTP, size, row))
+        costs.load_table(curve(MTP, size, row))
     return AdaptiveDrafts(costs)
 
 
@@ -346,7 +346,7 @@ def test_a_run_that_pays_is_copied_soon_though_the_head_drafts(length, late):
     """A long one at once, a short one at the next review."""
     costs = StepCosts()
     head = curve(MTP, 1, {0: 1.0, 1: 1.3, 2: 1.6, 8: 4.0})
-    costs.load({**head, **curve(HOST, 1, {4: 1.04, 16: 1.2})})
+    costs.load_table({**head, **curve(HOST, 1, {4: 1.04, 16: 1.2})})
     policy, row = AdaptiveDrafts(costs), RowDrafting()
     drive(policy, [row, RowDrafting(0)], 1, 100)
     assert any(policy.choose([row, RowDrafting(0)], steady=True).head)
@@ -386,7 +386,7 @@ def test_the_greedy_choice_is_the_best_of_all(table):
         costs = StepCosts()
         alone = {k: machine.price(StepShape(size, size * k, 0)) * 100 for k in range(17)}
         head_costs = curve(MTP, size, dict(enumerate(table[size])))
-        costs.load({**head_costs, **curve(HOST, size, alone)})
+        costs.load_table({**head_costs, **curve(HOST, size, alone)})
         choice = best_choice(costs.of_batch(size), head, copies)
         best = exhaustive(machine.price, head, copies)
         shape = StepShape(size, choice.verified, max(choice.head))

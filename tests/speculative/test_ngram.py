@@ -68,15 +68,15 @@ def test_the_choices_of_a_prompt_share_its_index_while_one_of_them_is_left(seed,
 def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not():
     drafter = NgramSource(0).drafter(tuple(FILE), None)
     drafter.extend(FILE[20:24])
-    assert (drafter.match, list(drafter.run)) == (4, FILE[24:57])
+    assert (drafter.match, list(drafter.next_run)) == (4, FILE[24:57])
     drafter.extend(FILE[24:40])
-    assert (drafter.match, list(drafter.run)) == (20, FILE[40:73])
+    assert (drafter.match, list(drafter.next_run)) == (20, FILE[40:73])
     certain = drafter.cumulative_acceptance(0)
     assert len(certain) == 16 and certain[15] > 0.5
     drafter.extend([9999])
-    assert (drafter.match, list(drafter.run), drafter.cumulative_acceptance(0)) == (0, [], [])
+    assert (drafter.match, list(drafter.next_run), drafter.cumulative_acceptance(0)) == (0, [], [])
     drafter.extend(FILE[42:46])
-    assert list(drafter.run) == FILE[46:79]
+    assert list(drafter.next_run) == FILE[46:79]
     for number in range(60):  # Short matches that lead nowhere are soon offered no more.
         drafter.extend([6000 + number, *FILE[70:73]])
     assert drafter.match == 3
@@ -91,7 +91,7 @@ def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
     for count in (1, 3, 17, 5, 2, 16, 30):
         drafter.extend(text[at : at + count])
         at += count
-    assert list(drafter.run) == text[at : at + MAX_RUN]
+    assert list(drafter.next_run) == text[at : at + MAX_RUN]
 
 
 def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monkeypatch):
@@ -104,7 +104,7 @@ def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monk
     assert len(built) <= 10  # as the table of entries grows
     drafter = source.drafter((1, 2, 3), None)
     drafter.extend([25_100, 25_101, 25_102])
-    assert list(drafter.run) == [25_103 + n for n in range(MAX_RUN)]
+    assert list(drafter.next_run) == [25_103 + n for n in range(MAX_RUN)]
 
 
 def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
@@ -115,7 +115,7 @@ def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
     def run(salt: str, *tokens: int) -> list[int]:
         drafter = source.drafter((1, 2, 3), salt)
         drafter.extend(tokens)
-        return list(drafter.run)
+        return list(drafter.next_run)
 
     assert run("a", *FILE[10:14]) == FILE[14 : 14 + MAX_RUN]
     assert run("a", *FILE[92:96]) == FILE[96:100]  # up to the answer's end

@@ -119,7 +119,7 @@ class Erratic:
         if not row.host or self.random.random() < 0.5:
             return 0
         ((row.source, drafter),) = row.host.items()
-        drafter.run = drafter.run or (5, 6)
+        drafter.next_run = drafter.next_run or (5, 6)
         return self.random.randint(1, 16)
 
     def observe(self, rows, shape, seconds) -> None:

@@ -93,7 +93,7 @@ class FakeEngine:
 
     measuring = False
 
-    def expect(self) -> None:
+    def expect_request(self) -> None:
         pass
 
     def __init__(self, script: Script, info: FakeInfo | None = None) -> None:

@@ -134,7 +134,7 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
             return Plain(tuple(tokens), tuple(gaps))
         if masks is not None:
             masks.consume(token)
-        sampler.count(mx.array([[token]]), mx.array([1]), where)
+        sampler.count_sampled(mx.array([[token]]), mx.array([1]), where)
         logits = model.model(mx.array([[token]]), cache=cache)
         position += 1
 
@@ -174,7 +174,7 @@ class Ties:
 def cheap_drafts() -> AdaptiveDrafts:
     """A policy that begins with drafts: one takes a third of a step."""
     costs = StepCosts()
-    costs.load(curve(MTP, 1, {0: 0.03, 1: 0.04, 4: 0.07}))
+    costs.load_table(curve(MTP, 1, {0: 0.03, 1: 0.04, 4: 0.07}))
     return AdaptiveDrafts(costs)
 
 

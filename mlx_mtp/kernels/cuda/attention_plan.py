@@ -35,7 +35,7 @@ class AttentionLaunch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # Steps repeat.
-def plan(
+def plan_launches(
     rows: tuple[tuple[int, ...], ...], group: int
 ) -> tuple[list[AttentionLaunch], mx.array | None]:
     """The launches for windows of rows, as `WindowSlot` has them; `group` heads share KV.

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, self_check
 from mlx_mtp.kernels.cuda import mma
-from mlx_mtp.kernels.cuda.attention_plan import PIECE, TILE, plan
+from mlx_mtp.kernels.cuda.attention_plan import PIECE, TILE, plan_launches
 
 DIMS = (64, 128, 256)
 _AHEAD = 2  # loads of keys, and of values
@@ -262,11 +262,11 @@ def attend(
     positions: mx.array,  # of each, int32 [N]: it attends up to its own
     buffers: Sequence[mx.array],  # keys, then values: [2 * slots * KV heads * capacity, D]
     kv_heads: int,
-    rows: tuple[tuple[int, ...], ...],  # see `attention_plan.plan`
+    rows: tuple[tuple[int, ...], ...],  # see `attention_plan.plan_launches`
 ) -> mx.array:
     """Attention of all windows of a pass: [N, heads, D]."""
     heads = queries.shape[1]
-    launches, order = plan(rows, heads // kv_heads)
+    launches, order = plan_launches(rows, heads // kv_heads)
     outputs = []
     for each in launches:
         own = [buffers[number] for number in each.buffers]

@@ -237,7 +237,7 @@ def run_kernel(
     state: mx.array,  # before it, float32 [B, Hv, Dv, Dk]
     lengths: mx.array,  # positions of the window that each row keeps, int32 [B]
 ) -> tuple[mx.array, mx.array]:
-    """Outputs [B, T, Hv, Dv], and the state after the kept positions (see `recurrence.run`)."""
+    """Outputs [B, T, Hv, Dv], and the state after the kept positions (`recurrence.run_window`)."""
     (batch, _, key_heads, key_dim), (heads, value_dim) = q.shape, window.v.shape[2:]
     mixing, logs = prepare_chunks(q, window, lengths)
     names = ("q", "k", "v", "mixing", "logs", "state", "lengths"), ("y", "state_out")
@@ -275,13 +275,13 @@ def _shared(key_dim: int) -> int:
 def _reference(
     q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array
 ) -> tuple[mx.array, mx.array]:
-    return portable.run(q, window.cut(lengths), state)[:2]
+    return portable.run_chunked(q, window.masked(lengths), state)[:2]
 
 
 GATED_DELTA_CHUNKS = gpu.Operation(
     "gated delta of prompts / portable",
     "gated_delta_chunks",
-    lambda shape, dtype: self_check.gated_delta_prompt(run_kernel, _reference, shape, dtype),
+    lambda shape, dtype: self_check.gated_delta_prompt_error(run_kernel, _reference, shape, dtype),
     _applies,
     for_metal=False,
 )

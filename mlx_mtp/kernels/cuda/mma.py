@@ -119,11 +119,14 @@ def wgmma(block: int, dim: int) -> str:
     The right operand's 16 are its columns for scores and its rows for outputs.
     """
     return (
-        WARPGROUP + MATRIX + _product(block, in_registers=False) + _product(dim, in_registers=True)
+        WARPGROUP
+        + MATRIX
+        + _product_source(block, in_registers=False)
+        + _product_source(dim, in_registers=True)
     )
 
 
-def _product(columns: int, in_registers: bool) -> str:
+def _product_source(columns: int, in_registers: bool) -> str:
     """c (64 x columns, float32) += a (64 x 16) b (16 x columns); without `add` c =."""
     count = columns // 2
     place = itertools.count(count)

@@ -262,7 +262,7 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
     shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
     blocks = sum(-(-features // _FEATURES) for features in gemm.outputs)
     return _kernel(len(weights), parts, bool(gemm.pairs), x.dtype, shared)(
-        gemm.inputs,
+        gemm.input_arrays,
         template,
         (blocks, warps * -(-gemm.rows // span), 1),
         [((gemm.rows, features), x.dtype) for features in gemm.outputs],

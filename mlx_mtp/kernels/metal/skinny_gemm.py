@@ -293,7 +293,7 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
         blocks = -(-outputs // (8 * across)) * warps
     template |= {"ROWS": block, **({"PAIRS": gemm.rows // len(x)} if gemm.pairs else {})}
     return _kernel(sums, parts, len(weights), bool(gemm.pairs))(
-        gemm.inputs,
+        gemm.input_arrays,
         template,
         (gemm.rows if gemm.pairs else -(-gemm.rows // block), blocks, 1),
         [((gemm.rows, outputs), x.dtype)],

@@ -113,7 +113,7 @@ def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
     return bands if applies and is_one_format else {}
 
 
-def by_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module:
+def with_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module:
     """A copy of a layer that runs the kernel wherever that is made for, unchecked."""
     bands = [*kernel_bands(module, dtype).values()]
     return with_routes(module, Routes(range(bands[0].start, bands[-1].stop)))

@@ -63,7 +63,7 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
     if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
         return [layer(x) for layer in layers]
-    gemm = SkinnyGemm(_rows(x), [weight_of(layer) for layer in layers])
+    gemm = SkinnyGemm(_flat_rows(x), [weight_of(layer) for layer in layers])
     products: list[mx.array] = skinny_kernel().run_kernel(gemm)
     return products if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in products]
 
@@ -158,10 +158,10 @@ def experts_in_order(
         pairs: mx.array = skinny_kernel().run_kernel(gemm)[0]
         return pairs
 
-    return product(product(_rows(x), "gate_proj", "up_proj"), "down_proj")
+    return product(product(_flat_rows(x), "gate_proj", "up_proj"), "down_proj")
 
 
-def _rows(x: mx.array) -> mx.array:
+def _flat_rows(x: mx.array) -> mx.array:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # No operation of mlx is free.
 
 
@@ -176,7 +176,7 @@ def _linear_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
 def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
     """Gate, up and activation are one launch."""
     weights = [weight_of(self.gate_proj), weight_of(self.up_proj)]
-    (inner,) = skinny_kernel().run_kernel(SkinnyGemm(_rows(x), weights, 2))
+    (inner,) = skinny_kernel().run_kernel(SkinnyGemm(_flat_rows(x), weights, 2))
     down: mx.array = self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
     return down
 
@@ -197,13 +197,13 @@ def _expanded_linear(self: nn.Module, x: mx.array) -> mx.array:
 def _expanded_experts(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """Weights are expanded in registers."""
     weights = [weight_of(part) for part in parts_of(self)]
-    return grouped_gemm.swiglu(_rows(x), weights, _pairs(indices)).reshape(*indices.shape, -1)
+    return grouped_gemm.swiglu(_flat_rows(x), weights, _pairs(indices)).reshape(*indices.shape, -1)
 
 
 def _in_blocks(call: Callable[..., Any], *inputs: mx.array) -> mx.array:
     """Call it for tokens, each [.., width], in blocks of as many rows; the last one is padded."""
     shape = inputs[0].shape[:-1]
-    rows = [_rows(each) for each in inputs]
+    rows = [_flat_rows(each) for each in inputs]
     count = len(rows[0])
     rows = [mx.pad(each, [(0, -count % _BLOCK), (0, 0)]) for each in rows]
     blocks = [call(*(a[at : at + _BLOCK] for a in rows)) for at in range(0, count, _BLOCK)]

@@ -82,7 +82,7 @@ class WireModel(BaseModel):
         for name, field in cls.model_fields.items():
             for inner, mark in _models_in(field.annotation):
                 _PLACES.setdefault(inner, (cls, f"{field.alias or name}{mark}."))
-        _place.cache_clear()  # A default's model is used before the model that has the field.
+        _path_to.cache_clear()  # A default's model is used before the model that has the field.
 
     @model_validator(mode="before")
     @classmethod
@@ -91,7 +91,7 @@ class WireModel(BaseModel):
             raise refusal("Input should be a valid dictionary")
         if len(data) > MAX_FIELDS:
             raise refusal(f"has {len(data)} fields; at most {MAX_FIELDS} are allowed")
-        known, place = _field_names(cls), _place(cls)
+        known, place = _field_names(cls), _path_to(cls)
         given: dict[str, Any] = {}
         for key, value in data.items():
             if value is None or (not place and is_neutral(key, value)):
@@ -116,7 +116,7 @@ def is_foreign(place: str, value: object, ignored: list[str] | None, field: str)
     if place in REFUSED:
         raise refusal(REFUSED[place], field=field, unsupported=True)
     if ignored is not None:
-        note(ignored, place)
+        note_ignored(ignored, place)
     return ignored is not None
 
 
@@ -128,7 +128,7 @@ def is_neutral(name: str, value: object) -> bool:
     )
 
 
-def note(ignored: list[str], name: str) -> None:
+def note_ignored(ignored: list[str], name: str) -> None:
     """Add a client's name of a parameter to those reported: shortened, and safe in a header."""
     name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1]) or "?"
     name = name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
@@ -147,10 +147,10 @@ def _field_names(kind: type[WireModel]) -> frozenset[str]:
 
 
 @cache
-def _place(kind: type) -> str:
+def _path_to(kind: type) -> str:
     """The path of fields to a model; the first of several."""
     outer, name = _PLACES.get(kind, (None, ""))
-    return name if outer is None else _place(outer) + name
+    return name if outer is None else _path_to(outer) + name
 
 
 def _models_in(annotation: Any, mark: str = "") -> Iterator[tuple[type, str]]:
@@ -225,7 +225,7 @@ def known_only(*kinds: str) -> BeforeValidator:
         for item in value:
             kind = item.get("type") if isinstance(item, dict) else item
             if isinstance(kind, str) and kind not in kinds:
-                note(info.context, f"{info.field_name}[].{kind}")
+                note_ignored(info.context, f"{info.field_name}[].{kind}")
             else:
                 items.append(item)
         return items

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_mtp.bounded_json import cut
+from mlx_mtp.bounded_json import shortened
 from mlx_mtp.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -201,7 +201,7 @@ class StoredKind:
         if answer is None:
             made = f"{self.unasked}, was too large, was deleted, or made room for newer ones"
             raise NotFoundError(
-                f"There is no stored {self.noun} {cut(name)!r}: it was made {made}."
+                f"There is no stored {self.noun} {shortened(name)!r}: it was made {made}."
             )
         return answer
 
@@ -281,7 +281,7 @@ def _page(entries: Sequence[tuple[str, bytes]], query: _PageQuery) -> Response:
     listed = list(entries) if query.order == "asc" else list(reversed(entries))
     ids = [name for name, _ in listed]
     if query.after is not None and query.after not in ids:
-        message = f"after: there is no {cut(query.after)!r} in this list."
+        message = f"after: there is no {shortened(query.after)!r} in this list."
         raise InvalidRequestError(message, param="after")
     first = 0 if query.after is None else ids.index(query.after) + 1
     last = first + query.limit

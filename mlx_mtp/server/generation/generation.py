@@ -128,7 +128,7 @@ class Generation:
                 num_prompt = len(request.prompt_token_ids)
                 self._metrics.observe_sequence(times, num_prompt, stream.num_tokens)
 
-    def row(self, request_id: str, now: float) -> dict[str, Any]:
+    def live_fields(self, request_id: str, now: float) -> dict[str, Any]:
         """One of the choices for /live, in numbers alone."""
         stream, times = self._by_id[request_id], self._times.get(request_id)
         seconds = 0.0 if times is None else times.last - times.first

@@ -38,7 +38,7 @@ class Prompter:
     def __init__(self, tokenizer: Tokenizer, config: ServerConfig) -> None:
         self.tokenizer = tokenizer
         parsers = config.reasoning_parser, config.tool_call_parser
-        self.output_format = OutputFormat.choose(tokenizer.template, *parsers)
+        self.output_format = OutputFormat.of_template(tokenizer.template, *parsers)
         # A model's files are its author's programs, and a template a client's.
         self.workers: TextWorkers | None = None
         self.executor = FairExecutor(LARGE_AT_ONCE)

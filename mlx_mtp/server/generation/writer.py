@@ -58,10 +58,10 @@ class Block:
 
 
 class Writer(ABC):
-    """Words one answer. `read` turns its deltas into blocks, and a stream's into events too.
+    """Words one answer. `write_deltas` turns deltas into blocks, and a stream's into events too.
 
-    A stream consists of `opening`; `progress` of the prompt; `start`, `add` and `stop` of blocks;
-    `finish` of a choice; and `ending` or `failure`. `whole` is the answer that isn't streamed.
+    A stream consists of `opening`; `prompt_progress`; `block_start`, `block_delta`, `block_stop`;
+    `choice_end`; and `ending` or `failure`. `whole` is the answer that isn't streamed.
     """
 
     media_type = "text/event-stream"
@@ -80,7 +80,7 @@ class Writer(ABC):
         self.blocks: defaultdict[int, list[Block]] = defaultdict(list)  # by choice
         self._opened = False
 
-    def read(self, deltas: Sequence[Delta]) -> list[bytes]:
+    def write_deltas(self, deltas: Sequence[Delta]) -> list[bytes]:
         """Take deltas into the blocks; return their events, none if the answer isn't streamed."""
         written: list[bytes] = []
         if self.streams and not self._opened:
@@ -88,7 +88,7 @@ class Writer(ABC):
             written += self.opening()
         for delta in deltas:
             if delta.progress is not None and self.streams:
-                written += self.progress(delta.index, delta.progress)
+                written += self.prompt_progress(delta.index, delta.progress)
             for event in delta.events:
                 match event:
                     case events.ToolStart():
@@ -106,7 +106,7 @@ class Writer(ABC):
                 state: BlockState = "cut" if delta.finish_reason == "length" else "complete"
                 written += self._stop(delta, state)
                 if self.streams:
-                    written += self.finish(delta)
+                    written += self.choice_end(delta)
         return written
 
     def whole_blocks(self, choice: int) -> list[Block]:
@@ -137,14 +137,14 @@ class Writer(ABC):
         if self.record:
             block.pieces.append(content.text)
             block.tokens += getattr(content, "tokens", ())
-        return written + self.add(block, content) if self.streams else []
+        return written + self.block_delta(block, content) if self.streams else []
 
     def _start(self, delta: Delta, kind: BlockKind, **fields: Any) -> list[bytes]:
         written = self._stop(delta, "complete")
         block_id = self.prefixes[kind] + uuid.uuid4().hex[:24] if kind in self.prefixes else ""
         block = Block(kind, delta.index, block_id, **fields)
         self.blocks[delta.index].append(block)
-        return written + self.start(block) if self.streams else []
+        return written + self.block_start(block) if self.streams else []
 
     def _stop(
         self,
@@ -158,24 +158,24 @@ class Writer(ABC):
             return []
         block.state, block.raw = state, raw
         block.tokens += tokens
-        return self.stop(block) if self.streams else []
+        return self.block_stop(block) if self.streams else []
 
     def opening(self) -> list[bytes]:
         return []
 
-    def progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
+    def prompt_progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
         return []
 
-    def start(self, block: Block) -> list[bytes]:
+    def block_start(self, block: Block) -> list[bytes]:
         return []
 
     @abstractmethod
-    def add(self, block: Block, content: Content) -> list[bytes]: ...
+    def block_delta(self, block: Block, content: Content) -> list[bytes]: ...
 
-    def stop(self, block: Block) -> list[bytes]:
+    def block_stop(self, block: Block) -> list[bytes]:
         return []
 
-    def finish(self, delta: Delta) -> list[bytes]:
+    def choice_end(self, delta: Delta) -> list[bytes]:
         return []
 
     @abstractmethod
@@ -245,7 +245,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:
     async for deltas in writer.generation.deltas(patience):
-        writer.read(deltas)
+        writer.write_deltas(deltas)
     return await _written(writer, writer.whole)
 
 
@@ -268,7 +268,7 @@ async def stream_events(
                 begun = True
                 yield writer.keep_alive
                 continue
-            if piece := b"".join(await _written(writer, partial(writer.read, deltas))):
+            if piece := b"".join(await _written(writer, partial(writer.write_deltas, deltas))):
                 begun = True
                 yield piece
         if keep is not None:

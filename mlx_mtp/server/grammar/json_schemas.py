@@ -56,10 +56,10 @@ def styled(
         _WHITESPACE[no_whitespace] if whitespace is None else {"whitespace_pattern": whitespace}
     )
     form = {**spaces, **options}
-    return {**(close(schema) if closed else schema), OPTIONS: form}
+    return {**(close_objects(schema) if closed else schema), OPTIONS: form}
 
 
-def close(schema: Mapping[str, Any]) -> dict[str, Any]:
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema, closed: an object that lists properties and doesn't mention others has no others.
 
     An object to which other schemas apply too is left as it is.

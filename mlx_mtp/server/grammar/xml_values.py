@@ -15,8 +15,8 @@ from mlx_mtp.text.parsing.bare_values import (
     as_list,
     constants,
     json_text,
-    parts,
     resolved,
+    subschemas,
     type_of,
     value_types,
 )
@@ -120,7 +120,7 @@ def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[st
 
 
 def _all_parts(root: Mapping[str, Any], part: object, *keywords: str) -> list[Mapping[str, Any]]:
-    schemas = list(parts(root, part, *keywords))
+    schemas = list(subschemas(root, part, *keywords))
     if len(schemas) == MOST_PARTS:
         raise NotExpressible(keywords[0])  # The parser would not look at all parts.
     return schemas

@@ -17,7 +17,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlx_mtp.bounded_json import cut
+from mlx_mtp.bounded_json import shortened
 from mlx_mtp.errors import AuthenticationError, ForbiddenError, UsageError
 from mlx_mtp.flags import key_fault
 from mlx_mtp.server.http.record import record_of
@@ -118,8 +118,8 @@ def check_host(names: frozenset[str], scope: Scope) -> None:
     name, _ = _host_and_port(host, 0) or ("", 0)
     if not name or (name not in names and _address(name) is None):
         raise ForbiddenError(
-            f"This server does not answer to the name {cut(host)!r}. If it is yours, start "
-            f"the server with --allowed-host {cut(name or 'NAME')}."
+            f"This server does not answer to the name {shortened(host)!r}. If it is yours, start "
+            f"the server with --allowed-host {shortened(name or 'NAME')}."
         )
 
 
@@ -138,7 +138,7 @@ def check_origin(origins: Collection[str], scope: Scope) -> None:
     is_own = address is not None and address == _host_and_port(headers.get("host", ""), port)
     if len(values) == 1 and (origin in origins or is_own):
         return
-    shown = cut(values[0])
+    shown = shortened(values[0])
     raise ForbiddenError(
         f"Web pages of the origin {shown!r} may not call this server. If they should, "
         f"start it with --cors-origin {shown if '://' in shown else 'ORIGIN'}."

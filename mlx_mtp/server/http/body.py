@@ -20,8 +20,8 @@ from mlx_mtp.bounded_json import (
     DuplicateNameError,
     JSONBoundError,
     check_text,
-    cut,
     has_half_character,
+    shortened,
     unique_names,
 )
 from mlx_mtp.config import ServerConfig
@@ -53,7 +53,7 @@ async def read_request(request: Request, model: type[Model]) -> tuple[Context, M
     Of bodies that name a model, the name is checked, and the first served one stands in for none.
     """
     context, record = context_of(request), record_of(request.scope)
-    context.engine.expect()
+    context.engine.expect_request()
     content = await _read(request, context.config, context.held)
     record.body_bytes = len(content)
     has_model = "model" in model.model_fields
@@ -75,7 +75,7 @@ async def _read(request: Request, config: ServerConfig, held: HeldBytes) -> byte
     headers = request.headers
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        message = f"Content-Encoding {cut(encoding)!r}: send the body uncompressed."
+        message = f"Content-Encoding {shortened(encoding)!r}: send the body uncompressed."
         raise UnsupportedMediaTypeError(message)
     # Old scripts leave the header out, and `curl -d` sends that of a form.
     if (given := headers.get("content-type")) is not None:
@@ -84,9 +84,11 @@ async def _read(request: Request, config: ServerConfig, held: HeldBytes) -> byte
         name, charset = header.get_content_type(), header.get_param("charset", "utf-8")
         if name not in _TYPES and not name.endswith("+json"):
             rule = "the body must be JSON, with the header `Content-Type: application/json`"
-            raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: {rule}.")
+            raise UnsupportedMediaTypeError(f"Content-Type {shortened(given)!r}: {rule}.")
         if str(charset).lower() not in _CHARSETS:
-            raise UnsupportedMediaTypeError(f"Content-Type {cut(given)!r}: JSON must be UTF-8.")
+            raise UnsupportedMediaTypeError(
+                f"Content-Type {shortened(given)!r}: JSON must be UTF-8."
+            )
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise _too_long(max_bytes)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from mlx_mtp import errors
-from mlx_mtp.bounded_json import cut
+from mlx_mtp.bounded_json import shortened
 from mlx_mtp.server.api.schema import FORM, UNSUPPORTED
 
 _CLOSE = {"Connection": "close"}
@@ -64,7 +64,7 @@ def from_validation(error: ValidationError) -> errors.RequestError:
     location = [*first["loc"], first.get("ctx", {}).get("field")]
     parts = [part for part in location if part is not None and not str(part).startswith(FORM)]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    param = cut(name.removeprefix(".")) or None
+    param = shortened(name.removeprefix(".")) or None
     if first["type"] == "extra_forbidden":
         message = f"{param} is not a parameter of this server."
         return errors.UnsupportedParameterError(message, param=param)

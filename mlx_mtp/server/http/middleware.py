@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_mtp import errors
-from mlx_mtp.bounded_json import cut
+from mlx_mtp.bounded_json import shortened
 from mlx_mtp.server.http.admission import PIECE, HeldBytes, RequestLimiter
 from mlx_mtp.server.http.errors import error_response, public
 from mlx_mtp.server.http.record import Route, record_of
@@ -98,10 +98,10 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
         "client": scope["client"][0] if scope.get("client") else "-",
         "method": scope["method"],
         # Without the query, in which some clients send their key.
-        "path": cut(scope["path"]),
+        "path": shortened(scope["path"]),
         "status": status,
         "seconds": seconds,
-        "ignored": ", ".join(map(cut, record.ignored)) or None,
+        "ignored": ", ".join(map(shortened, record.ignored)) or None,
         "id": record.id,
     }
     if generation is not None:
@@ -211,14 +211,14 @@ async def on_error(request: Request, error: Exception) -> Response:
         if status == errors.NotFoundError.status:
             error = _no_route(request)
         else:
-            error = errors.RequestError(f"{text}: {cut(f'{request.method} {path}')}.")
+            error = errors.RequestError(f"{text}: {shortened(f'{request.method} {path}')}.")
             error.status = status
     return refuse(request.scope, error, headers)
 
 
 def _no_route(request: Request) -> errors.RequestError:
-    path = cut(request.url.path)
-    message = f"There is no route {cut(request.method)} {path}."
+    path = shortened(request.url.path)
+    message = f"There is no route {shortened(request.method)} {path}."
     parts = [part for part in path.split("/") if part not in ("", "v1", "api")]
     if parts and parts[0] in _NOT_OFFERED:
         one = "This server has one model, which generates text"

@@ -27,8 +27,8 @@ class AnswerOver(Exception):  # noqa: N818 - not an error: raised where a reader
 class AnswerParser:
     """Turns an answer's text into events as it arrives, however it is split.
 
-    Each format is a generator, `read`, over what has arrived: what it finds can't depend on how
-    many tokens a step brought, or where a token ends. After `max_calls` complete tool calls the
+    Each format is a generator, `read_answer`, over what has arrived: what it finds can't depend on
+    how many tokens a step brought, or where a token ends. After `max_calls` complete tool calls the
     parser is `done`. `schemas` are those of the tools' parameters; without them calls are text.
     """
 
@@ -52,7 +52,7 @@ class AnswerParser:
         self._call: int | None = None  # the one that has begun and is not complete
         self._call_at: int | None = None  # what a broken call gives back begins here
         self._events: list[Event] = []
-        self._reading = self.read()
+        self._reading = self.read_answer()
 
     @property
     def done(self) -> bool:
@@ -74,7 +74,7 @@ class AnswerParser:
         self.over = True
         return self.feed("")
 
-    def read(self) -> Reader[None]:
+    def read_answer(self) -> Reader[None]:
         """Read the answer: all that is left is text."""
         while True:
             self.emit_text(len(self.text))
@@ -87,7 +87,7 @@ class AnswerParser:
         return self.text[self.pos :]
 
     @property
-    def at(self) -> int:
+    def position(self) -> int:
         """Characters of the answer before the next one."""
         return self._dropped + self.pos
 
@@ -124,7 +124,7 @@ class AnswerParser:
         """The text up to an index is reasoning or content."""
         if end > self.pos:
             text = self.text[self.pos : end]
-            self.emit(Reasoning(text) if self.in_reasoning else Text(text, self.at))
+            self.emit(Reasoning(text) if self.in_reasoning else Text(text, self.position))
             self.pos = end
 
     def begin_call(self, name: str) -> None:
@@ -141,7 +141,7 @@ class AnswerParser:
         """The call is complete, whatever follows."""
         assert self._call is not None, "a call ends after it began"
         self.emit(events.ToolEnd(self._call))
-        self._call, self._call_at = None, self.at
+        self._call, self._call_at = None, self.position
         self.num_calls += 1
         if self.done:
             raise AnswerOver

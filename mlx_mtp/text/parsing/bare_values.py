@@ -16,10 +16,10 @@ JSON_TYPES = ("string", "null", *_TYPES.values())
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a property of an object may have; empty if the schema has none."""
     types: set[str] = set()
-    properties = (part.get("properties") for part in parts(schema, schema, "allOf"))
+    properties = (part.get("properties") for part in subschemas(schema, schema, "allOf"))
     values = (each[key] for each in properties if isinstance(each, Mapping) and key in each)
     value = next(values, schema.get("additionalProperties"))
-    for part in parts(schema, value, "anyOf", "oneOf", "allOf"):
+    for part in subschemas(schema, value, "anyOf", "oneOf", "allOf"):
         names = as_list(part.get("type"))
         if names == [None]:
             names = list(map(type_of, constants(part)))
@@ -37,7 +37,9 @@ def constants(part: Mapping[str, Any]) -> list[Any]:
     return [part["const"]] if "const" in part else as_list(part.get("enum", []))
 
 
-def parts(root: Mapping[str, Any], part: object, *keywords: str) -> Iterator[Mapping[str, Any]]:
+def subschemas(
+    root: Mapping[str, Any], part: object, *keywords: str
+) -> Iterator[Mapping[str, Any]]:
     """A schema and the schemas under these keywords within it, with references followed."""
     waiting: list[Any] = [part]
     followed: set[str] = set()

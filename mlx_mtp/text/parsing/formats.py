@@ -29,7 +29,7 @@ class OutputFormat:
     tools: str  # "hermes", "qwen3_coder", "gpt_oss" or "none"
 
     @classmethod
-    def choose(cls, template: str, reasoning: str = AUTO, tools: str = AUTO) -> OutputFormat:
+    def of_template(cls, template: str, reasoning: str = AUTO, tools: str = AUTO) -> OutputFormat:
         """The format that a chat template teaches, unless flags name others."""
         if reasoning == AUTO:
             reasoning = GPT_OSS if "<|channel|>" in template else QWEN3

@@ -29,7 +29,7 @@ _SPACE = regex.compile(r"\s*(?=\S)")
 class HarmonyParser(AnswerParser):
     """Reasoning, text and calls of one answer."""
 
-    def read(self) -> Reader[None]:
+    def read_answer(self) -> Reader[None]:
         while True:
             marker = yield from self.until(_BODY_END, self.emit_text)
             if marker.partial:
@@ -54,7 +54,7 @@ class HarmonyParser(AnswerParser):
 
     def _read_header(self) -> Reader[None]:
         """Read up to the message, which the header describes; of a call also the message."""
-        start = self.at
+        start = self.position
         match = yield from self.until(_HEADER_END, lambda _: None)
         if match.partial:
             self.emit_text(len(self.text))  # A header that is cut is kept as it is.
@@ -71,12 +71,14 @@ class HarmonyParser(AnswerParser):
 
     def _read_arguments(self, name: str) -> Reader[None]:
         self.begin_call(name)
-        start = self.at
+        start = self.position
         try:
             yield from self.expect(_OBJECT)
             yield from read_value(self, self.emit_arguments)
         except (AnswerOver, BrokenCall):
-            is_empty = self.at == start and (not self.rest or _BODY_END.match(self.text, self.pos))
+            is_empty = self.position == start and (
+                not self.rest or _BODY_END.match(self.text, self.pos)
+            )
             if not is_empty:
                 raise
             self.emit_arguments("{}")

@@ -50,14 +50,14 @@ class QwenParser(AnswerParser):
             raise BrokenCall
         super().begin_call(name)
 
-    def read(self) -> Reader[None]:
+    def read_answer(self) -> Reader[None]:
         if self.think:
             with contextlib.suppress(AnswerOver):
                 # A model may repeat the tag that the prompt ended with.
                 self.in_reasoning |= bool((yield from self.match(_OPEN)))
         if self.in_reasoning:
             yield from self._read_reasoning()
-        yield from self._read_calls() if self.with_tools else super().read()
+        yield from self._read_calls() if self.with_tools else super().read_answer()
 
     def _read_reasoning(self) -> Reader[None]:
         yield from self.match(_NEWLINES)
@@ -80,7 +80,7 @@ class QwenParser(AnswerParser):
                     self.emit_text(len(self.text))
                 return
             # With the white space before it: if the call breaks, all of it is content.
-            start, self.pos = self.at, match.end()
+            start, self.pos = self.position, match.end()
             yield from self.read_call(self.read_body(match[1]), start)
 
 

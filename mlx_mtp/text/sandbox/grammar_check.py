@@ -106,13 +106,13 @@ def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
 
 def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None:
     try:
-        _walk(compile_grammar(compiler, spec))
+        _random_walk(compile_grammar(compiler, spec))
         answers.write("null")
     except GrammarError as refused:
         json.dump(str(refused), answers)
 
 
-def _walk(grammar: Grammar) -> None:
+def _random_walk(grammar: Grammar) -> None:
     """Generate some random tokens: a grammar may compile fast and then be slow or deep here."""
     if grammar.matcher is None:
         return

@@ -35,17 +35,17 @@ class _MessageWriter(Writer):
         return [_event("message_start", message=self._message([], nothing))]
 
     def ending(self) -> list[bytes]:
-        delta, usage = self._reason(), _usage(self.generation)
+        delta, usage = self._stop_reason(), _usage(self.generation)
         last = _event("message_delta", delta=delta, usage=usage, seed=self.params.seed)
         return [last, _event("message_stop")]
 
     def failure(self, error: Exception) -> list[bytes]:
         return [event(anthropic_error_body(error), "error")]
 
-    def start(self, block: Block) -> list[bytes]:
+    def block_start(self, block: Block) -> list[bytes]:
         return [self._block_event("start", content_block=self._content(block))]
 
-    def add(self, block: Block, content: Content) -> list[bytes]:
+    def block_delta(self, block: Block, content: Content) -> list[bytes]:
         if block.kind == "text":
             return [self._delta("text_delta", text=content.text)]
         if block.kind == "call":
@@ -54,14 +54,14 @@ class _MessageWriter(Writer):
             return []
         return [self._delta("thinking_delta", thinking=content.text)]
 
-    def stop(self, block: Block) -> list[bytes]:
+    def block_stop(self, block: Block) -> list[bytes]:
         end = [self._block_event("stop")]
         if block.kind != "reasoning":
             return end
         return [self._delta("signature_delta", signature=self._content(block)["signature"]), *end]
 
     def whole(self) -> dict[str, Any]:
-        return self._message(list(map(self._content, self.whole_blocks(0))), self._reason())
+        return self._message(list(map(self._content, self.whole_blocks(0))), self._stop_reason())
 
     def _content(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -87,12 +87,12 @@ class _MessageWriter(Writer):
             "usage": _usage(self.generation),
         }
 
-    def _reason(self) -> dict[str, Any]:
+    def _stop_reason(self) -> dict[str, Any]:
         (stream,) = self.generation.streams
         reason = _STOP_REASONS[stream.finish_reason or "stop"]
-        if stream.stop is not None and stream.finish_reason == "stop":
+        if stream.stop_text is not None and stream.finish_reason == "stop":
             reason = "stop_sequence"
-        return {"stop_reason": reason, "stop_sequence": stream.stop}
+        return {"stop_reason": reason, "stop_sequence": stream.stop_text}
 
     def _delta(self, kind: str, **fields: str) -> bytes:
         return self._block_event("delta", delta={"type": kind, **fields})

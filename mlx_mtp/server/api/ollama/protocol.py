@@ -114,13 +114,13 @@ class _OllamaRequest(schema.AnswerRequest):
         return GrammarSpec("json_object") if self.format else None
 
     def conversation(self) -> Conversation:
-        chat = replace(self.chat(), response=self.grammar(), response_field="format")
+        chat = replace(self.plain_conversation(), response=self.grammar(), response_field="format")
         if isinstance(self.think, bool):
             return replace(chat, thinking=self.think)
         return chat.with_effort(self.think)
 
     @abstractmethod
-    def chat(self) -> Conversation: ...
+    def plain_conversation(self) -> Conversation: ...
 
 
 class OllamaChat(_OllamaRequest):
@@ -129,7 +129,7 @@ class OllamaChat(_OllamaRequest):
     messages: Many[_OllamaMessage] = Field([])
     tools: ManyTools[_OllamaTool] = Field([])
 
-    def chat(self) -> Conversation:
+    def plain_conversation(self) -> Conversation:
         return Conversation(
             messages=[message.message() for message in self.messages],
             tools=[tool.function.tool() for tool in self.tools],
@@ -153,7 +153,7 @@ class OllamaText(_OllamaRequest):
             raise refusal("can't be combined with raw: true; put it into prompt", field="system")
         return self
 
-    def chat(self) -> Conversation:
+    def plain_conversation(self) -> Conversation:
         messages = [inputs.Message("user", self.prompt)]
         if self.system:
             messages.insert(0, inputs.Message("system", self.system))

@@ -31,12 +31,12 @@ class _OllamaWriter(Writer):
     @abstractmethod
     def text_fields(self, text: str, **more: Any) -> dict[str, Any]: ...
 
-    def add(self, block: Block, content: Content) -> list[bytes]:
+    def block_delta(self, block: Block, content: Content) -> list[bytes]:
         if block.kind == "text":
             return [self._line(content.text, tokens=getattr(content, "tokens", ()))]
         return [self._line("", thinking=content.text)] if block.kind == "reasoning" else []
 
-    def stop(self, block: Block) -> list[bytes]:
+    def block_stop(self, block: Block) -> list[bytes]:
         if block.kind == "call" and block.state == "complete":
             return [self._line("", tool_calls=[_call(block)])]
         is_cut = block.kind == "call" and block.state == "cut"

@@ -53,13 +53,13 @@ class _OpenAIWriter(Writer):
             for stream in generation.streams
         ]
 
-    def progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
+    def prompt_progress(self, choice: int, fields: Mapping[str, int]) -> list[bytes]:
         empty = {"index": choice, self.chunk_key: self.empty, "logprobs": None}
         more = {"usage": None} if self.body.stream_options.include_usage else {}
         choices = [empty | {"finish_reason": None}]
         return [event(self._fields(self.chunk_kind, choices, **more, prompt_progress=fields))]
 
-    def finish(self, delta: Delta) -> list[bytes]:
+    def choice_end(self, delta: Delta) -> list[bytes]:
         return [self.chunk(delta.index, self.empty, None, delta.finish_reason)]
 
     def ending(self) -> list[bytes]:
@@ -156,13 +156,13 @@ class ChatWriter(_OpenAIWriter):
             return {}
         return {"prompt_token_ids": self.generation.requests[0].prompt_token_ids}
 
-    def start(self, block: Block) -> list[bytes]:
+    def block_start(self, block: Block) -> list[bytes]:
         if block.kind != "call":
             return []
         call = {"index": block.number, **_call(block)}
         return [self.chunk(block.choice, {"tool_calls": [call]})]
 
-    def add(self, block: Block, content: Content) -> list[bytes]:
+    def block_delta(self, block: Block, content: Content) -> list[bytes]:
         text = content.text
         delta: dict[str, Any] = {"content": text}
         if block.kind == "reasoning":
@@ -205,7 +205,7 @@ class _CompletionWriter(_OpenAIWriter):
             content["prompt_token_ids"] = self.generation.requests[index].prompt_token_ids
         return super()._choice(index, tokens, reason, **content)
 
-    def add(self, block: Block, content: Content) -> list[bytes]:
+    def block_delta(self, block: Block, content: Content) -> list[bytes]:
         return [self.chunk(block.choice, content.text, getattr(content, "tokens", None))]
 
     def content(self, blocks: Sequence[Block]) -> dict[str, Any]:

@@ -260,7 +260,7 @@ class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
         for number, item in enumerate(self.input):
             yield item.listed(f"{answer_id}-{number}")
 
-    def chat(self, earlier: Sequence[InputItem] = ()) -> Conversation:
+    def conversation_after(self, earlier: Sequence[InputItem] = ()) -> Conversation:
         count, most = len(earlier) + len(self.input), fields.MAX_MESSAGES
         if count > most:
             message = f"The chat that is continued has {count} items; at most {most} are allowed."

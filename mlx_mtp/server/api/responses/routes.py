@@ -76,17 +76,17 @@ class _ResponseWriter(Writer):
         ended = [block for block in self.blocks[0] if block.state != "open"]
         return [self._event("failed", response=self._response("failed", ended) | {"error": reason})]
 
-    def start(self, block: Block) -> list[bytes]:
+    def block_start(self, block: Block) -> list[bytes]:
         added = self._item_event("output_item.added", item=self._item(block))
         return [added, *self._part_events("added", block)]
 
-    def add(self, block: Block, content: Content) -> list[bytes]:
+    def block_delta(self, block: Block, content: Content) -> list[bytes]:
         name, fields = self._place(block)
         if block.kind == "text":
             fields["logprobs"] = self._logprobs(getattr(content, "tokens", ()))
         return [self._item_event(f"{name}.delta", item_id=block.id, delta=content.text, **fields)]
 
-    def stop(self, block: Block) -> list[bytes]:
+    def block_stop(self, block: Block) -> list[bytes]:
         name, fields = self._place(block)
         if block.kind == "call":
             fields |= {"name": block.name, "arguments": block.text}
@@ -203,5 +203,5 @@ async def responses(request: Request) -> Response:
     listed = partial(body.listed_input, name)
     keep = await keeper(request, body.store, body.metadata, listed, earlier)
     job = replace(job, body=body.model_copy(update={"store": keep is not None}))
-    generation = await job.chat(body.chat(items))
+    generation = await job.chat(body.conversation_after(items))
     return await respond(request, _ResponseWriter(job, generation), keep)
