@@ -23,7 +23,6 @@ SIBLING = "tests/data/dense-demo:16"
         "pauses --tiny --shape Qwen3.5-27B --prompt 1500 --streams 2",
         "rows --tiny --shape Qwen3.5-27B --rows 1 --long 600 --depths 1 --steps 2",
         "ranks --tiny --rows 2 --depths 2 --steps 2",
-        "host --layers 4 --cases 2x3 --steps 2 --temperature 1 --top-k 20 --parts",
         "exact Qwen3.5-27B --tiny --requests 4 --tokens 12 --seconds 30",
         f"exact {SIBLING} --requests 4 --tokens 12",
     ],
