@@ -6,14 +6,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks import Row, Rows, row
-from benchmarks.cores import ENDLESS, MakeRunner, core_of, decode, row_of
+from benchmarks.cores import ENDLESS, MakeRunner, core_of, decode, random_ids, row_of
 from benchmarks.shapes import build, shape_of
 from benchmarks.timed import profiled, shares, within
 from mlx_mtp.distributed import all_reduce, world
@@ -56,35 +57,21 @@ class Steps(NamedTuple):
         return row(names, self.ms, self.per_step, self.rate, expected)
 
 
-class _SyntheticAcceptance:
-    """Stands in for `accept`: each draft in turn agrees with a given probability."""
+@contextlib.contextmanager
+def _accepting(rate: float) -> Iterator[None]:
+    """Has each draft in turn agree with a given probability, whatever the targets are."""
+    keys = iter(mx.random.split(mx.random.key(0), 1 << 16))  # one for each step
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.keys = self._keys()
-
-    @staticmethod
-    def _keys() -> Iterator[mx.array]:
-        key = mx.random.key(0)
-        while True:
-            yield from mx.random.split(key, 257)[:256]
-            key = mx.random.split(key, 2)[1]
-
-    def __call__(self, targets: mx.array, window: mx.array, **limits: mx.array) -> AcceptResult:
-        """As `accept`, over targets of which a share is set to what was drafted."""
+    def verify(targets: mx.array, window: mx.array, **limits: mx.array) -> AcceptResult:
         drafts = window[:, 1:]
         if drafts.size:
-            drawn = mx.random.uniform(shape=drafts.shape, key=next(self.keys))
-            agreed = (drawn < self.rate) & (drafts >= 0)
+            agreed = (mx.random.uniform(shape=drafts.shape, key=next(keys)) < rate) & (drafts >= 0)
             other = mx.where(targets[:, :-1] == drafts, targets[:, :-1] ^ 1, targets[:, :-1])
             forged = mx.where(agreed, drafts, other)
             targets = mx.concatenate([forged, targets[:, -1:]], axis=1)
         return verify_window(targets, window, **limits)
 
-
-@contextlib.contextmanager
-def _accepting(rate: float) -> Iterator[None]:
-    runner_module.verify_window = _SyntheticAcceptance(rate)  # type: ignore[assignment, attr-defined]
+    runner_module.verify_window = verify  # type: ignore[assignment, attr-defined]
     try:
         yield
     finally:
@@ -99,7 +86,8 @@ def decoding_core(
     Most of what is attended to is zero then.
     """
     core = core_of(model, depth, max_num_seqs=len(contexts), prefill_step_size=512, **how)
-    rows = [row_of(str(n), _prompt(n, model.vocab_size)) for n in range(len(contexts))]
+    prompts = [random_ids(model.vocab_size, _PROMPT, n) for n in range(len(contexts))]
+    rows = [row_of(str(n), ids) for n, ids in enumerate(prompts)]
     decode(core, rows)
     for _ in range(2):
         core.step()
@@ -112,23 +100,15 @@ def decoding_core(
     return core
 
 
-def _prompt(number: int, vocab_size: int) -> list[int]:
-    ids = mx.random.randint(10, vocab_size, (_PROMPT,), key=mx.random.key(number))
-    return list(map(int, ids))
-
-
 def _timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[Any]]:
     """Seconds of each of some steps, behind those that compile kernels, and their results."""
     for _ in range(_WARM_STEPS):
         step()
-    times, results = [], []
-    last = time.perf_counter()
+    times, results = [time.perf_counter()], []
     for _ in range(steps):
         results.append(step())
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-    return times, results
+        times.append(time.perf_counter())
+    return [b - a for a, b in pairwise(times)], results
 
 
 def _measure(
@@ -158,7 +138,7 @@ def _measure_mlx_lm(plain: nn.Module, vocab: int, rows: int, steps: int) -> Step
     Prompts are as short as ours are before they are stretched: on CUDA it loops over their tokens.
     """
     generator = BatchGenerator(plain, max_tokens=ENDLESS, completion_batch_size=rows)
-    generator.insert([_prompt(number, vocab) for number in range(rows)])
+    generator.insert([random_ids(vocab, _PROMPT, number) for number in range(rows)])
     while len(generator.next()[1]) < rows:
         pass
     median = statistics.median(_timed(generator.next, steps)[0])
@@ -171,7 +151,6 @@ def full_shape(
     shape: tuple[str, ...] = ("Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-27B"),
     layers: int = 0,
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     cases: tuple[tuple[int, int], ...] = ((1, 512), (16, 512), (16, 32768), (32, 512)),
     depths: tuple[int, ...] = (3,),
     acceptance: float = 0.9,
@@ -203,8 +182,8 @@ def full_shape(
     names |= {f"k = {depth}": depth for depth in depths}
     with _accepting(acceptance):
         for each, end in shares(seconds, shape):
-            model, plain = build(shape_of(each, layers, tiny), bits)
-            yield f"{each}, {bits} bit, {mx.get_active_memory() / 1e9:.1f} GB"
+            model, plain = build(shape_of(each, layers, tiny))
+            yield f"{each}, {mx.get_active_memory() / 1e9:.1f} GB"
             measured: dict[tuple[int, int, str], Steps] = {}
             for rows, context, name in within(end, [(*c, n) for c in cases for n in names]):
                 if name != "mlx-lm":
@@ -247,7 +226,6 @@ def rows(
     shape: str | None = None,
     layers: int = 0,
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     rows: tuple[int, ...] = (1, 3, 7, 15),
     short: int = 512,
     long: tuple[int, ...] = (8192, 24_576, 61_440),
@@ -269,13 +247,12 @@ def rows(
         depths: drafts a step
         steps: that are measured
     """
+    model = load_model(BUNDLED_MODEL, enable_mtp=True)
     if shape is not None:
-        model, _ = build(shape_of(shape, layers, tiny), bits)
-    else:
-        model = load_model(BUNDLED_MODEL, enable_mtp=True)
+        model, _ = build(shape_of(shape, layers, tiny))
     overlap = mx.default_device() != mx.cpu
     with _accepting(acceptance):
-        for depth, length, count in ((d, n, r) for d in depths for n in long for r in rows):
+        for depth, length, count in product(depths, long, rows):
             contexts = {"short": [short] * count, "long": [length]}
             contexts["both"] = [*contexts["short"], length]
             of = {n: _measure(model, depth, c, steps, overlap=overlap) for n, c in contexts.items()}
@@ -317,7 +294,7 @@ def ranks(
     config, mine = shape_of(shape, layers, tiny), world()
     inner = text_config(config)
     yield f"rank {mine.rank} of {mine.size} makes its weights"
-    model = build(config, 4, mine.rank, mine.size)[0]
+    model = build(config, mine.rank, mine.size)[0]
     make_runner: MakeRunner = ModelRunner
     if mine.size > 1:
         links = connect(mine, {"shape": shape}, 0, sys.exit)
@@ -330,7 +307,7 @@ def ranks(
     memory = f"{mx.get_active_memory() / 1e9:.1f} GB a rank"
     yield f"{shape}, {inner['num_hidden_layers']} layers, {mine.size} ranks: {memory}"
     with _accepting(acceptance):
-        for depth, count in within(end, [(d, r) for d in (None, *depths) for r in rows]):
+        for depth, count in within(end, [*product((None, *depths), rows)]):
             result = _measure(model, depth, [_PROMPT] * count, steps, make_runner=make_runner)
             line = row("rows | engine", count, "off" if depth is None else f"k = {depth}")
             yield line | result.columns(count, depth, acceptance)

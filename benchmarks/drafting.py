@@ -202,7 +202,6 @@ _WORK: dict[str, Work | None] = {"story": None, "copy": _copy, "mix": _mix, "clo
 def draft_vocab(
     shape: str = "Qwen3.5-27B",
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     sizes: tuple[int, ...] = (8192, 16384, 32768, 65536),
     rows: tuple[int, ...] = (1, 4, 16, 32),
     rounds: int = 5,
@@ -218,7 +217,7 @@ def draft_vocab(
         sizes: of the vocabularies beside the whole one
         rows: that draft at once
     """
-    model, _ = build(shape_of(shape, 4, tiny), bits)
+    model, _ = build(shape_of(shape, 4, tiny))
     heads = {_WHOLE: None, **{str(size): DraftVocabulary(model, range(size)) for size in sizes}}
     for count, (way, params) in itertools.product(rows, _WAYS.items()):
         calls = {

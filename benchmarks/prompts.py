@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from benchmarks import Row, Rows, row
-from benchmarks.cores import core_of, listening, row_of
+from benchmarks.cores import core_of, listening, random_ids, row_of
 from benchmarks.shapes import build, shape_of
 from benchmarks.timed import profiled, shares, within
 from mlx_mtp.build import build_engine
@@ -37,7 +36,6 @@ def prefill(
     shape: tuple[str, ...] = (),
     layers: int = 8,
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     prompts: tuple[int, ...] = (),
     steps: tuple[int, ...] = (2048,),
     profile: bool = False,
@@ -61,8 +59,8 @@ def prefill(
         yield from _beside_mlx_lm(prompts or (2000, 20_000))
         return
     for each, end in shares(seconds, shape or _SHAPES):
-        model = build(shape_of(each, layers, tiny), bits)[0]
-        yield f"{each}, {bits} bit, {len(model.causal_lm.model.layers)} layers, no head"
+        model = build(shape_of(each, layers, tiny))[0]
+        yield f"{each}, {len(model.causal_lm.model.layers)} layers, no head"
         yield from _full_shape(model, prompts or _PROMPTS, steps, profile, end)
 
 
@@ -77,10 +75,10 @@ def _full_shape(
         chunk = min(step, total)
         if step not in cores:
             cores[step] = core_of(model, None, prefill_step_size=step)
-            _seconds(cores[step], _prompt(model, 2 * step))  # compiles kernels
+            _seconds(cores[step], random_ids(model.vocab_size, 2 * step, 0))  # compiles kernels
         if chunk not in alone:
             alone[chunk] = _products_seconds(model, chunk)
-        core, ids = cores[step], _prompt(model, tokens)
+        core, ids = cores[step], random_ids(model.vocab_size, tokens, tokens)
         products = alone[chunk] * total / chunk
         seconds = min(_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
         figures = 1e3 * seconds, total / seconds, 1e3 * products, seconds / products
@@ -108,11 +106,6 @@ def _seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
     while not core.idle:
         core.step()
     return seconds
-
-
-def _prompt(model: LoadedModel, tokens: int) -> list[int]:
-    ids = mx.random.randint(10, model.vocab_size, (tokens,), key=mx.random.key(tokens))
-    return list(map(int, ids))
 
 
 def _products_seconds(model: LoadedModel, tokens: int) -> float:
@@ -167,7 +160,7 @@ def _beside_mlx_lm(prompts: tuple[int, ...]) -> Iterator[Row]:
     plain.set_dtype(mx.float32)  # On a CPU mlx runs experts in no other type.
     core = core_of(model, None, prefill_step_size=_MLX_LM_STEP, max_decode_pause=100.0)
     for tokens in (1100, *prompts):
-        ids = _prompt(model, tokens)
+        ids = random_ids(model.vocab_size, tokens, tokens)
         seconds = _seconds(core, ids)
         began = time.perf_counter()
         next(generate_step(mx.array(ids), plain, max_tokens=1, prefill_step_size=_MLX_LM_STEP))
@@ -203,10 +196,9 @@ def pauses(
         pause: the bound in milliseconds
         prefill_step_size: tokens of a chunk, at most
     """
+    loaded = load_model(model, enable_mtp=False)
     if shape is not None:
-        loaded = build(shape_of(shape, layers, tiny), 4)[0].without_head()
-    else:
-        loaded = load_model(model, enable_mtp=False)
+        loaded = build(shape_of(shape, layers, tiny))[0].without_head()
     yield f"{streams} streams beside a prompt of {prompt:,} tokens"
     step, few = prefill_step_size, scheduler.MOST_TOGETHER
     for bound in (0.0, pause):  # compiles kernels, of each length of a chunk
@@ -224,20 +216,16 @@ def _gaps(
     model: LoadedModel, streams: int, length: int, pause: float, step: int
 ) -> tuple[list[float], list[float], float]:
     """Gaps of the streams before the prompt comes and while it is computed, and its seconds."""
-
-    def prompt(number: int, length: int) -> list[int]:
-        return [(7919 * i + 31 * number) % 4000 + 10 for i in range(length)]
-
     config = EngineConfig(prefill_step_size=step, max_decode_pause=pause, num_draft_tokens=0)
     with listening(build_engine(model, config, model.vocab_size, ())) as listener:
         names = [f"stream {number}" for number in range(streams)]
         for number, name in enumerate(names):
-            listener.ask(name, prompt(number, 100), 100_000)
+            listener.ask(name, random_ids(model.vocab_size, 100, number), 100_000)
         for name in names:
             listener.wait(name, 1)
         began = time.perf_counter()
         time.sleep(_ALONE_SECONDS)
-        came = listener.ask("long", prompt(streams, length), 100_000)
+        came = listener.ask("long", random_ids(model.vocab_size, length, streams), 100_000)
         listener.wait("long", 1)
         ended = listener.times["long"][0]
         alone = [gap for name in names for gap in listener.gaps(name, began, came)]
