@@ -97,6 +97,7 @@ def decoding_core(
     batch.cache.offset = batch.cache.offset + mx.array([more[each] for each in batch.sequences])
     for each in rows:
         each.num_cached += more[each]
+        each.max_cached += more[each]
     return core
 
 
