@@ -1,5 +1,6 @@
 """Prompts: the time to their first token, the memory that they take, and what they delay."""
 
+import itertools
 import statistics
 import sys
 import time
@@ -37,7 +38,7 @@ def prefill(
     layers: int = 8,
     tiny: bool = False,
     prompts: tuple[int, ...] = (),
-    steps: tuple[int, ...] = (2048,),
+    steps: int = 2048,
     profile: bool = False,
     seconds: float = 540,
 ) -> Rows:
@@ -65,21 +66,17 @@ def prefill(
 
 
 def _full_shape(
-    model: LoadedModel, prompts: tuple[int, ...], steps: tuple[int, ...], profile: bool, end: float
+    model: LoadedModel, prompts: tuple[int, ...], step: int, profile: bool, end: float
 ) -> Iterator[Row]:
-    cores: dict[int, EngineCore] = {}
+    core = core_of(model, None, prefill_step_size=step)
+    _seconds(core, random_ids(model.vocab_size, 2 * step, 0))  # compiles kernels
     alone: dict[int, float] = {}  # seconds of the products by a chunk's tokens
-    lengths = [(count, tokens) for count in (1, _TOGETHER) for tokens in prompts]
-    for step, count, tokens in within(end, [(step, *each) for each in lengths for step in steps]):
+    for count, tokens in within(end, [*itertools.product((1, _TOGETHER), prompts)]):
         total = count * tokens
         chunk = min(step, total)
-        if step not in cores:
-            cores[step] = core_of(model, None, prefill_step_size=step)
-            _seconds(cores[step], random_ids(model.vocab_size, 2 * step, 0))  # compiles kernels
         if chunk not in alone:
             alone[chunk] = _products_seconds(model, chunk)
-        core, ids = cores[step], random_ids(model.vocab_size, tokens, tokens)
-        products = alone[chunk] * total / chunk
+        ids, products = random_ids(model.vocab_size, tokens, tokens), alone[chunk] * total / chunk
         seconds = min(_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
         figures = 1e3 * seconds, total / seconds, 1e3 * products, seconds / products
         names = "chunk | prompts | tokens | ms | tokens/s | products | ratio"
@@ -112,7 +109,8 @@ def _products_seconds(model: LoadedModel, tokens: int) -> float:
     """Of the layers' products for so many tokens, all launched at once."""
     inputs: dict[int, mx.array] = {}
     used = getattr(model.causal_lm.args, "num_experts_per_tok", 0)
-    layers = [_products(each, tokens, used, inputs) for each in model.causal_lm.model.layers]
+    modules = ([*each.modules()] for each in model.causal_lm.model.layers)
+    layers = [[c for m in each if (c := _product(m, tokens, used, inputs))] for each in modules]
     mx.eval(list(inputs.values()))
     times = []
     for _ in range(4):
@@ -125,23 +123,20 @@ def _products_seconds(model: LoadedModel, tokens: int) -> float:
     return statistics.median(times[1:])
 
 
-def _products(
+def _product(
     module: nn.Module, tokens: int, used: int, inputs: dict[int, mx.array]
-) -> list[Callable[[], mx.array]]:
-    if isinstance(module, SwitchGLU):
-        x = _input(inputs, tokens, module.gate_proj)
-        most = module.gate_proj.weight.shape[0]
-        chosen = mx.argsort(mx.random.uniform(shape=(tokens, most)), axis=-1)[:, :used]
-        chosen = chosen.astype(mx.uint32)[None]
-        mx.eval(chosen)
-        return [lambda: module(x, chosen)]
+) -> Callable[[], mx.array] | None:
+    """The call of a layer, if it is a product; `used` is the number of experts of a token."""
     if isinstance(module, nn.QuantizedLinear):
         x = _input(inputs, tokens, module)
-        return [lambda: module(x)]
-    children = module.children().values()
-    flat = (c for each in children for c in (each if isinstance(each, list) else [each]))
-    modules = (c for c in flat if isinstance(c, nn.Module))
-    return [call for c in modules for call in _products(c, tokens, used, inputs)]
+        return lambda: module(x)
+    if not isinstance(module, SwitchGLU):
+        return None
+    x = _input(inputs, tokens, module.gate_proj)
+    drawn = mx.random.uniform(shape=(tokens, module.gate_proj.weight.shape[0]))
+    chosen = mx.argsort(drawn, axis=-1)[None, :, :used].astype(mx.uint32)
+    mx.eval(chosen)
+    return lambda: module(x, chosen)
 
 
 def _input(inputs: dict[int, mx.array], tokens: int, layer: nn.Module) -> mx.array:
