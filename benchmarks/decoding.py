@@ -16,7 +16,7 @@ from mlx_lm.generate import BatchGenerator
 from benchmarks import Row, Rows, row
 from benchmarks.cores import ENDLESS, MakeRunner, core_of, decode, random_ids, row_of
 from benchmarks.shapes import build, shape_of
-from benchmarks.timed import profiled, shares, within
+from benchmarks.timed import Profile, profiled, shares, within
 from mlx_mtp.distributed import all_reduce, world
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.core import EngineCore
@@ -47,8 +47,7 @@ class Steps(NamedTuple):
     rate: float  # tokens per second of all rows
     per_step: float  # tokens a step and row
     nbytes: int = 0  # of KV
-    launches: float | None = None  # a step; None: not counted
-    parts: dict[str, float] | None = None  # milliseconds of the GPU's a step
+    profile: Profile | None = None  # of some steps
 
     def columns(self, rows: int, depth: int | None, acceptance: float) -> Row:
         """For a table; expected are the tokens per second of an acceptance in the long run."""
@@ -124,13 +123,9 @@ def _measure(
     assert batch is not None
     nbytes = sum(a.nbytes for c in batch.cache.attention() for a in c.arrays())
     ms, per_step = 1e3 * statistics.median(times), tokens / steps / len(contexts)
-    measured = Steps(ms, tokens / sum(times), per_step, nbytes)
     run = profiled(lambda: [core.step() for _ in range(_PROFILED_STEPS)]) if profile else None
     mx.clear_cache()
-    if run is None:
-        return measured
-    parts = {part: ms / _PROFILED_STEPS for part, ms in run.parts.items()}
-    return measured._replace(launches=run.num_launches / _PROFILED_STEPS, parts=parts)
+    return Steps(ms, tokens / sum(times), per_step, nbytes, run)
 
 
 def _measure_mlx_lm(plain: nn.Module, vocab: int, rows: int, steps: int) -> Steps:
@@ -202,13 +197,12 @@ def full_shape(
                 line["over mlx-lm"] = line["expected"] / theirs.rate if theirs else None
                 line["step over off"] = result.ms / off.ms if off else None
                 line["added, ms"] = result.ms - first.ms
-                if result.parts is not None:
-                    line |= {"launches": result.launches, "GPU, ms": sum(result.parts.values())}
-                    line |= {part: result.parts[part] for part in _PARTS}
+                if result.profile is not None:
+                    ms = {part: ms / _PROFILED_STEPS for part, ms in result.profile.parts.items()}
+                    line["launches"] = result.profile.num_launches / _PROFILED_STEPS
+                    line |= {"GPU, ms": sum(ms.values())} | {part: ms[part] for part in _PARTS}
                     once = _product_bytes(model) / bandwidth / 1e9
-                    line["over reading"] = (
-                        result.parts["products"] / once if name == "off" else None
-                    )
+                    line["over reading"] = ms["products"] / once if name == "off" else None
                 yield line
 
 
