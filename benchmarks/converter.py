@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks import Row, Rows, row
-from benchmarks.timed import medians
+from benchmarks.timed import drop_cached, medians
 from mlx_mtp.convert.target import UNQUANTIZED
 from mlx_mtp.models.published import GROUP_SIZE, SHAPES
 
@@ -49,6 +50,7 @@ def converter(bits: int = 4, cold: bool = False, repeats: int = 3) -> Rows:
     """
     setting = {"bits": bits, "group_size": GROUP_SIZE, "mode": "affine"}
     config = _CONFIG if bits == UNQUANTIZED else {**_CONFIG, "quantization": setting}
+    settle: Callable[[Path], Any] = drop_cached if cold else _read  # that all read it alike
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "source", Path(folder) / "target"
@@ -57,9 +59,9 @@ def converter(bits: int = 4, cold: bool = False, repeats: int = 3) -> Rows:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir()
             (target / "config.json").write_text(json.dumps(config))
-            _settle(source, cold)
+            settle(source / _SHARD)
             seconds, peak = _convert(source, target)
-            _settle(source, cold)
+            settle(source / _SHARD)
             times = [_read(source / _SHARD)]
             times += [_write(target / "raw", (target / "mtp.safetensors").stat().st_size)]
             times += [_quantize(source / _SHARD, setting)]
@@ -117,15 +119,6 @@ def _quantize(path: Path, setting: dict[str, Any]) -> float:
                 mx.eval(mx.quantize(matrix, **setting))
                 total += time.perf_counter() - start
     return total
-
-
-def _settle(source: Path, cold: bool) -> None:
-    """Bring the source into the page cache, or out of it, so that all read it alike."""
-    if not cold:
-        _read(source / _SHARD)
-        return
-    with (source / _SHARD).open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_source(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,6 @@ _MLX_LM_STEP = 512
 _SHAPES = ("Qwen3.5-27B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.6-35B-A3B")
 _PROMPTS = (8192, 32768, 60_000, 1024)  # the figures that matter most first
 _TOGETHER = 8
-_KERNELS = 8  # that are printed
 _ALONE_SECONDS = 2.0
 
 
@@ -47,8 +45,8 @@ def prefill(
     On a GPU: random weights, one prompt alone and then eight together. Few layers are enough, of
     both kinds in the model's proportion: a layer's time is what counts. "products" is the time that
     the layers' matrix products take by themselves for as many tokens, and what else there is shows
-    in the ratio to it. --profile shows the GPU's milliseconds by part, and the kernels that took
-    most. On a CPU: the bundled model beside mlx-lm's loop on the same weights, both in chunks of
+    in the ratio to it. --profile shows the GPU's milliseconds by part; --json has those of each
+    kernel. On a CPU: the bundled model beside mlx-lm's loop on the same weights, both in chunks of
     512; ours shorter where that is faster.
 
     Args:
@@ -86,8 +84,6 @@ def _full_shape(
         if run is not None:
             line |= {f"{part}, GPU ms": ms for part, ms in run.parts.items()}
             line |= {"_kernels": run.kernels}
-            for name, ms, launches in run.kernels[:_KERNELS] if tokens == max(prompts) else ():
-                print(f"{ms:8.1f} ms {launches:6} {name[:100]}", file=sys.stderr)
         yield line
         mx.clear_cache()
 
