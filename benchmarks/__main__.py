@@ -29,7 +29,6 @@ from mlx_mtp.flags import print_error
 _HELP = {
     "acceptance": "probability that a draft is accepted; random weights accept nothing",
     "bandwidth": "TB/s at which the weights are read once",
-    "bits": "of the random weights",
     "layers": "number of the model's layers, a multiple of 4; 0 for all",
     "profile": "measure the GPU's time by torch's profiler, which may slow down later rows",
     "seconds": "begin no further case after this time",

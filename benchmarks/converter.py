@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks import Row, Rows, row
-from benchmarks.timed import medians
+from benchmarks.timed import drop_cached, medians
 from mlx_mtp.convert.target import UNQUANTIZED
 from mlx_mtp.models.published import GROUP_SIZE, SHAPES
 
@@ -33,51 +35,42 @@ sys.exit(status != 0)
 """
 
 
-def converter(
-    dir: Path = Path("/tmp/mlx-mtp-converter-benchmark"),
-    bits: int = 4,
-    cold: bool = False,
-    repeats: int = 3,
-    keep: bool = False,
-) -> Rows:
+def converter(bits: int = 4, cold: bool = False, repeats: int = 3) -> Rows:
     """Time and memory of adding a full-scale head.
 
     Writes a head of Qwen3-Next-80B's shape (512 experts, 1.6 G parameters, 3.3 GB of BF16, random
-    values) under --dir, and converts it as a user would, in a process of its own. Beside that, in
-    the same run: the seconds that reading the source, writing as many bytes as the result and the
-    bare `mx.quantize` of the same tensors take, and the ratio of the converter's to their sum.
+    values) to a temporary folder, and converts it as a user would, in a process of its own. Beside
+    that, in the same run: the seconds that reading the source, writing as many bytes as the result
+    and the bare `mx.quantize` of the same tensors take, and the ratio of the converter's to their
+    sum.
 
     Args:
-        dir: a folder, which is removed
         bits: 16 leaves the head unquantized
         cold: with the source out of the page cache
-        keep: leave the source for another run
     """
-    source, target, rows = dir / "source", dir / "target", list[Row]()
     setting = {"bits": bits, "group_size": GROUP_SIZE, "mode": "affine"}
-    try:
-        if not (source / _SHARD).exists():
-            _write_source(source)
+    config = _CONFIG if bits == UNQUANTIZED else {**_CONFIG, "quantization": setting}
+    settle: Callable[[Path], Any] = drop_cached if cold else _read  # that all read it alike
+    rows = list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "source", Path(folder) / "target"
+        _write_source(source)
         for _ in range(repeats):
             shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-            quantization = {} if bits == UNQUANTIZED else {"quantization": setting}
-            (target / "config.json").write_text(json.dumps({**_CONFIG, **quantization}))
-            _settle(source, cold)
+            target.mkdir()
+            (target / "config.json").write_text(json.dumps(config))
+            settle(source / _SHARD)
             seconds, peak = _convert(source, target)
-            _settle(source, cold)
+            settle(source / _SHARD)
             times = [_read(source / _SHARD)]
-            times += [_write(dir / "raw", (target / "mtp.safetensors").stat().st_size)]
+            times += [_write(target / "raw", (target / "mtp.safetensors").stat().st_size)]
             times += [_quantize(source / _SHARD, setting)]
             figures = *times, sum(times), seconds, seconds / sum(times), peak
             names = "read, s | write, s | quantize, s | sum | converter, s | ratio | peak RSS, GB"
             rows.append(row(names, *figures))
             yield rows[-1]
-        yield "Medians:"
-        yield medians(rows)
-    finally:
-        if not keep:
-            shutil.rmtree(dir, ignore_errors=True)
+    yield "Medians:"
+    yield medians(rows)
 
 
 def _convert(source: Path, target: Path) -> tuple[float, float]:
@@ -128,18 +121,9 @@ def _quantize(path: Path, setting: dict[str, Any]) -> float:
     return total
 
 
-def _settle(source: Path, cold: bool) -> None:
-    """Bring the source into the page cache, or out of it, so that all read it alike."""
-    if not cold:
-        _read(source / _SHARD)
-        return
-    with (source / _SHARD).open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def _write_source(path: Path) -> None:
     """An HF directory with the head alone, its tensors in the order of their names."""
-    path.mkdir(parents=True, exist_ok=True)
+    path.mkdir()
     (path / "config.json").write_text(json.dumps(_CONFIG))
     shapes = dict(sorted(_shapes().items()))
     index = {"weight_map": dict.fromkeys(shapes, _SHARD)}
@@ -162,20 +146,19 @@ def _write_source(path: Path) -> None:
 
 def _shapes() -> dict[str, tuple[int, ...]]:
     size, inner, heads, dim, count = 2048, 512, 16, 256, 512
-    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
-    shapes: dict[str, tuple[int, ...]] = {
-        **{f"pre_fc_norm_{name}.weight": (size,) for name in ("embedding", "hidden")},
-        **{f"{name}.weight": (size,) for name in ("norm", "layers.0.input_layernorm")},
-        "layers.0.post_attention_layernorm.weight": (size,),
-        **{f"{attention}.{name}_norm.weight": (dim,) for name in "qk"},
-        "fc.weight": (size, 2 * size),
-        f"{attention}.q_proj.weight": (2 * heads * dim, size),
-        **{f"{attention}.{name}_proj.weight": (2 * dim, size) for name in "kv"},
-        f"{attention}.o_proj.weight": (size, heads * dim),
-        f"{mlp}.gate.weight": (count, size),
-        f"{mlp}.shared_expert_gate.weight": (1, size),
+    norms = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
+    norms += ["layers.0.input_layernorm", "layers.0.post_attention_layernorm"]
+    layer: dict[str, tuple[int, ...]] = {
+        **{f"self_attn.{name}_norm": (dim,) for name in "qk"},
+        "self_attn.q_proj": (2 * heads * dim, size),
+        **{f"self_attn.{name}_proj": (2 * dim, size) for name in "kv"},
+        "self_attn.o_proj": (size, heads * dim),
+        "mlp.gate": (count, size),
+        "mlp.shared_expert_gate": (1, size),
     }
     for expert in ("shared_expert", *(f"experts.{number}" for number in range(count))):
-        shapes |= {f"{mlp}.{expert}.{part}_proj.weight": (inner, size) for part in ("gate", "up")}
-        shapes[f"{mlp}.{expert}.down_proj.weight"] = (size, inner)
-    return {f"mtp.{name}": shape for name, shape in shapes.items()}
+        layer |= {f"mlp.{expert}.{part}_proj": (inner, size) for part in ("gate", "up")}
+        layer[f"mlp.{expert}.down_proj"] = (size, inner)
+    shapes = {**dict.fromkeys(norms, (size,)), "fc": (size, 2 * size)}
+    shapes |= {f"layers.0.{name}": shape for name, shape in layer.items()}
+    return {f"mtp.{name}.weight": shape for name, shape in shapes.items()}

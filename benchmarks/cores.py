@@ -50,6 +50,11 @@ def row_of(name: str, prompt: Many[int], max_tokens: int = ENDLESS, **sampling: 
     return Sequence(Request(name, tuple(prompt), params), (), max_tokens)
 
 
+def random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
+    """Token ids of a prompt."""
+    return mx.random.randint(10, vocab_size, (count,), key=mx.random.key(seed)).tolist()  # type: ignore[return-value]
+
+
 def decode(core: EngineCore, rows: Many[Sequence]) -> None:
     """Add rows, and step until all of them decode."""
     for row in rows:
@@ -143,12 +148,9 @@ class TellingDrafter(MTPDrafter):
         self, state: DeferredWrites, window: Computed, num_drafts: Many[int], sampler: TokenSampler
     ) -> mx.array:
         drafts = super().propose(state, window, num_drafts, sampler)
-        positions = (window.packing.positions[window.last] + 2)[:, None] + mx.arange(
-            drafts.shape[1]
-        )
-        is_right, right = (
-            (positions * 7919) % 1000 < int(self.rate * 1000),
-            self.at(positions, sampler),
-        )
+        first = window.packing.positions[window.last] + 2
+        positions = first[:, None] + mx.arange(drafts.shape[1])
+        is_right = (positions * 7919) % 1000 < int(self.rate * 1000)
+        right = self.at(positions, sampler)
         # Computed from the head's own, so that it runs all the same.
         return mx.where((drafts >= 0) & is_right, right, right ^ 1).astype(mx.int32)

@@ -6,16 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks import Row, Rows, row
-from benchmarks.cores import ENDLESS, MakeRunner, core_of, decode, row_of
+from benchmarks.cores import ENDLESS, MakeRunner, core_of, decode, random_ids, row_of
 from benchmarks.shapes import build, shape_of
-from benchmarks.timed import profiled, shares, within
+from benchmarks.timed import Profile, profiled, shares, within
 from mlx_mtp.distributed import all_reduce, world
 from mlx_mtp.engine import runner as runner_module
 from mlx_mtp.engine.core import EngineCore
@@ -46,8 +47,7 @@ class Steps(NamedTuple):
     rate: float  # tokens per second of all rows
     per_step: float  # tokens a step and row
     nbytes: int = 0  # of KV
-    launches: float | None = None  # a step; None: not counted
-    parts: dict[str, float] | None = None  # milliseconds of the GPU's a step
+    profile: Profile | None = None  # of some steps
 
     def columns(self, rows: int, depth: int | None, acceptance: float) -> Row:
         """For a table; expected are the tokens per second of an acceptance in the long run."""
@@ -56,35 +56,21 @@ class Steps(NamedTuple):
         return row(names, self.ms, self.per_step, self.rate, expected)
 
 
-class _SyntheticAcceptance:
-    """Stands in for `accept`: each draft in turn agrees with a given probability."""
+@contextlib.contextmanager
+def _accepting(rate: float) -> Iterator[None]:
+    """Has each draft in turn agree with a given probability, whatever the targets are."""
+    keys = iter(mx.random.split(mx.random.key(0), 1 << 16))  # one for each step
 
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.keys = self._keys()
-
-    @staticmethod
-    def _keys() -> Iterator[mx.array]:
-        key = mx.random.key(0)
-        while True:
-            yield from mx.random.split(key, 257)[:256]
-            key = mx.random.split(key, 2)[1]
-
-    def __call__(self, targets: mx.array, window: mx.array, **limits: mx.array) -> AcceptResult:
-        """As `accept`, over targets of which a share is set to what was drafted."""
+    def verify(targets: mx.array, window: mx.array, **limits: mx.array) -> AcceptResult:
         drafts = window[:, 1:]
         if drafts.size:
-            drawn = mx.random.uniform(shape=drafts.shape, key=next(self.keys))
-            agreed = (drawn < self.rate) & (drafts >= 0)
+            agreed = (mx.random.uniform(shape=drafts.shape, key=next(keys)) < rate) & (drafts >= 0)
             other = mx.where(targets[:, :-1] == drafts, targets[:, :-1] ^ 1, targets[:, :-1])
             forged = mx.where(agreed, drafts, other)
             targets = mx.concatenate([forged, targets[:, -1:]], axis=1)
         return verify_window(targets, window, **limits)
 
-
-@contextlib.contextmanager
-def _accepting(rate: float) -> Iterator[None]:
-    runner_module.verify_window = _SyntheticAcceptance(rate)  # type: ignore[assignment, attr-defined]
+    runner_module.verify_window = verify  # type: ignore[assignment, attr-defined]
     try:
         yield
     finally:
@@ -99,7 +85,8 @@ def decoding_core(
     Most of what is attended to is zero then.
     """
     core = core_of(model, depth, max_num_seqs=len(contexts), prefill_step_size=512, **how)
-    rows = [row_of(str(n), _prompt(n, model.vocab_size)) for n in range(len(contexts))]
+    prompts = [random_ids(model.vocab_size, _PROMPT, n) for n in range(len(contexts))]
+    rows = [row_of(str(n), ids) for n, ids in enumerate(prompts)]
     decode(core, rows)
     for _ in range(2):
         core.step()
@@ -109,26 +96,19 @@ def decoding_core(
     batch.cache.offset = batch.cache.offset + mx.array([more[each] for each in batch.sequences])
     for each in rows:
         each.num_cached += more[each]
+        each.max_cached += more[each]
     return core
-
-
-def _prompt(number: int, vocab_size: int) -> list[int]:
-    ids = mx.random.randint(10, vocab_size, (_PROMPT,), key=mx.random.key(number))
-    return list(map(int, ids))
 
 
 def _timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[Any]]:
     """Seconds of each of some steps, behind those that compile kernels, and their results."""
     for _ in range(_WARM_STEPS):
         step()
-    times, results = [], []
-    last = time.perf_counter()
+    times, results = [time.perf_counter()], []
     for _ in range(steps):
         results.append(step())
-        now = time.perf_counter()
-        times.append(now - last)
-        last = now
-    return times, results
+        times.append(time.perf_counter())
+    return [b - a for a, b in pairwise(times)], results
 
 
 def _measure(
@@ -143,13 +123,9 @@ def _measure(
     assert batch is not None
     nbytes = sum(a.nbytes for c in batch.cache.kv_caches() for a in c.arrays())
     ms, per_step = 1e3 * statistics.median(times), tokens / steps / len(contexts)
-    measured = Steps(ms, tokens / sum(times), per_step, nbytes)
     run = profiled(lambda: [core.step() for _ in range(_PROFILED_STEPS)]) if profile else None
     mx.clear_cache()
-    if run is None:
-        return measured
-    parts = {part: ms / _PROFILED_STEPS for part, ms in run.parts.items()}
-    return measured._replace(launches=run.num_launches / _PROFILED_STEPS, parts=parts)
+    return Steps(ms, tokens / sum(times), per_step, nbytes, run)
 
 
 def _measure_mlx_lm(plain: nn.Module, vocab: int, rows: int, steps: int) -> Steps:
@@ -158,7 +134,7 @@ def _measure_mlx_lm(plain: nn.Module, vocab: int, rows: int, steps: int) -> Step
     Prompts are as short as ours are before they are stretched: on CUDA it loops over their tokens.
     """
     generator = BatchGenerator(plain, max_tokens=ENDLESS, completion_batch_size=rows)
-    generator.insert([_prompt(number, vocab) for number in range(rows)])
+    generator.insert([random_ids(vocab, _PROMPT, number) for number in range(rows)])
     while len(generator.next()[1]) < rows:
         pass
     median = statistics.median(_timed(generator.next, steps)[0])
@@ -171,7 +147,6 @@ def full_shape(
     shape: tuple[str, ...] = ("Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-27B"),
     layers: int = 0,
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     cases: tuple[tuple[int, int], ...] = ((1, 512), (16, 512), (16, 32768), (32, 512)),
     depths: tuple[int, ...] = (3,),
     acceptance: float = 0.9,
@@ -203,8 +178,8 @@ def full_shape(
     names |= {f"k = {depth}": depth for depth in depths}
     with _accepting(acceptance):
         for each, end in shares(seconds, shape):
-            model, plain = build(shape_of(each, layers, tiny), bits)
-            yield f"{each}, {bits} bit, {mx.get_active_memory() / 1e9:.1f} GB"
+            model, plain = build(shape_of(each, layers, tiny))
+            yield f"{each}, {mx.get_active_memory() / 1e9:.1f} GB"
             measured: dict[tuple[int, int, str], Steps] = {}
             for rows, context, name in within(end, [(*c, n) for c in cases for n in names]):
                 if name != "mlx-lm":
@@ -222,13 +197,12 @@ def full_shape(
                 line["over mlx-lm"] = line["expected"] / theirs.rate if theirs else None
                 line["step over off"] = result.ms / off.ms if off else None
                 line["added, ms"] = result.ms - first.ms
-                if result.parts is not None:
-                    line |= {"launches": result.launches, "GPU, ms": sum(result.parts.values())}
-                    line |= {part: result.parts[part] for part in _PARTS}
+                if result.profile is not None:
+                    ms = {part: ms / _PROFILED_STEPS for part, ms in result.profile.parts.items()}
+                    line["launches"] = result.profile.num_launches / _PROFILED_STEPS
+                    line |= {"GPU, ms": sum(ms.values())} | {part: ms[part] for part in _PARTS}
                     once = _product_bytes(model) / bandwidth / 1e9
-                    line["over reading"] = (
-                        result.parts["products"] / once if name == "off" else None
-                    )
+                    line["over reading"] = ms["products"] / once if name == "off" else None
                 yield line
 
 
@@ -247,7 +221,6 @@ def rows(
     shape: str | None = None,
     layers: int = 0,
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     rows: tuple[int, ...] = (1, 3, 7, 15),
     short: int = 512,
     long: tuple[int, ...] = (8192, 24_576, 61_440),
@@ -269,13 +242,12 @@ def rows(
         depths: drafts a step
         steps: that are measured
     """
+    model = load_model(BUNDLED_MODEL, enable_mtp=True)
     if shape is not None:
-        model, _ = build(shape_of(shape, layers, tiny), bits)
-    else:
-        model = load_model(BUNDLED_MODEL, enable_mtp=True)
+        model, _ = build(shape_of(shape, layers, tiny))
     overlap = mx.default_device() != mx.cpu
     with _accepting(acceptance):
-        for depth, length, count in ((d, n, r) for d in depths for n in long for r in rows):
+        for depth, length, count in product(depths, long, rows):
             contexts = {"short": [short] * count, "long": [length]}
             contexts["both"] = [*contexts["short"], length]
             of = {n: _measure(model, depth, c, steps, overlap=overlap) for n, c in contexts.items()}
@@ -317,7 +289,7 @@ def ranks(
     config, mine = shape_of(shape, layers, tiny), world()
     inner = text_config(config)
     yield f"rank {mine.rank} of {mine.size} makes its weights"
-    model = build(config, 4, mine.rank, mine.size)[0]
+    model = build(config, mine.rank, mine.size)[0]
     make_runner: MakeRunner = ModelRunner
     if mine.size > 1:
         links = connect(mine, {"shape": shape}, 0, sys.exit)
@@ -330,7 +302,7 @@ def ranks(
     memory = f"{mx.get_active_memory() / 1e9:.1f} GB a rank"
     yield f"{shape}, {inner['num_hidden_layers']} layers, {mine.size} ranks: {memory}"
     with _accepting(acceptance):
-        for depth, count in within(end, [(d, r) for d in (None, *depths) for r in rows]):
+        for depth, count in within(end, [*product((None, *depths), rows)]):
             result = _measure(model, depth, [_PROMPT] * count, steps, make_runner=make_runner)
             line = row("rows | engine", count, "off" if depth is None else f"k = {depth}")
             yield line | result.columns(count, depth, acceptance)

@@ -17,6 +17,7 @@ from benchmarks.cores import TellingDrafter
 from benchmarks.shapes import build, shape_of
 from benchmarks.timed import take_turns
 from mlx_mtp.bench.answer import TimedAnswer
+from mlx_mtp.bench.arguments import CALIBRATION_SECONDS
 from mlx_mtp.bench.measure import Asking, Summary, measure, summarize
 from mlx_mtp.bench.offline import EngineSubject
 from mlx_mtp.bench.prompts import Prompt, PromptSource
@@ -33,7 +34,6 @@ from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 
-_CALIBRATION_SECONDS = 30.0  # as `serve` has it
 _OFF, _WHOLE = "off", "whole"
 _SENTENCES = 5  # of a text to copy
 _EVERY = 8  # sentence that an edit replaces
@@ -47,14 +47,9 @@ Work = Callable[[int, Prompt], str]
 
 
 def _engine(
-    model: LoadedModel,
-    tokenizer: Tokenizer,
-    k: DraftTokens,
-    rows: int,
-    drafts: str,
-    **more: Any,
+    model: LoadedModel, tokenizer: Tokenizer, k: DraftTokens, rows: int, drafts: str, **more: Any
 ) -> Engine:
-    config = EngineConfig(k, rows, drafts=drafts, calibration_seconds=_CALIBRATION_SECONDS)
+    config = EngineConfig(k, rows, drafts=drafts, calibration_seconds=CALIBRATION_SECONDS)
     return build_engine(model, config, tokenizer.vocab_size, tokenizer.eos_token_ids, **more)
 
 
@@ -80,7 +75,7 @@ def depth(
     rows: tuple[int, ...] = (1, 4, 16),
     depths: tuple[int, ...] = (0, 1, 2, 3, 4),
     max_tokens: int = 128,
-    work: Literal["story", "copy", "mix", "closed"] = "story",
+    work: Literal["story", "mix", "closed"] = "story",
     heads: Literal["own", "spoiled", "both"] = "both",
 ) -> Rows:
     """Tokens per second with MTP off, at fixed depths and with `auto`, without HTTP.
@@ -89,13 +84,13 @@ def depth(
     fresh set of requests and the costs and acceptance that it has learned so far. Figures are
     medians of the rounds, ratios those to "off" in the same round. Contenders of a fixed depth
     draft with the head alone; "mtp" is `auto` without copies. Then `auto` over the best fixed
-    depth, with the quartiles of the rounds: the best of one half of the rounds is compared in the
-    other half. On a machine that others use too, OPENBLAS_NUM_THREADS=1 takes most of the noise.
+    depth: the best of one half of the rounds is compared in the other half. On a machine that
+    others use too, OPENBLAS_NUM_THREADS=1 takes most of the noise.
 
     Args:
         rounds: at least 2
         rows: answers at once
-        work: stories, copies of a text, both side by side, or other tasks with one right answer
+        work: stories, stories beside copies of a text, or tasks with one right answer
         heads: the model's own, or one with random weights, of whose drafts none is right
     """
     if rounds < 2:
@@ -141,11 +136,10 @@ def _in_turns(
 
 
 def _over_best(figures: Mapping[str, Summary]) -> Row:
-    """The ratio of auto to the best depth, by wall time and by processor time.
+    """The ratio of auto to the best depth in all rounds, by wall time and by processor time.
 
-    That of all rounds' time, with the quartiles of the single rounds, which vary far more. The
-    best of several depths is also the luckiest in the rounds that it was chosen by. So half of the
-    rounds is compared with the depth that was best in the other half, and the other way round.
+    The best of several depths is also the luckiest in the rounds that it was chosen by. So half of
+    the rounds is compared with the depth that was best in the other half, and the other way round.
     """
     depths = [name for name in figures if name not in ("auto", "mtp")]
     rounds = range(len(figures["auto"]["rates"]))
@@ -160,8 +154,7 @@ def _over_best(figures: Mapping[str, Summary]) -> Row:
     line = row("best depth", " and ".join(dict.fromkeys(chosen)))
     for name, pairs in zip(("auto over it", "by processor time"), compared_rates.values()):
         ours, theirs = (statistics.harmonic_mean(rates) for rates in zip(*pairs))
-        low, _, high = statistics.quantiles((a / b for a, b in pairs), n=4)
-        line |= {name: ours / theirs, f"{name}, quartiles": f"{low:.2f} to {high:.2f}"}
+        line[name] = ours / theirs
     return line
 
 
@@ -178,31 +171,29 @@ def _spoil(model: LoadedModel) -> None:
     mx.eval(model.head.parameters())  # Here: the engines have threads of their own.
 
 
-def _copy(_: int, prompt: Prompt) -> str:
+def _mix(number: int, prompt: Prompt) -> str:
+    """Every other story is a text to copy."""
+    if number % 2:
+        return prompt.text
     (source,) = PromptSource(prompt.seed).next("medium", 1)
     return "Repeat this text exactly: " + ". ".join(source.text.split(". ")[:_SENTENCES]) + "."
-
-
-def _mix(number: int, prompt: Prompt) -> str:
-    return prompt.text if number % 2 else _copy(number, prompt)
 
 
 def _closed(number: int, prompt: Prompt) -> str:
     """Sorting and sums, with numbers that depend on the prompt."""
     chance = random.Random(prompt.seed)
-    numbers = [chance.randint(1, 99) for _ in range(5)]
-    listed = ", ".join(map(str, numbers))
-    tasks = (f"What is {numbers[0]} + {numbers[1]}?", f"Sort these numbers: {listed}.")
-    return tasks[number % len(tasks)]
+    first, second, *more = (chance.randint(1, 99) for _ in range(5))
+    if number % 2:
+        return f"Sort these numbers: {', '.join(map(str, (first, second, *more)))}."
+    return f"What is {first} + {second}?"
 
 
-_WORK: dict[str, Work | None] = {"story": None, "copy": _copy, "mix": _mix, "closed": _closed}
+_WORK: dict[str, Work | None] = {"story": None, "mix": _mix, "closed": _closed}
 
 
 def draft_vocab(
     shape: str = "Qwen3.5-27B",
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     sizes: tuple[int, ...] = (8192, 16384, 32768, 65536),
     rows: tuple[int, ...] = (1, 4, 16, 32),
     rounds: int = 5,
@@ -218,13 +209,12 @@ def draft_vocab(
         sizes: of the vocabularies beside the whole one
         rows: that draft at once
     """
-    model, _ = build(shape_of(shape, 4, tiny), bits)
+    model, _ = build(shape_of(shape, 4, tiny))
     heads = {_WHOLE: None, **{str(size): DraftVocabulary(model, range(size)) for size in sizes}}
     for count, (way, params) in itertools.product(rows, _WAYS.items()):
         calls = {
-            (name, number): _draft(model, head, count, params, number)
-            for name, head in heads.items()
-            for number in (1, _MANY)
+            (name, number): _draft(model, heads[name], count, params, number)
+            for name, number in itertools.product(heads, (1, _MANY))
         }
         times, ms = take_turns(calls, rounds), dict[str, float]()
         for name in heads:
@@ -308,17 +298,15 @@ def copying(
 
 def _text_and_edit(seed: int, count: int, tokenizer: Tokenizer) -> tuple[str, str]:
     """A text of about so many tokens, and the same with other sentences here and there."""
-    source = PromptSource(seed)
-    sentences = list(_sentences(source, count, tokenizer))
-    fresh = _sentences(source, count, tokenizer)
-    edited = [next(fresh) if n % _EVERY == 3 else each for n, each in enumerate(sentences)]
+    endless, sentences, length = _sentences(PromptSource(seed)), list[str](), 0
+    while length < count:
+        sentences.append(next(endless))
+        length += len(tokenizer.encode(sentences[-1]))
+    edited = [next(endless) if n % _EVERY == 3 else each for n, each in enumerate(sentences)]
     return " ".join(sentences), " ".join(edited)
 
 
-def _sentences(source: PromptSource, count: int, tokenizer: Tokenizer) -> Iterator[str]:
-    while count > 0:
+def _sentences(source: PromptSource) -> Iterator[str]:
+    while True:
         for text in source.next("medium", 1)[0].text.split("\n\n")[0].split(". "):
-            sentence = text.rstrip(".") + "."
-            if count > 0:
-                yield sentence
-            count -= len(tokenizer.encode(sentence))
+            yield text.rstrip(".") + "."

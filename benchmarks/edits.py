@@ -22,11 +22,11 @@ _SHORTEST, _LONGEST = 300, 6000  # tokens of a file
 _SOURCES = {"head": (MTP,), "copies": (HOST,), "both": (MTP, HOST)}
 
 
-class _PriceList(NamedTuple):
-    """Milliseconds."""
+class _Prices(NamedTuple):
+    """Milliseconds of a step."""
 
     verify: dict[int, float]  # by the tokens of all rows
-    passes: tuple[float, float]  # of the head, at one row and for each row more
+    passes: tuple[float, float] = (0.75, 0.03)  # of the head, at one row and for each row more
 
     def seconds(self, shape: StepShape) -> float:
         tokens, known = shape.rows + shape.drafts, sorted(self.verify)
@@ -38,16 +38,11 @@ class _PriceList(NamedTuple):
         return (self.verify[below] + slope * (tokens - below) + head) / 1e3
 
 
+_CPU = {1: 10.0, 2: 12.5, 4: 15.8, 8: 21.0, 16: 32.0, 32: 49.0, 64: 84.0, 128: 150.0}
 _PRICES = {
-    "80B on an H200": _PriceList(
-        {1: 18.4, 4: 23.2, 16: 38.0, 32: 51.3, 64: 70.1, 128: 116.4}, (0.75, 0.03)
-    ),
-    "27B on an H200": _PriceList(
-        {1: 19.8, 2: 25.5, 4: 44.2, 16: 48.5, 32: 64.3, 64: 75.4, 128: 95.7}, (0.75, 0.03)
-    ),
-    "bundled model, two cores": _PriceList(
-        {1: 10.0, 2: 12.5, 4: 15.8, 8: 21.0, 16: 32.0, 32: 49.0, 64: 84.0, 128: 150.0}, (1.5, 0.3)
-    ),
+    "80B on an H200": _Prices({1: 18.4, 4: 23.2, 16: 38.0, 32: 51.3, 64: 70.1, 128: 116.4}),
+    "27B on an H200": _Prices({1: 19.8, 2: 25.5, 4: 44.2, 16: 48.5, 32: 64.3, 64: 75.4, 128: 95.7}),
+    "bundled model, two cores": _Prices(_CPU, (1.5, 0.3)),
 }
 
 
@@ -85,19 +80,15 @@ def edits(
     yield f"{len(texts)} files of {ends}"
     # Nothing of the answer is in the prompt but what two files of a project share.
     others = [_Text(a.prompt, b.answer) for a, b in zip(texts, [*texts[7:], *texts[:7]])]
-    for (name, prices), (kind, each) in itertools.product(
-        _PRICES.items(), (("edits", texts), ("another file", others))
-    ):
-        for num_rows, rate in itertools.product(rows, rates):
-            of = {
-                drafts: _replay(each, num_rows, prices, rate, _SOURCES[drafts])
-                for drafts in _SOURCES
-            }
-            speeds = {drafts: result.tokens / result.seconds for drafts, result in of.items()}
-            row: Row = {"prices": name, "answer": kind, "rows": num_rows, "rate": rate}
-            row |= {f"{drafts}, a step": r.tokens / r.steps for drafts, r in of.items()}
-            row |= {"head, tokens/s": speeds["head"]}
-            yield row | {f"{d} over head": speeds[d] / speeds["head"] for d in ("copies", "both")}
+    kinds = {"edits": texts, "another file": others}
+    for name, kind, num_rows, rate in itertools.product(_PRICES, kinds, rows, rates):
+        steps, speeds = dict[str, float](), dict[str, float]()
+        for drafts, sources in _SOURCES.items():
+            replayed = _replay(kinds[kind], num_rows, _PRICES[name], rate, sources)
+            steps[f"{drafts}, a step"], speeds[drafts] = replayed
+        line: Row = {"prices": name, "answer": kind, "rows": num_rows, "rate": rate}
+        over = {f"{d} over head": speeds[d] / speeds["head"] for d in ("copies", "both")}
+        yield line | steps | {"head, tokens/s": speeds["head"]} | over
 
 
 def _edits(repository: Path, count: int, tokenizer: Tokenizer) -> list[_Text]:
@@ -150,30 +141,25 @@ class _Window(NamedTuple):
     num_cached: int
 
 
-def _shape(cell: CostKey) -> StepShape:
-    return StepShape(
-        cell.rows, int(cell.rows * cell.size), int(cell.size) if cell.kind == MTP else 0
-    )
-
-
-class _Result(NamedTuple):
-    tokens: int
-    steps: int  # of a row
-    seconds: float
-
-
 def _replay(
-    texts: Sequence[_Text], num_rows: int, prices: _PriceList, rate: float, sources: Sequence[str]
-) -> _Result:
-    """Answer all, so many at once; the policy reads each step's result a step later, as it does."""
+    texts: Sequence[_Text], num_rows: int, prices: _Prices, rate: float, sources: Sequence[str]
+) -> tuple[float, float]:
+    """Answer all, so many at once; returns tokens a step and row, and tokens per second.
+
+    As in the engine, the policy reads the result of a step after the next one is launched.
+    """
+
+    def cost(cell: CostKey) -> float:
+        passes = int(cell.size) if cell.kind == MTP else 0
+        return prices.seconds(StepShape(cell.rows, int(cell.rows * cell.size), passes))
+
     chance, costs = random.Random(0), StepCosts()
-    cells = steps_to_measure({}, num_rows, (MTP, HOST))
-    costs.load_table({cell: prices.seconds(_shape(cell)) for cell in cells})
+    costs.load_table({cell: cost(cell) for cell in steps_to_measure({}, num_rows, (MTP, HOST))})
     policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if MTP in sources else 0)
     source = NgramSource(0) if HOST in sources else None
     waiting = iter(texts)
     rows = [_Row(text, source) for text in itertools.islice(waiting, num_rows)]
-    total, steady = _Result(0, 0, 0.0), False
+    tokens, steps, time, steady = 0, 0, 0.0, False
     unread: tuple[list[_Window], StepShape, float] | None = None
     while rows:
         choice = policy.choose(rows, steady=steady)
@@ -189,15 +175,16 @@ def _replay(
             following = row.text.answer[row.at : row.at + count]
             hits = [a == b for a, b in zip(run, following)]
             hits = hits or [chance.random() < rate for _ in range(count)]
-            tokens = min([*hits, False].index(False) + 1, left)
-            windows.append(_Window(row, "copy" if run else MTP, count, tokens))
-            came.append(row.text.answer[row.at : row.at + tokens])
-            row.at += tokens
+            gained = min([*hits, False].index(False) + 1, left)
+            windows.append(_Window(row, "copy" if run else MTP, count, gained))
+            came.append(row.text.answer[row.at : row.at + gained])
+            row.at += gained
             row.ahead, row.pending = count + 1, drafts
         verified = sum(window.num_verified for window in windows)
         shape = StepShape(len(rows), verified, max(choice.head))
-        seconds, tokens = prices.seconds(shape), sum(window.num_cached for window in windows)
-        total = _Result(total.tokens + tokens, total.steps + len(rows), total.seconds + seconds)
+        seconds = prices.seconds(shape)
+        tokens += sum(window.num_cached for window in windows)
+        steps, time = steps + len(rows), time + seconds
         if unread is not None:
             policy.observe(*unread)
         unread, steady = (windows, shape, seconds), True
@@ -209,4 +196,4 @@ def _replay(
             if row.at == len(row.text.answer) and (text := next(waiting, None)) is not None:
                 rows[place], steady = _Row(text, source), False
         rows = [row for row in rows if row.at < len(row.text.answer)]
-    return total
+    return tokens / steps, tokens / time

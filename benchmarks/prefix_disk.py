@@ -1,6 +1,5 @@
 """How long a running stream stalls while a large prefix is read from the disk."""
 
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import mlx.core as mx
 
 from benchmarks import Row, Rows, row
 from benchmarks.cores import listening, row_of
-from benchmarks.timed import medians
+from benchmarks.timed import drop_cached, medians
 from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
@@ -54,14 +53,15 @@ def prefix_disk(tokens: int = 120_000, rounds: int = 5) -> Rows:
         folder = Path(place) / "prefixes"
         _write(model, folder, prompt)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        yield f"{size / 1e6:.0f} MB on the disk, {'not ' * _put_out(folder)}in the page cache"
-        rows = []
+        rows = list[Row]()
         for number in range(rounds):
-            _put_out(folder)
+            is_cold = all(map(drop_cached, folder.glob("*.safetensors")))
+            if not rows:
+                yield f"{size / 1e6:.0f} MB on the disk, {'not ' * is_cold}in the page cache"
             rows += _measure(model, folder, prompt, 2 + 2 * number)
             yield from rows[-2:]
     yield "Medians:"
-    yield from (medians([each for each in rows if each["from"] == n]) for n in ("disk", "memory"))
+    yield from (medians(rows[::2]), medians(rows[1::2]))
 
 
 def _measure(model: LoadedModel, folder: Path, prompt: tuple[int, ...], last: int) -> list[Row]:
@@ -113,15 +113,3 @@ def _write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
     ]
     assert prefixes.tree.insert(root_key(None), prompt, entry)
     store.close(_PATIENCE)
-
-
-def _put_out(folder: Path) -> bool:
-    """Have the files read from the disk again; False where the system can't."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    for path in folder.glob("*.safetensors"):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-    return True

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
-from typing import Literal
 
 from benchmarks import Row, Rows, row
 from benchmarks.shapes import build, shape_of
@@ -16,7 +15,6 @@ def products(
     shape: tuple[str, ...] = ("Qwen3-Next-80B-A3B-Instruct", "Qwen3.5-27B"),
     layers: int = 0,
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     rows: tuple[int, ...] = (1, 2, 4, 8),
     tokens: tuple[int, ...] = (1, 4, 16, 64, 128),
     bandwidth: float = 4.3,
@@ -39,7 +37,7 @@ def products(
     end = time.perf_counter() + seconds
     counts, dense = (sorted(rows), sorted(tokens)), list[Product]()
     for each in shape:
-        model, _ = build(shape_of(each, layers, tiny), bits)
+        model, _ = build(shape_of(each, layers, tiny))
         measured = measure_products(model, end, *counts, timer=gpu_microseconds)
         dense += [product for product in measured if not product.routed]
         if time.perf_counter() > end:
@@ -48,7 +46,7 @@ def products(
             sorted(measured, key=attrgetter("routed")), attrgetter("routed")
         ):
             kinds = [*group]
-            yield f"{each}, {bits} bit, {'experts, by tokens' if routed else 'products, by rows'}"
+            yield f"{each}, {'experts, by tokens' if routed else 'products, by rows'}"
             for product in kinds:
                 yield from _product_rows(product.name, [product], bandwidth)
             yield from _product_rows("all", kinds, bandwidth)

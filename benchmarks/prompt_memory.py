@@ -12,12 +12,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from benchmarks import Rows, row
-from benchmarks.cores import core_of, row_of
+from benchmarks.cores import core_of, random_ids, row_of
 from mlx_mtp.engine.memory import footprint
-from mlx_mtp.engine.sequence import Sequence as EngineRow
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.model import LoadedModel
 
 SHORT_PROMPT, SHORT_ANSWER, ANSWER, DEPTH = 64, 4000, 6, 1
 _ROOT = Path(__file__).resolve().parents[1]
@@ -100,11 +98,12 @@ def peaks(path: str, tokens: int, rows: int, step: int) -> Peaks:
         mx.synchronize()
         return mx.get_peak_memory() - weights
 
-    others = [_row(model, SHORT_PROMPT, SHORT_ANSWER, f"short-{i}") for i in range(rows)]
+    short = random_ids(model.vocab_size, SHORT_PROMPT, 0)
+    others = [row_of(f"short-{i}", short, SHORT_ANSWER) for i in range(rows)]
     for other in others:
         core.scheduler.add(other)
     before = max([step_peak() for _ in range(6)]) if rows else 0
-    prompt = _row(model, tokens, ANSWER, "long")
+    prompt = row_of("long", random_ids(model.vocab_size, tokens, 1), ANSWER)
     core.scheduler.add(prompt)
     prefill, joined = 0, 0
     while not prompt.finished:
@@ -124,7 +123,3 @@ def peaks(path: str, tokens: int, rows: int, step: int) -> Peaks:
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resident <<= 0 if sys.platform == "darwin" else 10
     return Peaks(caches, scores, before, prefill, joined, resident)
-
-
-def _row(model: LoadedModel, tokens: int, answer: int, name: str) -> EngineRow:
-    return row_of(name, [(i * 7919) % model.vocab_size for i in range(tokens)], answer)

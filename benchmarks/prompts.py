@@ -1,11 +1,10 @@
 """Prompts: the time to their first token, the memory that they take, and what they delay."""
 
+import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from benchmarks import Row, Rows, row
-from benchmarks.cores import core_of, listening, row_of
+from benchmarks.cores import core_of, listening, random_ids, row_of
 from benchmarks.shapes import build, shape_of
 from benchmarks.timed import profiled, shares, within
 from mlx_mtp.build import build_engine
@@ -29,7 +28,6 @@ _MLX_LM_STEP = 512
 _SHAPES = ("Qwen3.5-27B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.6-35B-A3B")
 _PROMPTS = (8192, 32768, 60_000, 1024)  # the figures that matter most first
 _TOGETHER = 8
-_KERNELS = 8  # that are printed
 _ALONE_SECONDS = 2.0
 
 
@@ -37,9 +35,8 @@ def prefill(
     shape: tuple[str, ...] = (),
     layers: int = 8,
     tiny: bool = False,
-    bits: Literal[4, 8] = 4,
     prompts: tuple[int, ...] = (),
-    steps: tuple[int, ...] = (2048,),
+    steps: int = 2048,
     profile: bool = False,
     seconds: float = 540,
 ) -> Rows:
@@ -48,8 +45,8 @@ def prefill(
     On a GPU: random weights, one prompt alone and then eight together. Few layers are enough, of
     both kinds in the model's proportion: a layer's time is what counts. "products" is the time that
     the layers' matrix products take by themselves for as many tokens, and what else there is shows
-    in the ratio to it. --profile shows the GPU's milliseconds by part, and the kernels that took
-    most. On a CPU: the bundled model beside mlx-lm's loop on the same weights, both in chunks of
+    in the ratio to it. --profile shows the GPU's milliseconds by part; --json has those of each
+    kernel. On a CPU: the bundled model beside mlx-lm's loop on the same weights, both in chunks of
     512; ours shorter where that is faster.
 
     Args:
@@ -61,27 +58,23 @@ def prefill(
         yield from _beside_mlx_lm(prompts or (2000, 20_000))
         return
     for each, end in shares(seconds, shape or _SHAPES):
-        model = build(shape_of(each, layers, tiny), bits)[0]
-        yield f"{each}, {bits} bit, {len(model.causal_lm.model.layers)} layers, no head"
+        model = build(shape_of(each, layers, tiny))[0]
+        yield f"{each}, {len(model.causal_lm.model.layers)} layers, no head"
         yield from _full_shape(model, prompts or _PROMPTS, steps, profile, end)
 
 
 def _full_shape(
-    model: LoadedModel, prompts: tuple[int, ...], steps: tuple[int, ...], profile: bool, end: float
+    model: LoadedModel, prompts: tuple[int, ...], step: int, profile: bool, end: float
 ) -> Iterator[Row]:
-    cores: dict[int, EngineCore] = {}
+    core = core_of(model, None, prefill_step_size=step)
+    _seconds(core, random_ids(model.vocab_size, 2 * step, 0))  # compiles kernels
     alone: dict[int, float] = {}  # seconds of the products by a chunk's tokens
-    lengths = [(count, tokens) for count in (1, _TOGETHER) for tokens in prompts]
-    for step, count, tokens in within(end, [(step, *each) for each in lengths for step in steps]):
+    for count, tokens in within(end, [*itertools.product((1, _TOGETHER), prompts)]):
         total = count * tokens
         chunk = min(step, total)
-        if step not in cores:
-            cores[step] = core_of(model, None, prefill_step_size=step)
-            _seconds(cores[step], _prompt(model, 2 * step))  # compiles kernels
         if chunk not in alone:
             alone[chunk] = _products_seconds(model, chunk)
-        core, ids = cores[step], _prompt(model, tokens)
-        products = alone[chunk] * total / chunk
+        ids, products = random_ids(model.vocab_size, tokens, tokens), alone[chunk] * total / chunk
         seconds = min(_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
         figures = 1e3 * seconds, total / seconds, 1e3 * products, seconds / products
         names = "chunk | prompts | tokens | ms | tokens/s | products | ratio"
@@ -91,8 +84,6 @@ def _full_shape(
         if run is not None:
             line |= {f"{part}, GPU ms": ms for part, ms in run.parts.items()}
             line |= {"_kernels": run.kernels}
-            for name, ms, launches in run.kernels[:_KERNELS] if tokens == max(prompts) else ():
-                print(f"{ms:8.1f} ms {launches:6} {name[:100]}", file=sys.stderr)
         yield line
         mx.clear_cache()
 
@@ -110,16 +101,12 @@ def _seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
     return seconds
 
 
-def _prompt(model: LoadedModel, tokens: int) -> list[int]:
-    ids = mx.random.randint(10, model.vocab_size, (tokens,), key=mx.random.key(tokens))
-    return list(map(int, ids))
-
-
 def _products_seconds(model: LoadedModel, tokens: int) -> float:
     """Of the layers' products for so many tokens, all launched at once."""
     inputs: dict[int, mx.array] = {}
     used = getattr(model.causal_lm.args, "num_experts_per_tok", 0)
-    layers = [_products(each, tokens, used, inputs) for each in model.causal_lm.model.layers]
+    modules = ([*each.modules()] for each in model.causal_lm.model.layers)
+    layers = [[c for m in each if (c := _product(m, tokens, used, inputs))] for each in modules]
     mx.eval(list(inputs.values()))
     times = []
     for _ in range(4):
@@ -132,23 +119,20 @@ def _products_seconds(model: LoadedModel, tokens: int) -> float:
     return statistics.median(times[1:])
 
 
-def _products(
+def _product(
     module: nn.Module, tokens: int, used: int, inputs: dict[int, mx.array]
-) -> list[Callable[[], mx.array]]:
-    if isinstance(module, SwitchGLU):
-        x = _input(inputs, tokens, module.gate_proj)
-        most = module.gate_proj.weight.shape[0]
-        chosen = mx.argsort(mx.random.uniform(shape=(tokens, most)), axis=-1)[:, :used]
-        chosen = chosen.astype(mx.uint32)[None]
-        mx.eval(chosen)
-        return [lambda: module(x, chosen)]
+) -> Callable[[], mx.array] | None:
+    """The call of a layer, if it is a product; `used` is the number of experts of a token."""
     if isinstance(module, nn.QuantizedLinear):
         x = _input(inputs, tokens, module)
-        return [lambda: module(x)]
-    children = module.children().values()
-    flat = (c for each in children for c in (each if isinstance(each, list) else [each]))
-    modules = (c for c in flat if isinstance(c, nn.Module))
-    return [call for c in modules for call in _products(c, tokens, used, inputs)]
+        return lambda: module(x)
+    if not isinstance(module, SwitchGLU):
+        return None
+    x = _input(inputs, tokens, module.gate_proj)
+    drawn = mx.random.uniform(shape=(tokens, module.gate_proj.weight.shape[0]))
+    chosen = mx.argsort(drawn, axis=-1)[None, :, :used].astype(mx.uint32)
+    mx.eval(chosen)
+    return lambda: module(x, chosen)
 
 
 def _input(inputs: dict[int, mx.array], tokens: int, layer: nn.Module) -> mx.array:
@@ -167,7 +151,7 @@ def _beside_mlx_lm(prompts: tuple[int, ...]) -> Iterator[Row]:
     plain.set_dtype(mx.float32)  # On a CPU mlx runs experts in no other type.
     core = core_of(model, None, prefill_step_size=_MLX_LM_STEP, max_decode_pause=100.0)
     for tokens in (1100, *prompts):
-        ids = _prompt(model, tokens)
+        ids = random_ids(model.vocab_size, tokens, tokens)
         seconds = _seconds(core, ids)
         began = time.perf_counter()
         next(generate_step(mx.array(ids), plain, max_tokens=1, prefill_step_size=_MLX_LM_STEP))
@@ -203,10 +187,9 @@ def pauses(
         pause: the bound in milliseconds
         prefill_step_size: tokens of a chunk, at most
     """
+    loaded = load_model(model, enable_mtp=False)
     if shape is not None:
-        loaded = build(shape_of(shape, layers, tiny), 4)[0].without_head()
-    else:
-        loaded = load_model(model, enable_mtp=False)
+        loaded = build(shape_of(shape, layers, tiny))[0].without_head()
     yield f"{streams} streams beside a prompt of {prompt:,} tokens"
     step, few = prefill_step_size, scheduler.MOST_TOGETHER
     for bound in (0.0, pause):  # compiles kernels, of each length of a chunk
@@ -224,20 +207,16 @@ def _gaps(
     model: LoadedModel, streams: int, length: int, pause: float, step: int
 ) -> tuple[list[float], list[float], float]:
     """Gaps of the streams before the prompt comes and while it is computed, and its seconds."""
-
-    def prompt(number: int, length: int) -> list[int]:
-        return [(7919 * i + 31 * number) % 4000 + 10 for i in range(length)]
-
     config = EngineConfig(prefill_step_size=step, max_decode_pause=pause, num_draft_tokens=0)
     with listening(build_engine(model, config, model.vocab_size, ())) as listener:
         names = [f"stream {number}" for number in range(streams)]
         for number, name in enumerate(names):
-            listener.ask(name, prompt(number, 100), 100_000)
+            listener.ask(name, random_ids(model.vocab_size, 100, number), 100_000)
         for name in names:
             listener.wait(name, 1)
         began = time.perf_counter()
         time.sleep(_ALONE_SECONDS)
-        came = listener.ask("long", prompt(streams, length), 100_000)
+        came = listener.ask("long", random_ids(model.vocab_size, length, streams), 100_000)
         listener.wait("long", 1)
         ended = listener.times["long"][0]
         alone = [gap for name in names for gap in listener.gaps(name, began, came)]

@@ -2,7 +2,8 @@
 
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ _DRAWS: dict[str, dict[str, Any]] = {
 }
 _REPORTS = {"logprobs, top 0": 0, "logprobs, top 5": 5}
 _OURS, _SORTED = "ours", "full sort"
-_Calls = dict[str, Callable[[], list[mx.array]]]
+_Calls = dict[str, Callable[[], Any]]
 
 
 def sampling(
@@ -54,7 +55,7 @@ def sampling(
             yield row(names, f"{rows} x {length}", name, *figures)
 
 
-def _contenders(rows: int, length: int, vocab_size: int) -> list[tuple[str, _Calls]]:
+def _contenders(rows: int, length: int, vocab_size: int) -> Iterator[tuple[str, _Calls]]:
     mx.random.seed(0)
     # Rounded as a real model's: many are equal.
     logits = (3 * mx.random.normal((rows, length, vocab_size))).astype(mx.bfloat16)
@@ -62,29 +63,18 @@ def _contenders(rows: int, length: int, vocab_size: int) -> list[tuple[str, _Cal
     positions = mx.broadcast_to(mx.arange(100, 100 + length), (rows, length))
     window = mx.zeros((rows, length), dtype=mx.int32)
     mx.eval(logits, positions, window)
-
-    def drawing(sampler: Sampler) -> Callable[[], list[mx.array]]:
-        return lambda: [sampler.draw(logits, positions, window)]
-
-    def reporting(report: Callable[..., Any]) -> Callable[[], list[mx.array]]:
-        return lambda: list(report(logits, window))
-
-    contenders: list[tuple[str, _Calls]] = []
     for name, fields in _DRAWS.items():
         params = [SamplingParams(max_tokens=1, seed=row, **fields) for row in range(rows)]
-        sampler = Sampler(params, [[0]] * rows, vocab_size)
-        calls = {_OURS: drawing(sampler)}
-        if sampler.truncation:
-            sorting = copy.copy(sampler)
-            sorting.truncation = _FullSort(params, vocab_size)
-            calls[_SORTED] = drawing(sorting)
-        contenders.append((name, calls))
+        ways = {_OURS: Sampler(params, [[0]] * rows, vocab_size)}
+        if ways[_OURS].truncation:
+            ways[_SORTED] = copy.copy(ways[_OURS])
+            ways[_SORTED].truncation = _FullSort(params, vocab_size)
+        yield name, {n: partial(way.draw, logits, positions, window) for n, way in ways.items()}
     for name, top in _REPORTS.items():
         params = [SamplingParams(max_tokens=1, top_logprobs=top)] * rows
-        sampler = Sampler(params, [[0]] * rows, vocab_size)
-        calls = {_OURS: reporting(sampler.logprobs), _SORTED: reporting(_sorted_logprobs(top))}
-        contenders.append((name, calls))
-    return contenders
+        report = Sampler(params, [[0]] * rows, vocab_size).logprobs
+        ours, full_sort = partial(report, logits), partial(_sorted_logprobs, top, logits)
+        yield name, {_OURS: partial(ours, window), _SORTED: partial(full_sort, window)}
 
 
 class _FullSort(Truncation):
@@ -95,13 +85,9 @@ class _FullSort(Truncation):
         self._groups = [group._replace(num_ordered=vocab_size) for group in self._groups]
 
 
-def _sorted_logprobs(top: int) -> Callable[[mx.array, mx.array], list[mx.array]]:
+def _sorted_logprobs(top: int, logits: mx.array, tokens: mx.array) -> list[mx.array]:
     """`Sampler.logprobs` by a sort of all tokens."""
-
-    def report(logits: mx.array, tokens: mx.array) -> list[mx.array]:
-        scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        chosen = mx.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
-        ids = mx.argsort(-scores, axis=-1)[..., :top].astype(mx.int32)
-        return [chosen, ids, mx.take_along_axis(scores, ids, axis=-1)]
-
-    return report
+    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
+    ids = mx.argsort(-scores, axis=-1)[..., :top].astype(mx.int32)
+    return [chosen, ids, mx.take_along_axis(scores, ids, axis=-1)]

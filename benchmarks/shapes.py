@@ -28,6 +28,7 @@ _HEADS |= {"linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value
 _TINY = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, **_HEADS}
 _EXPERTS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _TINY_EXPERTS = {"num_experts": 16, **dict.fromkeys(_EXPERTS, 128)}
+_BITS = 4  # of the random weights
 _FEWEST_COLUMNS = 192  # see `quantize`
 
 
@@ -46,22 +47,19 @@ def shape_of(name: str, layers: int = 0, tiny: bool = False) -> dict[str, Any]:
     return config | ({"text_config": inner} if "text_config" in config else inner)
 
 
-def build(
-    config: dict[str, Any], bits: int, rank: int = 0, size: int = 1
-) -> tuple[LoadedModel, nn.Module]:
+def build(config: dict[str, Any], rank: int = 0, size: int = 1) -> tuple[LoadedModel, nn.Module]:
     """A random model with its head, ready to serve, and without ranks mlx-lm's on the same arrays.
 
     Args:
         config: as in config.json.
-        bits: 4 or 8, affine, groups of 64; routers 8 bits, as mlx-lm converts them.
         rank, size: of several ranks, each of which holds a part that one GPU may not.
     """
     _use_memory()
     family = family_of(config, "the shape")
-    model, plain = (_trunk(family, config, bits) for _ in range(2))
+    model, plain = (_trunk(family, config) for _ in range(2))
     args = family.causal_lm(model).args
     head = family.make_head(args, moe=getattr(args, "num_experts", 0) > 0)
-    quantize(head, bits)
+    quantize(head)
     for module in (model, head):
         _randomize(module)
     if size == 1:  # Of several ranks none has room for the arrays before they are cut.
@@ -75,7 +73,7 @@ def build(
     for _, array in tree_flatten(model.parameters()):
         mx.eval(array)
         mx.clear_cache()
-    stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": bits}}
+    stored = {**config, "quantization": {"group_size": GROUP_SIZE, "bits": _BITS}}
     loaded = LoadedModel(Path(), stored, {}, model, family, "random", size)
     choose_routes(model, loaded.dtype)
     return loaded, plain
@@ -87,14 +85,14 @@ def _use_memory() -> None:
     wire_memory(machine_memory())
 
 
-def _trunk(family: Any, config: dict[str, Any], bits: int) -> nn.Module:
+def _trunk(family: Any, config: dict[str, Any]) -> nn.Module:
     model_class, args_class = family.classes(config)
     model = model_class(args_class.from_dict(config))
-    quantize(model, bits)
+    quantize(model)
     return model
 
 
-def quantize(module: nn.Module, bits: int) -> None:
+def quantize(module: nn.Module, bits: int = _BITS) -> None:
     """As mlx-lm converts: affine, in groups of 64, routers in 8 bits.
 
     On CUDA narrow layers of the bundled and of tiny models get 6 bits, for which mlx has another
@@ -119,7 +117,7 @@ def _randomize(module: nn.Module) -> None:
     for name, array in shapes.items():
         owner = name.rpartition(".")[0]
         packed, scales = shapes.get(f"{owner}.weight"), shapes.get(f"{owner}.scales")
-        bits = 4
+        bits = _BITS
         if packed is not None and scales is not None:
             bits = packed.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
         fresh.append((name, _random(name, array, bits)))

@@ -1,11 +1,13 @@
 """Cases within a time limit, calls that take turns, and the GPU's time by kernel."""
 
 import importlib.util
+import os
 import re
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -110,6 +112,16 @@ def profiled(run: Callable[[], object]) -> Profile | None:
         parts[next(part for part, names in PARTS.items() if re.search(names, name))] += ms
     ordered = sorted(kernels.items(), key=lambda item: -item[1][0])
     return Profile(parts, [(name, ms, int(count)) for name, (ms, count) in ordered], union(spans))
+
+
+def drop_cached(path: Path) -> bool:
+    """Put a file out of the page cache, so that the disk is read; False where that can't be."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
 
 
 def union(spans: Sequence[tuple[float, float]]) -> float:

@@ -1,7 +1,7 @@
 """The list of kernel cases: what is compared with what, at which shapes.
 
 A case is an operation (`gpu.Operation`) at a shape and type. The check before an operation's first
-use, the self-test, benchmarks and tests all compare by `KernelCase.error`.
+use, the self-test and tests all compare by `KernelCase.error`.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 """The kernels' real sources and launches on an emulated GPU, or a real one, against the portable
 code."""
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -43,14 +45,17 @@ def test_windows_in_a_row(emulated, shape, dtype):
     compare_windows(shape, dtype)
 
 
-def compare_windows(shape, dtype):
-    """Ragged parts of windows of many lengths, through the functions that the caches call."""
+def compare_windows(shape, dtype, lengths=(1, 4, 2, 9, 1), last=6):
+    """Ragged parts of windows of these lengths, through the functions that the caches call.
+
+    Of the last window each row's part is known before it is computed, as of a prompt.
+    """
     cases = RandomInputs(3, shape, dtype)
     rows = 3
     state = true_state = cases.state(rows)
     pending = true_pending = kept = None
     assert gated_delta.fits(cases.window(1, 1)[1]), "the check before first use"
-    for length in (1, 4, 2, 9, 1):
+    for length in lengths:
         q, window = cases.window(rows, length)
         y, state, pending = recurrence.run_window(q, window, state, pending, kept)
         with mx.stream(mx.cpu):
@@ -58,15 +63,15 @@ def compare_windows(shape, dtype):
         true_y, true_state, true_pending = true
         close([y, state, pending.delta], [true_y, true_state, true_pending.delta])
         kept = cases.counts(rows, length)
-    lengths = cases.counts(rows, 6)
-    q, window = cases.window(rows, 6)
-    y, after, _ = recurrence.run_window(q, window, state, pending, kept, lengths)
+    parts = cases.counts(rows, last)
+    q, window = cases.window(rows, last)
+    y, after, _ = recurrence.run_window(q, window, state, pending, kept, parts)
     folded = recurrence.fold(pending, kept, state)
     with mx.stream(mx.cpu):
         true_state = portable.fold(true_pending, kept, true_state)
-        true_y, true_after, _ = portable.run_chunked(q, window.masked(lengths), true_state)
+        true_y, true_after, _ = portable.run_chunked(q, window.masked(parts), true_state)
     close([folded, after], [true_state, true_after])
-    valid = np.arange(6) < np.array(lengths)[:, None]
+    valid = np.arange(last) < np.array(parts)[:, None]
     y, true_y = (np.array(a.astype(mx.float32)) for a in (y, true_y))
     np.testing.assert_allclose(y[valid], true_y[valid], rtol=2e-2, atol=2e-2)
     # What other rows may meet through masked attention is a number.
@@ -78,13 +83,13 @@ def test_inputs_of_windows_in_a_row(emulated, shape, dtype):
     compare_inputs(shape, dtype)
 
 
-def compare_inputs(shape, dtype):
+def compare_inputs(shape, dtype, lengths=(1, 3, 18, 2)):
     cases = RandomInputs(5, shape, dtype)
     convolution = cases.convolution()
     history = true_history = cases.history(3, 0)
     kept = None
     assert short_conv.fits(cases.projected(1, 1), convolution)
-    for length in (1, 3, 18, 2):
+    for length in lengths:
         given = cases.projected(3, length), convolution
         q, window, history = short_conv.convolve(*given, history, kept)
         with mx.stream(mx.cpu):
@@ -138,7 +143,10 @@ def test_shapes_that_the_kernels_are_not_made_for(emulated):
     assert all(check.ok and not check.applies for check in found)
 
 
-@pytest.mark.skipif(gpu.backend() is None, reason="mlx has no GPU here")
+on_a_gpu = pytest.mark.skipif(gpu.backend() is None, reason="mlx has no GPU here")
+
+
+@on_a_gpu
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
@@ -151,3 +159,18 @@ def test_on_a_real_gpu_the_kernels_are_used_and_equal_the_portable_code(shape, d
     compare_windows(shape, dtype)
     compare_inputs(shape, dtype)
     assert all(check.ok for check in check_kernels({"small": shape}))
+
+
+@pytest.mark.full
+@on_a_gpu
+@pytest.mark.parametrize("key_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("ratio", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [F32, mx.float16, BF16])
+def test_windows_after_windows_on_a_real_gpu(dtype, ratio, key_dim):
+    """Each combination is a kernel of its own, which takes seconds to compile."""
+    shape = GDNShape(2, key_dim, 2 * ratio, 64 if key_dim == 32 else 32)
+    for previous, length in itertools.product(range(9), (*range(1, 10), 64, 512)):
+        if length < 64 or previous in (0, 3):  # The portable code takes its time.
+            lengths = [previous, length] if previous else [length]
+            compare_windows(shape, dtype, lengths, length)
+            compare_inputs(shape, dtype, lengths)
