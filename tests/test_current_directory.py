@@ -92,6 +92,7 @@ def test_a_server_and_its_processes_import_nothing_from_the_current_directory(
 ) -> None:
     """Its processes for templates, tokenizers and grammars too."""
     argv = [*program, "serve", ".", "--port", "0", "--served-model-name", "m"]
+    argv += ["--calibration-seconds", "0"]
     with (
         with_our_name(hostile),
         subprocess.Popen(

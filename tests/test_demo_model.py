@@ -67,7 +67,7 @@ def drive(model, wanted, drafter=None, **settings) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("count", [7, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.full)])
 def test_prompts_of_32_tokens_equal_plain_decoding(bundled, count):
     prompts = bundled.prompts(count)
     wanted = [request(str(i), ids, greedy(32)) for i, ids in enumerate(prompts)]

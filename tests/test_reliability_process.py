@@ -76,7 +76,7 @@ def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log:
 
     A stream beside them keeps the server from having drained before. Other signals change nothing.
     """
-    few = ("--max-num-seqs", "3", "--drain-timeout", "300")
+    few = ("--max-num-seqs", "3", "--drain-timeout", "300", "--calibration-seconds", "0")
     with running(*few, read_log=read_log) as server, ThreadPoolExecutor(4) as pool:
         for _ in range(300):
             # A pipe takes some 64 KiB; the log has so much of each path, twice.

@@ -20,6 +20,7 @@ from tests.prefix.test_policy import END, GAIN, STEP, World, messages
 from tests.support import cases
 from tests.support.grammars import bad_words, compiled
 from tests.support.harness import Driver, request
+from tests.support.quick import full
 from tests.support.tiny_models import VOCAB
 
 TEXTS = st.lists(st.sampled_from([END, 5, 5, 5, 6]), min_size=1, max_size=80)
@@ -231,17 +232,27 @@ def alone(tiny_models):
     return run
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[*HealthCheck])
-@given(
+MANY = given(
     asked=st.lists(ASKED, min_size=2, max_size=7),
     rows=st.integers(1, 5),
     room=st.sampled_from([0, 300_000, 1 << 30]),
     overlap=st.booleans(),
 )
-def test_a_prompt_has_its_chunks_and_bits_whatever_is_asked_beside_it(
-    tiny_models, alone, asked, rows, room, overlap
-):
+
+
+@pytest.mark.parametrize("examples", [5, full(100)])
+def test_a_prompt_has_its_chunks_and_bits_whatever_is_asked_beside_it(tiny_models, alone, examples):
     """Choices, logprobs of prompts, grammars, drafts, cancelled prompts, a cache that forgets."""
+
+    @settings(max_examples=examples, suppress_health_check=[*HealthCheck])
+    @MANY
+    def check(asked, rows, room, overlap) -> None:
+        check_beside(tiny_models, alone, asked, rows, room, overlap)
+
+    check()
+
+
+def check_beside(tiny_models, alone, asked, rows, room, overlap) -> None:
     config = {"max_num_seqs": rows, "prefix_cache_size": room, "overlap": overlap}
     driver = Noted(tiny_models["qwen3_next"], **config, num_draft_tokens="auto", max_decode_pause=1)
     arrivals, cancels = {}, {}

@@ -13,6 +13,7 @@ import pytest
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.server.app import Server, bind, create_app, make_server
+from mlx_mtp.text.sandbox import text_worker
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine
 
@@ -45,6 +46,12 @@ def tokenizer_with(template: str) -> Tokenizer:
     inner = copy.copy(library_tokenizer())
     inner.chat_template = template
     return Tokenizer(inner, "the test's model")
+
+
+@pytest.fixture
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process for templates and tokenizers: each takes a second of the processor to start."""
+    monkeypatch.setattr(text_worker, "NUM_WORKERS", 1)
 
 
 @pytest.fixture(scope="session")
