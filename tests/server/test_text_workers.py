@@ -111,6 +111,7 @@ def test_a_tokenizer_that_grows_at_the_start_ends_its_process(
     assert done.returncode != 0 and not done.stdout
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_a_worker_that_cannot_be_started_is_tried_again_until_it_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
