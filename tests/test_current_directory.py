@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "command",
-    # Quickly the program is started by the server's test alone, as a script that is beside nothing.
+    # In the quick run the test of the server alone starts the program, as a script.
     [full(PROGRAM), full(SAFELY), MODULE],
     ids=["mlx-mtp", "-P -m", "-m"],
 )

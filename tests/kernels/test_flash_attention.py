@@ -9,6 +9,7 @@ from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import flash_attention
+from tests.support.quick import full
 
 DIM, BF16, F16 = flash_attention.DIM, mx.bfloat16, mx.float16
 
@@ -40,7 +41,7 @@ def test_blocks_of_other_sizes(monkeypatch, block):
     assert 0 < flash_attention.FLASH_ATTENTION.error((2, 1, DIM), BF16) < gpu.TOLERANCE
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 129), (190, 130), (511, 128)])
+@pytest.mark.parametrize(("start", "length"), [full(0, 129), (190, 130), (511, 128)])
 def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, length):
     """Queries are a view, and what lies behind the last position changes no bit."""
     monkeypatch.setattr(flash_attention.FLASH_ATTENTION, "_is_right", lambda *_: True)
