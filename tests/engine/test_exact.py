@@ -232,43 +232,38 @@ def alone(tiny_models):
     return run
 
 
-MANY = given(
-    asked=st.lists(ASKED, min_size=2, max_size=7),
-    rows=st.integers(1, 5),
-    room=st.sampled_from([0, 300_000, 1 << 30]),
-    overlap=st.booleans(),
-)
-
-
 @pytest.mark.parametrize("examples", [5, full(100)])
 def test_a_prompt_has_its_chunks_and_bits_whatever_is_asked_beside_it(tiny_models, alone, examples):
     """Choices, logprobs of prompts, grammars, drafts, cancelled prompts, a cache that forgets."""
 
     @settings(max_examples=examples, suppress_health_check=[*HealthCheck])
-    @MANY
+    @given(
+        asked=st.lists(ASKED, min_size=2, max_size=7),
+        rows=st.integers(1, 5),
+        room=st.sampled_from([0, 300_000, 1 << 30]),
+        overlap=st.booleans(),
+    )
     def check(asked, rows, room, overlap) -> None:
-        check_beside(tiny_models, alone, asked, rows, room, overlap)
+        config = {"max_num_seqs": rows, "prefix_cache_size": room, "overlap": overlap}
+        driver = Noted(
+            tiny_models["qwen3_next"], **config, num_draft_tokens="auto", max_decode_pause=1
+        )
+        arrivals, cancels = {}, {}
+        for number, (prompt, kind, start, ends) in enumerate(asked):
+            arrivals.setdefault(start, []).append(kinds(f"{number}", PROMPTS[prompt])[kind])
+            if ends is not None:
+                cancels.setdefault(start + ends, []).append(f"{number}")
+        driver.run_arrivals(arrivals, cancels)
+        for number, (prompt, kind, _, ends) in enumerate(asked):
+            chunks, bits = alone(prompt, kind)
+            found, length = driver.chunks.get(f"{number}", []), len(PROMPTS[prompt])
+            if driver.prompt_bits(f"{number}") is None:
+                assert ends is not None  # Cancelled before its first token.
+                reused = found[0][0] if found else 0
+                expected = [each for each in chunks if each[0] >= reused]
+                assert found in (expected[: len(found)], [(length, length)])
+                continue
+            assert found in (chunks[len(chunks) - len(found) :], [(length, length)])
+            assert driver.prompt_bits(f"{number}") == bits
 
     check()
-
-
-def check_beside(tiny_models, alone, asked, rows, room, overlap) -> None:
-    config = {"max_num_seqs": rows, "prefix_cache_size": room, "overlap": overlap}
-    driver = Noted(tiny_models["qwen3_next"], **config, num_draft_tokens="auto", max_decode_pause=1)
-    arrivals, cancels = {}, {}
-    for number, (prompt, kind, start, ends) in enumerate(asked):
-        arrivals.setdefault(start, []).append(kinds(f"{number}", PROMPTS[prompt])[kind])
-        if ends is not None:
-            cancels.setdefault(start + ends, []).append(f"{number}")
-    driver.run_arrivals(arrivals, cancels)
-    for number, (prompt, kind, _, ends) in enumerate(asked):
-        chunks, bits = alone(prompt, kind)
-        found, length = driver.chunks.get(f"{number}", []), len(PROMPTS[prompt])
-        if driver.prompt_bits(f"{number}") is None:
-            assert ends is not None  # Cancelled before its first token.
-            reused = found[0][0] if found else 0
-            expected = [each for each in chunks if each[0] >= reused]
-            assert found in (expected[: len(found)], [(length, length)])
-            continue
-        assert found in (chunks[len(chunks) - len(found) :], [(length, length)])
-        assert driver.prompt_bits(f"{number}") == bits
