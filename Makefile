@@ -47,7 +47,7 @@ serve: setup
 # Processes that tests start find their modules compiled, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not full" \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full" \
 		-o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
 test-full: $(VENV)/.full

@@ -91,6 +91,11 @@ def small_classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     layout.rounded_capacity.cache_clear()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of `mtp_server` come first, so that one of several processes starts it."""
+    items.sort(key=lambda item: "mtp_server" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what the tests measured: rounding ties that were met, acceptance."""
     if MEASURED:

@@ -1,10 +1,12 @@
-"""The command line: flags, their environment variables, errors, and both commands for real."""
+"""The command line: flags, their environment variables, errors, and commands for real."""
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -29,7 +31,6 @@ from mlx_mtp.server.app import bind
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
 from tests.support.fake_engine import FakeInfo
-from tests.support.process import running
 
 COMMAND = [sys.executable, "-m", "mlx_mtp"]
 
@@ -304,26 +305,6 @@ def test_a_model_goes_without_a_head_unless_one_was_asked_for(command, monkeypat
         assert "there is no head" in capsys.readouterr().err
 
 
-def test_serve_for_real():
-    """With the command of its banner."""
-    depth = ("--enable-mtp", "--mtp-num-draft-tokens", "2")
-    with running(*depth, "--api-key", "k", read_log=False) as server:
-        printed = ""
-        while "\nReady" not in printed:
-            printed += server.process.stdout.readline()
-        assert "mlx-mtp-demo" in printed and "on, 2 drafts per step" in printed
-        command = printed[printed.index("curl ") : printed.index("\nReady")]
-        command = command.replace("\\\n", " ")
-        _, url, *flags = shlex.split(command)
-        *headers, body = flags[1::2]
-        sent = dict(header.replace("$MLX_MTP_API_KEY", "k").split(": ") for header in headers)
-        answer = httpx.post(url, content=body, headers=sent, timeout=60).json()
-        assert answer["choices"][0]["message"]["content"]
-        assert answer["timings"]["draft_n_accepted"] > 0
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(30) == 0
-
-
 def test_closed_streams_and_few_open_files():
     """mlx-lm wants a limit of 2,048 open files; here less will do, and none is lowered."""
     code = """
@@ -347,20 +328,21 @@ for soft, hard, found in ((256, 512, 512), (256, 4000, 2048), (3000, 4000, 3000)
     assert done.returncode == 0 and "2 tokens" in done.stderr
 
 
-def test_a_server_without_files_for_its_clients_is_refused():
-    shell = 'ulimit -n 64 && exec "$0" -m mlx_mtp serve --port 0'
-    done = subprocess.run(["bash", "-c", shell, sys.executable], capture_output=True, text=True)
-    told = "mlx-mtp: The limit of open files is 64, and the server needs 80: raise it, as by "
-    assert (done.returncode, done.stderr, done.stdout) == (2, f"{told}`ulimit -n 80`.\n", "")
+def test_a_server_without_files_for_its_clients_is_refused(monkeypatch, capsys):
+    """As under `ulimit -n 64`."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    assert cli.main(["serve", "--port", "0"], {}) == 2
+    message = "mlx-mtp: The limit of open files is 64, and the server needs 80: raise it, as by "
+    assert capsys.readouterr() == ("", f"{message}`ulimit -n 80`.\n")
 
 
-def test_generate_for_real():
-    argv = [*COMMAND, "generate", "-", "--max-tokens", "12", "--temperature", "0"]
-    argv += ["--mtp-num-draft-tokens", "2"]
-    more = {"input": "Tell me a story.", "text": True}
-    done = subprocess.run(argv, capture_output=True, check=True, **more)
-    assert len(done.stdout.split()) > 5
-    assert re.search(r"12 tokens, [\d.]+/s.*drafts accepted", done.stderr)
+def test_generate(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tell me a story.")))
+    argv = ["generate", "-", "--max-tokens", "12", "--temperature", "0"]
+    assert cli.main([*argv, "--mtp-num-draft-tokens", "2"], {}) == 0
+    out, errors = capsys.readouterr()
+    assert len(out.split()) > 5
+    assert re.search(r"12 tokens, [\d.]+/s.*drafts accepted", errors)
 
 
 def _closed_pipe() -> int:
@@ -389,7 +371,9 @@ def test_when_nobody_reads_generate_ends_and_serve_goes_on(opened, ends):
     assert "Error" not in done.stderr and "Exception" not in done.stderr
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    process = subprocess.Popen([*COMMAND, "serve", "--port", str(port)], **more)
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--port", str(port), "--calibration-seconds", "0"], **more
+    )
     os.close(writer)
     try:
         transport = httpx.HTTPTransport(retries=10)  # With growing waits, until it listens.

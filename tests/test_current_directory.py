@@ -16,6 +16,7 @@ import pytest
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from tests.support.process import CHAT
+from tests.support.quick import full
 
 # The installed program imports from its own folder first; `-m` from the current directory.
 PROGRAM = (str(Path(sysconfig.get_path("scripts"), "mlx-mtp")),)
@@ -73,7 +74,8 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "command",
-    [PROGRAM, pytest.param(SAFELY, marks=pytest.mark.full), MODULE],
+    # In the quick run the test of the server alone starts the program, as a script.
+    [full(PROGRAM), full(SAFELY), MODULE],
     ids=["mlx-mtp", "-P -m", "-m"],
 )
 def test_a_command_imports_nothing_from_the_current_directory(
@@ -92,6 +94,7 @@ def test_a_server_and_its_processes_import_nothing_from_the_current_directory(
 ) -> None:
     """Its processes for templates, tokenizers and grammars too."""
     argv = [*program, "serve", ".", "--port", "0", "--served-model-name", "m"]
+    argv += ["--calibration-seconds", "0"]
     with (
         with_our_name(hostile),
         subprocess.Popen(

@@ -1,5 +1,6 @@
 """The bundled model and its dense sibling: MTP changes no token, heads and answers are right."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,7 @@ from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.support.harness import MEASURED, Driver, OracleDrafter, Ties, greedy, plain, request
 from tests.support.harness import SamplingParams as Sampling
+from tests.support.quick import full
 
 DATA = json.loads((Path(__file__).parent / "data" / "demo_prompts.json").read_text())
 EOS = (4089, 4087)
@@ -67,7 +69,7 @@ def drive(model, wanted, drafter=None, **settings) -> Driver:
     return driver
 
 
-@pytest.mark.parametrize("count", [7, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [4, pytest.param(None, marks=pytest.mark.full)])
 def test_prompts_of_32_tokens_equal_plain_decoding(bundled, count):
     prompts = bundled.prompts(count)
     wanted = [request(str(i), ids, greedy(32)) for i, ids in enumerate(prompts)]
@@ -147,9 +149,19 @@ class Recorder(MTPDrafter):
         return (drafts + 1) % VOCAB
 
 
-@pytest.mark.parametrize("count", [7, pytest.param(28, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("kind", "low", "high"), [("closed", 0.98, 1.0), ("open", 0.6, 0.95)])
-def test_teacher_forced_acceptance(bundled, kind, low, high, count):
+SHARES = {"closed": (0.98, 1.0), "open": (0.6, 0.95)}
+
+
+@pytest.mark.parametrize(
+    ("bundled", "kind", "count"),
+    [
+        ("moe", "open", 7),
+        ("dense", "closed", 7),
+        *(full(*each, 28) for each in itertools.product(("moe", "dense"), SHARES)),
+    ],
+    indirect=["bundled"],
+)
+def test_teacher_forced_acceptance(bundled, kind, count):
     """How often the first draft is what the trunk says next, at every position of greedy text."""
     texts = [p["prompt"] for p in bundled.texts if (p["task"] in OPEN_TASKS) == (kind == "open")]
     prompts = [*map(bundled.tokenizer.encode, texts[:count])]
@@ -163,6 +175,7 @@ def test_teacher_forced_acceptance(bundled, kind, low, high, count):
     agreed, total = sum(token == draft for token, draft in seen), len(seen)
     MEASURED.append(f"{bundled.name}, {kind} text, teacher-forced, depth 1: {agreed}/{total}")
     assert total > 10 * count
+    low, high = SHARES[kind]
     assert low < agreed / total <= high
 
 

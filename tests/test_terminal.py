@@ -1,10 +1,12 @@
 """`serve` in a terminal of 80 columns, recorded as text: banner, a request's line, Ctrl-C."""
 
 import fcntl
+import json
 import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -111,6 +113,7 @@ RECORDING = """
 
 curl http://127.0.0.1:PORT/v1/chat/completions \\
   -H 'Content-Type: application/json' \\
+  -H "Authorization: Bearer $MLX_MTP_API_KEY" \\
   -d '{"model": "mlx-mtp-demo",
        "messages": [{"role": "user", "content": "Tell me a story."}]}'
 
@@ -141,16 +144,21 @@ def test_tables_and_labels_fit_and_keep_their_words(num_rows: int) -> None:
 
 
 def test_serve_in_80_columns() -> None:
+    """With the command of its banner."""
     flags = ("--port", "0", "--enable-mtp", "--calibration-seconds", "0", "--dtype", "float32")
-    with terminal("serve", *flags, "--mtp-num-draft-tokens", "2") as shown:
-        url = shown.wait_for(r"address +(http://\S+)")[1]
-        shown.wait_for("Ready. A browser finds a chat at the address. Ctrl-C stops the server.\n")
-        body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 40}
-        body |= {"model": "mlx-mtp-demo", "temperature": 0}
-        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+    flags += ("--api-key", "k", "--mtp-num-draft-tokens", "2")
+    with terminal("serve", *flags) as shown:
+        command = shown.wait_for(r"(?s)curl (.*)\n\nReady\. .* Ctrl-C stops the server\.\n")[1]
+        url, *options = shlex.split(command.replace("\\\n", " "))
+        *headers, body = options[1::2]
+        sent = dict(each.replace("$MLX_MTP_API_KEY", "k").split(": ") for each in headers)
+        body = {**json.loads(body), "max_tokens": 40, "temperature": 0}
+        answered = httpx.post(url, json=body, headers=sent, timeout=60).json()
+        assert answered["choices"][0]["message"]["content"]
+        assert answered["timings"]["draft_n_accepted"] > 0
         shown.wait_for("chatcmpl-")
         long = {**body, "max_tokens": 20_000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=60) as answer:
+        with httpx.stream("POST", url, json=long, headers=sent, timeout=60) as answer:
             lines = answer.iter_lines()
             for _ in range(16):  # until drafts have been accepted, on a busy machine too
                 next(lines)

@@ -36,8 +36,8 @@ FACTORS = {
     "overlap": (True, False),
     "chunks": ("whole", "random"),
 }
-# Steps of 2 and of 5 drafts are in the product alone: other tests of the engine have them.
-CASES = covering(FACTORS | {"depth": (0, 1, 3, "erratic", "auto")})
+# Steps of 1, 2 and 5 drafts are in the product alone: other tests, as of ranks, have them.
+CASES = covering(FACTORS | {"depth": (0, 3, "erratic", "auto")})
 for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
     others = (
         each[number // place % len(each)]

@@ -20,6 +20,7 @@ from tests.prefix.test_policy import END, GAIN, STEP, World, messages
 from tests.support import cases
 from tests.support.grammars import bad_words, compiled
 from tests.support.harness import Driver, request
+from tests.support.quick import full
 from tests.support.tiny_models import VOCAB
 
 TEXTS = st.lists(st.sampled_from([END, 5, 5, 5, 6]), min_size=1, max_size=80)
@@ -231,33 +232,38 @@ def alone(tiny_models):
     return run
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[*HealthCheck])
-@given(
-    asked=st.lists(ASKED, min_size=2, max_size=7),
-    rows=st.integers(1, 5),
-    room=st.sampled_from([0, 300_000, 1 << 30]),
-    overlap=st.booleans(),
-)
-def test_a_prompt_has_its_chunks_and_bits_whatever_is_asked_beside_it(
-    tiny_models, alone, asked, rows, room, overlap
-):
+@pytest.mark.parametrize("examples", [5, full(100)])
+def test_a_prompt_has_its_chunks_and_bits_whatever_is_asked_beside_it(tiny_models, alone, examples):
     """Choices, logprobs of prompts, grammars, drafts, cancelled prompts, a cache that forgets."""
-    config = {"max_num_seqs": rows, "prefix_cache_size": room, "overlap": overlap}
-    driver = Noted(tiny_models["qwen3_next"], **config, num_draft_tokens="auto", max_decode_pause=1)
-    arrivals, cancels = {}, {}
-    for number, (prompt, kind, start, ends) in enumerate(asked):
-        arrivals.setdefault(start, []).append(kinds(f"{number}", PROMPTS[prompt])[kind])
-        if ends is not None:
-            cancels.setdefault(start + ends, []).append(f"{number}")
-    driver.run_arrivals(arrivals, cancels)
-    for number, (prompt, kind, _, ends) in enumerate(asked):
-        chunks, bits = alone(prompt, kind)
-        found, length = driver.chunks.get(f"{number}", []), len(PROMPTS[prompt])
-        if driver.prompt_bits(f"{number}") is None:
-            assert ends is not None  # Cancelled before its first token.
-            reused = found[0][0] if found else 0
-            expected = [each for each in chunks if each[0] >= reused]
-            assert found in (expected[: len(found)], [(length, length)])
-            continue
-        assert found in (chunks[len(chunks) - len(found) :], [(length, length)])
-        assert driver.prompt_bits(f"{number}") == bits
+
+    @settings(max_examples=examples, suppress_health_check=[*HealthCheck])
+    @given(
+        asked=st.lists(ASKED, min_size=2, max_size=7),
+        rows=st.integers(1, 5),
+        room=st.sampled_from([0, 300_000, 1 << 30]),
+        overlap=st.booleans(),
+    )
+    def check(asked, rows, room, overlap) -> None:
+        config = {"max_num_seqs": rows, "prefix_cache_size": room, "overlap": overlap}
+        driver = Noted(
+            tiny_models["qwen3_next"], **config, num_draft_tokens="auto", max_decode_pause=1
+        )
+        arrivals, cancels = {}, {}
+        for number, (prompt, kind, start, ends) in enumerate(asked):
+            arrivals.setdefault(start, []).append(kinds(f"{number}", PROMPTS[prompt])[kind])
+            if ends is not None:
+                cancels.setdefault(start + ends, []).append(f"{number}")
+        driver.run_arrivals(arrivals, cancels)
+        for number, (prompt, kind, _, ends) in enumerate(asked):
+            chunks, bits = alone(prompt, kind)
+            found, length = driver.chunks.get(f"{number}", []), len(PROMPTS[prompt])
+            if driver.prompt_bits(f"{number}") is None:
+                assert ends is not None  # Cancelled before its first token.
+                reused = found[0][0] if found else 0
+                expected = [each for each in chunks if each[0] >= reused]
+                assert found in (expected[: len(found)], [(length, length)])
+                continue
+            assert found in (chunks[len(chunks) - len(found) :], [(length, length)])
+            assert driver.prompt_bits(f"{number}") == bits
+
+    check()

@@ -28,7 +28,7 @@ def requests() -> list[Request]:
     """Four run and four wait; two prompts take several chunks."""
     lengths = enumerate((3, 5, 40, 2, 7, 37, 4, 6))
     return [
-        request(f"r{i}", range(2 + i, 2 + i + n), greedy(14 + i, ignore_eos=True))
+        request(f"r{i}", range(2 + i, 2 + i + n), greedy(9 + i, ignore_eos=True))
         for i, n in lengths
     ]
 

@@ -4,12 +4,12 @@ import sys
 from functools import wraps
 
 import mlx.core as mx
-import pytest
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.kernels import gpu
 from tests.support.cases import STEP, make_requests
 from tests.support.harness import Driver
+from tests.support.quick import diagonal
 from tests.support.tiny_models import VOCAB
 
 
@@ -42,8 +42,7 @@ def shapes_of(function, args):
     return found
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
-@pytest.mark.parametrize("depth", [None, 0, 2, "auto"])
+@diagonal(depth=(None, 0, 2, "auto"), kind=("greedy", "sampled"))
 def test_no_compiled_operation_is_on_nothing(tiny_models, monkeypatch, depth, kind):
     model, met, faults = tiny_models["qwen3_5"], set(), set()
     for module, name, function in all_fused():

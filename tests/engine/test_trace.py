@@ -8,11 +8,11 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import RequestOptions
 from tests.support.cases import EOS, STEP, drafter_for, make_requests
 from tests.support.harness import Driver
+from tests.support.quick import diagonal
 from tests.support.tiny_models import VOCAB
 
 
-@pytest.mark.parametrize("kind", ["sampled", "greedy grammars"])
-@pytest.mark.parametrize("depth", [0, 1, 2, 3, "auto"])
+@diagonal(depth=(0, 1, 2, 3, "auto"), kind=("sampled", "greedy grammars"))
 def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
     """Every other row wants a trace; each draft that counted is told, and the first n came out."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", kind)

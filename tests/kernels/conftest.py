@@ -10,6 +10,7 @@ import pytest
 from mlx_mtp import kernels
 from mlx_mtp.kernels import gpu, norms
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention, mma
+from mlx_mtp.selftest import timing
 from tests.kernels.emulator import WHY_NOT, EmulatedKernel
 from tests.kernels.matrix_units import MATRIX_UNITS, WARPGROUP
 from tests.kernels.metal_source import MetalKernel
@@ -45,6 +46,10 @@ def unbuilt(monkeypatch):
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(timing, "_ROUNDS", 1)
+    monkeypatch.setattr(
+        timing, "_LEAST_SECONDS", 0.0
+    )  # of a round: an emulator's time says nothing
     monkeypatch.setattr(mx, "compile", lambda function: function)
     norm_kernels = [each.kernel for each in OBJECTS if isinstance(each, norms.FusedNorm)]
     for each in [*OBJECTS, *norm_kernels]:

@@ -208,13 +208,15 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
 
 _RUN = r"""
 static void lane_main() {
-  call_body();
-  finished[lane_now] = true;
-  steps_in_all[lane_now] = steps[lane_now];
-  // Who waits for the others waits no longer for this one.
-  steps[lane_now] = barriers[lane_now] = 1L << 60;
-  ++progress;
-  _longjmp(scheduler, 1);
+  for (;;) {
+    call_body();
+    finished[lane_now] = true;
+    steps_in_all[lane_now] = steps[lane_now];
+    // Who waits for the others waits no longer for this one.
+    steps[lane_now] = barriers[lane_now] = 1L << 60;
+    ++progress;
+    let_others();  // The next group goes on here: a new context would take system calls.
+  }
 }
 
 // False if lanes of a warp come to different steps, or all wait.
@@ -225,8 +227,9 @@ static bool run_group() {
   static long before, own;
   group = blockIdx;
   for (lane_now = 0; lane_now < lanes_in_all; ++lane_now) {
-    started[lane_now] = finished[lane_now] = false;
+    finished[lane_now] = false;
     steps[lane_now] = barriers[lane_now] = 0;
+    if (started[lane_now]) continue;
     getcontext(&contexts[lane_now]);
     contexts[lane_now].uc_stack.ss_sp = stacks[lane_now];
     contexts[lane_now].uc_stack.ss_size = sizeof(stacks[lane_now]);
@@ -277,7 +280,10 @@ extern "C" int run(const int* grid, const int* group, void** in, int** shapes, i
   for (unsigned i = 0; i < all; ++i) {
     const unsigned at = backwards ? all - 1 - i : i;
     blockIdx = {at % x, at / x % y, at / x / y};
-    if (!run_group()) return 1;
+    if (!run_group()) {
+      memset(started, 0, sizeof(started));  // Lanes stopped within the body.
+      return 1;
+    }
   }
   return 0;
 }

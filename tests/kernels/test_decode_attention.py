@@ -8,10 +8,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.cuda import attention_plan, decode_attention
-from mlx_mtp.selftest.kernels import check_cases
-from tests.kernels.conftest import forget_kernels
 
 BF16, F16 = mx.bfloat16, mx.float16
 # Query heads, KV heads, dimension, type.
@@ -41,24 +38,6 @@ def test_it_is_exact_and_a_position_does_not_depend_on_others(heads, kv_heads, d
     assert not decode_attention.fits(queries, kv, kv_heads, longest + 1, scale)
     assert not decode_attention.fits(queries, kv, kv_heads, 1, 1.0)
     assert not decode_attention.fits(queries.astype(mx.float32), kv, kv_heads, 1, scale)
-
-
-@pytest.mark.full
-def test_the_self_test_shows_it(monkeypatch):
-    def check(*heads):
-        (found,) = check_cases(
-            "small", [KernelCase(decode_attention.WINDOW_ATTENTION, heads, BF16)]
-        )
-        return found
-
-    found = check(4, 1, 128)
-    assert found.ok and 0 < found.difference < gpu.TOLERANCE
-    assert not check(4, 1, 32).applies
-    monkeypatch.setattr(
-        decode_attention, "_ADD", decode_attention._ADD.replace("out / total", "out")
-    )
-    forget_kernels()
-    assert not check(4, 1, 128).ok
 
 
 def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):

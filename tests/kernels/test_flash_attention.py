@@ -8,9 +8,8 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels import gpu
-from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.cuda import flash_attention
-from mlx_mtp.selftest.kernels import check_cases
+from tests.support.quick import full
 
 DIM, BF16, F16 = flash_attention.DIM, mx.bfloat16, mx.float16
 
@@ -42,7 +41,7 @@ def test_blocks_of_other_sizes(monkeypatch, block):
     assert 0 < flash_attention.FLASH_ATTENTION.error((2, 1, DIM), BF16) < gpu.TOLERANCE
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 129), (190, 130), (511, 128)])
+@pytest.mark.parametrize(("start", "length"), [full(0, 129), (190, 130), (511, 128)])
 def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, length):
     """Queries are a view, and what lies behind the last position changes no bit."""
     monkeypatch.setattr(flash_attention.FLASH_ATTENTION, "_is_right", lambda *_: True)
@@ -77,11 +76,3 @@ def test_the_largest_score_comes_last_and_first():
     found = flash_attention.attend(queries, keys, values, mx.arange(length, dtype=mx.int32))
     for position, chosen in ((0, 0), (1, 1), (70, 1), (71, 71), (135, 71)):
         assert mx.array_equal(found[position, 0], values[0, 0, chosen])
-
-
-def test_the_self_test_shows_it():
-    operation = flash_attention.FLASH_ATTENTION
-    small, tiny = (KernelCase(operation, (2, 1, dim), BF16) for dim in (DIM, 128))
-    found, other = check_cases("small", [small, tiny])
-    assert found.ok and 0 < found.difference < gpu.TOLERANCE
-    assert not other.applies

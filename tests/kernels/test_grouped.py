@@ -10,13 +10,14 @@ from mlx_mtp.kernels.formats import Format, weight_of
 from mlx_mtp.kernels.gpu import MOST_ROWS
 from mlx_mtp.models.gemm.routes import Routes, set_routes
 from tests.kernels.test_skinny_gemm import BF16, exact, linear, near
+from tests.support.quick import full
 
 pytestmark = pytest.mark.usefixtures("matrix_units")
 
 AFFINE4 = Format("affine", 4, 64)
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 9.0])
+@pytest.mark.parametrize("spread", [0.0, full(1.0), 9.0])
 def test_experts_of_a_prompt(monkeypatch, spread):
     """Evenly routed, to some more often, and nearly all to two."""
     rows = MOST_ROWS + 2

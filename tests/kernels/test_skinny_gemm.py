@@ -103,7 +103,7 @@ def test_scales_far_from_one(form):
 
 
 @pytest.mark.parametrize(
-    ("form", "many"), [(AFFINE4, 256), (AFFINE4, 3), (AFFINE8, 256), (NV4, 256), (PLAIN, 256)]
+    ("form", "many"), [(AFFINE4, 256), (AFFINE4, 3), full(AFFINE8, 256), (NV4, 256), (PLAIN, 256)]
 )
 def test_experts(form, many, monkeypatch):
     """Experts of no pair, of one, and of more pairs than a block takes; and each pair alone."""

@@ -15,6 +15,7 @@ from mlx_mtp.kernels.cuda import (
 from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.selftest.kernels import check_cases
 from tests.kernels.conftest import OBJECTS
+from tests.support.quick import full
 
 F32, BF16 = mx.float32, mx.bfloat16
 GATED_DELTA = KernelCase(gated_delta.GATED_DELTA, GDNShape(2, 32, 4, 32), F32)
@@ -74,7 +75,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("case", "owner", "right", "wrong"),
-    [*QUICK, *(pytest.param(*row, marks=pytest.mark.full) for row in OTHERS)],
+    [*QUICK, *(full(*row) for row in OTHERS)],
 )
 def test_a_wrong_body_is_found_and_not_used(matrix_units, spoil, caplog, case, owner, right, wrong):
     """Also where the operation is compared within a step."""
@@ -85,10 +86,11 @@ def test_a_wrong_body_is_found_and_not_used(matrix_units, spoil, caplog, case, o
     assert "slower code is used" in caplog.text
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.operation.name)
+@pytest.mark.parametrize("case", [*SMALL, FLASH, full(WINDOWS)], ids=lambda c: c.operation.name)
 def test_right_bodies_are_used(matrix_units, case, caplog):
-    """In both types, and the self-test shows the same."""
-    dtypes = (BF16, mx.float16) if case is CHUNKS else (F32, BF16)
+    """In both types, and the self-test shows the same; of attention there are tests by type."""
+    others = {CHUNKS: (BF16, mx.float16), FLASH: (), WINDOWS: ()}
+    dtypes = others.get(case, (F32, BF16))
     (check,) = check_cases("small", [case])
     assert check.ok and check.applies and 0 < check.difference < gpu.TOLERANCE
     for dtype in dtypes:

@@ -438,7 +438,7 @@ def play(
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [5, full(500)])
+@pytest.mark.parametrize("count", [3, full(500)])
 def test_trees_of_conversations(tiny_models, count):
     """Every second tree with a directory, and then again after a restart."""
     ties = Ties()

@@ -9,10 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from llguidance import LLTokenizer
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.sampling import grammar
 from mlx_mtp.server.app import Server, bind, create_app, make_server
+from mlx_mtp.text.sandbox import text_worker
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine
 
@@ -45,6 +48,25 @@ def tokenizer_with(template: str) -> Tokenizer:
     inner = copy.copy(library_tokenizer())
     inner.chat_template = template
     return Tokenizer(inner, "the test's model")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_grammar_tokenizer() -> Iterator[None]:
+    """llguidance's tokenizer is made once for each tokenizer.json, not for each application."""
+
+    @cache
+    def made(tokenizer_json: str, eos_token: tuple[int, ...]) -> LLTokenizer:
+        return LLTokenizer(tokenizer_json, eos_token=list(eos_token))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar, "LLTokenizer", lambda text, eos_token: made(text, tuple(eos_token)))
+        yield
+
+
+@pytest.fixture
+def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process for templates and tokenizers: each takes a second of the processor to start."""
+    monkeypatch.setattr(text_worker, "NUM_WORKERS", 1)
 
 
 @pytest.fixture(scope="session")

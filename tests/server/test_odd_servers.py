@@ -114,7 +114,8 @@ def test_top(
     monkeypatch.setattr(top, "_LINE_MESSAGES", 1)
     monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
     found = []
-    for version in [later, *odd_versions(state, (None, 10**400, STEERING))]:
+    values = (None, 10**400, STEERING) if is_terminal else (STEERING,)
+    for version in [later, *odd_versions(state, values)]:
         monkeypatch.setattr(top, "_states", lambda _, version=version: iter([state, version]))
         found.append(main(["top"], {}))
         shown = capsys.readouterr()

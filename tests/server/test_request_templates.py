@@ -21,6 +21,7 @@ from tests.support.wire_help import prompt_of
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ '>' if add_generation_prompt }}"
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_templates_of_requests(tokenizer: Tokenizer) -> None:
     given = GOOD[CHAT] | {"chat_template": TEMPLATE}
     with in_process() as closed:
@@ -107,8 +108,15 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("path", [None, BUNDLED_MODEL], ids=["here", "worker"])
-def test_special_tokens_in_messages_stay_text(tokenizer: Tokenizer, path: Path | None) -> None:
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize(
+    ("path", "modes"),
+    [(None, ("control", "text")), (BUNDLED_MODEL, ("text",))],
+    ids=["here", "worker"],
+)
+def test_special_tokens_in_messages_stay_text(
+    tokenizer: Tokenizer, path: Path | None, modes: tuple[str, ...]
+) -> None:
     """The prompt has the same text, and no more special tokens than with harmless text."""
     special = {tokenizer.added_tokens[name] for name in tokenizer.added_tokens}
 
@@ -118,7 +126,7 @@ def test_special_tokens_in_messages_stay_text(tokenizer: Tokenizer, path: Path |
         found = engine.submitted[-1].prompt_token_ids
         return [token for token in found if token in special], tokenizer.text_of(found)
 
-    for mode in ("control", "text"):
+    for mode in modes:
         engine = FakeEngine(answer([300]))
         settings = {"special_tokens_in_messages": mode, "text_workers": path}
         with in_process(engine, tokenizer=tokenizer, **settings) as client:

@@ -62,6 +62,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(hostile: Path) -> Iterator[httpx.Client]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_worker, "MAX_WORKER_BYTES", 1 << 28)
+        patch.setattr(text_worker, "NUM_WORKERS", 1)
         settings = {"text_workers": hostile, "template_seconds": SECONDS}
         with in_process(tokenizer=Tokenizer.load(hostile), **settings) as client:
             yield client
@@ -110,6 +111,7 @@ def test_a_tokenizer_that_grows_at_the_start_ends_its_process(
     assert done.returncode != 0 and not done.stdout
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_a_worker_that_cannot_be_started_is_tried_again_until_it_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,6 +169,7 @@ def test_whose_fault_it_is_that_a_worker_ends(
         assert words in failed.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_a_worker_that_was_stopped_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_worker, "_SPARE_SECONDS", 0.2)
     monkeypatch.setattr(text_worker, "MAX_ENCODE_SECONDS", SECONDS)
@@ -179,6 +182,7 @@ def test_a_worker_that_was_stopped_costs_no_request(monkeypatch: pytest.MonkeyPa
         assert client.post(CHAT, json=GOOD[CHAT]).is_success
 
 
+@pytest.mark.usefixtures("one_worker")
 def test_prompts_are_those_of_this_process(tokenizer: Tokenizer) -> None:
     chats = [
         saying("hi"),
