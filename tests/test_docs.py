@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import flags_doc
@@ -50,6 +52,13 @@ def test_the_tables_of_memory():
     pages = text_of("README.md"), text_of("docs/memory.md")
     for table, page in ((readme, pages[0]), *((other, pages[1]) for other in others)):
         assert table in page, "run: python scripts/memory_guide.py"
+
+
+def test_the_help_of_the_tables_script_is_no_table(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["memory_guide.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / "scripts/memory_guide.py"), run_name="__main__")
+    assert "usage: memory_guide.py" in (shown := capsys.readouterr().out) and "| --- |" not in shown
 
 
 def test_api_lists_what_is_accepted_without_effect():
