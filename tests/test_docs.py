@@ -82,6 +82,23 @@ def test_api_lists_what_is_accepted_without_effect():
             assert re.search(rf"\b{value}\b", section), f"{value} of {field} is missing"
 
 
+def test_the_paths_that_are_named_are_there():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    paths = {
+        path
+        for page in pages
+        for path in re.findall(
+            r"`((?:benchmarks|docs|mlx_mtp|scripts|tests)/[\w./*-]+)`", page.read_text("utf-8")
+        )
+        # Other projects have these.
+        if not path.startswith(("tests/api_resources", "tests/entrypoints"))
+    }
+    (late,) = re.findall(r'"\{(.+)\}\.py" = \["E402"\]', text_of("pyproject.toml"))
+    paths |= {f"{path}.py" for path in late.split(",")}
+    assert len(paths) >= 50
+    assert [path for path in sorted(paths) if not any(ROOT.glob(path))] == []
+
+
 def test_each_promise_has_tests_that_are_there():
     promises, _, tests = text_of("docs/reliability.md").partition("\n## The test ")
     rows = re.findall(r"^\| ([A-Z][0-9]+) \| (.+) \|$", tests, re.MULTILINE)
