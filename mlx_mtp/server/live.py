@@ -137,10 +137,9 @@ class Live:
 
         `answer_id` may also be the id of a choice's row. Raises NotFoundError or ForbiddenError.
         """
-        for request_id, generation in self._dispatcher.open.items():
-            if answer_id in (request_id, request_id.rpartition("-")[0]):
-                break
-        else:
+        open_requests = self._dispatcher.open.items()
+        matches = (g for name, g in open_requests if answer_id in (name, name.rpartition("-")[0]))
+        if (generation := next(matches, None)) is None:
             raise NotFoundError(
                 f"No answer {shortened(answer_id)!r} is running; it may have ended."
             )
