@@ -303,9 +303,9 @@ def test_one_clients_grammars_do_not_hold_up_anothers(
     order: list[str] = []
     compile_one = Grammars._compile
 
-    def noting(self: Grammars, compiler: Any, spec: GrammarSpec) -> Any:
+    def noting(self: Grammars, compiler: Any, spec: GrammarSpec, tools: Any) -> Any:
         order.append(spec.value)
-        return compile_one(self, compiler, spec)
+        return compile_one(self, compiler, spec, tools)
 
     monkeypatch.setattr(Grammars, "_compile", noting)
 
