@@ -143,8 +143,11 @@ def _llguidance_grammar(spec: GrammarSpec) -> dict[str, Any]:
         compiled = LLMatcher.grammar_from_regex(spec.value)
     else:
         schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
+        options = json.loads(schema).get("x-guidance")
+        # llguidance would apply a default pattern also to a schema that allows no whitespace.
+        is_tight = isinstance(options, dict) and options.get("whitespace_flexible") is False
         compiled = LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_pattern": JSON_WHITESPACE}
+            schema, defaults=None if is_tight else {"whitespace_pattern": JSON_WHITESPACE}
         )
     (grammar,) = json.loads(compiled)["grammars"]
     return {key: value for key, value in grammar.items() if value is not None}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mlx_mtp.errors import GrammarError, UnsupportedParameterError
+from mlx_mtp.errors import GrammarError, UnavailableError, UnsupportedParameterError
 from mlx_mtp.sampling.grammar import Grammar, GrammarCompiler
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.inputs import Tool
@@ -111,9 +111,12 @@ class Grammars:
                     grammar_check.try_grammar(
                         self._checker, GrammarSpec("json_schema", json.dumps(schema))
                     )
-                except GrammarError as error:
-                    return str(error)
+                except GrammarError as fault:
+                    return str(fault)
+                except UnavailableError:
+                    raise TimeoutError from None
                 return None
 
-            named = named_error(str(error), spec.value, tools, error_of) if tools else None
-            return GrammarError(named or str(error), param="tools" if named else None)
+            if tools:
+                return named_error(str(error), spec.value, tools, error_of)
+            return GrammarError(str(error))

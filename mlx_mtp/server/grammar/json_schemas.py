@@ -8,11 +8,10 @@ from mlx_mtp.text.parsing.bare_values import resolved
 
 OPTIONS = "x-guidance"
 """The key of llguidance's options in a schema. A schema that has them is left as it is."""
-# The empty pattern overrides the compiler's default, which `whitespace_flexible` alone would not.
-_NO_WHITESPACE = {"whitespace_flexible": False, "whitespace_pattern": ""}
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 _WHITESPACE: Mapping[bool | None, dict[str, Any]] = {
-    None: {**_NO_WHITESPACE, "item_separator": ", ?", "key_separator": ": ?"},
-    True: _NO_WHITESPACE,
+    None: _ONE_LINE,
+    True: {"whitespace_flexible": False},
     False: {"whitespace_pattern": JSON_WHITESPACE},
 }
 # Keywords whose schemas apply to the same value as the schema that they are in.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_mtp.bounded_json import shortened
+from mlx_mtp.errors import GrammarError
 from mlx_mtp.server.generation.inputs import Tool
 from mlx_mtp.server.grammar.answer_grammar import schema_of_tags
 from mlx_mtp.server.grammar.json_schemas import OPTIONS
@@ -16,15 +17,15 @@ _RULE = re.compile(r"call_(\d+)_(?:arguments|(\d+)_json): %json (.*)")
 _ErrorOf = Callable[[Mapping[str, Any]], str | None]
 
 
-def named_error(error: str, lark: str, tools: Sequence[Tool], error_of: _ErrorOf) -> str | None:
-    """The error of a grammar of tools, which begins with the place; None: no tool fails alone.
+def named_error(error: str, lark: str, tools: Sequence[Tool], error_of: _ErrorOf) -> GrammarError:
+    """The error of a grammar of tools, with the place and `param` if a tool fails alone.
 
     `error_of` compiles a JSON schema alone and returns its error, None if there is none. If it
     raises TimeoutError, the place is as precise as is known by then.
     """
-    lines, position = lark.splitlines(), re.match(r"at (\d+)\(", error)
+    lines, position = lark.splitlines(), re.match(r"at (\d+)\(\d+\): ", error)
     if position is not None:
-        lines = lines[int(position[1]) - 1 :][:1]
+        lines, error = lines[int(position[1]) - 1 :][:1], error[position.end() :]
     named = None
     with contextlib.suppress(TimeoutError):
         for rule in filter(None, map(_RULE.fullmatch, lines)):
@@ -35,7 +36,7 @@ def named_error(error: str, lark: str, tools: Sequence[Tool], error_of: _ErrorOf
             for named in _narrowed(tool, key, schema, fault, error_of):  # noqa: B007 - the last
                 pass
             break
-    return named
+    return GrammarError(error) if named is None else GrammarError(named, param="tools")
 
 
 def _narrowed(
