@@ -102,6 +102,8 @@ class Grammars:
             grammar_check.try_grammar(self._checker, spec)
             return grammar_check.compile_grammar(compiler, spec)
         except GrammarError as error:
+            if not tools:
+                return GrammarError(str(error))
             until = time.monotonic() + _SEARCH_SECONDS
 
             def error_of(schema: Mapping[str, Any]) -> str | None:
@@ -117,6 +119,4 @@ class Grammars:
                     raise TimeoutError from None
                 return None
 
-            if tools:
-                return named_error(str(error), spec.value, tools, error_of)
-            return GrammarError(str(error))
+            return named_error(str(error), spec.value, tools, error_of)
