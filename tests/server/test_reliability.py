@@ -262,7 +262,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_is_new(serve: Serve) -> Non
 def test_at_the_limit_and_at_a_second_signal_streams_end_with_an_error(
     serve: Serve, drain_timeout: float, signals: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "mlx_mtp")
     with (
         serve(FakeEngine(endless(40)), drain_timeout=drain_timeout) as client,
         client.stream("POST", CHAT, json=GOOD[CHAT] | {"stream": True}) as response,
