@@ -24,7 +24,7 @@ from benchmarks import Row, Rows
 from mlx_mtp import backend
 from mlx_mtp.bench.report import NOTHING, check_writable, write_json
 from mlx_mtp.errors import BenchError, MlxMtpError
-from mlx_mtp.flags import print_error
+from mlx_mtp.flags import hint, print_error
 
 _HELP = {
     "acceptance": "probability that a draft is accepted; random weights accept nothing",
@@ -162,10 +162,14 @@ def main(arguments: Sequence[str]) -> int:
     """List the scenarios, or run one; returns the exit status."""
     known = scenarios()
     name, *others = arguments or ["--help"]
+    if name not in known and name not in ("-h", "--help"):
+        fault = f"There is no benchmark {name!r}{hint(name, known)}"
+        print_error(f"{fault} (python -m benchmarks lists all)", "benchmarks")
+        return 2
     if name not in known:
         listed = "\n".join(f"{each:15} {line}" for each, (_, line) in sorted(known.items()))
         print(f"{__doc__}\n{listed}")
-        return 0 if name in ("-h", "--help") else 2
+        return 0
     try:
         run(name, others)
     except MlxMtpError as error:

@@ -34,16 +34,17 @@ _SIZES |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_si
 _PROMPTS = gpu.MOST_ROWS  # tokens of all; for more the CPU would compute
 _WARM_STEPS = 48  # also those that write what a head without drafts has deferred
 _VIEWS = "View|Broadcast|ExpandDims|Squeeze|Reshape|Flatten|Unflatten|Slice|Split|Transpose"
-_PARTS: dict[str, tuple[Any, str]] = {
-    "schedule": (Scheduler, "schedule"),
-    "trunk": (LoadedModel, "hidden"),
-    "lm_head": (LoadedModel, "logits"),
-    "draw": (runner_module, "_draw"),
-    "draft": (MTPDrafter, "propose"),
-    "launch": (mx, "async_eval"),
-    "read": (InFlightStep, "read"),
-    "update": (Scheduler, "update"),
-    "step": (ModelRunner, "_decode"),
+_Place = tuple[Any, Callable[..., Any]]  # a function and its owner
+_PARTS: dict[str, _Place] = {
+    "schedule": (Scheduler, Scheduler.schedule),
+    "trunk": (LoadedModel, LoadedModel.hidden),
+    "lm_head": (LoadedModel, LoadedModel.logits),
+    "draw": (runner_module, runner_module._sample),
+    "draft": (MTPDrafter, MTPDrafter.propose),
+    "launch": (mx, mx.async_eval),
+    "read": (InFlightStep, InFlightStep.read),
+    "update": (Scheduler, Scheduler.update),
+    "step": (ModelRunner, ModelRunner._decode),
 }
 _COUNTED = ("trunk", "draw", "draft")  # lm_head is counted with the draw
 
@@ -137,10 +138,9 @@ def _use_idle_gpu() -> None:
     patched.fast.cuda_kernel = kernel
     patched.fast.rms_norm = lambda x, weight, _: one(x.shape, x.dtype, x, weight)
     patched.dequantize = dequantize
-    replaced: Any = gemm
-    replaced._problem = lambda *_: None
-    replaced._is_worth_it = lambda *_: True
-    replaced._choose_expansion = lambda *_: None
+    gemm._problem = lambda *_: None
+    gemm._is_worth_it = lambda *_: True
+    gemm._choose_expansion = lambda *_: None
     gpu.Operation._is_right = lambda *_: True  # type: ignore[method-assign]
 
 
@@ -160,14 +160,13 @@ class _Parts:
         self._at = now
 
     @contextmanager
-    def watched(self, places: dict[str, tuple[Any, str]]) -> Iterator[None]:
-        """Watch functions, each with the name of its part, by owner and attribute."""
-        usual = {name: getattr(*place) for name, place in places.items()}
-        for name, place in places.items():
-            setattr(*place, self._timed(name, usual[name]))
+    def watched(self, places: dict[str, _Place]) -> Iterator[None]:
+        """Watch functions, each with the name of its part."""
+        for name, (owner, function) in places.items():
+            setattr(owner, function.__name__, self._timed(name, function))
         yield
-        for name, place in places.items():
-            setattr(*place, usual[name])
+        for owner, function in places.values():
+            setattr(owner, function.__name__, function)
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -292,7 +292,7 @@ def plan_for(
 def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
     length, most = config.max_model_len, model.max_model_len
     if length is not None and not 2 <= length <= most:
-        raise UsageError(f"max_model_len is {length}; this model allows 2 to {most}.")
+        raise UsageError(f"--max-model-len is {length}; this model allows 2 to {most}.")
     return length or most
 
 

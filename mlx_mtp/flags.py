@@ -128,7 +128,7 @@ class Flag:
                 return tuple(parse(each.strip()) for each in text.split(","))
             return parse(text)
         except ArgumentTypeError as error:
-            fault = f"The environment variable {self.variable} is wrong: {error}"
+            fault = f"The environment variable {self.variable} is wrong: {error}."
             raise UsageError(fault) from None
 
 
@@ -190,8 +190,8 @@ def boolean(text: str) -> bool:
     return _BOOLEANS[word_of(*_BOOLEANS)(text.lower())]
 
 
-def integer(low: int, high: int) -> Parse:
-    """An integer in a closed range."""
+def integer(low: int, high: int, unit: str = "") -> Parse:
+    """An integer in a closed range; `unit` follows the numbers in an error."""
 
     def parse(text: str) -> int:
         try:
@@ -199,7 +199,7 @@ def integer(low: int, high: int) -> Parse:
         except ValueError:
             raise ArgumentTypeError(f"{text!r} is not an integer") from None
         if not low <= value <= high:
-            raise ArgumentTypeError(f"{value} is not between {low} and {high}")
+            raise ArgumentTypeError(f"{value}{unit} is not between {low} and {high}{unit}")
         return value
 
     return parse
@@ -243,7 +243,7 @@ def gigabytes(text: str) -> int:
     number = text.upper().removesuffix("GB").strip()
     if not _NUMBER.fullmatch(number):
         raise ArgumentTypeError(f"{text!r} is not a Mac's memory such as 64GB")
-    return int(integer(4, 4096)(number))
+    return int(integer(4, 4096, " GB")(number))
 
 
 def at_least(low: float, high: float = math.inf) -> Parse:

@@ -2,10 +2,10 @@
 """Print the tables of which model and context fit which Mac: python scripts/memory_guide.py
 
 They are computed, not measured: published shapes with their heads, planned as `serve` plans at its
-start; see `mlx-mtp models`. The
-first table is README's, the others are those of docs/memory.md.
+start; see `mlx-mtp models`. The first table is README's, the others are those of docs/memory.md.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,4 +92,6 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     print("\n\n".join(tables()))

@@ -20,7 +20,7 @@ import pytest
 
 from mlx_mtp import __version__, build
 from mlx_mtp.cli import main as cli
-from mlx_mtp.cli.serve import answers_text, banner, model_name, prefixes_text
+from mlx_mtp.cli.serve import answers_text, banner, model_name, off_text, prefixes_text
 from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.distributed import own_address
 from mlx_mtp.errors import MissingHeadError, UsageError
@@ -158,11 +158,8 @@ def test_serve_refuses_what_cannot_fit_with_numbers(flags, words, capsys):
         ({"host": "0.0.0.0"}, {}, f"  network  http://{own_address('0.0.0.0')}:81\n"),
         ({"host": "::"}, {}, "curl http://[::1]:81/"),
         ({}, {}, "MTP      on, 2 drafts per step; head from /m/mtp.safetensors\n"),
-        (
-            {},
-            {"mtp_enabled": False},
-            "MTP      off: --no-enable-mtp, --drafts, or the model has no head\n",
-        ),
+        ({}, {"mtp_enabled": False}, "MTP      off: why\n"),
+        ({}, {"draft_sources": ("mtp",)}, "copies   off: why not\n"),
         ({}, {}, "prefixes kept\n  answers  the same\n"),
         ({"optimistic": 0.5}, {}, "optimistic drafts with 0.5 times the probability"),
         ({}, {}, "\n  memory   8.0 GB: 1.0 GB weights\n           rows: 3\n"),
@@ -175,11 +172,14 @@ def test_the_banner(config, engine, shown):
     loaded = SimpleNamespace(model_type="qwen3_next", path="/m", **about)
     memory = ["8.0 GB: 1.0 GB weights", "rows: 3"]
     info = "CPU, OpenBLAS 1"
-    text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same")
+    off = {"mtp": "off: why", "copy": "off: why not"}
+    text = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same", off)
     assert shown in text and "a'b" not in text and "2, each with a part" in text
     assert re.search(r"kernels +slower code in place of few rows; see", text)
     assert "\n\nReady. A browser " in text and text.endswith(" Ctrl-C stops the server.\n")
-    narrow = banner(config, loaded, FakeInfo(**engine), info, memory, "kept", "the same", width=60)
+    narrow = banner(
+        config, loaded, FakeInfo(**engine), info, memory, "kept", "the same", off, width=60
+    )
     assert all(len(line) <= 60 for line in narrow.partition("curl")[0].split("\n"))
     assert narrow.split() == text.split()
     assert ("Authorization" in text) == bool(config.api_keys)
@@ -198,6 +198,22 @@ def test_the_banners_line_on_prefixes():
         ({}, "not kept (--prefix-cache-size is 0)"),
     ):
         assert prefixes_text(EngineConfig(**settings)) == shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "mtp", "copies"),
+    [
+        ("--drafts copy", "--drafts copy", None),
+        ("--drafts none", "--drafts none", "--drafts none"),
+        ("--drafts mtp", None, "--drafts mtp"),
+        ("--mtp-num-draft-tokens 2", None, "--mtp-num-draft-tokens 2"),
+        ("--no-enable-mtp", "--no-enable-mtp", None),
+        ("", "the model has no head", None),
+    ],
+)
+def test_the_banner_says_why_a_source_of_drafts_is_off(flags, mtp, copies):
+    for source, reason in (("mtp", mtp), ("copy", copies)):
+        assert reason in (None, off_text(parse(*flags.split()), source).removeprefix("off: "))
 
 
 @pytest.mark.parametrize(

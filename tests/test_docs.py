@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import flags_doc
@@ -52,6 +54,13 @@ def test_the_tables_of_memory():
         assert table in page, "run: python scripts/memory_guide.py"
 
 
+def test_the_help_of_the_tables_script_is_no_table(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["memory_guide.py", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / "scripts/memory_guide.py"), run_name="__main__")
+    assert "usage: memory_guide.py" in (shown := capsys.readouterr().out) and "| --- |" not in shown
+
+
 def test_api_lists_what_is_accepted_without_effect():
     section = text_of("docs/api.md").partition("## Accepted without effect\n")[2]
     section = section.partition("\n## ")[0]
@@ -71,6 +80,23 @@ def test_api_lists_what_is_accepted_without_effect():
         assert re.search(rf"`(?:[a-z_]+\.)*{field}\b", section), f"{field} is missing"
         if value and value not in ("false", "true"):
             assert re.search(rf"\b{value}\b", section), f"{value} of {field} is missing"
+
+
+def test_the_paths_that_are_named_are_there():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    paths = {
+        path
+        for page in pages
+        for path in re.findall(
+            r"`((?:benchmarks|docs|mlx_mtp|scripts|tests)/[\w./*-]+)`", page.read_text("utf-8")
+        )
+        # Other projects have these.
+        if not path.startswith(("tests/api_resources", "tests/entrypoints"))
+    }
+    (late,) = re.findall(r'"\{(.+)\}\.py" = \["E402"\]', text_of("pyproject.toml"))
+    paths |= {f"{path}.py" for path in late.split(",")}
+    assert len(paths) >= 50
+    assert [path for path in sorted(paths) if not any(ROOT.glob(path))] == []
 
 
 def test_each_promise_has_tests_that_are_there():

@@ -84,7 +84,13 @@ def _chat(given: argparse.Namespace) -> int:
             address = f"http://{address}"
         if address.startswith(("http://", "https://")):
             typed = [flag for flag in CHAT_FLAGS if flag.key in given and flag.group in _OF_ENGINE]
-            if wrong := [flag.name for flag in typed if flag.key != "model"]:
+            if wrong := [
+                f"--no-{flag.key.replace('_', '-')}"
+                if getattr(given, flag.key) is False
+                else flag.name
+                for flag in typed
+                if flag.key != "model"
+            ]:
                 raise UsageError(
                     f"{', '.join(wrong)} is for a model that is loaded here, not for "
                     "a running server."

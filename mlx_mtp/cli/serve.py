@@ -9,7 +9,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -92,7 +92,8 @@ def serve(
         engine.launch()  # raises if the model can't answer
         shares, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
         width = width_of(sys.stdout)
-        text = banner(config, loaded, engine.info, str(info), shares, kept, answers, width)
+        off = {source: off_text(options, source) for source in ("mtp", *HOST_DRAFTS)}
+        text = banner(config, loaded, engine.info, str(info), shares, kept, answers, off, width)
 
         def ready() -> None:
             on_ready(server, config.port) if on_ready else _announce(text)
@@ -122,12 +123,13 @@ def banner(
     memory: Sequence[str],
     prefixes: str,
     answers: str,
+    off: Mapping[str, str],
     width: int | None = None,  # of the terminal
 ) -> str:
     """The text that `serve` prints: addresses, settings, a curl command to try, and how to stop.
 
-    `memory` are the lines of the plan; `prefixes` and `answers` are texts of the two functions
-    below. Rows are wrapped to `width`.
+    `memory` are the lines of the plan; `prefixes`, `answers` and, for each source of drafts, `off`
+    are texts of the three functions below. Rows are wrapped to `width`.
     """
     from mlx_mtp.distributed import own_address
 
@@ -143,11 +145,9 @@ def banner(
         "ranks": loaded.num_ranks > 1 and f"{loaded.num_ranks}, each with a part",
         "MTP": f"on, {drafts}; head from {loaded.head_source}"
         if engine.mtp_enabled
-        else "off: --no-enable-mtp, --drafts, or the model has no head",
+        else off["mtp"],
         **{
-            word: text
-            if name in engine.draft_sources
-            else "off: --drafts, or a fixed number of drafts"
+            word: text if name in engine.draft_sources else off[name]
             for name, (word, text) in HOST_DRAFTS.items()
         },
         "optimistic": config.optimistic and _OPTIMISTIC.format(config.optimistic),
@@ -193,6 +193,15 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
     if loaded.dtype.size == 4:
         return f"{same}, but for ties of rounding (float32)"
     return "may part where two tokens are about as good: 16-bit sums depend on what runs beside"
+
+
+def off_text(options: argparse.Namespace, source: str) -> str:
+    """A sentence on why a source drafts nothing, if it is off."""
+    if source not in options.drafts.split(","):
+        return f"off: --drafts {options.drafts}"
+    if source != "mtp":
+        return f"off: --mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
+    return "off: --no-enable-mtp" if options.enable_mtp is False else "off: the model has no head"
 
 
 def _announce(text: str) -> None:

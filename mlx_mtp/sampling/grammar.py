@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,6 +113,9 @@ class GrammarCompiler:
         limits = LLParserLimits(max_items_in_row=max_items, verbose_errors=False, **_LIMITS)
         grammars = json.dumps({"grammars": [start, answer]})
         matcher = LLMatcher(self._tokenizer, grammars, log_level=0, limits=limits)
+        if matcher.is_error() and spec.kind != "lark":
+            # The position is one in llguidance's own text.
+            raise GrammarError(re.sub(r"^at \d+\(\d+\): ", "", str(grammar_error(matcher))))
         _raise_if_failed(matcher)
         _try_first_token(matcher.deep_copy(), self._num_words)
         return matcher
@@ -139,8 +143,11 @@ def _llguidance_grammar(spec: GrammarSpec) -> dict[str, Any]:
         compiled = LLMatcher.grammar_from_regex(spec.value)
     else:
         schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
+        options = json.loads(schema).get("x-guidance")
+        # llguidance would apply a default pattern also to a schema that allows no whitespace.
+        is_tight = isinstance(options, dict) and options.get("whitespace_flexible") is False
         compiled = LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_pattern": JSON_WHITESPACE}
+            schema, defaults=None if is_tight else {"whitespace_pattern": JSON_WHITESPACE}
         )
     (grammar,) = json.loads(compiled)["grammars"]
     return {key: value for key, value in grammar.items() if value is not None}
@@ -164,8 +171,11 @@ def _raise_if_failed(matcher: LLMatcher) -> None:
 
 
 def grammar_error(matcher: LLMatcher) -> GrammarError:
-    """The error of a matcher that failed."""
+    """The error of a matcher that failed, without the lines of grammar that llguidance shows."""
     words, _, _ = matcher.get_error().partition("<non-verbose/>")
+    words = re.sub(r"\n *\d+ \| .*", "", words, flags=re.DOTALL)
+    words = re.sub(r'invalid regex ".*" \(in regex\): ', "", words)
+    words = re.sub(r"(regex parse error: ?)\n.*\nerror: ", r"\1 ", words, flags=re.DOTALL)
     words = " ".join(words.split()) or "llguidance gives no reason"
     if words.startswith("NoExtension"):
         words = _UNFULFILLABLE

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STOPPING = "Stopping: up to %(seconds).0f s for %(answers)d unfinished; Ctrl-C again ends it now."
+_STOPPING = "Stopping: up to %(seconds)g s for %(answers)d unfinished; Ctrl-C again ends it now."
 _NO_ROOM = "No connection is accepted for %(seconds)g s: %(reason)s."
 _NO_ROOM_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 STOP_SECONDS = 10.0  # for the engine's thread to end
@@ -223,7 +223,7 @@ class Server(uvicorn.Server):
         if not self._is_drain_logged:
             # Not in the signal handler: the interrupted code may hold the log's lock.
             self._is_drain_logged = True
-            fields = {"answers": held, "seconds": left}
+            fields = {"answers": held, "seconds": self._context.config.drain_timeout}
             logger.info(_STOPPING if held and not stop else "Stopping.", fields)
         return stop or left <= 0 or not self.server_state.tasks
 

@@ -132,15 +132,16 @@ class Live:
             yield await asyncio.shield(self._next)
         yield event(self._state())
 
-    def cancel(self, request_id: str, key: str) -> None:
+    def cancel(self, answer_id: str, key: str) -> None:
         """End an answer with all its choices, if the key is the one of its request.
 
-        Raises NotFoundError or ForbiddenError.
+        `answer_id` may also be the id of a choice's row. Raises NotFoundError or ForbiddenError.
         """
-        generation = self._dispatcher.open.get(request_id)
-        if generation is None:
+        open_requests = self._dispatcher.open.items()
+        matches = (g for name, g in open_requests if answer_id in (name, name.rpartition("-")[0]))
+        if (generation := next(matches, None)) is None:
             raise NotFoundError(
-                f"No answer {shortened(request_id)!r} is running; it may have ended."
+                f"No answer {shortened(answer_id)!r} is running; it may have ended."
             )
         owner = generation.requests[0].options.client[0].partition("@")[0]  # The digest's start.
         if owner != key[:16]:

@@ -217,7 +217,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"{whose} chat template refuses these messages: "
                 f"{shortened(str(error), _MAX_TEMPLATE_WORDS)}",
-                param="messages",
+                param="messages" if template is None else "chat_template",
             ) from error
         return str(text)
 

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from benchmarks.__main__ import main as benchmarks
 from benchmarks.over_http import contenders
 from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Wave, summarize
@@ -28,6 +29,17 @@ def bench(capsys):
         return status, captured.out, captured.err
 
     return run
+
+
+def test_an_unknown_benchmark_is_named(capsys):
+    for name, near in (("hots", "; did you mean host?"), ("nosuch", "")):
+        assert benchmarks([name]) == 2
+        fault = (
+            f"benchmarks: There is no benchmark '{name}'{near} (python -m benchmarks lists all)\n"
+        )
+        assert capsys.readouterr() == ("", fault)
+    assert benchmarks([]) == 0
+    assert "\nhost " in capsys.readouterr().out
 
 
 def table_of(out: str) -> list[list[str]]:

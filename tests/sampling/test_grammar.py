@@ -20,7 +20,7 @@ from tests.support.grammars import (
 
 _SCHEMA = {"type": "object", "properties": {"ab": {"type": "integer"}}, "required": ["ab"]}
 SCHEMA = GrammarSpec("json_schema", json.dumps(_SCHEMA))
-_TIGHT = {"x-guidance": {"whitespace_flexible": False, "whitespace_pattern": ""}}
+_TIGHT = {"x-guidance": {"whitespace_flexible": False}}
 TIGHT = GrammarSpec("json_schema", json.dumps({**_SCHEMA, **_TIGHT}))
 
 

@@ -43,15 +43,16 @@ def streamed(client: Served, **headers: str) -> Iterator[str]:
         yield from filter(None, response.iter_lines())
 
 
+@pytest.mark.parametrize("by_row", [True, False])
 def test_a_row_is_seen_without_its_text_and_cancelled_by_those_who_have_its_key(
-    serve: Serve, tokenizer: Tokenizer
+    serve: Serve, tokenizer: Tokenizer, by_row: bool
 ) -> None:
     (token,) = tokenizer.encode(" fox")
     keys = [{"authorization": f"Bearer {key}"} for key in ("one", "two")]
     with serve(FakeEngine(endless(token)), api_keys=("one", "two")) as client:
         assert client.get("/live").status_code == 401
         answer, seen = streamed(client, **keys[0]), messages(client, **keys[1])
-        next(answer)
+        answer_id = json.loads(next(answer).removeprefix("data: "))["id"]
         first = next(seen)
         assert len(first["history"]) >= 1
         for state in seen:
@@ -61,7 +62,7 @@ def test_a_row_is_seen_without_its_text_and_cancelled_by_those_who_have_its_key(
                 break
         shown = json.dumps([first, state])
         assert "fox" not in shown and SECRET not in shown and "authorization" not in shown
-        path = f"/live/{row['id']}"
+        path = f"/live/{row['id'] if by_row else answer_id}"
         assert client.delete(path).status_code == 401
         assert client.delete(path, headers=keys[1]).status_code == 403
         assert client.delete("/live/other", headers=keys[1]).status_code == 404

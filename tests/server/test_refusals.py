@@ -59,12 +59,29 @@ KWARGS = {"chat_template_kwargs": {str(i): [] for i in range(65)}}
 NAMED = {"type": "function", "function": {"name": "g"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
 HUGE = {"format": {"type": "json_schema", "name": "x", "schema": {"minimum": 10**400}}}
+IGNORED_AND_NOT = {"tools": [{"type": "web_search"}, {"type": "file_search"}]}
 # Fields over the route's good body, the param that is named, and a part of the message. Those of
 # common sizes are among the recorded exchanges, in the group that says "(refused)".
 FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (CHAT, INVALID, {"temperature": 10**400}, "temperature", "number"),
     (CHAT, INVALID, {"logit_bias": {"\uff11": 1}}, "logit_bias", "not a token id"),
-    (CHAT, INVALID, {"seed": 10**4000}, "seed", "less than"),
+    (CHAT, INVALID, {"seed": 10**4000}, "seed", "at most 9223372036854775807"),
+    (CHAT, INVALID, {"n": BIG}, "n", "an integer of 31 digits is out of range"),
+    (CHAT, INVALID, {"top_k": BIG}, "top_k", "at most 2147483648"),
+    (CHAT, INVALID, {"top_k": -BIG}, "top_k", "at least 0"),
+    (CHAT, INVALID, {"stop_token_ids": [BIG]}, "stop_token_ids[0]", "out of range"),
+    (CHAT, INVALID, {"thinking_budget": -1}, "thinking_budget", "a number of tokens"),
+    (CHAT, INVALID, {"thinking_budget": 1 << 31}, "thinking_budget", "below 2^31"),
+    (CHAT, UNSUPPORTED, {"think": WRONG}, "think", "true, false, an effort (none, minimal"),
+    (CHAT, INVALID, {"enable_thinking": 1.5}, "enable_thinking", "or an object"),
+    (CHAT, INVALID, {"grammar": True}, "grammar", "a string, or an object with type and value"),
+    (CHAT, INVALID, {"grammar": "x" * (1 << 18) + "x"}, "grammar", "at most 262144"),
+    (CHAT, INVALID, {"stop": True}, "stop", "must be a string or a list of strings"),
+    (RESPONSES, INVALID, {"input": True}, "input", "must be a string or a list of items"),
+    (MESSAGES, INVALID, {"system": True}, "system", "must be a string or a list of blocks"),
+    (CHAT, INVALID, {"messages": []}, "messages", "messages must not be empty."),
+    (TEXT, INVALID, {"guided_choice": []}, "guided_choice", "must not be empty"),
+    (RESPONSES, UNSUPPORTED, IGNORED_AND_NOT, "tools[1].type", "function"),
     (CHAT, INVALID, {"n": 5}, "n", "1 to 4"),  # CVE-2026-34756, of vLLM.
     (CHAT, INVALID, {"bad_words": [""]}, "bad_words[0]", "at least 1"),
     (CHAT, INVALID, {"bad_words": ["x" * 65]}, "bad_words[0]", "at most 64"),

@@ -1,6 +1,7 @@
 """What the server does when too much is asked of it, when it is to end, and when it is stuck."""
 
 import json
+import logging
 import signal
 import socket
 import threading
@@ -259,8 +260,9 @@ def test_a_drain_finishes_what_runs_and_refuses_what_is_new(serve: Serve) -> Non
 
 @pytest.mark.parametrize(("drain_timeout", "signals"), [(0.1, 1), (1000.0, 2)])
 def test_at_the_limit_and_at_a_second_signal_streams_end_with_an_error(
-    serve: Serve, drain_timeout: float, signals: int
+    serve: Serve, drain_timeout: float, signals: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "mlx_mtp")
     with (
         serve(FakeEngine(endless(40)), drain_timeout=drain_timeout) as client,
         client.stream("POST", CHAT, json=GOOD[CHAT] | {"stream": True}) as response,
@@ -273,6 +275,7 @@ def test_at_the_limit_and_at_a_second_signal_streams_end_with_an_error(
         assert "shutting down" in error
         assert done == "data: [DONE]"
         assert not client.server.force_exit
+    assert signals > 1 or "Stopping: up to 0.1 s for 1 unfinished" in caplog.text
 
 
 def is_closed(client: Served) -> bool:

@@ -48,6 +48,8 @@ def test_templates_of_requests(tokenizer: Tokenizer) -> None:
         ):
             response = own.post(CHAT, json=given | {"chat_template": template})
             assert response.status_code == 400 and word in response.text, response.text
+            assert response.json()["error"]["param"] == "chat_template"
+            assert "The model's" not in response.text
 
 
 def test_a_suffix_is_what_follows_the_answer() -> None:

@@ -30,6 +30,7 @@ from mlx_mtp.text.sandbox.helper import Helper
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import MODEL, Serve, Served
 from tests.support.fake_engine import EOS, FakeEngine, answer
+from tests.support.in_process import in_process
 from tests.support.wire_help import CHAT, chat_body, events
 
 COMPLETIONS = "/v1/completions"
@@ -95,7 +96,13 @@ REFUSED: list[tuple[str, object, str, str]] = [
     ("guided_json", '{"const": "\\ud800"}', "", "JSON"),
     ("guided_json", '{"const": NaN}', "", "JSON"),
     ("guided_json", '{"type": "object", "type": "array"}', "", "'type' twice"),
-    ("guided_regex", "(a", "", "unclosed group"),
+    ("guided_regex", "(a", "", "can't be enforced: regex parse error: unclosed group"),
+    (
+        "guided_regex",
+        "x" * 9999 + "\n(",
+        "",
+        "can't be enforced: regex parse error: unclosed group",
+    ),
     ("guided_choice", [], "", ""),
     ("guided_choice", ["a"] * (MAX_CHOICES + 1), "", str(MAX_CHOICES)),
     ("guided_grammar", "start: missing", "", "missing"),
@@ -130,6 +137,60 @@ def test_what_is_refused_names_the_field(
     error = response.json()["error"]
     assert error["param"] == param
     assert word in error["message"]
+    assert not re.search(r"\d \| |%json", error["message"]), "the grammar is not shown"
+
+
+def string(**keywords: Any) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "string", **keywords}}
+
+
+A, TOOL_F = 'the parameter "a"', 'of the tool "f"'
+WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
+    # the schemas of a strict tool's parameters, and what its error says
+    ({"a": {"type": "integer", "minimum": "x"}}, f'"minimum" of {A} {TOOL_F}: '),
+    # Where nothing says which rule is too expensive, the tools are tried one by one.
+    ({"a": {"type": "integer", "multipleOf": 999_983}}, f"{TOOL_F[3:]}: It takes more than"),
+    ({"b": {"type": "integer"}, "a": string(pattern="(")}, f'"items" of {A} {TOOL_F}: regex parse'),
+    (
+        {"a": {"type": "array", "prefixItems": [{"$ref": "#/$defs/no"}]}},
+        f"of {A} {TOOL_F}: Pointer",
+    ),
+    ({"a": string(format="foo"), "c": string()}, f"of {A} {TOOL_F}: Unknown format: foo"),
+]
+OF_JSON = [
+    ({"a": {"$ref": "#/nope"}}, f"\"$ref\" of {A} {TOOL_F}: Pointer '/nope' does not exist"),
+    (
+        {"a": {"type": "string", "pattern": "("}},
+        f'"pattern" of {A} {TOOL_F}: regex parse error: unc',
+    ),
+    ({"a": {"type": "foo"}}, f'"type" of {A} {TOOL_F}: Invalid type: foo'),
+]
+
+
+@pytest.mark.parametrize(
+    ("parser", "properties", "words"),
+    [
+        *(("qwen3_coder", *case) for case in WRONG_TOOLS),
+        *(("hermes", *case) for case in (*WRONG_TOOLS, *OF_JSON)),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_a_wrong_schema_of_a_tool_is_named(
+    parser: str, properties: dict[str, Any], words: str
+) -> None:
+    right = {"name": "ok", "parameters": {"type": "object", "properties": {"x": string()}}}
+    wrong = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": {**each, "strict": True}} for each in (right, wrong)]
+    with in_process(tool_call_parser=parser) as client:
+        response = client.post(CHAT, json=chat_body(tools=tools, tool_choice="required"))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (
+        400,
+        "tools",
+        "invalid_grammar",
+    )
+    assert words in error["message"]
+    assert not re.search(r"\d \| |%json", error["message"]), "the grammar is not shown"
 
 
 def test_others_are_answered_while_a_grammar_takes_its_time(
@@ -242,9 +303,9 @@ def test_one_clients_grammars_do_not_hold_up_anothers(
     order: list[str] = []
     compile_one = Grammars._compile
 
-    def noting(self: Grammars, compiler: Any, spec: GrammarSpec) -> Any:
+    def noting(self: Grammars, compiler: Any, spec: GrammarSpec, tools: Any) -> Any:
         order.append(spec.value)
-        return compile_one(self, compiler, spec)
+        return compile_one(self, compiler, spec, tools)
 
     monkeypatch.setattr(Grammars, "_compile", noting)
 

@@ -2,7 +2,7 @@
 
 import json
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -39,10 +39,10 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _check_size(text: str) -> None:
+def _check_size(text: str, of: str = " of JSON") -> None:
     size, most = len(text), MAX_GRAMMAR_CHARACTERS
     if size > most:
-        raise refusal(f"has {size} characters of JSON; at most {most} are allowed")
+        raise refusal(f"has {size} characters{of}; at most {most} are allowed")
 
 
 AnswerSchema = Annotated[dict[str, Any], BeforeValidator(few_values), AfterValidator(_check_schema)]
@@ -139,8 +139,11 @@ _STYLES = {"disable_any_whitespace", "disable_additional_properties", "whitespac
 
 def _from_tgi(value: object) -> object:
     # TGI's field is an object of a type and a value, llama.cpp's a text.
-    if not isinstance(value, dict) or "type" not in value:
+    if isinstance(value, str):
+        _check_size(value, "")
         return {"grammar": value}
+    if not isinstance(value, dict) or "type" not in value:
+        raise refusal("must be a string, or an object with type and value")
     kind, inner = value["type"], value.get("value")
     if kind == "json_schema" and isinstance(inner, dict):
         kind, inner = "json", inner.get("schema")
@@ -202,11 +205,24 @@ class _ThinkingWish(WireModel):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-_FORMS = {bool: "enabled", str: "effort", int: "max_tokens"}
-_ThinkingField = Annotated[
-    _ThinkingWish,
-    BeforeValidator(lambda given: {_FORMS[type(given)]: given} if type(given) in _FORMS else given),
-]
+def _as_wish(value: object) -> object:
+    if isinstance(value, bool):
+        return {"enabled": value}
+    if isinstance(value, int) and 0 <= value < 1 << 31:
+        return {"max_tokens": value}
+    if value in _EFFORTS:
+        return {"effort": value}
+    if isinstance(value, dict):
+        return value
+    raise refusal(
+        f"must be true, false, an effort ({', '.join(_EFFORTS)}), a number of tokens below 2^31 or "
+        "an object",
+        unsupported=isinstance(value, str),
+    )
+
+
+_EFFORTS = get_args(Effort)
+_ThinkingField = Annotated[_ThinkingWish, BeforeValidator(_as_wish)]
 
 
 class ThinkingFields(WireModel):

@@ -28,6 +28,7 @@ from mlx_mtp.sampling.params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
+    RANGES,
     SamplingParams,
 )
 from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED, SYNONYMS
@@ -62,6 +63,19 @@ def at_most(limit: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def text_or_list(items: str, item_of: Callable[[str], object]) -> BeforeValidator:
+    """Take a string as a list of one item, and refuse what is neither a string nor a list."""
+
+    def as_list(value: object) -> object:
+        if isinstance(value, str):
+            return [item_of(value)]
+        if not isinstance(value, list):
+            raise refusal(f"must be a string or a list of {items}")
+        return value
+
+    return BeforeValidator(as_list)
 
 
 _NOT_SHOWN = re.compile(r"[^\w.\[\]-]", re.ASCII)
@@ -250,19 +264,27 @@ def _is_scalar(value: object) -> object:
     raise refusal("must be a string, a number or a boolean")
 
 
+def _in_64_bits(value: int, info: ValidationInfo) -> int:
+    """Keep longer integers out of errors; the sampler checks exact ranges."""
+    if -(1 << 63) <= value < 1 << 63:
+        return value
+    if (limits := RANGES.get(info.field_name or "")) is None:
+        raise refusal(f"an integer of {len(str(abs(value)))} digits is out of range")
+    limit = f"most {limits.high}" if value > 0 else f"least {limits.low}"
+    raise refusal(f"must be at {limit}")
+
+
 Model = TypeVar("Model", bound=WireModel)
 Item = TypeVar("Item")
 Many = Annotated[list[Item], FailFast(), at_most(MAX_MESSAGES)]
 OneOrMore = Annotated[list[Item], FailFast(), Field(min_length=1), at_most(MAX_MESSAGES)]
 ManyTools = Annotated[list[Item], FailFast(), at_most(MAX_TOOLS)]
-# The sampler checks exact ranges; this range keeps longer integers out of errors too.
-Int = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Int = Annotated[int, AfterValidator(_in_64_bits)]
 Float = Annotated[float, Field(allow_inf_nan=False)]
 ModelName = Annotated[str, Field(max_length=256)]  # "" means the served model
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_one_or_more = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-Stops = Annotated[list[_Stop], at_most(MAX_STOPS), _one_or_more]
+Stops = Annotated[list[_Stop], at_most(MAX_STOPS), text_or_list("strings", str)]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 AllowedTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_ALLOWED_TOKEN_IDS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]

@@ -17,6 +17,7 @@ from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.inputs import (
     AnswerOptions,
     Conversation,
+    Tool,
     engine_requests,
     sampling_params,
 )
@@ -56,7 +57,9 @@ class Job(Generic[Body]):
                 max_calls=max_calls(conversation) if tools else None,
             )
             field = "tools" if conversation.response is None else conversation.response_field
-            return await self._generation([prompt.token_ids], make_parser, field, prompt.grammar)
+            return await self._generation(
+                [prompt.token_ids], make_parser, field, prompt.grammar, tools=tools
+            )
 
     async def complete(
         self,
@@ -98,12 +101,13 @@ class Job(Generic[Body]):
         field: str,  # of the body, which asks for the grammar
         spec: GrammarSpec | None,
         echoes: Sequence[Echo | None] = (None,),  # of each prompt
+        tools: Sequence[Tool] = (),
     ) -> Generation:
         context, options = self.context, self.options
         params, client = replace(self.params, grammar=spec), options.engine.client
         grammar = bad_words = None
         if spec is not None:
-            grammar = await context.grammars.compile(spec, field, client)
+            grammar = await context.grammars.compile(spec, field, client, tools)
         tokenizer, words = context.tokenizer, options.bad_words
         shown = context.text_bytes if options.skip_special_tokens else tokenizer.token_bytes
         if words:

@@ -168,11 +168,7 @@ def _json_call(rule: str, tool: Tool, rules: _Rules) -> str:
 
 
 def _xml_call(rule: str, tool: Tool, rules: _Rules) -> str:
-    schema = _parameters(tool)
-    try:
-        schema = xml_values.plain_parameters(schema)
-    except xml_values.NotExpressible as error:
-        _check_lax(tool, error, "its schema")
+    schema = schema_of_tags(tool)
     start = json.dumps(f"\n<function={tool.name}>\n")
     properties, required = schema.get("properties"), schema.get("required")
     properties = properties if isinstance(properties, Mapping) else {}
@@ -184,6 +180,16 @@ def _xml_call(rule: str, tool: Tool, rules: _Rules) -> str:
     if not properties and schema.get("additionalProperties") is not False:
         body = r' ("<parameter=" /[^<>\n]+/ ">\n" any_value)*'
     return rf'{start}{body} "</function>\n"'
+
+
+def schema_of_tags(tool: Tool) -> Mapping[str, Any]:
+    """The schema of a tool's parameters whose properties are written as tags."""
+    schema = _parameters(tool)
+    try:
+        return xml_values.plain_parameters(schema)
+    except xml_values.NotExpressible as error:
+        _check_lax(tool, error, "its schema")
+    return schema
 
 
 def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules: _Rules) -> str:

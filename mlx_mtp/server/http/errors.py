@@ -70,6 +70,8 @@ def from_validation(error: ValidationError) -> errors.RequestError:
         return errors.UnsupportedParameterError(message, param=param)
     if first["type"] == "missing":
         return errors.InvalidRequestError(f"{param} is required.", param=param)
+    if first["type"] == "too_short":  # all lists that have a least length may only not be empty
+        return errors.InvalidRequestError(f"{param} must not be empty.", param=param)
     unsupported = first["type"] in (UNSUPPORTED, "literal_error")
     kind = errors.UnsupportedParameterError if unsupported else errors.InvalidRequestError
     return kind(f"{param or 'The body'}: {first['msg']}.", param=param)

@@ -51,17 +51,24 @@ class TextWorkers:
 
     def encode(self, text: str, *, param: str | None = None, **options: Any) -> tuple[int, ...]:
         """As `Tokenizer.encode`; errors of the process name the field `param`."""
-        ids = self._ask("tokenizer", "encode", MAX_ENCODE_SECONDS, param, text, **options)
-        return tuple(ids)
+        what, seconds = "The model's tokenizer", MAX_ENCODE_SECONDS
+        return tuple(self._ask(what, "encode", seconds, param, text, **options))
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """As `Tokenizer.render_chat`."""
-        what, seconds = "chat template", self._template_seconds
-        return str(self._ask(what, "render_chat", seconds, "messages", messages, **options))
+        return str(self._ask_template("render_chat", options.get("template"), messages, **options))
 
     def _variables_of(self, template: str | None = None) -> frozenset[str]:
-        what, seconds = "chat template", self._template_seconds
-        return frozenset(self._ask(what, "variables", seconds, "messages", template))
+        return frozenset(self._ask_template("variables", template, template))
+
+    def _ask_template(
+        self, method: str, template: str | None, /, *args: Any, **options: Any
+    ) -> Any:
+        """Call a method that reads the model's chat template, or the request's `template`."""
+        what, param = "The model's chat template", "messages"
+        if template is not None:
+            what, param = "The request's chat template", "chat_template"
+        return self._ask(what, method, self._template_seconds, param, *args, **options)
 
     def _ask(
         self, what: str, method: str, seconds: float, param: str | None, *args: Any, **options: Any
@@ -71,7 +78,7 @@ class TextWorkers:
         try:
             answer = helper.ask([method, seconds, args, options], seconds + _SPARE_SECONDS)
         except helpers.HelperUnavailableError as error:
-            message = f"The model's {what} can't be used now: {error}."
+            message = f"{what} can't be used now: {error}."
             raise errors.UnavailableError(
                 message, retry_after=errors.UNKNOWN_RETRY_SECONDS
             ) from None
@@ -79,7 +86,7 @@ class TextWorkers:
             fault = "took too much memory on this, or broke"
             if error.status == -signal.SIGALRM:
                 fault = f"took more than {seconds:g} s on this"
-            message = f"The model's {what} {fault}."
+            message = f"{what} {fault}."
             raise errors.InvalidRequestError(message, param=param) from None
         finally:
             self._give_back(helper)

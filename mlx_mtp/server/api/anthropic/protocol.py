@@ -56,14 +56,9 @@ def _of_these(*names: str) -> Discriminator:
     return fields.form_by_type(f"this server takes blocks of these types only: {', '.join(names)}")
 
 
-def _as_blocks(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
+_as_blocks = fields.text_or_list("blocks", lambda text: {"type": "text", "text": text})
 _TaggedTextBlock = Annotated[_TextBlock, Tag(FORM + "text")]
-_Texts = Annotated[
-    Many[Annotated[_TaggedTextBlock, _of_these("text")]], BeforeValidator(_as_blocks)
-]
+_Texts = Annotated[Many[Annotated[_TaggedTextBlock, _of_these("text")]], _as_blocks]
 
 
 class _ToolResultBlock(WireModel):
@@ -100,7 +95,7 @@ def _text_of(blocks: Iterable[WireModel]) -> str:
 
 class _AnthropicMessage(WireModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Many[_ContentBlock], BeforeValidator(_as_blocks)]
+    content: Annotated[Many[_ContentBlock], _as_blocks]
 
     @model_validator(mode="after")
     def _blocks_fit_the_role(self) -> Self:

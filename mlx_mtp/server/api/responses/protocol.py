@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     FailFast,
@@ -11,6 +12,8 @@ from pydantic import (
     Tag,
     TypeAdapter,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 
@@ -138,8 +141,7 @@ def items_of(inputs: Iterable[bytes]) -> list[InputItem]:
         raise from_validation(error) from None
 
 
-def _as_items(value: object) -> object:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+_as_items = fields.text_or_list("items", lambda text: {"role": "user", "content": text})
 
 
 def _messages(items: Iterable[InputItem]) -> list[Message]:
@@ -171,11 +173,9 @@ def _continues(turn: Sequence[Message], part: Message) -> bool:
     return part.reasoning is None or not any(earlier.content for earlier in turn)
 
 
-def _without_ignored(value: object) -> object:
-    if not isinstance(value, list):
-        return value
-    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
-    return [tool for tool, kind in zip(value, kinds) if kind not in _IGNORED_TOOLS]
+def _unless_ignored(value: object, validate: ValidatorFunctionWrapHandler) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return None if kind in _IGNORED_TOOLS else validate(value)
 
 
 class _ResponsesNamedTool(WireModel):
@@ -228,12 +228,15 @@ class _StreamOptions(WireModel):
 class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     """POST /v1/responses."""
 
-    input: Annotated[OneOrMore[InputItem], BeforeValidator(_as_items)]
+    input: Annotated[OneOrMore[InputItem], _as_items]
     instructions: str | None = None
     stream_options: _StreamOptions | None = None
     max_output_tokens: fields.Int | None = None
     top_logprobs: fields.Int | None = None
-    tools: Annotated[ManyTools[_FunctionTool], BeforeValidator(_without_ignored)] = Field([])
+    tools: Annotated[
+        ManyTools[Annotated[_FunctionTool, WrapValidator(_unless_ignored)]],
+        AfterValidator(lambda tools: [tool for tool in tools if tool is not None]),
+    ] = Field([])
     tool_choice: fields.OpenAIToolChoice[_ResponsesNamedTool, _ResponsesAllowedTools] = "auto"
     parallel_tool_calls: bool = True
     reasoning: _ReasoningOptions = Field(default_factory=_ReasoningOptions)
