@@ -1,0 +1,344 @@
+"""The promise that drafts are never slower than none, over HTTP, beside every fixed choice."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from benchmarks import Row, Rows
+from benchmarks.servers import ours, running
+from mlx_mtp.bench.answer import TimedRead, parse_answer
+from mlx_mtp.bench.client import HttpServer
+from mlx_mtp.bench.measure import Asking
+from mlx_mtp.bench.prompts import PromptSource
+from mlx_mtp.errors import BenchError, UsageError
+from mlx_mtp.models.hub import BUNDLED_MODEL
+
+_DEFAULT, _NONE = "default", "none"
+_FIXED = {
+    _NONE: ("--drafts", "none"),
+    **{f"mtp {n}": ("--drafts", "mtp", "--mtp-num-draft-tokens", str(n)) for n in range(1, 5)},
+    "copy": ("--drafts", "copy"),
+}
+_CELLS = (
+    *("story 1", "story 8", "story 16", "same 4", "edit 8", "random 8"),
+    *("story 4", "story 32", "agent 4", "closed 16", "story 8 poisson", "agent 4 poisson"),
+)
+_QUICK = 6  # the first of them
+_LOAD = 0.7  # of the capacity without drafts, at which Poisson's requests arrive
+_CALIBRATION_SECONDS = 90.0  # at most
+# Texts to edit.
+_SENTENCES = (
+    "{name} found a {color} {thing} near the {place}.",
+    "The {color} {animal} walked slowly through the {place}.",
+    "Every morning {name} visits the {place} with a {animal}.",
+    "In the {place} there is an old {thing} that nobody uses.",
+    "The {thing} on the table belongs to {name}.",
+    "{name} painted the {thing} {color}.",
+)
+_EDITED = {
+    "name": ("Anna", "Ben", "Clara", "Emil", "Greta", "Ivan", "Leo", "Mina"),
+    "color": ("red", "blue", "green", "yellow", "white", "black", "brown"),
+    "thing": ("lamp", "map", "bell", "key", "coat", "letter", "clock", "basket"),
+    "place": ("forest", "lake", "village", "bridge", "harbor", "castle", "market"),
+    "animal": ("fox", "owl", "bear", "otter", "hare", "horse", "goat"),
+}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": text,
+            "parameters": {"type": "object", "properties": {key: {"type": "string"}}},
+        },
+    }
+    for name, text, key in (
+        ("get_weather", "The weather in a city.", "city"),
+        ("read_file", "The text of a file.", "path"),
+    )
+]
+Body = dict[str, Any]
+
+
+class _Cell(NamedTuple):
+    work: str
+    streams: int
+    poisson: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.work} {self.streams}{' poisson' * self.poisson}"
+
+
+class _Client(HttpServer):
+    """Sends whole requests, each after its seconds of waiting."""
+
+    def send(self, bodies: Sequence[Body], waits: Sequence[float]) -> tuple[int, float, float]:
+        """Tokens, seconds until the last answer has ended, and mean seconds of an answer."""
+
+        async def one(body: Body, wait: float) -> tuple[int, float]:
+            await asyncio.sleep(wait)
+            reads, sent = list[TimedRead](), time.perf_counter()
+            await self._stream(body, reads)
+            return parse_answer(sent, reads, 0).num_tokens, time.perf_counter() - sent
+
+        async def all_of_them() -> list[tuple[int, float]]:
+            return await asyncio.gather(*map(one, bodies, waits))
+
+        began = time.perf_counter()
+        counts, seconds = zip(*self._runner.run(all_of_them()))
+        return sum(counts), time.perf_counter() - began, statistics.mean(seconds)
+
+
+def never_slower(
+    rounds: int = 8,
+    cells: tuple[str, ...] = (),
+    max_tokens: int = 120,
+    quick: bool = False,
+    seed: int = 0,
+) -> Rows:
+    """The default beside no drafts and every fixed choice, over HTTP, for several kinds of work.
+
+    A server of the bundled model for each choice; all get the same greedy requests, one server at a
+    time, in an order that is drawn anew for each cell and round. A cell is a kind of work and a
+    number of streams at once: different stories; the same story again; edits of a text; agents'
+    turns with tools; short answers; a head with random weights. With "poisson" requests arrive at
+    70% of what the server without drafts can take, and the mean time of an answer is compared;
+    otherwise tokens per second. The default has calibrated its costs before; nothing else is warm.
+    Ratios are geometric means of the rounds, with 95% bounds (Student's t). The best fixed choice
+    is picked in one half of the rounds and compared in the other.
+
+    Args:
+        rounds: at least 4
+        cells: such as "story 16,edit 8"; by default all
+        max_tokens: of an answer
+        quick: six cells
+        seed: of prompts, orders and arrivals
+    """
+    if rounds < 4:
+        raise UsageError("--rounds is at least 4: the best choice is picked in half of them.")
+    chosen = [_parsed(name) for name in cells or _CELLS[: _QUICK if quick else None]]
+    speeds: dict[_Cell, list[dict[str, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        for spoiled in (False, True):
+            group = [cell for cell in chosen if (cell.work == "random") == spoiled]
+            if group:
+                model = _with_random_head(Path(folder) / "random") if spoiled else BUNDLED_MODEL
+                yield from _measured(model, Path(folder), group, rounds, max_tokens, seed, speeds)
+    summaries = [_summary(cell, speeds[cell]) for cell in chosen]
+    yield from summaries
+    yield _overall(summaries)
+
+
+def _parsed(name: str) -> _Cell:
+    work, _, rest = name.partition(" ")
+    streams, _, poisson = rest.partition(" ")
+    if work not in _WORK or not streams.isdigit() or poisson not in ("", "poisson"):
+        raise UsageError(f"{name!r} is no cell; cells are like {', '.join(_CELLS)}.")
+    return _Cell(work, int(streams), bool(poisson))
+
+
+def _measured(
+    model: Path,
+    folder: Path,
+    cells: Sequence[_Cell],
+    rounds: int,
+    max_tokens: int,
+    seed: int,
+    speeds: dict[_Cell, list[dict[str, float]]],
+) -> Iterator[Row]:
+    chance = random.Random(seed)
+    sources = {cell: PromptSource(chance.getrandbits(30)) for cell in cells}
+    asking = Asking(max_tokens)
+    with contextlib.ExitStack() as stack:
+        clients = {
+            name: stack.enter_context(_Client(url, asking, model="m", name=name))
+            for name, url in _started(model, folder, stack)
+        }
+        capacity: dict[_Cell, float] = {}
+        for number, cell in itertools.product(range(rounds), cells):
+            count = cell.streams * (2 if cell.poisson else 1)
+            bodies = [
+                {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
+                | {"stream_options": {"include_usage": True}}
+                | body
+                for body in _WORK[cell.work](sources[cell], count)
+            ]
+            waits = [0.0] * count
+            if cell.poisson:
+                if cell not in capacity:
+                    _, seconds, _ = clients[_NONE].send(bodies[: cell.streams], waits)
+                    capacity[cell] = cell.streams / seconds
+                gaps = (chance.expovariate(_LOAD * capacity[cell]) for _ in bodies)
+                waits = [*itertools.accumulate(gaps)]
+            of: dict[str, float] = {}
+            for name in chance.sample([*clients], len(clients)):
+                tokens, seconds, mean = clients[name].send(bodies, waits)
+                of[name] = 1 / mean if cell.poisson else tokens / seconds
+            speeds[cell].append(of)
+            yield {"round": number + 1, "cell": cell.name} | {name: of[name] for name in clients}
+
+
+def _started(model: Path, folder: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
+    """Name and address of each server; the default's costs are calibrated."""
+    for name, flags in {_DEFAULT: (), **_FIXED}.items():
+        costs = folder / f"{model.name} {name}"
+        calibrates = name in (_DEFAULT, "copy")
+        given = ("--cache-dir", str(costs), *flags)
+        given += () if calibrates else ("--calibration-seconds", "0")
+        yield name, stack.enter_context(running(ours(name, model, *given)))
+        end = time.perf_counter() + _CALIBRATION_SECONDS
+        while calibrates and not [*costs.rglob("step-costs-*.json")]:
+            if time.perf_counter() > end:
+                raise BenchError(f"The server {name!r} has not calibrated its costs in time.")
+            time.sleep(0.5)
+
+
+def _with_random_head(target: Path) -> Path:
+    """A copy of the bundled model whose head has random matrices of the same size."""
+    shutil.copytree(BUNDLED_MODEL, target)
+    mx.random.seed(0)
+    for file in target.glob("*.safetensors"):
+        tensors = mx.load(str(file))
+        assert isinstance(tensors, dict)
+        spoiled = {
+            name: mx.random.normal(value.shape).astype(value.dtype) * mx.std(value)
+            if "mtp." in name and value.ndim > 1
+            else value
+            for name, value in tensors.items()
+        }
+        mx.eval(spoiled)
+        mx.save_safetensors(str(file), spoiled, metadata={"format": "pt"})
+    return target
+
+
+def _chat(*texts: str) -> Body:
+    roles = itertools.cycle(("user", "assistant"))
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts)]}
+
+
+def _stories(source: PromptSource, count: int) -> list[Body]:
+    return [_chat(prompt.text) for prompt in source.next("story", count)]
+
+
+def _same(_: PromptSource, count: int) -> list[Body]:
+    """The same stories in each round."""
+    return [_chat(prompt.text) for prompt in PromptSource(7).next("story", count)]
+
+
+def _edits(source: PromptSource, count: int) -> list[Body]:
+    """Texts that the bundled model can copy, to be repeated or made a list."""
+    bodies = []
+    for number, prompt in enumerate(source.next("story", count)):
+        chance = random.Random(prompt.seed)
+        words = {name: chance.sample(each, len(_SENTENCES)) for name, each in _EDITED.items()}
+        text = " ".join(
+            sentence.format(**{name: each[place] for name, each in words.items()})
+            for place, sentence in enumerate(chance.sample(_SENTENCES, len(_SENTENCES)))
+        )
+        tasks = ("repeat this text exactly", "write these sentences as a numbered list")
+        bodies.append(_chat(f"{tasks[number % 2]}: {text}"))
+    return bodies
+
+
+def _agents(source: PromptSource, count: int) -> list[Body]:
+    """The third turn of an agent: a call and its result, and a question that needs another."""
+    bodies = []
+    for place, prompt in enumerate(source.next("medium", count)):
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "read_file", "arguments": f'{{"path": "notes{place}.md"}}'},
+        }
+        bodies.append(
+            {
+                "tools": _TOOLS,
+                "messages": [
+                    {"role": "user", "content": f"Read the file notes{place}.md"},
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "call_1", "content": prompt.text},
+                    {"role": "assistant", "content": prompt.text.split(". ")[0]},
+                    {"role": "user", "content": "What is the weather in Paris in Celsius?"},
+                ],
+            }
+        )
+    return bodies
+
+
+def _closed(source: PromptSource, count: int) -> list[Body]:
+    """Sorting and sums."""
+    bodies = []
+    for place, prompt in enumerate(source.next("story", count)):
+        numbers = random.Random(prompt.seed).sample(range(1, 100), 5)
+        tasks = (
+            f"What is {numbers[0]} + {numbers[1]}?",
+            f"Sort these numbers: {', '.join(map(str, numbers))}.",
+        )
+        bodies.append(_chat(tasks[place % 2]))
+    return bodies
+
+
+_WORK = {
+    "story": _stories,
+    "same": _same,
+    "edit": _edits,
+    "agent": _agents,
+    "closed": _closed,
+    "random": _stories,
+}
+
+
+def _summary(cell: _Cell, rounds: Sequence[dict[str, float]]) -> Row:
+    """A cell's row: the default over none, and over the best fixed choice."""
+    over_none = [math.log(of[_DEFAULT] / of[_NONE]) for of in rounds]
+    over_best, picked = [], []
+    for compared, others in itertools.permutations((rounds[::2], rounds[1::2])):
+        best = max(_FIXED, key=lambda name: sum(math.log(of[name]) for of in others))
+        picked.append(best)
+        over_best += [math.log(of[_DEFAULT] / of[best]) for of in compared]
+    result: Row = {"cell": cell.name, "default": _mean(rounds, _DEFAULT)}
+    result |= {name: _mean(rounds, name) / _mean(rounds, _NONE) for name in (*_FIXED,)[1:]}
+    result |= {"best": " and ".join(dict.fromkeys(picked))}
+    for name, logs in (("over none", over_none), ("over best", over_best)):
+        low, high = _bounds(logs)
+        mean = math.exp(statistics.mean(logs))
+        result |= {name: mean, f"{name}, 95%": f"{low:.3f} to {high:.3f}", f"_{name}": logs}
+    return result
+
+
+def _mean(rounds: Sequence[dict[str, float]], name: str) -> float:
+    return math.exp(statistics.mean(math.log(of[name]) for of in rounds))
+
+
+def _overall(rows: Sequence[Row]) -> str:
+    """The geometric mean of all cells, and the worst one."""
+    logs = [statistics.mean(each) for each in zip(*(row["_over best"] for row in rows))]
+    low, high = _bounds(logs)
+    worst = min(rows, key=lambda row: float(row["over best"]))
+    slowest = min(rows, key=lambda row: float(row["over none"]))
+    return (
+        f"Over the best fixed choice, all cells: {math.exp(statistics.mean(logs)):.3f} "
+        f"({low:.3f} to {high:.3f}). The worst cell is {worst['cell']} "
+        f"({worst['over best, 95%']}); over none it is {slowest['cell']} "
+        f"({slowest['over none, 95%']})."
+    )
+
+
+def _bounds(logs: Sequence[float]) -> tuple[float, float]:
+    """95% bounds of the geometric mean, by the quantile of Student's t (Fisher's expansion)."""
+    n, z = len(logs) - 1, 1.96
+    t = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    margin = t * statistics.stdev(logs) / math.sqrt(n + 1)
+    mean = statistics.mean(logs)
+    return math.exp(mean - margin), math.exp(mean + margin)
