@@ -13,7 +13,7 @@ from benchmarks import Row, Rows
 from mlx_mtp.calibration.calibrator import steps_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
-from mlx_mtp.speculative.costs import HOST, MTP, CostKey, StepCosts, StepShape
+from mlx_mtp.speculative.costs import HOST, MTP, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, RowDrafting
 from mlx_mtp.speculative.ngram import NgramSource
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -149,12 +149,9 @@ def _replay(
     As in the engine, the policy reads the result of a step after the next one is launched.
     """
 
-    def cost(cell: CostKey) -> float:
-        passes = int(cell.size) if cell.kind == MTP else 0
-        return prices.seconds(StepShape(cell.rows, int(cell.rows * cell.size), passes))
-
     chance, costs = random.Random(0), StepCosts()
-    costs.load_table({cell: cost(cell) for cell in steps_to_measure({}, num_rows, (MTP, HOST))})
+    cells = steps_to_measure({}, num_rows, (MTP, HOST))
+    costs.load_table({cell: prices.seconds(cell.shape) for cell in cells})
     policy = AdaptiveDrafts(costs, MAX_DRAFT_TOKENS if MTP in sources else 0)
     source = NgramSource(0) if HOST in sources else None
     waiting = iter(texts)
@@ -180,8 +177,8 @@ def _replay(
             came.append(row.text.answer[row.at : row.at + gained])
             row.at += gained
             row.ahead, row.pending = count + 1, drafts
-        verified = sum(window.num_verified for window in windows)
-        shape = StepShape(len(rows), verified, max(choice.head))
+        verified = [window.num_verified for window in windows]
+        shape = StepShape(len(rows), sum(verified), max(choice.head), max(verified))
         seconds = prices.seconds(shape)
         tokens += sum(window.num_cached for window in windows)
         steps, time = steps + len(rows), time + seconds

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
@@ -24,6 +25,7 @@ from mlx_mtp.speculative.costs import (
     CHUNK,
     HOST,
     MTP,
+    RAGGED,
     CostKey,
     PrefillCosts,
     StepCosts,
@@ -47,9 +49,11 @@ _STEPS = (
     *_beside_plain(MTP, 1, 1, 2, 3),
     *_beside_plain(MTP, 4, 1, 3),
     *_beside_plain(HOST, 1, 4, 16),
+    *_beside_plain(RAGGED, 4, 16),
     *_beside_plain(MTP, 2, 1, 3),
     *_beside_plain(MTP, 1, 4, 6, 8),
     *_beside_plain(MTP, 16, 1, 2, 3),
+    *_beside_plain(RAGGED, 16, 16),
     *_beside_plain(HOST, 4, 4, 16),
     *_beside_plain(MTP, 4, 2, 5, 8),
     *_beside_plain(MTP, 16, 5),
@@ -58,7 +62,7 @@ _STEPS = (
 _CHECKED = frozenset(_beside_plain(MTP, 1, 1, 2, 3))
 _TIMES = 3  # that a cell of steps is measured: readings of a busy moment are outvoted
 _PROMPT_TOKENS = 8
-_TIMED_STEPS = 6  # of a cell; the first compiles kernels and isn't used
+_TIMED_STEPS = 7  # of a cell; the first compiles kernels, the second may have a part of it
 _MOST_STEPS = 40  # of a cell, timed or not
 _CHUNK_SHARE = 0.25  # of the time for calibration; the rest is for decode steps
 _SAVE_SECONDS = 300.0
@@ -66,6 +70,7 @@ _SAVE_SECONDS = 300.0
 
 def steps_to_measure(known: Table, most_rows: int, kinds: Collection[str]) -> list[CostKey]:
     """Cells of decode steps that an earlier run has not measured, or that are checked again."""
+    kinds = {*kinds, RAGGED} if HOST in kinds else kinds
     possible = [c for c in _STEPS if c.rows <= most_rows and (c.size == 0 or c.kind in kinds)]
     # If a number of rows lacks one, all are measured: only what ran side by side can be compared.
     partial = {cell.rows for cell in possible if cell not in known}
@@ -78,18 +83,20 @@ def steps_to_measure(known: Table, most_rows: int, kinds: Collection[str]) -> li
 class _CellDrafts(FixedDrafts):
     """The drafts of a cell; the acceptance of random tokens says nothing about real ones."""
 
-    def __init__(self, costs: StepCosts, cell: CostKey) -> None:
+    def __init__(self, cell: CostKey) -> None:
         super().__init__(0)
-        self._costs, self._cell = costs, cell
-        self.num_timed = 0
+        self._cell = cell
+        self.seconds: list[float] = []  # of the cell's steps
 
     def choose(self, rows: Many[RowDrafting], *, steady: bool) -> Choice:
-        each, none = (int(self._cell.size),) * len(rows), (0,) * len(rows)
-        return Choice(none, each) if self._cell.kind == HOST else Choice(each, none)
+        first, none = int(self._cell.size), (0,) * len(rows)
+        others = 0 if self._cell.kind == RAGGED else first
+        counts = (first, *(others,) * (len(rows) - 1))
+        return Choice(counts, none) if self._cell.kind == MTP else Choice(none, counts)
 
     def observe(self, rows: Many[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
-        self._costs.observe(shape, seconds)
-        self.num_timed += seconds is not None
+        if seconds is not None and shape == self._cell.shape:
+            self.seconds.append(seconds)
 
 
 class _Run(NamedTuple):
@@ -141,6 +148,7 @@ class Calibrator:
         self._saved_at = clock()
         self._seconds_left = config.calibration_seconds
         self._work: Iterator[None] = iter(())
+        self._last: tuple[CostKey, float] | None = None  # cell of steps, and its seconds
         self._core: EngineCore | None = None  # that runs the first cell
         known = self.file.load()
         if known:
@@ -180,7 +188,6 @@ class Calibrator:
                 self._core.step()
             self._core.release()
             self._core = None
-            self._steps.end_reading()
 
     def reset(self) -> None:
         """Call when the engine's thread (re)starts: measures no more if it died in a cell."""
@@ -203,7 +210,7 @@ class Calibrator:
         return seconds_left > 0 and cell.size in self._chunks.to_measure(self._config.decode_pause)
 
     def _measure(self, runner: ModelRunner, cell: CostKey) -> Iterator[None]:
-        drafts, config = _CellDrafts(self._steps, cell), self._config
+        drafts, config = _CellDrafts(cell), self._config
         is_chunk = cell.kind == CHUNK
         prefills = None
         if is_chunk:
@@ -222,13 +229,26 @@ class Calibrator:
             if is_chunk and self._is_wanted(cell):
                 core.scheduler.cancel()
                 core.scheduler.add(_prefilling(cell, runner.vocab_size))
-            if drafts.num_timed == _TIMED_STEPS or core.idle:
+            if len(drafts.seconds) == _TIMED_STEPS or core.idle:
+                self._compare(cell, drafts.seconds[2:])
                 return
             if any(output.error is not None for output in core.step()):
                 logger.warning("A step failed while costs were measured: %s", cell)
                 self._cells[1:] = [c for c in self._cells[1:] if (c.kind == CHUNK) != is_chunk]
                 return
             yield
+
+    def _compare(self, cell: CostKey, times: Many[float]) -> None:
+        """Compare a cell of steps with the one before, if either has no drafts."""
+        if times:
+            seconds = statistics.median_low(times)  # A step may be late but never early.
+            before, self._last = self._last, (cell, seconds)
+            if before is None or before[0].rows != cell.rows:
+                return
+            if cell.size == 0 < before[0].size:
+                self._steps.compare(*before, seconds)
+            elif before[0].size == 0 < cell.size:
+                self._steps.compare(cell, seconds, before[1])
 
 
 def _prefilling(cell: CostKey, vocab_size: int) -> Sequence:
@@ -244,7 +264,7 @@ def _decoding(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
         tokens = text[row :: cell.rows]
         request = Request(f"calibration-{row}", tokens[:_PROMPT_TOKENS], sampling)
         sequence = Sequence(request, (), _MOST_STEPS * (MAX_HOST_DRAFTS + 1))
-        if cell.kind == HOST:
+        if cell.kind in (HOST, RAGGED):
             sequence.drafting.host = {HOST: _Run(tokens[_PROMPT_TOKENS:])}
             sequence.drafting.source = HOST
         yield sequence

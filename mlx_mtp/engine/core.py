@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from typing import Any
 
 from mlx_mtp.engine.health import Heartbeat, StepKind
 from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
 _WAITED = 0.02  # share of a step's time; a read that took less found the step already ended
@@ -107,7 +107,7 @@ class StepClock:
         self._launching = 0.0  # seconds of the last launch
         self._read_at = 0.0
         self._round_at = 0.0  # when the last round ended
-        self._last: tuple[Any, ...] = ()  # `_step_shape` of what the last round read
+        self._last: tuple[Sequence, ...] = ()  # rows of the decode step that the last round read
         self._drained = False  # the last round left nothing in flight
 
     def note_launched(self, steps: Many[InFlightStep], began: float) -> None:
@@ -137,29 +137,23 @@ class StepClock:
     def end_round(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> None:
         """Call when the steps of a round have been read; sets the time of a decode step.
 
-        With look-ahead the host can't see where one step ends and the next begins. So a time counts
-        only if the step, the one before and the one after had the same rows and proposed as many
-        drafts, nothing was prefilled, and the step and the one after verified as many.
+        With look-ahead the host can't see where one step ends and the next begins, so the time of a
+        single step may have a part of its neighbours'. It counts only if all three are decode steps
+        of the same rows.
         """
-        now, shape = self.now(), _step_shape(read)
+        now, rows = self.now(), _decoding_rows(read)
         seconds, alone = now - self._round_at, self._drained
         self._drained = not launched or any(step is launched[-1] for step in read)
-        last, self._last, self._round_at = self._last, shape, now
-        if not shape or not last:
-            return
-        rows, _, num_proposed = shape
-        steady = (rows, num_proposed) == (last[0], last[2]) and shape == _step_shape(launched)
-        if alone if self._drained else steady:
+        last, self._last, self._round_at = self._last, rows, now
+        if rows and last and (alone if self._drained else rows == last == _decoding_rows(launched)):
             read[0].seconds = seconds
 
 
-def _step_shape(steps: Many[InFlightStep]) -> tuple[Any, ...]:
-    """Rows, drafts verified and drafts proposed; () if there is more than one decode step."""
+def _decoding_rows(steps: Many[InFlightStep]) -> tuple[Sequence, ...]:
+    """The rows of a single decode step; () if there are other steps."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return ()
-    rows = steps[0].rows
-    verified, proposed = [r.num_verified for r in rows], [r.num_proposed for r in rows]
-    return steps[0].sequences, verified, proposed
+    return steps[0].sequences
 
 
 def _name_and_kind(plan: StepPlan, last: StepPlan) -> tuple[str, StepKind]:

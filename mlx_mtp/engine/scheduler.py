@@ -133,7 +133,8 @@ class Scheduler:
             self._totals.num_optimistic_tokens += len(row.optimistic)
         if rows:
             proposed = max(row.num_proposed for row in step.rows)
-            shape = StepShape(len(rows), sum(row.num_verified for row in rows), proposed)
+            verified = [row.num_verified for row in rows]
+            shape = StepShape(len(rows), sum(verified), proposed, max(verified))
             self._drafts.observe(rows, shape, step.seconds)
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:

@@ -15,26 +15,42 @@ from typing import NamedTuple
 from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 
 # Kinds of costs: of steps whose drafts the MTP head proposes, or the host (so without passes of the
-# head), of chunks of prompts, and of the context before these.
-MTP, HOST, CHUNK, CONTEXT = "mtp", "host", "chunk", "context"
+# head), or the host for one row alone; what steps take in use (see `_InUse.factors`); of chunks of
+# prompts, and of the context before these.
+MTP, HOST, RAGGED, USE = "mtp", "host", "ragged", "use"
+CHUNK, CONTEXT = "chunk", "context"
 KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts per row
 
 LEAST_COST = 1e-15  # in a table
 
 # Of decode steps.
 # Cost of a draft before anything is measured: about as much as it gains, a third of it for the
-# head's pass.
+# head's pass. And that of a place that pads a window to the longest one, per row.
 _SLOPE = {MTP: 0.8, HOST: 0.52}
+_PADDING = 0.03
+_LEAST_PADDING = 0.01
+_LEAST_VERIFY = 0.5  # cost of a window, whatever was measured
 _LEAST_SLOPE = 0.03  # of a draft, whatever was measured: less is noise
-_READING_STEPS = 8  # steps of a reading: their low median, as a step may be late but never early
-_FEWEST_STEPS = 3  # that a reading needs if the kind of step changes before it is full
-_MAX_AGE = 64  # steps after which a reading is not compared with: too much may have changed
 _COMPARISONS = 8  # latest ones of a kind that count
-_LEAST_NOISE = 0.02  # relative standard error of a comparison
-_UNCERTAINTY = 0.1  # relative, of a cost with one comparison
 _LOADED_COMPARISONS = 4  # that a cost of an earlier run counts as
+_VARIANCE = 0.01  # of a comparison
 _PRIOR_WEIGHT = 0.02  # of `_SLOPE`, relative to a measurement at distance 1
 _DONORS = 6  # numbers of rows that a missing cost is inferred from, at most
+# Of steps in use, see `_InUse`.
+_BLOCK, _FEWEST_STEPS = 8, 3  # steps of a block, and the fewest if others interrupt it
+_MEMORY = 0.97  # share of what is known that stays with each block
+# Bounds of the standard deviation of a block's seconds, relative to what is expected.
+_NOISE, _MOST_NOISE = 0.05, 0.15
+_LATE = 1.3  # times the usual seconds: a step of a block counts as no more
+_FASTEST, _SLOWEST = 0.5, 2.0  # shares by which a block counts as less or more than expected
+# Standard deviations of the fit's coefficients before anything is measured in use: machine and
+# fixed; drafting and padding with calibrated costs (relative, or of a draft or place per row), and
+# without.
+_MACHINE, _CALIBRATED, _UNKNOWN = 0.3, ((0.1, 0.1), (0.3, 0.03)), (0.5, 1.0)
+_LEAST_SHARE = 0.2  # of a block in what its number of drafts takes more than the fit says
+_SCALES = 0.05, 60.0  # bounds of the factors on drafting and padding over the fixed one
+_LEAST_FIXED = 0.1
+_SAME_MACHINE = 0.6, 4.0  # times the calibrated seconds that steps in use may take
 
 # Of chunks.
 _PRIOR = 2e-3  # seconds per token before anything is measured: a large model on a laptop
@@ -51,6 +67,20 @@ _SHORTEST = 16  # tokens: what shorter chunks take is not measured separately
 _LEAST_SPEED = 0.5  # of the most tokens per second: less is not accepted for a short pause
 
 
+class StepShape(NamedTuple):
+    """All that the cost of a decode step depends on here."""
+
+    rows: int
+    drafts: int  # verified, of all rows
+    passes: int  # of the MTP head
+    longest: int  # drafts of the row with the most
+
+    @property
+    def padding(self) -> int:
+        """Places by which the rows' windows are shorter than the longest."""
+        return self.rows * self.longest - self.drafts
+
+
 class CostKey(NamedTuple):
     """What a cost is kept for."""
 
@@ -58,174 +88,308 @@ class CostKey(NamedTuple):
     rows: int
     size: float  # of steps: drafts per row, one of `KNOTS`; of a chunk: its tokens
 
+    @property
+    def shape(self) -> StepShape:
+        """Of steps that have this cost."""
+        size = int(self.size)
+        drafts = size if self.kind == RAGGED else self.rows * size
+        return StepShape(self.rows, drafts, size if self.kind == MTP else 0, size)
+
 
 Table = Mapping[CostKey, float]
-"""Costs to keep: of steps in any one unit per number of rows, of chunks in seconds per token."""
+"""Costs to keep: of steps in seconds (`USE`: factors), of chunks in seconds per token."""
 
 
-class StepShape(NamedTuple):
-    """All that the cost of a decode step depends on here."""
-
-    rows: int
-    drafts: int  # verified, of all rows
-    passes: int  # of the MTP head
+WindowKind = tuple[str, float]  # MTP, HOST or RAGGED, and drafts per row (one of `KNOTS`)
 
 
-class _Comparisons:
-    """The latest comparisons of a kind of step. Their median is its cost: some were disturbed."""
-
-    def __init__(self, cost: float, times: int = 1) -> None:
-        self.latest = deque([cost] * times, maxlen=_COMPARISONS)
-        self.cost = cost
-
-    def add(self, cost: float) -> None:
-        self.latest.append(cost)
-        self.cost = statistics.median(self.latest)
-
-
-WindowKind = tuple[str, float]  # MTP or HOST, and drafts per row (one of `KNOTS`)
-_PLAIN: WindowKind = (MTP, 0)
-
-
-class BatchCosts:
+class BatchCosts(NamedTuple):
     """Costs of steps of one number of rows, relative to its step without drafts.
 
     `verify` are those of windows with 0, 1, 2, .. drafts of all rows, `passes` those of 0, 1, 2, ..
-    passes of the head.
+    passes of the head, and `padding` that of each place (see `StepShape.padding`).
     """
 
-    def __init__(self, verify: Sequence[float], passes: Sequence[float]) -> None:
-        self._verify, self._passes = verify, passes
+    verify: Sequence[float]
+    passes: Sequence[float]
+    padding: float
 
-    def cost(self, drafts: int, passes: int) -> float:
-        return self._verify[drafts] + self._passes[passes]
+    def cost(self, shape: StepShape) -> float:
+        drafting = self.verify[shape.drafts] + self.passes[shape.passes]
+        return drafting + self.padding * shape.padding
 
-    def window_costs(self, most: int, passes: int) -> list[float]:
-        """Costs of verifying 0 to `most` drafts, as far as windows may have them."""
-        return [cost + self._passes[passes] for cost in self._verify[: most + 1]]
+    def in_use(self, rows: int, factors: Sequence[float], more: Sequence[float]) -> "BatchCosts":
+        """The same with factors on all that a step, drafts and padding take, and `more` by knot."""
+        fixed, drafting, padding = factors
+        plain = max(fixed + more[0], _LEAST_FIXED)
+        verify = [
+            max((fixed + drafting * (cost - 1.0) + _between(more, n / rows)) / plain, _LEAST_VERIFY)
+            for n, cost in enumerate(self.verify)
+        ]
+        passes = [drafting / plain * cost for cost in self.passes]
+        return BatchCosts([1.0, *verify[1:]], passes, padding / plain * self.padding)
 
 
 class StepCosts:
     """Costs of decode steps, relative to a step of as many rows without drafts.
 
-    A kind of step is compared with the kind that ran just before it, so a hot machine or a longer
-    context changes nothing. Comparisons are noisy: a cost is a mean over those of the kinds nearby,
-    weighted by their variance.
+    While no request runs, cells of steps are compared with steps without drafts beside them
+    (`compare`), which gives curves of costs. What requests see differs from that by what each step
+    takes beside the model, such as a longer context or the host's work. So in use factors scale the
+    curves (see `_InUse`).
     """
 
     def __init__(self) -> None:
-        self._num_launches = 0
-        # A shape's first launch compiles kernels and fills buffer pools.
-        self._seen: set[StepShape] = set()
-        self._measured: dict[int, dict[WindowKind, _Comparisons]] = {}  # by rows
-        # By rows, the kind, seconds, and number of the step of the last reading.
-        self._last: dict[int, tuple[WindowKind, float, int]] = {}
-        self._current: tuple[int, WindowKind] = 0, _PLAIN
-        self._samples: list[float] = []  # of the current kind
+        self._plain: dict[int, float] = {}  # seconds of steps without drafts, by rows
+        self._ratios: dict[int, dict[WindowKind, deque[float]]] = {}  # by rows
+        self._curves: dict[int, BatchCosts] = {}  # by rows, as calibrated
+        self._in_use: dict[int, _InUse] = {}  # by rows
+        # The first launch of a shape compiles kernels and fills buffer pools.
+        self._seen: set[tuple[int, ...]] = set()
+        # Of the last step: rows, and the number of drafts of each; None: they differ.
+        self._kind: tuple[int, int | None] = 0, None
         self._batch_costs: dict[int, BatchCosts] = {}
-        self._noise = _LEAST_NOISE
+
+    def compare(self, cell: CostKey, seconds: float, plain: float) -> None:
+        """Take over the seconds of a cell's steps, and of steps without drafts beside them."""
+        kinds = self._ratios.setdefault(cell.rows, {})
+        ratios = kinds.setdefault((cell.kind, cell.size), deque(maxlen=_COMPARISONS))
+        ratios.append(seconds / plain)
+        self._plain[cell.rows] = plain
+        self._curves.clear()
+        self._batch_costs.clear()
 
     def observe(self, shape: StepShape, seconds: float | None) -> None:
-        """Count a step; None: its time is not known."""
-        self._num_launches += 1
+        """Learn from a step in use; None: its time is not known."""
+        rows, drafts, passes, longest = shape
+        is_even = drafts == rows * passes == rows * longest
+        kind = rows, longest if is_even else None
+        if self._kind != kind or seconds is None:
+            self._end_block()
+        self._kind = kind
         if seconds is None:
             return
-        if shape not in self._seen:
-            self._seen.add(shape)
+        if (launch := (rows, passes, longest)) not in self._seen:
+            self._seen.add(launch)
             return
-        rows, drafts, passes = shape
-        knot = min(KNOTS, key=lambda each: abs(each - drafts / rows))
-        # The nearest kind: equal windows of the head's drafts, or none of its passes.
-        kind = MTP if 2 * passes >= knot else HOST, knot
-        if self._current != (rows, kind):
-            self.end_reading()
-            self._current = rows, kind
-        if drafts != knot * rows or passes != (knot if kind[0] == MTP else 0):
-            seconds *= self._cost(rows, kind) / self.of_batch(rows).cost(drafts, passes)
-        self._samples.append(seconds)
-        if len(self._samples) == _READING_STEPS:
-            self.end_reading()
-
-    def end_reading(self) -> None:
-        """Use the samples if they are enough. Call before steps of another kind."""
-        samples, self._samples = self._samples, []
-        if len(samples) < _FEWEST_STEPS:
-            return
-        rows, kind = self._current
-        seconds, now = statistics.median_low(samples), self._num_launches
-        last_kind, last_seconds, last_step = self._last.get(rows, (kind, seconds, now))
-        self._last[rows] = kind, seconds, now
-        kinds = self._measured.setdefault(rows, {})
-        if kind == _PLAIN:
-            kinds[kind] = _Comparisons(1.0)
-        if last_kind == kind or now - last_step > _MAX_AGE:
-            return
-        cost = self._cost(rows, last_kind) * seconds / last_seconds
-        if kind == _PLAIN:  # The unit of all others: the kind before it is what is known better.
-            kind, cost = last_kind, last_seconds / seconds
-        if kind in kinds:
-            kinds[kind].add(cost)
-        else:
-            kinds[kind] = _Comparisons(cost)
-        # By the distances of comparisons to the median of their kind; loaded ones are equal.
-        all_kinds = [each for kinds in self._measured.values() for each in kinds.values()]
-        measured = [each for each in all_kinds if len({*each.latest}) > 2]
-        if apart := [abs(x / each.cost - 1.0) for each in measured for x in {*each.latest}]:
-            self._noise = max(1.5 * statistics.median(apart), _LEAST_NOISE)
-        self._batch_costs.clear()
+        if rows not in self._in_use:
+            self._in_use[rows] = self._new(rows)
+        curve = self._curve(rows)
+        padding = curve.padding * shape.padding
+        drafting = curve.cost(shape) - 1.0 - padding
+        if self._in_use[rows].add(drafts / rows, drafting, padding, seconds) == _BLOCK:
+            self._end_block()
 
     def of_batch(self, rows: int) -> BatchCosts:
         if rows not in self._batch_costs:
-            mtp, host = ([self._cost(rows, (s, x)) for x in KNOTS] for s in (MTP, HOST))
-            more = [max(a - b, 0.0) for a, b in zip(mtp, host)]
-            passes = [_between(more, n) for n in range(MAX_DRAFT_TOKENS + 1)]
-            verify = [_between(host, n / rows) for n in range(rows * MAX_HOST_DRAFTS + 1)]
-            self._batch_costs[rows] = BatchCosts(verify, passes)
+            in_use = self._known().get(rows) or self._new(rows)
+            costs = self._curve(rows).in_use(rows, in_use.factors, in_use.more)
+            self._batch_costs[rows] = costs
         return self._batch_costs[rows]
 
-    def is_measured(self, rows: int, depth: int) -> bool:
-        """Whether steps of about as many rows, each with `depth` drafts of the head, were."""
-        near = (kinds for size, kinds in self._measured.items() if 0.6 < size / rows < 1.6)
-        return any((MTP, depth) in kinds for kinds in near)
-
-    def uncertainty(self, rows: int, *depths: int) -> float:
-        """Standard error of the ratio of these depths' costs, from their comparisons' number."""
-        kinds = self._measured.get(rows, {})
-        counts = [len(kinds[MTP, n].latest) if (MTP, n) in kinds else 0 for n in depths if n]
-        return _UNCERTAINTY / math.sqrt(0.5 + min(counts, default=0))
+    def is_measured(self, rows: int) -> bool:
+        """Whether steps without drafts of about as many rows were, in use."""
+        near = (each for size, each in self._in_use.items() if 0.6 < size / rows < 1.6)
+        return any(each.counts[0] for each in near)
 
     def table(self) -> Table:
-        return {
-            CostKey(kind, rows, size): measured.cost
-            for rows, kinds in sorted(self._measured.items())
-            for (kind, size), measured in sorted(kinds.items())
-        }
+        table = {CostKey(MTP, rows, 0): seconds for rows, seconds in sorted(self._plain.items())}
+        for rows, kinds in sorted(self._ratios.items()):
+            for (kind, size), ratios in sorted(kinds.items()):
+                table[CostKey(kind, rows, size)] = statistics.median(ratios) * self._plain[rows]
+        for rows, in_use in sorted(self._in_use.items()):
+            if in_use.counts[0]:
+                table |= {CostKey(USE, rows, n): factor for n, factor in enumerate(in_use.factors)}
+        return table
 
     def load_table(self, table: Table) -> None:
         """Take over costs of numbers of rows whose step without drafts has one."""
-        for (kind, rows, size), cost in table.items():
+        for (kind, rows, size), seconds in table.items():
             plain = table.get(CostKey(MTP, rows, 0))
-            if plain and kind in _SLOPE and size in KNOTS:
-                kinds = self._measured.setdefault(rows, {})
-                kinds[kind, size] = _Comparisons(cost / plain, _LOADED_COMPARISONS)
-        self._batch_costs.clear()
+            if plain and kind in (*_SLOPE, RAGGED) and size in KNOTS:
+                self._plain[rows] = plain
+                for _ in range(_LOADED_COMPARISONS if size else 0):
+                    self.compare(CostKey(kind, rows, size), seconds, plain)
+        for rows in {key.rows for key in table if key.kind == USE}:
+            factors = [table.get(CostKey(USE, rows, n), 1.0) for n in range(3)]
+            self._in_use[rows] = self._new(rows, factors)
+            self._in_use[rows].counts[0] = 1
 
-    def _cost(self, rows: int, kind: WindowKind) -> float:
+    def _end_block(self) -> None:
+        rows, _ = self._kind
+        if (in_use := self._in_use.get(rows)) and in_use.end_block():
+            self._batch_costs.clear()  # Other numbers of rows may follow this one.
+
+    def _known(self) -> dict[int, "_InUse"]:
+        return {rows: each for rows, each in self._in_use.items() if any(each.counts)}
+
+    def _new(self, rows: int, factors: Sequence[float] = ()) -> "_InUse":
+        """Of steps of so many rows, by default as for the nearest number of rows."""
+        if not factors:
+            known = self._known()
+            near = min(known, key=lambda size: abs(math.log(size / rows)), default=0)
+            factors = known[near].factors if 0.4 < near / rows < 2.5 else (1.0, 1.0, 1.0)
+        deviations: Sequence[float] = _UNKNOWN
+        if self._ratios:
+            curve = self._curve(rows)
+            draft, place = curve.verify[rows] - 1.0 + curve.passes[1], curve.padding * rows
+            relative = zip(_CALIBRATED, (draft, place))
+            deviations = [max(share, least / cost) for (share, least), cost in relative]
+        deviations = (_MACHINE, _MACHINE, *deviations)
+        return _InUse(self._seconds(rows), factors, deviations)
+
+    def _seconds(self, rows: int) -> float:
+        """Calibrated seconds of a step without drafts, linear in rows; 0.0 if none was measured."""
+        if not self._plain:
+            return 0.0
+        sizes = sorted(self._plain)
+        above = min(max(bisect_right(sizes, rows), 1), len(sizes) - 1)
+        low, high = sizes[above - 1], sizes[above]
+        if low == high or len(sizes) == 1:
+            return self._plain[sizes[0]]
+        share = min(max((rows - low) / (high - low), 0.0), 2.0)
+        return max(self._plain[low] + share * (self._plain[high] - self._plain[low]), 1e-9)
+
+    def _curve(self, rows: int) -> BatchCosts:
+        if rows not in self._curves:
+            medians = {
+                size: {kind: statistics.median(ratios) for kind, ratios in kinds.items()}
+                for size, kinds in self._ratios.items()
+            }
+            mtp, host = (
+                [self._cost(medians, rows, (kind, x)) for x in KNOTS] for kind in (MTP, HOST)
+            )
+            more = [max(a - b, 0.0) for a, b in zip(mtp, host)]
+            passes = [_between(more, n) for n in range(MAX_DRAFT_TOKENS + 1)]
+            verify = [_between(host, n / rows) for n in range(rows * MAX_HOST_DRAFTS + 1)]
+            padding = self._padding(medians, rows) / rows
+            self._curves[rows] = BatchCosts(verify, passes, padding)
+        return self._curves[rows]
+
+    def _padding(self, medians: Mapping[int, Mapping[WindowKind, float]], rows: int) -> float:
+        """Cost of a place for each row, by what the nearest number of rows has measured."""
+        for size in sorted(medians, key=lambda size: abs(math.log(size / rows))):
+            costs = []
+            for (kind, longest), ratio in medians[size].items():
+                if kind == RAGGED:
+                    mean = longest / size
+                    more = ratio - self._cost(medians, size, (HOST, mean))
+                    costs.append(max(more, 0.0) / (longest - mean))
+            if costs:
+                return max(statistics.mean(costs), _LEAST_PADDING)
+        return _PADDING
+
+    def _cost(
+        self, medians: Mapping[int, Mapping[WindowKind, float]], rows: int, kind: WindowKind
+    ) -> float:
         """The cost that the measured kinds nearby, this one among them, say that a draft has.
 
         Each is weighted by its variance: the noise of its comparisons, and its distance.
         """
         source, x = kind
         ratio = weight = _PRIOR_WEIGHT  # Of what drafts cost to what `_SLOPE` says.
-        for size in sorted(self._measured, key=lambda size: abs(math.log(size / rows)))[:_DONORS]:
-            for (other, knot), measured in self._measured[size].items():
-                if knot:
+        for size in sorted(medians, key=lambda size: abs(math.log(size / rows)))[:_DONORS]:
+            for (other, knot), cost in medians[size].items():
+                if other != RAGGED:
                     away = abs(math.log(size / rows)) + abs(math.log((1 + knot) / (1 + x)))
-                    more = max(measured.cost - 1.0, _LEAST_SLOPE)
-                    noise = (2.0 * self._noise) ** 2 / len(measured.latest)
+                    more = max(cost - 1.0, _LEAST_SLOPE)
+                    noise = _VARIANCE / len(self._ratios[size][other, knot])
                     near = 1.0 / (noise + (away + (other != source)) ** 4)
                     ratio, weight = ratio + near * more / (_SLOPE[other] * knot), weight + near
         return 1.0 + _SLOPE[source] * x * ratio / weight
+
+
+class _InUse:
+    """What steps of one number of rows take in use, relative to the calibrated seconds.
+
+    The seconds of a step are `unit * (fixed + drafting * d + padding * p)`, where d and p are what
+    the curves of costs add to a step without drafts, and the `factors` are 1 if steps take what was
+    calibrated. A slower machine raises all three; a longer context, or work of the host, `fixed`
+    alone. They are the least squares fit of blocks of steps, the latest weighted most, with a
+    normal prior (ridge regression). Blocks, as the host can't see where one step ends and the next
+    begins.
+    """
+
+    def __init__(self, unit: float, factors: Sequence[float], deviations: Sequence[float]) -> None:
+        self._block: list[tuple[float, float, float, float]] = []
+        self._deviations = deviations
+        self._begin(unit, factors)
+
+    def add(self, depth: float, drafting: float, padding: float, seconds: float) -> int:
+        """Count a step that verifies `depth` drafts per row; returns the length of the block."""
+        self._block.append((depth, drafting, padding, seconds))
+        return len(self._block)
+
+    def end_block(self) -> bool:
+        """Learn from the steps that were added, if they are enough; True if so."""
+        block, self._block = self._block, []
+        if len(block) < _FEWEST_STEPS:
+            return False
+        depth, *parts = (statistics.mean(each) for each in [*zip(*block)][:3])
+        beside = 1.0, *parts
+        ratios = [step[3] / self._expected((1.0, *step[1:3])) for step in block]
+        usual = _LATE * statistics.median_low(ratios)  # Some steps are late.
+        seconds = statistics.mean(min(ratio, usual) for ratio in ratios) * self._expected(beside)
+        expected = self._expected(beside)
+        low, high = (bound * self._unit * expected for bound in _SAME_MACHINE)
+        is_known = self._unit and depth and self.counts[0]
+        if not is_known and not low < seconds < high:
+            # Not the machine that was calibrated, or nothing was: ratios of costs are known.
+            expected /= self.factors[0]
+            self._begin(seconds / expected, [x / self.factors[0] for x in self.factors])
+        off = seconds / self._unit / expected - 1.0
+        off = min(max(off, -_FASTEST), _SLOWEST)
+        self._variance += (1.0 - _MEMORY) * (min(off**2, _MOST_NOISE**2) - self._variance)
+        value = expected * (1.0 + off)
+        self._fit((sum(beside), *beside), value)
+        knot = min(range(len(KNOTS)), key=lambda n: abs(KNOTS[n] - depth))
+        self.counts[knot] += 1
+        share = max(1.0 / (self.counts[knot] + 1), _LEAST_SHARE)
+        self.more[knot] += share * (value - self._expected(beside) - self.more[knot])
+        return True
+
+    def _expected(self, beside: Sequence[float]) -> float:
+        return sum(factor * x for factor, x in zip(self.factors, beside))
+
+    def _begin(self, unit: float, factors: Sequence[float]) -> None:
+        self._unit = unit
+        self.factors = tuple(factors)  # fixed, drafting, padding
+        # The fit has four coefficients: one for the machine, and what each factor has beside it.
+        self._prior = (1.0, *(factor - 1.0 for factor in factors))
+        # By knot: blocks, and what they took more than the fit says.
+        self.counts, self.more = [0] * len(KNOTS), [0.0] * len(KNOTS)
+        self._variance = _NOISE**2
+        self._products = [[0.0] * 4 for _ in range(4)]  # of the features
+        self._results = [0.0] * 4  # of features and seconds
+
+    def _fit(self, features: Sequence[float], value: float) -> None:
+        for i, x in enumerate(features):
+            self._results[i] = _MEMORY * self._results[i] + x * value
+            row = zip(self._products[i], features)
+            self._products[i] = [_MEMORY * total + x * y for total, y in row]
+        left, right = [[*row] for row in self._products], [*self._results]
+        for i, (deviation, mean) in enumerate(zip(self._deviations, self._prior)):
+            weight = max(self._variance, _NOISE**2) / deviation**2
+            left[i][i] += weight
+            right[i] += weight * mean
+        machine, *beside = _solved(left, right)
+        fixed, *others = (max(machine + each, _LEAST_FIXED) for each in beside)
+        low, high = (bound * fixed for bound in _SCALES)
+        self.factors = (fixed, *(min(max(each, low), high) for each in others))
+
+
+def _solved(left: list[list[float]], right: list[float]) -> list[float]:
+    """x of `left @ x = right`, by Gaussian elimination; `left` is positive definite."""
+    places = range(len(right))
+    for i in places:
+        for j in places[i + 1 :]:
+            share = left[j][i] / left[i][i]
+            left[j] = [a - share * b for a, b in zip(left[j], left[i])]
+            right[j] -= share * right[i]
+    for i in reversed(places):
+        right[i] -= sum(left[i][j] * right[j] for j in places[i + 1 :])
+        right[i] /= left[i][i]
+    return right
 
 
 def _between(curve: Sequence[float], x: float) -> float:

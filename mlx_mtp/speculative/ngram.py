@@ -27,7 +27,7 @@ _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd
 _WORD = (1 << 64) - 1
 _SEPARATOR = -1  # between answers; not a token's id
 _PRIOR_TRIALS = 2.0  # weight of the prior in the rate of all requests,
-_POOL_TRIALS = 6.0  # and of that rate in the rate of one
+_POOL_TRIALS = 16.0  # and of that rate in the rate of one
 _PRIORS = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # by class of a match's length
 # The class of each length: powers of two from 4 on.
 _CLASSES = [

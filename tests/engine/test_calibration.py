@@ -16,7 +16,16 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.speculative.costs import CHUNK, CONTEXT, HOST, MTP, CostKey, PrefillCosts, StepCosts
+from mlx_mtp.speculative.costs import (
+    CHUNK,
+    CONTEXT,
+    HOST,
+    MTP,
+    RAGGED,
+    CostKey,
+    PrefillCosts,
+    StepCosts,
+)
 from mlx_mtp.speculative.drafter import MTPDrafter
 from tests.engine.test_engine import Client
 from tests.support.harness import curve, greedy, plain, request
@@ -26,8 +35,8 @@ from tests.support.waiting import wait_until
 STEPS = curve(MTP, 1, {0: 1.0, 3: 2.0}) | curve(HOST, 1, {16: 3.0}) | curve(MTP, 16, {0: 1.0})
 CHUNKS = curve(CHUNK, 1, {64: 2e-4, 128: 1e-4}) | curve(CONTEXT, 1, {1: 1e-9})
 MARK = "a" * 64
-CELLS = [CostKey(MTP, 1, 0), CostKey(MTP, 1, 2), CostKey(HOST, 1, 16), CostKey(MTP, 3, 0)]
-CELLS.append(CostKey(MTP, 3, 1))
+CELLS = [CostKey(MTP, 1, 0), CostKey(MTP, 1, 2), CostKey(MTP, 1, 0), CostKey(HOST, 1, 16)]
+CELLS += [CostKey(RAGGED, 3, 16), CostKey(MTP, 3, 0), CostKey(MTP, 3, 1)]
 LONGEST = 128
 
 
@@ -85,7 +94,7 @@ def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner
     table = work.steps.table()
     assert {*table} == set(CELLS)
     # Equal tokens would share their experts, and cost less than those of requests.
-    assert len(texts) == 4 and all(len(set(text)) > 4 for text in texts)
+    assert len(texts) == 6 and all(len(set(text)) > 4 for text in texts)
     assert all(seconds > 0 for seconds in table.values())
 
 
@@ -190,7 +199,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
 def test_a_thread_that_dies_while_it_measures_is_restarted_once(tiny_models, monkeypatch):
     monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.0)
     config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
-    monkeypatch.setattr(StepCosts, "observe", lambda *_: 1 / 0)
+    monkeypatch.setattr(StepCosts, "compare", lambda *_: 1 / 0)
     client = Client(build_engine(tiny_models["qwen3_5"], config, VOCAB, ()))
     wait_until(lambda: client.engine.stats().num_restarts and not client.engine.measuring)
     monkeypatch.undo()
