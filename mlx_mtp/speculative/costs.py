@@ -164,10 +164,10 @@ class StepCosts:
         rows, drafts, passes, longest = shape
         is_even = drafts == rows * passes == rows * longest
         kind = rows, longest if is_even else None
-        if self._kind != kind or seconds is None:
+        if self._kind != kind or not seconds:
             self._end_block()
         self._kind = kind
-        if seconds is None:
+        if not seconds:
             return
         if (launch := (rows, passes, longest)) not in self._seen:
             self._seen.add(launch)
