@@ -13,13 +13,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
+from mlx_mtp.speculative.costs_in_use import (
+    BLOCK,
+    CALIBRATED,
+    KNOTS,
+    LEAST_FIXED,
+    MACHINE,
+    UNKNOWN,
+    CostsInUse,
+)
 
 # Kinds of costs: of steps whose drafts the MTP head proposes, or the host (so without passes of the
-# head), or the host for one row alone; what steps take in use (see `_InUse.factors`); of chunks of
-# prompts, and of the context before these.
+# head), or the host for one row alone; what steps take in use (see `CostsInUse.factors`); of chunks
+# of prompts, and of the context before these.
 MTP, HOST, RAGGED, USE = "mtp", "host", "ragged", "use"
 CHUNK, CONTEXT = "chunk", "context"
-KNOTS = (0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # drafts per row
 
 LEAST_COST = 1e-15  # in a table
 
@@ -36,22 +44,6 @@ _LOADED_COMPARISONS = 4  # that a cost of an earlier run counts as
 _VARIANCE = 0.01  # of a comparison
 _PRIOR_WEIGHT = 0.02  # of `_SLOPE`, relative to a measurement at distance 1
 _DONORS = 6  # numbers of rows that a missing cost is inferred from, at most
-# Of steps in use, see `_InUse`.
-_BLOCK, _FEWEST_STEPS = 8, 3  # steps of a block, and the fewest if others interrupt it
-_MEMORY = 0.97  # share of what is known that stays with each block
-# Bounds of the standard deviation of a block's seconds, relative to what is expected.
-_NOISE, _MOST_NOISE = 0.05, 0.15
-_LATE = 1.3  # times the usual seconds: a step of a block counts as no more
-_FASTEST, _SLOWEST = 0.5, 2.0  # shares by which a block counts as less or more than expected
-# Standard deviations of the fit's coefficients before anything is measured in use: machine and
-# fixed; drafting and padding with calibrated costs (relative, or of a draft or place per row), and
-# without.
-_MACHINE, _CALIBRATED, _UNKNOWN = 0.3, ((0.1, 0.1), (0.3, 0.03)), (0.5, 1.0)
-_LEAST_SHARE = 0.2  # of a block in what its number of drafts takes more than the fit says
-_SCALES = 0.05, 60.0  # bounds of the factors on drafting and padding over the fixed one
-_LEAST_FIXED = 0.1
-_SAME_MACHINE = 0.6, 4.0  # times the calibrated seconds that steps in use may take
-
 # Of chunks.
 _PRIOR = 2e-3  # seconds per token before anything is measured: a large model on a laptop
 _CONTEXT = 4096  # tokens of context whose effect is learned as quickly as that of the length
@@ -121,7 +113,7 @@ class BatchCosts(NamedTuple):
     def in_use(self, rows: int, factors: Sequence[float], more: Sequence[float]) -> "BatchCosts":
         """The same with factors on all that a step, drafts and padding take, and `more` by knot."""
         fixed, drafting, padding = factors
-        plain = max(fixed + more[0], _LEAST_FIXED)
+        plain = max(fixed + more[0], LEAST_FIXED)
         verify = [
             max((fixed + drafting * (cost - 1.0) + _between(more, n / rows)) / plain, _LEAST_VERIFY)
             for n, cost in enumerate(self.verify)
@@ -136,14 +128,14 @@ class StepCosts:
     While no request runs, cells of steps are compared with steps without drafts beside them
     (`compare`), which gives curves of costs. What requests see differs from that by what each step
     takes beside the model, such as a longer context or the host's work. So in use factors scale the
-    curves (see `_InUse`).
+    curves (see `CostsInUse`).
     """
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}  # seconds of steps without drafts, by rows
         self._ratios: dict[int, dict[WindowKind, deque[float]]] = {}  # by rows
         self._curves: dict[int, BatchCosts] = {}  # by rows, as calibrated
-        self._in_use: dict[int, _InUse] = {}  # by rows
+        self._in_use: dict[int, CostsInUse] = {}  # by rows
         # The first launch of a shape compiles kernels and fills buffer pools.
         self._seen: set[tuple[int, ...]] = set()
         # Of the last step: rows, and the number of drafts of each; None: they differ.
@@ -177,7 +169,7 @@ class StepCosts:
         curve = self._curve(rows)
         padding = curve.padding * shape.padding
         drafting = curve.cost(shape) - 1.0 - padding
-        if self._in_use[rows].add(drafts / rows, drafting, padding, seconds) == _BLOCK:
+        if self._in_use[rows].add(drafts / rows, drafting, padding, seconds) == BLOCK:
             self._end_block()
 
     def of_batch(self, rows: int) -> BatchCosts:
@@ -220,23 +212,23 @@ class StepCosts:
         if (in_use := self._in_use.get(rows)) and in_use.end_block():
             self._batch_costs.clear()  # Other numbers of rows may follow this one.
 
-    def _known(self) -> dict[int, "_InUse"]:
+    def _known(self) -> dict[int, CostsInUse]:
         return {rows: each for rows, each in self._in_use.items() if any(each.counts)}
 
-    def _new(self, rows: int, factors: Sequence[float] = ()) -> "_InUse":
+    def _new(self, rows: int, factors: Sequence[float] = ()) -> CostsInUse:
         """Of steps of so many rows, by default as for the nearest number of rows."""
         if not factors:
             known = self._known()
             near = min(known, key=lambda size: abs(math.log(size / rows)), default=0)
             factors = known[near].factors if 0.4 < near / rows < 2.5 else (1.0, 1.0, 1.0)
-        deviations: Sequence[float] = _UNKNOWN
+        deviations: Sequence[float] = UNKNOWN
         if self._ratios:
             curve = self._curve(rows)
             draft, place = curve.verify[rows] - 1.0 + curve.passes[1], curve.padding * rows
-            relative = zip(_CALIBRATED, (draft, place))
+            relative = zip(CALIBRATED, (draft, place))
             deviations = [max(share, least / cost) for (share, least), cost in relative]
-        deviations = (_MACHINE, _MACHINE, *deviations)
-        return _InUse(self._seconds(rows), factors, deviations)
+        deviations = (MACHINE, MACHINE, *deviations)
+        return CostsInUse(self._seconds(rows), factors, deviations)
 
     def _seconds(self, rows: int) -> float:
         """Calibrated seconds of a step without drafts, linear in rows; 0.0 if none was measured."""
@@ -297,99 +289,6 @@ class StepCosts:
                     near = 1.0 / (noise + (away + (other != source)) ** 4)
                     ratio, weight = ratio + near * more / (_SLOPE[other] * knot), weight + near
         return 1.0 + _SLOPE[source] * x * ratio / weight
-
-
-class _InUse:
-    """What steps of one number of rows take in use, relative to the calibrated seconds.
-
-    The seconds of a step are `unit * (fixed + drafting * d + padding * p)`, where d and p are what
-    the curves of costs add to a step without drafts, and the `factors` are 1 if steps take what was
-    calibrated. A slower machine raises all three; a longer context, or work of the host, `fixed`
-    alone. They are the least squares fit of blocks of steps, the latest weighted most, with a
-    normal prior (ridge regression). Blocks, as the host can't see where one step ends and the next
-    begins.
-    """
-
-    def __init__(self, unit: float, factors: Sequence[float], deviations: Sequence[float]) -> None:
-        self._block: list[tuple[float, float, float, float]] = []
-        self._deviations = deviations
-        self._begin(unit, factors)
-
-    def add(self, depth: float, drafting: float, padding: float, seconds: float) -> int:
-        """Count a step that verifies `depth` drafts per row; returns the length of the block."""
-        self._block.append((depth, drafting, padding, seconds))
-        return len(self._block)
-
-    def end_block(self) -> bool:
-        """Learn from the steps that were added, if they are enough; True if so."""
-        block, self._block = self._block, []
-        if len(block) < _FEWEST_STEPS:
-            return False
-        depth, *parts = (statistics.mean(each) for each in [*zip(*block)][:3])
-        beside = 1.0, *parts
-        ratios = [step[3] / self._expected((1.0, *step[1:3])) for step in block]
-        usual = _LATE * statistics.median_low(ratios)  # Some steps are late.
-        seconds = statistics.mean(min(ratio, usual) for ratio in ratios) * self._expected(beside)
-        expected = self._expected(beside)
-        low, high = (bound * self._unit * expected for bound in _SAME_MACHINE)
-        is_known = self._unit and depth and self.counts[0]
-        if not is_known and not low < seconds < high:
-            # Not the machine that was calibrated, or nothing was: ratios of costs are known.
-            expected /= self.factors[0]
-            self._begin(seconds / expected, [x / self.factors[0] for x in self.factors])
-        off = seconds / self._unit / expected - 1.0
-        off = min(max(off, -_FASTEST), _SLOWEST)
-        self._variance += (1.0 - _MEMORY) * (min(off**2, _MOST_NOISE**2) - self._variance)
-        value = expected * (1.0 + off)
-        self._fit((sum(beside), *beside), value)
-        knot = min(range(len(KNOTS)), key=lambda n: abs(KNOTS[n] - depth))
-        self.counts[knot] += 1
-        share = max(1.0 / (self.counts[knot] + 1), _LEAST_SHARE)
-        self.more[knot] += share * (value - self._expected(beside) - self.more[knot])
-        return True
-
-    def _expected(self, beside: Sequence[float]) -> float:
-        return sum(factor * x for factor, x in zip(self.factors, beside))
-
-    def _begin(self, unit: float, factors: Sequence[float]) -> None:
-        self._unit = unit
-        self.factors = tuple(factors)  # fixed, drafting, padding
-        # The fit has four coefficients: one for the machine, and what each factor has beside it.
-        self._prior = (1.0, *(factor - 1.0 for factor in factors))
-        # By knot: blocks, and what they took more than the fit says.
-        self.counts, self.more = [0] * len(KNOTS), [0.0] * len(KNOTS)
-        self._variance = _NOISE**2
-        self._products = [[0.0] * 4 for _ in range(4)]  # of the features
-        self._results = [0.0] * 4  # of features and seconds
-
-    def _fit(self, features: Sequence[float], value: float) -> None:
-        for i, x in enumerate(features):
-            self._results[i] = _MEMORY * self._results[i] + x * value
-            row = zip(self._products[i], features)
-            self._products[i] = [_MEMORY * total + x * y for total, y in row]
-        left, right = [[*row] for row in self._products], [*self._results]
-        for i, (deviation, mean) in enumerate(zip(self._deviations, self._prior)):
-            weight = max(self._variance, _NOISE**2) / deviation**2
-            left[i][i] += weight
-            right[i] += weight * mean
-        machine, *beside = _solved(left, right)
-        fixed, *others = (max(machine + each, _LEAST_FIXED) for each in beside)
-        low, high = (bound * fixed for bound in _SCALES)
-        self.factors = (fixed, *(min(max(each, low), high) for each in others))
-
-
-def _solved(left: list[list[float]], right: list[float]) -> list[float]:
-    """x of `left @ x = right`, by Gaussian elimination; `left` is positive definite."""
-    places = range(len(right))
-    for i in places:
-        for j in places[i + 1 :]:
-            share = left[j][i] / left[i][i]
-            left[j] = [a - share * b for a, b in zip(left[j], left[i])]
-            right[j] -= share * right[i]
-    for i in reversed(places):
-        right[i] -= sum(left[i][j] * right[j] for j in places[i + 1 :])
-        right[i] /= left[i][i]
-    return right
 
 
 def _between(curve: Sequence[float], x: float) -> float:
