@@ -11,6 +11,7 @@ from mlx_mtp.cache.gated_delta import GatedDeltaCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
+from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 
 LayerCache = RaggedKVCache | GatedDeltaCache
 
@@ -26,6 +27,19 @@ class BatchCache:
         self.head: RaggedKVCache | None = None  # KV of the MTP head, in the same layout
         self.layout = Layout(num_rows)
         self.offset = mx.zeros(num_rows, dtype=mx.int32)
+        # int32 [B], what rows behind images add to a place to get its position; None: no row has.
+        self.shift: mx.array | None = None
+
+    @classmethod
+    def of(cls, specs: Sequence[LayerSpec], num_rows: int, dtype: mx.Dtype) -> BatchCache:
+        """Empty caches of layers."""
+        layers: list[LayerCache] = [
+            RaggedKVCache()
+            if isinstance(spec, AttentionSpec)
+            else GatedDeltaCache(num_rows, spec.shape, dtype)
+            for spec in specs
+        ]
+        return cls(layers, num_rows)
 
     def reserve(self, limits: Sequence[int], rooms: Sequence[int] | None = None) -> None:
         """Make room for the tokens that each row is going to hold. Call before every pass.
@@ -43,12 +57,16 @@ class BatchCache:
         `kept`, int32 [B], is the number of tokens that each row will keep; None if a verify
         decides that.
         """
-        packing = Packing(self.layout, self.offset, lengths)
+        packing = self.packing(self.offset, lengths)
         for cache in self.layers:
             cache.packing = packing
             if isinstance(cache, GatedDeltaCache):
                 cache.next_num_kept = kept
         return packing
+
+    def packing(self, start: mx.array, lengths: Sequence[int]) -> Packing:
+        """A `Packing` of these rows."""
+        return Packing(self.layout, start, lengths, self.shift)
 
     def commit(self, num_kept: mx.array) -> None:
         """Keep the first `num_kept[b]` positions of the last window; int32 [B]."""
@@ -64,6 +82,7 @@ class BatchCache:
         selected = copy.copy(self)
         selected.layout, copies = self.layout.select(rows)
         selected.offset = self.offset[where]
+        selected.shift = None if self.shift is None else self.shift[where]
         selected.layers = [
             c.select(where) if isinstance(c, GatedDeltaCache) else c.select(copies)
             for c in self.layers
@@ -72,6 +91,11 @@ class BatchCache:
         return selected
 
     def extend(self, other: BatchCache) -> None:
+        if self.shift is not None or other.shift is not None:
+            shifts = [
+                mx.zeros_like(c.offset) if c.shift is None else c.shift for c in (self, other)
+            ]
+            self.shift = mx.concatenate(shifts)
         self.offset = mx.concatenate([self.offset, other.offset])
         self.layout.extend(other.layout)
         pairs = [*zip(self.layers, other.layers, strict=True), (self.head, other.head)]
@@ -81,7 +105,7 @@ class BatchCache:
                 mine.extend(theirs)  # type: ignore[arg-type]
 
     def arrays(self) -> Iterator[mx.array]:
-        yield self.offset
+        yield from (self.offset, *([] if self.shift is None else [self.shift]))
         for cache in (*self.layers, self.head):
             if cache is not None:
                 yield from cache.arrays()

@@ -69,10 +69,29 @@ class Windows:
 _windows = functools.lru_cache(maxsize=64)(Windows)
 
 
-class Packing:
-    """`lengths[b]` tokens of each row b, from position `start[b]` on; `start` is int32 [B]."""
+class ImageRows(NamedTuple):
+    """What replaces the embeddings of a chunk's image tokens."""
 
-    def __init__(self, layout: Layout, start: mx.array, lengths: Sequence[int]) -> None:
+    rows: mx.array | None  # [n, H], for the ids from `first` on; None: the chunk has none of these
+    first: int
+
+
+class Packing:
+    """`lengths[b]` tokens of each row b, from position `start[b]` on; `start` is int32 [B].
+
+    Behind images a token is turned by another position than its place in the KV: `rope_positions`,
+    int32 [N], is larger by `shift[b]` (int32 [B]); inside images it has three of them, [N, 3].
+    """
+
+    images: ImageRows | None = None  # of a chunk of a prompt that has images
+
+    def __init__(
+        self,
+        layout: Layout,
+        start: mx.array,
+        lengths: Sequence[int],
+        shift: mx.array | None = None,
+    ) -> None:
         self.layout = layout
         self.windows = _windows(tuple(lengths))
         self.rectangle = self.windows.rectangle
@@ -82,6 +101,11 @@ class Packing:
         self._single = self.longest == 1 and self.num_tokens == len(lengths)
         if not self._single:
             self.positions = start[self.windows.rows] + self.windows.steps
+        self.rope_positions = self.positions
+        if shift is not None:
+            self.rope_positions = self.positions + (
+                shift if self._single else shift[self.windows.rows]
+            )
 
     def at(self, step: mx.array) -> Index:
         """An index of one token per row, at its `step[b]` (int32 [B])."""

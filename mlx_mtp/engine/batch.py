@@ -27,13 +27,15 @@ class Batch:
         cache: BatchCache,
         draft_state: DeferredWrites,
         vocab_size: int,
+        never_sampled: Many[int] = (),
     ) -> None:
         count = len(sequences)
         self.sequences = list(sequences)
         self.cache = cache
         self.draft_state = draft_state
         params, prompts = [s.request.sampling for s in sequences], [s.prompt for s in sequences]
-        self.sampler = Sampler(params, prompts, vocab_size, [s.stop_ids for s in sequences])
+        stop_ids = [s.stop_ids for s in sequences]
+        self.sampler = Sampler(params, prompts, vocab_size, stop_ids, never_sampled)
         self.last = mx.zeros(count, dtype=mx.int32)  # last emitted token, not cached yet
         # int32 [B, k], drafts that follow it, and each row's number of drafts.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)

@@ -8,6 +8,7 @@ from mlx_mtp.errors import ContextLengthError, InvalidRequestError, MlxMtpError
 from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import SamplingParams, check_token_ids
+from mlx_mtp.vision.placed import PromptImages
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 
@@ -34,6 +35,7 @@ class Request:
     options: RequestOptions = RequestOptions()
     grammar: Grammar | None = None  # `sampling.grammar`, compiled
     bad_words: BadWords | None = None  # texts that the answer must not contain
+    images: PromptImages | None = None  # in the prompt; the engine must have a tower
 
     def validate(self, vocab_size: int, max_model_len: int, *, mtp_enabled: bool) -> None:
         """Raise InvalidRequestError or ContextLengthError if these limits rule it out.

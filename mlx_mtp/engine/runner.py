@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import TypeVar
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.cache.packing import Packing
 from mlx_mtp.engine.batch import Batch, Batches
 from mlx_mtp.engine.health import step_error
 from mlx_mtp.engine.logprobs import prompt_scores
-from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.prompts import Prompts
 from mlx_mtp.engine.step import (
     ChunkArrays,
     ForwardPass,
@@ -54,14 +52,15 @@ class ModelRunner:
         vocab_size: int,
         prefixes: PrefixCache | None = None,
         clear_answers: Callable[[], None] = lambda: None,  # answers that drafts copy from
+        prompts: Prompts | None = None,
     ) -> None:
         self._model = model
         self._drafter = drafter
         self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
         self._clear_answers = clear_answers
+        self._prompts = prompts or Prompts()
         self.batches = Batches()
-        self._prompts = WeakKeyDictionary[Sequence, mx.array]()
         self._num_steps = self._num_tokens = 0  # since mlx's cache was cleared
         self._failed_last = False
 
@@ -74,7 +73,7 @@ class ModelRunner:
                 row.num_proposed = 0
         launches = []
         if plan.chunk:
-            launches.append((plan.chunk, self._prefill(plan.chunk)))
+            launches.append((plan.chunk, self._prefill(plan.chunk, beside=bool(plan.decode))))
         if plan.decode:
             launches.append((plan.decode, self._decode(plan.decode)))
         groups = [launches] if plan.together else [[each] for each in launches]
@@ -109,13 +108,15 @@ class ModelRunner:
             return
         for number, sequence in enumerate(batch.sequences):
             if sequence in ended:
-                tokens = (*sequence.prompt, *sequence.output[:-1])  # The last is in no cache.
+                # The last token is in no cache.
+                tokens = (*sequence.prefix.prompt, *sequence.output[:-1])
                 self.prefixes.save_end(batch, number, sequence.prefix, tokens)
 
     def give_up_caches(self) -> None:
         """Drop all cached prefixes and answers: the only memory that can be given up."""
         self.prefixes.clear()
         self._clear_answers()
+        self._prompts.clear()
 
     def check_ranks_agree(self) -> None:
         """Raise ModelError if another rank computes other numbers; without ranks do nothing."""
@@ -156,18 +157,23 @@ class ModelRunner:
         ends: list[int] = np.cumsum([len(ids) for ids in tokens])[:-1].tolist()
         return list(mx.split(hidden, ends))
 
-    def _prefill(self, chunk: tuple[StepRow, ...]) -> StepLaunch:
+    def _prefill(self, chunk: tuple[StepRow, ...], beside: bool) -> StepLaunch:
         sequences = [row.sequence for row in chunk]
+        if not self._prompts.see(chunk[0], whole=not beside):
+            return InFlightStep([], is_prefill=True)
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         nodes = [s.prefix.node for s in sequences if s.prefix.node is not None]
         after_prefix = batch is None and len(nodes) == len(sequences)
-        arrays = ChunkArrays(chunk, int(after_prefix), [self._prompt(s) for s in sequences])
+        arrays = ChunkArrays(chunk, int(after_prefix), [self._prompts.ids(s) for s in sequences])
         if batch is None:
             assert all(s.max_cached == s.prefix.num_reused for s in sequences), "they have run"
             cache = self._model.make_cache(len(sequences))
             state = DeferredWrites() if self._drafter is None else self._drafter.make_state(cache)
-            batch = Batch(sequences, cache, state, self.vocab_size)
+            never = self._model.image_token_ids
+            batch = Batch(sequences, cache, state, self.vocab_size, never)
+            if (images := sequences[0].images) is not None:
+                cache.shift = mx.array([images.shift], dtype=mx.int32)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
         # Attention reads as far as the first argument of `reserve` says, which may change a
@@ -182,11 +188,12 @@ class ModelRunner:
             return InFlightStep([], is_prefill=True)
 
         start = batch.cache.offset - arrays.num_repeated
-        packing = Packing(batch.cache.layout, start, arrays.lengths.tolist())
+        packing = batch.cache.packing(start, arrays.lengths.tolist())
+        self._prompts.place(packing, chunk[0], arrays.num_repeated)
         hidden, counts = batch.last_hidden[:, 0], arrays.num_to_compute
         if counts.any():
             computed = mx.array(counts)
-            batch.cache.begin_window(counts.tolist(), computed)
+            self._prompts.place(batch.cache.begin_window(counts.tolist(), computed), chunk[0])
             states = yield arrays.to_compute, batch.cache
             batch.cache.commit(computed)
             hidden = packing.prepend_first(hidden, states) if arrays.num_repeated else states
@@ -200,7 +207,8 @@ class ModelRunner:
         # logprobs no prefix is reused.)
         inside = [row.length - row.is_last for row in chunk]
         tops = [s.request.sampling.prompt_logprobs for s in sequences]
-        given = arrays.following, inside, arrays.lengths.tolist(), tops
+        following = self._prompts.token_ids(arrays.following)
+        given = following, inside, arrays.lengths.tolist(), tops
         step.prompt_scores = prompt_scores(self._model, hidden, *given, self.vocab_size)
         # Evaluated now, so that all ranks exchange these logits before those of first tokens.
         mx.async_eval(step.prompt_scores or ())
@@ -213,7 +221,8 @@ class ModelRunner:
         for number, row in enumerate(chunk):
             end = row.start + row.length
             step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)
-        step.timing_valid = not (after_prefix or step.saves or step.prompt_scores)
+        special = after_prefix or step.saves or step.prompt_scores or sequences[0].images
+        step.timing_valid = not special
         step.done = batch.last_hidden
         self.batches.store(batch, arrays.is_last.tolist())
         return step
@@ -234,16 +243,6 @@ class ModelRunner:
         step.set_errors(batch.masks.errors())
         newest = mx.where(done, step.sampled.tokens[:, 0], arrays.following[last])
         return mx.put_along_axis(arrays.following, last, newest, axis=0)
-
-    def _prompt(self, sequence: Sequence) -> mx.array:
-        """A prompt and a 0 on the device, int32 [T + 1], uploaded once for all of its chunks.
-
-        An upload for each chunk would stall on CUDA: the new array may get a buffer that the device
-        used, and moving that to where the host can write waits for all launched chunks.
-        """
-        if sequence not in self._prompts:
-            self._prompts[sequence] = mx.array(np.array([*sequence.prompt, 0], dtype=np.int32))
-        return self._prompts[sequence]
 
     def _decode(self, planned: tuple[StepRow, ...]) -> StepLaunch:
         row_of = {row.sequence: row for row in planned}

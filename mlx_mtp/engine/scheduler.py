@@ -110,6 +110,7 @@ class Scheduler:
         live = frozenset(s for s in self._admitted() if not s.finished)
         tokens = sum(row.length for row in chunk)
         together = bool(chunk and decode) and tokens <= MOST_TOGETHER and not self._config.exact
+        together = together and not any(row.sequence.images for row in chunk)
         self._choose_drafts(chunk, decode)
         return StepPlan(chunk, decode, live, together)
 
@@ -204,7 +205,7 @@ class Scheduler:
             # A draft that replaces the sampled token could reveal another client's answer.
             alone = sequence.request.sampling.optimistic > 0
             row.host = self._host_sources.drafters(
-                sequence.prompt, sequence.prefix.salt, own_text_only=alone
+                sequence.copied, sequence.prefix.salt, own_text_only=alone
             )
         for drafter in row.host.values():
             drafter.extend(tokens)
@@ -232,6 +233,8 @@ class Scheduler:
             start = 0 if prefix is None else prefix.end
             longest = max(longest, min(sequence.num_prompt - start, step))
             alike = not group or (group[0].prefix.node is None) == (prefix is None)
+            # A prompt with images is computed by itself.
+            alike = alike and not (group and (group[0].images or sequence.images))
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
             self._waiting.pop()

@@ -38,7 +38,11 @@ class Sequence:
         )
         # With prompt logprobs no cached prefix is used: its hidden states are not kept.
         looks_up = request.sampling.prompt_logprobs is None
-        self.prefix = PrefixState(self.prompt, salt, looks_up)
+        self.images = images = request.images
+        keys = self.prompt if images is None else images.keys(self.prompt)
+        self.prefix = PrefixState(keys, salt, looks_up)
+        # The prompt as drafts may copy it.
+        self.copied = self.prompt if images is None else images.text_of(self.prompt)
 
     @property
     def surely_finished(self) -> bool:

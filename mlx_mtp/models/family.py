@@ -13,7 +13,9 @@ from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpe
 from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.models.head import MTPHead
-from mlx_mtp.models.layers import RaggedAttention, SplitLayer, WindowedGatedDeltaNet
+from mlx_mtp.models.layers import RaggedAttention, Sections, SplitLayer, WindowedGatedDeltaNet
+
+_SECTIONS = (11, 11, 10)  # of the published models
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,6 +68,15 @@ class Family:
         if not moe and type(layer.mlp) is not Qwen3NextMLP:
             layer.mlp = Qwen3NextMLP(args.hidden_size, args.intermediate_size)
         return MTPHead(layer, args.hidden_size, args.rms_norm_eps)
+
+    def set_sections(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Tell the layers with attention, the head's too, how positions in images turn tokens."""
+        rope = text_config(config).get("rope_parameters") or {}
+        _, rows, columns = rope.get("mrope_section") or _SECTIONS
+        layers = [*self.causal_lm(model).model.layers, *model.get("mtp", {}).get("layers", [])]
+        for layer in layers:
+            if "self_attn" in layer:
+                layer.self_attn.sections = Sections(rows, columns)
 
     def patch(self, model: nn.Module) -> None:
         """Put our layers into this instance; UnsupportedModelError if mlx-lm's are others."""

@@ -61,14 +61,14 @@ class MTPHead(nn.Module):
         self, embeddings: mx.array, hidden: mx.array, cache: RaggedKVCache, packing: Packing
     ) -> mx.array:
         """Write the keys and values of a pass's tokens; returns z."""
-        z, entries = self._parts(hidden)[0](embeddings, hidden, packing.positions)
+        z, entries = self._parts(hidden)[0](embeddings, hidden, packing.rope_positions)
         cache.write(packing, entries)
         return z
 
     def run_layer(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """The full pass for tokens that have been written: m [N, H] from z."""
         _, project_queries, after = self._parts(z)
-        queries, gate = project_queries(z, packing.positions)
+        queries, gate = project_queries(z, packing.rope_positions)
         attended = cache.attend(packing, queries, self.layers[0].self_attn.scale)
         m: mx.array = after(z, attended, gate)
         return m

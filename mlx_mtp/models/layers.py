@@ -6,6 +6,7 @@ depend on their arguments alone, are compiled by mlx.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +26,33 @@ from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.moe import add_mlp
 
 
+@dataclass(frozen=True)
+class Sections:
+    """How many of RoPE's frequencies an image token's row turns, and how many its column.
+
+    They are interleaved (time, row, column, time, ..); what is left over is turned by the time.
+    """
+
+    rows: int
+    columns: int
+
+    def axes(self, rotated: int, dim: int) -> list[int]:
+        """Of each of `dim` dimensions: 0 for time, 1 for row, 2 for column."""
+        ends = 0, 3 * self.rows, 3 * self.columns
+        half = [i % 3 if i < ends[i % 3] else 0 for i in range(rotated // 2)]
+        return [*half, *half, *[0] * (dim - rotated)]
+
+
 class RaggedAttention(Qwen3NextAttention):
     """Runs a window of all rows on a `RaggedKVCache`. Its `__call__` is mlx-lm's."""
+
+    sections: Sections  # of a model that sees
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
         """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
 
-        Each projection is one product, over the tokens of all rows.
+        Positions may be [N, 3]: time, row and column in an image. Each projection is one product,
+        over the tokens of all rows.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         queries, gate = self._halves(doubled)
@@ -75,6 +96,16 @@ class RaggedAttention(Qwen3NextAttention):
 
         Queries and keys are normed and rotated.
         """
+        if positions.ndim == 2:
+            # Once by each position, so that a text token gets the bits that it has elsewhere.
+            turned = [self._rotated(positions[:, a], queries, *projected) for a in range(3)]
+            axis = mx.array(self.sections.axes(self.rope.dims, self.head_dim))
+            return [
+                None
+                if time is None
+                else mx.where(axis == 0, time, mx.where(axis == 1, row, column))
+                for time, row, column in zip(*turned)
+            ]
         heads = self.num_attention_heads, self.num_key_value_heads
         entries = [x.reshape(len(x), heads[1], -1) for x in projected]
         rope = self.rope

@@ -30,6 +30,7 @@ from mlx_mtp.models.qwen3_5 import QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
 from mlx_mtp.models.sizes import check_sizes
 from mlx_mtp.models.tensor_parallel import shard
+from mlx_mtp.vision.tower import VisionTower, is_of_tower, load_tower
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def load_model(
     lazy: bool = False,
     memory: int | None = None,
     part: tuple[int, int] = (0, 1),
+    see: bool = True,
 ) -> LoadedModel:
     """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
 
@@ -57,7 +59,7 @@ def load_model(
     float32 on the CPU (which has no MoE in any other type), else as stored. `lazy` reads no
     weights until `LoadedModel.load_weights`. `memory` is the machine's, in bytes: on the CPU a
     quantized model that fits half of it in float32 is expanded. `part` is a rank and the number of
-    ranks: that rank's part of the weights is loaded.
+    ranks: that rank's part of the weights is loaded. `see`: with its vision tower, if it has one.
 
     Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
     """
@@ -69,7 +71,9 @@ def load_model(
         raise CheckpointError(f"{path} has no model*.safetensors file{_unread_formats(path)}.")
     try:
         check_sizes(config, path, shapes)
-        model, head_source = _build_model(path, family, dtype, memory, part, enable_mtp=enable_mtp)
+        model, head_source, tower = _build_model(
+            path, config, family, dtype, memory, part, enable_mtp=enable_mtp, see=see
+        )
     except UsageError:
         raise
     except Exception as error:
@@ -85,7 +89,7 @@ def load_model(
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path} can't be loaded: {what:.1000}") from error
     files = config, generation_config
-    loaded = LoadedModel(path, *files, model, family, head_source, part[1])
+    loaded = LoadedModel(path, *files, model, family, head_source, part[1], tower)
     loaded.check_eos_token_ids()
     if not lazy:
         loaded.load_weights()
@@ -94,15 +98,17 @@ def load_model(
 
 def _build_model(
     path: Path,
+    config: dict[str, Any],
     family: Family,
     dtype: str,
     memory: int | None,
     part: tuple[int, int],
     *,
     enable_mtp: bool,
-) -> tuple[nn.Module, str | None]:
-    """The patched model with its head, whose weights are not read yet, and the head's source."""
-    model, head, stored_dtype = _load_trunk(path, family)
+    see: bool,
+) -> tuple[nn.Module, str | None, VisionTower | None]:
+    """The patched model with its head, the head's source, the tower; no weight is read yet."""
+    model, head, tower_weights, stored_dtype = _load_trunk(path, family)
     family.patch(model)
     _check_rope(family.causal_lm(model).model.layers)
     head_source = None
@@ -117,8 +123,15 @@ def _build_model(
         del weights
     shard(family.causal_lm(model), model.get("mtp"), *part)
     del head  # else the stored head would be kept while the model is read
-    _cast(model, dtype, stored_dtype, machine_memory().nbytes if memory is None else memory)
-    return model, head_source
+    memory = machine_memory().nbytes if memory is None else memory
+    _cast(model, dtype, stored_dtype, memory)
+    tower = None
+    if see and tower_weights and "vision_config" in config:
+        args = family.causal_lm(model).args
+        tower = load_tower(config, tower_weights, args.hidden_size)
+        family.set_sections(model, config)
+        _cast(tower, dtype, stored_dtype, memory)
+    return model, head_source, tower
 
 
 def _check_rope(layers: Sequence[nn.Module]) -> None:
@@ -165,8 +178,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | None, mx.Dtype]:
-    """mlx-lm's model, the head in model*.safetensors if any, and the type of activations."""
+def _load_trunk(
+    path: Path, family: Family
+) -> tuple[nn.Module, HeadTensors | None, dict[str, mx.array], mx.Dtype]:
+    """mlx-lm's model; the head and the tower in model*.safetensors; the type of activations."""
     seen: dict[str, Any] = {}
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -174,6 +189,7 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
 
         class Model(base):  # type: ignore[misc, valid-type]
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                seen["tower"] = {k: v for k, v in weights.items() if is_of_tower(k)}
                 trunk, seen["head"] = head_weights.split_head(weights)
                 seen["convention"] = head_weights.trunk_convention(trunk)
                 trunk = family.prepare_weights(trunk)
@@ -190,10 +206,10 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
 
     model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
     # Removed, as the model's class refers to `seen`.
-    tensors = seen.pop("head")
+    tensors, tower = seen.pop("head"), seen.pop("tower")
     source = f"{path / 'model*.safetensors'}"
     head = HeadTensors(tensors, seen["convention"], source) if tensors else None
-    return model, head, seen["dtype"]
+    return model, head, tower, seen["dtype"]
 
 
 def _absent(path: Path) -> list[str]:

@@ -14,8 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
-from mlx_mtp.cache.gated_delta import GatedDeltaCache
-from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import ImageRows
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
@@ -25,6 +24,7 @@ from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.gemm.measure import choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
+from mlx_mtp.vision.tower import VisionTower
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class LoadedModel:
     family: Family
     head_source: str | None  # where the head came from; None without one
     num_ranks: int = 1  # of which this has one rank's weights
+    tower: VisionTower | None = None  # None: the model sees no images
 
     @property
     def model_type(self) -> str:
@@ -63,6 +64,16 @@ class LoadedModel:
         values = [source.get("eos_token_id") for source in sources]
         lists = (v if isinstance(v, list) else [v] for v in values if v is not None)
         return next((tuple(ids) for ids in lists if ids), ())
+
+    @cached_property
+    def image_token_ids(self) -> tuple[int, ...]:
+        """Ids that stand for images and videos in prompts, the image's first; none without a tower.
+
+        They are never sampled.
+        """
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        ids = [self.config[name] for name in names if type(self.config.get(name)) is int]
+        return () if self.tower is None else tuple(n for n in ids if 0 <= n < self.vocab_size)
 
     @cached_property
     def causal_lm(self) -> nn.Module:
@@ -116,12 +127,13 @@ class LoadedModel:
                     )
         # A scaled RoPE's frequencies are no parameters, and a lazy array can be evaluated only on
         # the thread that made it. So the whole state is evaluated below.
-        weights = [value for _, value in tree_flatten(self.model.parameters())]
+        modules = [self.model] if self.tower is None else [self.model, self.tower]
+        weights = [a for module in modules for _, a in tree_flatten(module.parameters())]
         with Bar(desc="Loading the weights", total=sum(array.nbytes for array in weights)) as bar:
             for array in weights:
                 mx.eval(array)
                 bar.update(array.nbytes)
-        mx.eval(self.model.state)
+        mx.eval(*(module.state for module in modules))
         choose_routes(self.model, self.dtype)
 
     def without_head(self) -> LoadedModel:
@@ -148,13 +160,7 @@ class LoadedModel:
         return sorted(name.replace("_", " ") for name in refused)
 
     def make_cache(self, num_rows: int) -> BatchCache:
-        layers = [
-            RaggedKVCache()
-            if isinstance(spec, AttentionSpec)
-            else GatedDeltaCache(num_rows, spec.shape, self.dtype)
-            for spec in self.layer_specs
-        ]
-        return BatchCache(layers, num_rows)
+        return BatchCache.of(self.layer_specs, num_rows, self.dtype)
 
     def hidden(self, tokens: mx.array, *caches: BatchCache) -> mx.array:
         """Post-norm hidden states [N, H] of token ids [N], after `begin_window` of each cache.
@@ -163,10 +169,10 @@ class LoadedModel:
         """
         trunk = self.causal_lm.model
         first, *others = [layer.input_layernorm for layer in trunk.layers]
-        x = self.embed(tokens)
-        normed = first(x)
         packings = [cache.layers[0].packing for cache in caches]
-        positions = [packing.positions for packing in packings]
+        x = self.embed(tokens, packings[0].images)  # A chunk with images is in a pass of its own.
+        normed = first(x)
+        positions = [packing.rope_positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
         with decode_pass(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
@@ -183,8 +189,15 @@ class LoadedModel:
             logits = head(hidden)
         return all_gather(logits) if layer is None else logits
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        return self.causal_lm.model.embed_tokens(tokens)
+    def embed(self, tokens: mx.array, images: ImageRows | None = None) -> mx.array:
+        """[N, H] of ids [N]; those of `images` are the ids of no token."""
+        embed_tokens = self.causal_lm.model.embed_tokens
+        if images is None or images.rows is None:
+            return embed_tokens(tokens)
+        place = tokens - images.first
+        embedded = embed_tokens(mx.where(place < 0, tokens, 0))
+        rows = images.rows[mx.maximum(place, 0)].astype(embedded.dtype)
+        return mx.where((place < 0)[:, None], embedded, rows)
 
 
 class DraftVocabulary:

@@ -1,12 +1,12 @@
 """Which prefix a prompt continues, what a request waits for, and where its prompt is saved."""
 
+import hashlib
 from array import array
 from bisect import bisect
 from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import pairwise
-from zlib import crc32
 
 from mlx_mtp.prefix.radix_tree import Fetch, Node, PrefixTree, common_length
 
@@ -232,13 +232,14 @@ def chunk_ends(end: int, message_ends: Many[int], step: int, min_gain: int = MIN
 
 
 def by_chunk(prompt: tuple[int, ...], chunk_ends: Many[int]) -> tuple[int, ...]:
-    """A prompt's tokens, of which the first of each chunk also has a checksum of the chunk.
+    """A prompt's ids, with a 64-bit hash of each chunk in place of its first one.
 
     So prompts that differ inside a chunk share none of it: KV depends on the whole chunk.
     """
     key = list(prompt)
     for start, end in pairwise(dict.fromkeys((0, *chunk_ends, len(prompt)))):
-        key[start] |= crc32(array("I", prompt[start:end]).tobytes()) << 32
+        chunk = array("Q", prompt[start:end]).tobytes()
+        key[start] = int.from_bytes(hashlib.blake2b(chunk, digest_size=8).digest(), "little")
     return tuple(key)
 
 

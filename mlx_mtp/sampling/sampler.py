@@ -26,7 +26,8 @@ from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
 class Sampler:
     """The sampling parameters of B rows as arrays, and the token counts for penalties.
 
-    Ids at or above `vocab_size` (V) are never sampled. `stop_ids` are all ids that end each row.
+    Ids at or above `vocab_size` (V) are never sampled, nor are those in `never`. `stop_ids` are all
+    ids that end each row.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         vocab_size: int,
         stop_ids: Sequence[Sequence[int]] | None = None,
+        never: Sequence[int] = (),
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self._never = vocab_size, tuple(never)
         stop_ids = [p.stop_token_ids for p in params] if stop_ids is None else stop_ids
         firsts = (len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True))
         self._set_params(params, list(zip(firsts, stop_ids, strict=True)))
@@ -101,7 +103,7 @@ class Sampler:
         logits: mx.array,  # [B, T, V or more], any float type; with `ids` [B, T, N]
         positions: mx.array,  # int32 [B, T], absolute positions of the tokens
         window: mx.array,  # int32 [B, W], W >= T: the last emitted token, then drafts
-        ids: mx.array | None = None,  # int32 [N], ascending, below V
+        ids: mx.array | None = None,  # int32 [N], ascending, below V, none that is never sampled
         mask: mx.array | None = None,  # uint8 [B, T, bytes], a bit per token; None: all
     ) -> mx.array:
         """Sample the token after each of the last T positions of a window: int32 [B, T].
@@ -109,7 +111,7 @@ class Sampler:
         With `ids` the result is as if all other tokens had a logit of minus infinity.
         """
         if self._plain and mask is None:
-            scores = logits[..., : self.vocab_size]  # no float32 copy: the largest is the same
+            scores = self._possible(logits, ids)  # no float32 copy: the largest is the same
         else:
             scores = self.scores(logits, positions, window, ids, mask)
         best = mx.argmax(scores, axis=-1).view(mx.int32)
@@ -160,7 +162,7 @@ class Sampler:
         mask: mx.array | None,
     ) -> mx.array:
         """Processed logits, without noise: float32 [B, T, V or N]."""
-        scores = logits[..., : self.vocab_size].astype(mx.float32)
+        scores = self._possible(logits, ids).astype(mx.float32)
         if self.counts is not None:
             scores = self._penalize(scores, positions, window, ids)
         if self.bias is not None:
@@ -177,6 +179,14 @@ class Sampler:
             return scores
         scores = scores / self.temperature  # 1 in greedy rows, which are not truncated either
         return self.truncation.apply(scores) if self.truncation else scores
+
+    def _possible(self, logits: mx.array, ids: mx.array | None) -> mx.array:
+        """The logits of tokens that may be sampled; those between them are minus infinity."""
+        scores = logits[..., : self.vocab_size]
+        if not self._never or ids is not None:
+            return scores
+        never = mx.broadcast_to(mx.array(self._never), (*scores.shape[:-1], len(self._never)))
+        return mx.put_along_axis(scores, never, mx.array(-mx.inf, scores.dtype), axis=-1)
 
     def _noisy(self, scores: mx.array, positions: mx.array, ids: mx.array | None) -> mx.array:
         if not self.any_sampled:

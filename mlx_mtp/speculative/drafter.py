@@ -59,7 +59,7 @@ class DeferredWrites:
             count, rows = len(self._deferred), self._start.shape[0]
             deferred = (mx.stack(list(each), axis=1) for each in zip(*self._deferred))
             hidden, targets = (each.flatten(0, 1) for each in deferred)
-            self._write(cache, Packing(cache.layout, self._start, [count] * rows), hidden, targets)
+            self._write(cache, cache.packing(self._start, [count] * rows), hidden, targets)
         self._deferred, self._start = [], None
 
     def select(self, rows: mx.array) -> DeferredWrites:
@@ -111,7 +111,7 @@ class MTPDrafter:
         """
         hidden, targets, last, packing, cache = window
         nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
-        if not any(num_drafts) and packing.longest == 1:
+        if not any(num_drafts) and packing.longest == 1 and packing.images is None:
             state.defer(window)
             return nothing
         state.settle(cache)
@@ -127,7 +127,7 @@ class MTPDrafter:
         for number in range(max(num_drafts)):
             # A pass of the head for the rows with a draft left.
             lengths = [int(count > number) for count in num_drafts]
-            packing = Packing(cache.layout, position, lengths)
+            packing = cache.packing(position, lengths)
             if m is None:
                 z = packing.rectangle.flat(z[:, None])
             else:
@@ -147,7 +147,8 @@ class MTPDrafter:
     ) -> mx.array:
         """Write tokens to the head's KV; returns their z, [N, H] (see `MTPHead`)."""
         assert cache.head is not None
-        return self._head.write(self._model.embed(targets), hidden, cache.head, packing)
+        embedded = self._model.embed(targets, packing.images)
+        return self._head.write(embedded, hidden, cache.head, packing)
 
 
 def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:

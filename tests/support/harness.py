@@ -16,6 +16,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.prefill import PrefillScheduler
+from mlx_mtp.engine.prompts import Prompts
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -35,6 +36,7 @@ from mlx_mtp.speculative.costs import MTP, CostKey, StepCosts, Table
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.speculative.host_sources import HostSources
+from mlx_mtp.vision.features import Vision
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -204,6 +206,7 @@ class Driver:
         prefills: Callable[[EngineConfig], PrefillScheduler] = PrefillScheduler,
         links: Links | None = None,
         draft_ids: Many[int] | None = None,  # the only tokens that the head drafts
+        vision_limit: int = 1 << 20,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
@@ -225,7 +228,12 @@ class Driver:
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
         self.host_sources = host_sources or HostSources(config.host_sources, 1 << 20)
         clear = self.host_sources.clear
-        self.runner = make_runner(model, drafter, self.vocab_size, self.prefixes, clear)
+        self.vision: Vision | None = None
+        if model.tower is not None:
+            ids = model.image_token_ids[0], model.vocab_size
+            self.vision = Vision(model.tower, *ids, vision_limit)
+        given = drafter, self.vocab_size, self.prefixes, clear
+        self.runner = make_runner(model, *given, Prompts(self.vision))
         if hasattr(drafter, "new_rows"):
             tell_rows(self.runner)
         self.scheduler = Scheduler(
@@ -293,9 +301,9 @@ def tell_rows(runner: ModelRunner) -> None:
     """Before each `make_state`, give the drafter the ids of the requests in `new_rows`."""
     original = runner._prefill
 
-    def prefill(chunk):
+    def prefill(chunk, **more):
         runner._drafter.new_rows = [row.sequence.request_id for row in chunk]
-        return original(chunk)
+        return original(chunk, **more)
 
     runner._prefill = prefill
 

@@ -38,6 +38,26 @@ _MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# A token is 8 x 8 pixels.
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 36,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "deepstack_visual_indexes": [],
+}
+IMAGE_IDS = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
 
 
 @dataclass(frozen=True)
@@ -52,13 +72,16 @@ class Layout:
     seed: int = 0
     tied: bool = False  # no lm_head of its own
     vocab: int = VOCAB
+    sees: bool = False  # with a vision tower
 
 
 def text_config(layout: Layout) -> dict[str, Any]:
     config = dict(_SHARED, tie_word_embeddings=layout.tied, vocab_size=layout.vocab)
     if layout.family == "qwen3_next":
         return {**config, **_MOE, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    rope = {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    rope: dict[str, Any] = {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    if layout.sees:
+        rope["mrope_section"] = [2, 1, 1]
     config["rope_parameters"] = rope
     return {**config, **_MOE} if layout.family == "qwen3_5_moe" else config
 
@@ -67,9 +90,11 @@ def config_json(layout: Layout) -> dict[str, Any]:
     inner = text_config(layout)
     if layout.family == "qwen3_next":
         return {"model_type": "qwen3_next", **inner, "eos_token_id": 1}
+    seeing = {"vision_config": TOWER, **IMAGE_IDS} if layout.sees else {}
     return {
         "model_type": layout.family,
         "text_config": {"model_type": f"{layout.family}_text", **inner, "eos_token_id": 1},
+        **seeing,
     }
 
 
@@ -177,4 +202,38 @@ def hf_tensors(layout: Layout) -> dict[str, np.ndarray]:
         for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
             norm(f"{prefix}{name}")
         layer(f"{prefix}layers.0.", full=True)
+    if layout.sees:
+        out |= tower_tensors("model.visual.", TOWER, random)
     return {name: value.astype(np.float32) for name, value in out.items()}
+
+
+def tower_tensors(
+    prefix: str, sizes: dict[str, Any], random: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """A vision tower as the originals have it: the patch convolution has channels first."""
+    size, patch, out = sizes["hidden_size"], sizes["patch_size"], dict[str, np.ndarray]()
+    merged = size * sizes["spatial_merge_size"] ** 2
+
+    def linear(name: str, rows: int, *columns: int) -> None:
+        width = np.prod(columns)
+        out[f"{prefix}{name}.weight"] = random.standard_normal((rows, *columns)) / np.sqrt(width)
+        out[f"{prefix}{name}.bias"] = 0.1 * random.standard_normal(rows)
+
+    def norm(name: str) -> None:
+        out[f"{prefix}{name}.weight"] = 1 + 0.1 * random.standard_normal(size)
+        out[f"{prefix}{name}.bias"] = 0.1 * random.standard_normal(size)
+
+    linear("patch_embed.proj", size, 3, sizes["temporal_patch_size"], patch, patch)
+    positions = sizes["num_position_embeddings"]
+    out[f"{prefix}pos_embed.weight"] = 0.5 * random.standard_normal((positions, size))
+    for number in range(sizes["depth"]):
+        norm(f"blocks.{number}.norm1")
+        norm(f"blocks.{number}.norm2")
+        linear(f"blocks.{number}.attn.qkv", 3 * size, size)
+        linear(f"blocks.{number}.attn.proj", size, size)
+        linear(f"blocks.{number}.mlp.linear_fc1", sizes["intermediate_size"], size)
+        linear(f"blocks.{number}.mlp.linear_fc2", size, sizes["intermediate_size"])
+    norm("merger.norm")
+    linear("merger.linear_fc1", merged, merged)
+    linear("merger.linear_fc2", sizes["out_hidden_size"], merged)
+    return out

@@ -1,0 +1,63 @@
+"""Prompts on the device, with their images."""
+
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.cache.packing import Packing
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import StepRow
+from mlx_mtp.vision.features import Vision
+
+
+class Prompts:
+    """The ids of prompts, and what a chunk needs of their images; without `vision` none has any."""
+
+    def __init__(self, vision: Vision | None = None) -> None:
+        self._vision = vision
+        self._ids = WeakKeyDictionary[Sequence, mx.array]()
+
+    def ids(self, sequence: Sequence) -> mx.array:
+        """A prompt and a 0 on the device, int32 [T + 1], uploaded once for all of its chunks.
+
+        Tokens of images have ids of their own. An upload for each chunk would stall on CUDA: the
+        new array may get a buffer that the device used, and moving that to where the host can write
+        waits for all launched chunks.
+        """
+        if sequence not in self._ids:
+            ids = np.array(sequence.prompt, dtype=np.int32)
+            if sequence.images is not None and self._vision is not None:
+                ids = self._vision.prompt_ids(sequence.images, sequence.prompt)
+            self._ids[sequence] = mx.array(np.append(ids, np.int32(0)))
+        return self._ids[sequence]
+
+    def token_ids(self, ids: mx.array) -> mx.array:
+        """Such ids as ids of the vocabulary."""
+        return ids if self._vision is None else self._vision.token_ids(ids)
+
+    def see(self, row: StepRow, *, whole: bool) -> bool:
+        """Run the vision tower for a chunk; False if another step has to go on, as is planned then.
+
+        Unless `whole`, a step runs a part of the tower.
+        """
+        sequence, end = row.sequence, row.start + row.length + 1
+        if sequence.images is None or self._vision is None:
+            return True
+        if self._vision.advance(sequence.images, row.start, end, whole=whole):
+            return True
+        sequence.num_planned = row.start
+        # Its cached prefix, if any, has not been copied yet.
+        sequence.begun = row.start > sequence.prefix.num_reused
+        return False
+
+    def place(self, packing: Packing, row: StepRow, num_repeated: int = 0) -> None:
+        """Give a chunk's packing the positions in images, and what replaces embeddings."""
+        if (images := row.sequence.images) is not None and self._vision is not None:
+            end = row.start + row.length
+            self._vision.place(packing, images, row.start, end, num_repeated)
+
+    def clear(self) -> None:
+        """Free what images computed."""
+        if self._vision is not None:
+            self._vision.clear()

@@ -1,0 +1,106 @@
+"""Runs the vision tower for the images of prompts, and gives their rows to prefill chunks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_mtp.cache.packing import ImageRows, Packing
+from mlx_mtp.vision.placed import PlacedImage, PromptImages
+from mlx_mtp.vision.tower import Patches, VisionTower
+
+AT_ONCE = 2048  # patches that go through the whole tower in one step beside running rows
+
+
+class Vision:
+    """A tower, and the rows of the images that it saw last, in at most `limit` bytes.
+
+    The tower sees each image alone, so an image's rows depend on nothing else. In arrays on the
+    device the tokens of a prompt's images have the ids `first_id` and up, in order.
+    """
+
+    def __init__(self, tower: VisionTower, image_id: int, first_id: int, limit: int) -> None:
+        self._tower, self._limit = tower, limit
+        self._image_id, self._first_id = image_id, first_id
+        self._rows: OrderedDict[bytes, mx.array] = OrderedDict()
+        # An image that is half-way through the tower, and how many blocks it has passed.
+        self._begun: tuple[bytes, Patches, int] | None = None
+        self._positions = WeakKeyDictionary[PromptImages, mx.array]()
+
+    def prompt_ids(self, images: PromptImages, prompt: tuple[int, ...]) -> np.ndarray:
+        """A prompt's ids as they are on the device, int32 [T]."""
+        return images.numbered(prompt, self._first_id)
+
+    def token_ids(self, ids: mx.array) -> mx.array:
+        """Such ids as ids of the vocabulary again."""
+        return mx.where(ids < self._first_id, ids, self._image_id)
+
+    def advance(self, images: PromptImages, start: int, end: int, *, whole: bool) -> bool:
+        """Launch the tower for images of the tokens `start` to `end`; returns whether it is done.
+
+        Call it again until it is. Unless `whole`, a call runs a part that pauses other rows little.
+        """
+        found, _ = images.within(start, end)
+        needed = {image.pixels.digest: image for image in found}
+        for digest in needed.keys() & self._rows.keys():
+            self._rows.move_to_end(digest)
+        for digest, image in needed.items():
+            while digest not in self._rows:
+                try:
+                    self._run(digest, image, whole=whole)
+                except BaseException:
+                    self._begun = None
+                    raise
+                if not whole:
+                    return needed.keys() <= self._rows.keys()
+        # What this chunk needs stays in any case.
+        spare = [digest for digest in self._rows if digest not in needed]
+        for digest in spare:
+            if sum(rows.nbytes for rows in self._rows.values()) > self._limit:
+                del self._rows[digest]
+        return True
+
+    def place(
+        self, packing: Packing, images: PromptImages, start: int, end: int, num_repeated: int
+    ) -> None:
+        """Give a packing its positions, and rows for the tokens `start` to `end` and the next one.
+
+        The packing has these tokens after `num_repeated` others. Call `advance` before.
+        """
+        if images not in self._positions:
+            self._positions[images] = mx.array(images.positions)
+        positions = self._positions[images][start - num_repeated : end]
+        if not images.within(start - num_repeated, end)[0]:
+            positions = positions[:, 0]
+        found, before = images.within(start, end + 1)
+        rows = None
+        if found:
+            parts = [self._rows[image.pixels.digest] for image in found]
+            rows = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        packing.rope_positions = positions
+        packing.images = ImageRows(rows, self._first_id + before)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._rows.clear()
+        self._begun = None
+
+    def _run(self, digest: bytes, image: PlacedImage, *, whole: bool) -> None:
+        """Run the tower, or a part of it, for this image, or for another one that it has begun."""
+        pixels, depth = image.pixels, self._tower.shape.depth
+        if self._begun is None:
+            rgb = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, pixels.width, 3)
+            self._begun = digest, self._tower.begin(rgb), 0
+        digest, patches, done = self._begun
+        blocks = depth if whole else max(1, depth * AT_ONCE // len(patches.states))
+        for number in range(done, min(done + blocks, depth)):
+            patches = self._tower.run_block(number, patches)
+            # One block's scratch at a time.
+            mx.eval(patches.states)
+        self._begun = digest, patches, done + blocks
+        if done + blocks >= depth:
+            self._begun, self._rows[digest] = None, self._tower.end(patches)
+            mx.eval(self._rows[digest])

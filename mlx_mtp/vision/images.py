@@ -1,0 +1,163 @@
+"""From the bytes of a picture to pixels of the size that a vision tower takes.
+
+The results are those of transformers' Qwen2VLImageProcessor on PIL: the same sizes, and PIL's
+bicubic filter. Clients' bytes are decoded in a process of their own (`text.sandbox`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mlx_mtp.errors import InvalidRequestError, ModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_BYTES = 32 << 20
+MOST_PIXELS = 100_000_000
+MOST_ASPECT = 200
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_TAKEN = "this server takes PNG, JPEG, WebP and GIF"
+_BEGINNINGS = {  # of what clients send in place of an image, by its name
+    b"%PDF": "a PDF",
+    b"<svg": "an SVG",
+    b"<?xml": "an XML or SVG text",
+    b"http": "an address and no image",
+}
+_HEIF_BRANDS = (b"heic", b"heix", b"heif", b"mif1", b"msf1", b"hevc", b"avif")
+_DIGEST_BYTES = 16
+
+
+class Pixels(NamedTuple):
+    """A decoded image: RGB bytes, row by row, of a height and a width that the tower takes."""
+
+    height: int
+    width: int
+    rgb: bytes
+    digest: bytes  # of all of this, 16 bytes
+
+    @classmethod
+    def of(cls, height: int, width: int, rgb: bytes) -> Pixels:
+        whole = f"{height} {width} ".encode() + rgb
+        return cls(height, width, rgb, hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest())
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """How large a model wants its images; `most_tokens` limits what one takes of the prompt."""
+
+    patch: int = 16  # pixels of a side
+    merge: int = 2  # patches of a token's side
+    least_pixels: int = 65536
+    most_pixels: int = 16777216
+    most_tokens: int = 4096
+
+    @classmethod
+    def of(cls, patch: int, merge: int, processor: dict[str, Any], most_tokens: int) -> ImageSizes:
+        """With the limits of a model's preprocessor_config.json; ModelError if they are wrong."""
+        size = processor.get("size") or {}
+        least = processor.get("min_pixels") or size.get("shortest_edge") or cls.least_pixels
+        most = processor.get("max_pixels") or size.get("longest_edge") or cls.most_pixels
+        if not all(type(n) is int and n > 0 for n in (least, most)) or least > most:
+            raise ModelError(f"preprocessor_config.json: the limits {least!r} to {most!r} pixels.")
+        return cls(patch, merge, least, most, most_tokens)
+
+    @property
+    def token(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch * self.merge
+
+    def fitted(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width, multiples of `token`, to which an image is scaled."""
+        side, most = self.token, min(self.most_pixels, self.most_tokens * self.token**2)
+        rows, columns = round(height / side), round(width / side)
+        if rows * columns * side**2 > most:
+            shrink = math.sqrt(height * width / most)
+            rows, columns = (max(1, int(n / shrink / side)) for n in (height, width))
+        elif rows * columns * side**2 < self.least_pixels:
+            grow = math.sqrt(self.least_pixels / (height * width))
+            rows, columns = (math.ceil(n * grow / side) for n in (height, width))
+        return rows * side, columns * side
+
+
+def read_image(data: bytes, sizes: ImageSizes) -> Pixels:
+    """Decode and scale an image; InvalidRequestError says what is wrong with it.
+
+    Its header is checked before a pixel is decoded.
+    """
+    from PIL import Image
+
+    if len(data) > MOST_BYTES:
+        raise _wrong(f"has {len(data):,} bytes; at most {MOST_BYTES:,} are allowed")
+    if not data:
+        raise _wrong("is empty")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # for large images, which are bounded here
+        try:
+            with Image.open(BytesIO(data), formats=_FORMATS) as opened:
+                _check_size(opened.width, opened.height)
+                turned = _upright_rgb(opened)
+        except InvalidRequestError:
+            raise
+        except Exception as error:
+            raise _wrong(_fault(data, error)) from None
+        height, width = sizes.fitted(turned.height, turned.width)
+        tokens = height * width // sizes.token**2
+        if tokens > sizes.most_tokens:
+            shape = f"{turned.width} x {turned.height} pixels"
+            most = f"{sizes.most_tokens:,}, the limit of --max-image-tokens"
+            raise _wrong(f"of {shape} takes {tokens:,} tokens, more than {most}")
+        rgb = turned.resize((width, height), Image.Resampling.BICUBIC).tobytes()
+    return Pixels.of(height, width, rgb)
+
+
+def sizes_for_detail(sizes: ImageSizes, detail: str | None) -> ImageSizes:
+    """OpenAI's `detail`: "low" makes 256 tokens the limit."""
+    return replace(sizes, most_tokens=min(sizes.most_tokens, 256)) if detail == "low" else sizes
+
+
+def _check_size(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise _wrong("has no pixels")
+    if width * height > MOST_PIXELS:
+        raise _wrong(f"has {width} x {height} pixels; at most {MOST_PIXELS:,} are allowed")
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise _wrong(f"is {width} x {height} pixels; sides of 200:1 are the limit")
+
+
+def _upright_rgb(image: Image) -> Image:
+    """The first frame as RGB, turned as its EXIF orientation says, on white where transparent."""
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits; PIL's own conversion would clip them
+        values = np.asarray(image).astype(np.int64)
+        image = Image.fromarray((np.clip(values, 0, 0xFFFF) >> 8).astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def _fault(data: bytes, error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        start = data[:256].lstrip().lower()
+        names = (name for text, name in _BEGINNINGS.items() if start.startswith(text.lower()))
+        name = "HEIC or AVIF" if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS else None
+        name = name or next(names, "no image that can be read")
+        return f"is {name}; {_TAKEN}"
+    return f"is damaged or cut off: {' '.join(str(error).split()):.200}"
+
+
+def _wrong(fault: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The image {fault}.")

@@ -1,0 +1,94 @@
+"""Images in a prompt: which tokens stand for them, by which keys, and at which positions.
+
+Qwen's M-RoPE turns a token by three positions: time, row and column. A text token's are equal. An
+image's tokens all have the time at which the image begins, and there count rows and columns; the
+text goes on after the larger of these. So behind an image a token's position is its place in the
+prompt plus a shift that is below 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlx_mtp.vision.images import Pixels
+
+NO_TOKEN = -1  # an id that no text has
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image whose tokens are `rows` x `columns` of a prompt from place `start` on."""
+
+    start: int
+    rows: int
+    columns: int
+    pixels: Pixels
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+class PromptImages:
+    """The images of a prompt of `length` tokens, in its order; text follows the last one."""
+
+    def __init__(self, images: Sequence[PlacedImage], length: int) -> None:
+        self.images, self.length = tuple(images), length
+        # The place of each image token, in order.
+        self.places = np.concatenate([np.arange(i.start, i.end) for i in images])
+        self.positions = self._positions()  # int32 [length, 3]: time, row, column
+        # What to add to a place behind the prompt to get its position.
+        self.shift = int(self.positions[-1, 0]) + 1 - length
+
+    def keys(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """What stands for a prompt in the prefix cache: 64-bit ids for the tokens of images.
+
+        They are hashes of the image, its size, and the token's place in it.
+        """
+        keys = list(prompt)
+        for image in self.images:
+            text = f"mlx-mtp image {image.rows} {image.columns} ".encode() + image.pixels.digest
+            hashed = hashlib.shake_128(text).digest(8 * image.num_tokens)
+            keys[image.start : image.end] = array("Q", hashed)
+        return tuple(keys)
+
+    def text_of(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """The prompt with NO_TOKEN for each image token: no draft may copy them."""
+        ids = np.array(prompt)
+        ids[self.places] = NO_TOKEN
+        return tuple(ids.tolist())
+
+    def numbered(self, prompt: Sequence[int], first: int) -> np.ndarray:
+        """Ids int32 [length], with `first`, `first` + 1, .. for the tokens of images."""
+        ids = np.array(prompt, dtype=np.int32)
+        ids[self.places] = first + np.arange(len(self.places))
+        return ids
+
+    def within(self, start: int, end: int) -> tuple[list[PlacedImage], int]:
+        """The images with a token from `start` to `end`, and how many image tokens are before."""
+        found = [image for image in self.images if image.start < end and image.end > start]
+        before = sum(image.num_tokens for image in self.images if image.end <= start)
+        return found, before
+
+    def _positions(self) -> np.ndarray:
+        positions = np.zeros((self.length, 3), dtype=np.int32)
+        place = at = 0  # in the prompt, and its position
+        for image in self.images:
+            text = image.start - place
+            positions[place : image.start] = np.arange(at, at + text)[:, None]
+            at += text
+            grid = np.indices((image.rows, image.columns)).reshape(2, -1).T
+            positions[image.start : image.end, 0] = at
+            positions[image.start : image.end, 1:] = at + grid
+            place, at = image.end, at + max(image.rows, image.columns)
+        positions[place:] = np.arange(at, at + self.length - place)[:, None]
+        return positions

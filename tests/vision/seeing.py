@@ -1,0 +1,136 @@
+"""Requests with images, and a slow reference that computes each alone, in one piece."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_mtp.engine.request import Request
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.sampling.sampler import Sampler
+from mlx_mtp.vision.images import Pixels
+from mlx_mtp.vision.placed import PlacedImage, PromptImages
+from tests.support.harness import Plain, PlainMask, request
+from tests.support.tiny_models import IMAGE_IDS, TOWER
+
+SIDE = TOWER["patch_size"] * TOWER["spatial_merge_size"]
+PAD = IMAGE_IDS["image_token_id"]
+Item = int | Pixels
+
+
+def picture(rows: int, columns: int, seed: int) -> Pixels:
+    """Noise of so many tokens."""
+    shape = rows * SIDE, columns * SIDE, 3
+    rgb = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8).tobytes()
+    return Pixels.of(shape[0], shape[1], rgb)
+
+
+def seeing(name: str, items: Sequence[Item], sampling: SamplingParams, **more) -> Request:
+    """A request whose prompt is ids and images."""
+    prompt: list[int] = []
+    placed = []
+    for item in items:
+        if isinstance(item, Pixels):
+            rows, columns = item.height // SIDE, item.width // SIDE
+            placed.append(PlacedImage(len(prompt), rows, columns, item))
+            prompt += [PAD] * (rows * columns)
+        else:
+            prompt.append(item)
+    images = PromptImages(placed, len(prompt)) if placed else None
+    return replace(request(name, prompt, sampling, **more), images=images)
+
+
+def slow_positions(wanted: Request) -> list[tuple[int, int, int]]:
+    """Time, row and column of each token, one at a time."""
+    inside = {}
+    for image in wanted.images.images if wanted.images else ():
+        for number in range(image.rows * image.columns):
+            inside[image.start + number] = image, *divmod(number, image.columns)
+    positions, following = [], 0
+    for place in range(len(wanted.prompt_token_ids)):
+        if place not in inside:
+            positions.append((following,) * 3)
+            following += 1
+            continue
+        image, row, column = inside[place]
+        positions.append((following, following + row, following + column))
+        if place == image.start + image.rows * image.columns - 1:
+            following += max(image.rows, image.columns)
+    return positions
+
+
+@dataclass
+class SlowRope:
+    """Turns [B, heads, T, D] by three positions of each token, frequency by frequency."""
+
+    positions: list[tuple[int, int, int]]
+    dims: int
+    base: float = 10000.0
+    axes: tuple[int, ...] = (0, 1, 2, 0)
+
+    def __call__(self, x: mx.array, offset: int = 0) -> mx.array:
+        half = self.dims // 2
+        angles = np.array(
+            [
+                [p[self.axes[i]] * self.base ** (-2 * i / self.dims) for i in range(half)]
+                for p in self.positions[offset : offset + x.shape[2]]
+            ]
+        )
+        cos, sin = mx.array(np.cos(angles), mx.float32), mx.array(np.sin(angles), mx.float32)
+        one, two, rest = x[..., :half], x[..., half : self.dims], x[..., self.dims :]
+        return mx.concatenate([one * cos - two * sin, two * cos + one * sin, rest], axis=-1)
+
+
+@contextlib.contextmanager
+def turning(model: LoadedModel, wanted: Request, length: int):
+    """mlx-lm's attention turns by the positions of a request."""
+    positions = slow_positions(wanted)
+    first = max(max(p) for p in positions) + 1
+    positions += [(first + n,) * 3 for n in range(length)]
+    attentions = [layer.self_attn for layer in model.causal_lm.model.layers if "self_attn" in layer]
+    ropes = [each.rope for each in attentions]
+    try:
+        for each in attentions:
+            each.rope = SlowRope(positions, each.rope.dims)
+        yield
+    finally:
+        for each, rope in zip(attentions, ropes):
+            each.rope = rope
+
+
+def slow(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Sequence[int]) -> Plain:
+    """mlx-lm's modules: the prompt in one piece, then one token at a time, with `Sampler`'s noise.
+
+    Ids that stand for images never come.
+    """
+    masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
+    prompt, most = wanted.prompt_token_ids, wanted.sampling.max_tokens
+    sampler = Sampler([wanted.sampling], [prompt], vocab_size, [stop_ids])
+    embedded = model.causal_lm.model.embed_tokens(mx.array([prompt]))
+    for image in wanted.images.images if wanted.images else ():
+        pixels = image.pixels
+        rgb = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, pixels.width, 3)
+        embedded[0, image.start : image.start + image.num_tokens] = model.tower(rgb)
+    cache = make_prompt_cache(model.model)
+    tokens, gaps = [], []
+    with turning(model, wanted, most):
+        logits = model.causal_lm(mx.array([prompt]), cache, input_embeddings=embedded)[:, -1:]
+        while True:
+            logits[..., list(IMAGE_IDS.values())] = -mx.inf
+            where = mx.array([[len(prompt) + len(tokens)]])
+            mask = None if masks is None else masks.mask()
+            before = mx.zeros((1, 1), dtype=mx.int32)
+            scores = np.array(sampler.scores(logits, where, before, mask=mask)[0, 0])
+            ranked = np.sort(scores.astype(np.float64))[::-1]
+            tokens.append(int(np.argmax(scores)))
+            gaps.append(float(ranked[0] - ranked[1]))
+            if len(tokens) == most or tokens[-1] in stop_ids:
+                return Plain(tuple(tokens), tuple(gaps))
+            if masks is not None:
+                masks.consume(tokens[-1])
+            sampler.count_sampled(mx.array([[tokens[-1]]]), mx.array([1]), where)
+            logits = model.causal_lm(mx.array([[tokens[-1]]]), cache)

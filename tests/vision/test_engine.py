@@ -1,0 +1,199 @@
+"""Rows with images give the tokens of a slow reference, which computes each alone in one piece."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.prefill import PrefillScheduler
+from mlx_mtp.engine.request import RequestOptions
+from mlx_mtp.speculative.host_sources import HostSources
+from tests.support.cases import EOS, SAMPLED, SPECS, STEP, Erratic, RandomChunks
+from tests.support.grammars import compiled
+from tests.support.harness import Driver, greedy
+from tests.support.quick import covering
+from tests.support.tiny_models import IMAGE_IDS, VOCAB
+from tests.vision.seeing import picture, seeing
+
+A, B, C = picture(3, 4, 1), picture(5, 2, 2), picture(1, 1, 3)
+FACTORS = {
+    "family": ("qwen3_5", "qwen3_5_moe"),
+    "depth": (0, 1, 3, 8, "erratic", "auto"),
+    "requests": ("greedy", "sampled"),
+    "arrivals": ("together", "staggered", "cancelled"),
+    "overlap": (True, False),
+    "chunks": ("whole", "random"),
+}
+CASES = covering({name: values[-2:] for name, values in FACTORS.items()})[:4]
+CASES += [
+    pytest.param(dict(zip(FACTORS, values)), marks=pytest.mark.full)
+    for values in itertools.product(*FACTORS.values())
+]
+
+
+def make_requests(kind: str):
+    """Texts and images: one, several, adjacent, repeated, at the beginning, of one token."""
+    random = np.random.default_rng(3)
+
+    def words(count):
+        return random.integers(4, 90, count).tolist()
+
+    prompts = [
+        words(17),
+        [*words(5), A, *words(3)],
+        [A, *words(1)],
+        words(3),
+        [*words(2), B, *words(4), A, B, *words(20)],
+        [*words(9), C, C, *words(2)],
+        words(30),
+        [*words(1), A, A, *words(7), C, *words(1)],
+    ]
+    samplings = SAMPLED if kind == "sampled" else [greedy(12), greedy(7), greedy(16)]
+    choose = itertools.cycle(samplings)
+    return [seeing(f"{kind}{number}", items, next(choose)) for number, items in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_tokens_equal_the_slow_reference(seeing_models, slowly, ties, case):
+    family, depth = case["family"], case["depth"]
+    requests = make_requests(case["requests"])
+    erratic = Erratic(seed=len(case["requests"])) if depth == "erratic" else None
+    driver = Driver(
+        seeing_models[family],
+        vocab_size=VOCAB,
+        stop_ids=(EOS,),
+        config=EngineConfig(
+            num_draft_tokens=0 if erratic else depth,
+            prefill_step_size=STEP,
+            overlap=case["overlap"],
+        ),
+        depth=erratic,
+        host_sources=HostSources(["copy"], 1 << 20) if erratic else None,
+        prefills=RandomChunks if case["chunks"] == "random" else PrefillScheduler,
+    )
+    arrivals, cancels = {0: requests}, {}
+    if case["arrivals"] != "together":
+        arrivals = {2 * number: [each] for number, each in enumerate(requests)}
+    if case["arrivals"] == "cancelled":
+        cancels = {5: [requests[1].request_id], 9: [requests[4].request_id]}
+    driver.run_arrivals(arrivals, cancels)
+    gone = [name for names in cancels.values() for name in names]
+    for each in requests:
+        reference = slowly(family, each)
+        got = driver.tokens(each.request_id)
+        assert not set(got) & set(IMAGE_IDS.values())
+        if each.request_id in gone:
+            reference = reference._replace(tokens=reference.tokens[: len(got)])
+        ties.check(each.request_id, got, reference)
+
+
+class EveryChunk(PrefillScheduler):
+    """Chunks of one length."""
+
+    length = 1
+
+    def most_tokens(self, context=0, left=0, *, beside):
+        return self.length
+
+
+@pytest.mark.parametrize(
+    ("depth", "lengths"),
+    [
+        (3, (1, 5)),
+        *(pytest.param(depth, range(1, 30), marks=pytest.mark.full) for depth in (0, 1, 3)),
+    ],
+)
+def test_chunk_borders_at_every_place(seeing_models, slowly, ties, depth, lengths):
+    wanted = seeing("borders", [5, 6, B, 7, A, C, 8, 9], greedy(5))
+    reference = slowly("qwen3_5", wanted)
+    for length in lengths:
+        driver = Driver(
+            seeing_models["qwen3_5"],
+            vocab_size=VOCAB,
+            stop_ids=(EOS,),
+            config=EngineConfig(num_draft_tokens=depth, prefill_step_size=64),
+            prefills=lambda config: vary(EveryChunk(config), length),  # noqa: B023
+        )
+        driver.add(wanted)
+        ties.check(f"chunks of {length}", driver.run()["borders"], reference)
+
+
+def vary(prefills, length):
+    prefills.length = length
+    return prefills
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_prefixes(seeing_models, slowly, ties, exact):
+    """A cached prefix that ends in, before or behind an image; other images behind one text."""
+    text, more = [5, 9, 14, 7], [11, 12, 13]
+    other, wide = picture(3, 4, 8), picture(4, 3, 1)
+    prompts = {
+        "cold": [*text, A, *more],
+        "warm": [*text, A, *more],
+        "longer": [*text, A, *more, B, *more],
+        "other": [*text, other, *more],
+        "another size": [*text, wide, *more],
+        "twice": [*text, A, A, *more],
+        "text": [*text, *[90] * 12, *more],
+    }
+    driver = Driver(
+        seeing_models["qwen3_5"],
+        vocab_size=VOCAB,
+        stop_ids=(EOS,),
+        config=EngineConfig(
+            num_draft_tokens=2, prefill_step_size=8, prefix_cache_size=1 << 24, exact=exact
+        ),
+        min_gain=1,
+    )
+    for name, items in prompts.items():
+        wanted = seeing(name, items, greedy(6))
+        driver.add(wanted)
+        ties.check(name, driver.run()[name], slowly("qwen3_5", wanted))
+    reused = {name: driver.reused(name) for name in prompts}
+    assert reused["cold"] == 0 and reused["warm"] >= 16 and reused["longer"] >= 16
+    assert max(reused[name] for name in ("other", "another size", "text")) <= 4
+    assert reused["twice"] >= 8
+
+
+def test_grammars_choices_and_logprobs(seeing_models, slowly, ties):
+    """Several answers to one image in a batch."""
+    driver = Driver(
+        seeing_models["qwen3_5"],
+        vocab_size=VOCAB,
+        stop_ids=(EOS,),
+        config=EngineConfig(num_draft_tokens=3, prefill_step_size=8),
+    )
+    items = [5, 6, A, 7]
+    requests = []
+    for number, spec in enumerate(SPECS[2:4]):
+        requests.append(seeing(f"g{number}", items, greedy(12), grammar=compiled(spec)))
+    for number in range(3):
+        sampling = dataclasses.replace(SAMPLED[0], choice=number, top_logprobs=2)
+        requests.append(seeing(f"n{number}", items, sampling))
+    for each in requests:
+        driver.add(each)
+    driver.run()
+    for each in requests:
+        ties.check(each.request_id, driver.tokens(each.request_id), slowly("qwen3_5", each))
+
+
+def test_copied_drafts_have_no_image_tokens(seeing_models, slowly, ties):
+    """The answer repeats what stands before an image: drafts end there, and none is an image id."""
+    wanted = seeing("copy", [5, 6, 7, 8, A, 5, 6, 7, 8], greedy(20))
+    wanted = dataclasses.replace(wanted, options=RequestOptions(trace=True))
+    driver = Driver(
+        seeing_models["qwen3_5"],
+        vocab_size=VOCAB,
+        stop_ids=(EOS,),
+        config=EngineConfig(num_draft_tokens=2),
+        depth=Erratic(seed=4),
+        host_sources=HostSources(["copy"], 1 << 20),
+    )
+    sequence = driver.add(wanted)
+    ties.check("copy", driver.run()["copy"], slowly("qwen3_5", wanted))
+    (drafter,) = sequence.drafting.host.values()
+    assert not {90, -1} & set(drafter.next_run)
+    assert sequence.copied[4:16] == (-1,) * 12
