@@ -28,6 +28,7 @@ from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
 from mlx_mtp.engine.prefill import PrefillScheduler
+from mlx_mtp.engine.prompts import Prompts
 from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
@@ -35,6 +36,7 @@ from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
+from mlx_mtp.models.files import read_json
 from mlx_mtp.models.gemm.routes import make_batch_invariant
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.loader import load_model
@@ -54,6 +56,8 @@ from mlx_mtp.speculative.drafter import MTPDrafter, make_drafter
 from mlx_mtp.speculative.host_sources import HostSources
 from mlx_mtp.text.draft_vocab import draft_vocabulary
 from mlx_mtp.text.tokenizer import Tokenizer
+from mlx_mtp.vision.features import MOST_ROWS, Vision
+from mlx_mtp.vision.images import PROCESSOR, ImageSizes
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +77,9 @@ def load(
         if with_head:
             check_head_on_hub(options.model)
         path = resolve_model(options.model)
-        given: dict[str, Any] = {"dtype": options.dtype, "memory": memory}
+        # With several ranks nothing is seen: a rank has no images of another one's requests.
+        see = getattr(options, "vision", False) and part[1] == 1
+        given: dict[str, Any] = {"dtype": options.dtype, "memory": memory, "see": see}
         model = load_model(path, enable_mtp=with_head, lazy=lazy, part=part, **given)
     except MissingHeadError:
         if enable_mtp is not None:
@@ -186,7 +192,12 @@ def build_engine(
         make_batch_invariant(model.model)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None if draft_ids is None else _vocabulary(draft_ids, vocab_size)
+    if ids is not None:
+        ids = tuple(token for token in ids if token not in model.image_token_ids) or ids
     uses_head = drafter is None and "mtp" in config.drafts
+    prompts, sizes = Prompts(), image_sizes(model, config.max_image_tokens)
+    if model.tower is not None and sizes is not None:
+        prompts = Prompts(Vision(model.tower, sizes.token_id, model.vocab_size, MOST_ROWS))
     if links is not None:
         links.send(Begin(vocab_size, uses_head, ids))
     if uses_head:
@@ -215,6 +226,7 @@ def build_engine(
         prefix_cache_size=config.prefix_cache_size,
         memory={} if memory is None else memory.bytes_by_use(),
         draft_sources=sources,
+        images=sizes,
     )
     size, bits = config.prefix_cache_size, config.kv_cache_quantization
     make_runner, prefixes = ModelRunner, PrefixCache(size, bits, store)
@@ -233,7 +245,7 @@ def build_engine(
         usage = None if memory is None else memory.usage
         prefills = PrefillScheduler(config, chunks)
         scheduler = Scheduler(config, drafts, reuse, usage, totals, host_sources, prefills)
-        runner = make_runner(model, drafter, vocab_size, prefixes, host_sources.clear)
+        runner = make_runner(model, drafter, vocab_size, prefixes, host_sources.clear, prompts)
         return EngineCore(scheduler, runner, overlap=config.overlap, heartbeat=heartbeat)
 
     warm = partial(warm_up, config, vocab_size, 1 if num_draft_tokens and drafter else 0)
@@ -252,6 +264,15 @@ def build_engine(
     if store is not None:
         store.on_read = engine.wake
     return engine
+
+
+def image_sizes(model: LoadedModel, most_tokens: int) -> ImageSizes | None:
+    """How large a model wants its images, or None if it sees none; ModelError for wrong files."""
+    if model.tower is None:
+        return None
+    shape, processor = model.tower.shape, read_json(model.path / PROCESSOR, default={})
+    sides = shape.patch_size, shape.spatial_merge_size
+    return ImageSizes.of(*sides, processor, most_tokens, model.image_token_ids[0])
 
 
 def _vocabulary(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
@@ -279,7 +300,7 @@ def plan_for(
         count = config.num_draft_tokens
         depth = MAX_DRAFT_TOKENS if count == "auto" else count
     return plan_memory(
-        footprint(model, depth, num_draft_ids),
+        footprint(model, depth, num_draft_ids, config.max_image_tokens),
         limit,
         allowed=_max_model_len(config, model),
         max_model_len=config.max_model_len,

@@ -120,6 +120,17 @@ class EngineConfig:
         default_text="512; on a GPU 2048 or 1024 where memory allows",
         program_default=512,
     )
+    vision: bool = setting(
+        "model: --vision",
+        "see images, if the model has a vision tower",
+        default=True,
+    )
+    max_image_tokens: int = setting(
+        "limits: --max-image-tokens N",
+        "most tokens of an image; a larger image is scaled down",
+        integer(1, 1 << 16),
+        default=4096,
+    )
     max_decode_pause: float = setting(
         "limits: --max-decode-pause MS",
         "most milliseconds that a step of running streams waits for a chunk of a prompt, as far as "
@@ -261,11 +272,15 @@ class ServerConfig:
     max_choices: int = setting(
         "limits: --max-choices N", "largest n of a request", integer(1, 128), default=16
     )
+    max_images: int = setting(
+        "limits: --max-images N", "most images of a request", integer(0, 4096), default=64
+    )
     max_body_bytes: int = setting(
         "limits: --max-body-size N",
         "longest request body, in bytes",
         integer(1, 1 << 30),
-        default=8 << 20,
+        default_text="8 MiB; 64 MiB if the model sees images",
+        program_default=8 << 20,
     )
     max_stored_completions: int = setting(
         "limits: --max-stored-completions N",

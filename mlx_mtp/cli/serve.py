@@ -29,6 +29,7 @@ _OPTIMISTIC = (
     "drafts with {:g} times the probability of the token drawn are accepted too: answers are not "
     "those of plain decoding"
 )
+SEEING_BODY_BYTES = 64 << 20  # --max-body-size of a model that sees images
 CLOSED_PIPE_STATUS = 141  # as a shell reports SIGPIPE
 
 
@@ -73,6 +74,9 @@ def serve(
         engine = build.engine(loaded, tokenizer, options, plan, links)
         if links is not None:
             watch(engine, links)
+        # Images take more room than texts.
+        sees = engine.info.images is not None and options.max_body_size is None
+        seeing: Any = {"max_body_bytes": SEEING_BODY_BYTES} if sees else {}
         name, *others = options.served_model_name or [model_name(options.model)]
         config = from_options(
             ServerConfig,
@@ -84,6 +88,7 @@ def serve(
             max_held_bytes=memory.bytes_by_use()["texts"] * 8 // 9,
             # The bundled model's files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
+            **seeing,
         )
         app = create_app(engine, tokenizer, config, loaded.generation_config)
         # Garbage collections, which stop all threads, need not visit what is loaded for good.
@@ -150,6 +155,7 @@ def banner(
             word: text if name in engine.draft_sources else off[name]
             for name, (word, text) in HOST_DRAFTS.items()
         },
+        "images": seen_text(config, engine),
         "optimistic": config.optimistic and _OPTIMISTIC.format(config.optimistic),
         "backend": backend,
         "kernels": unused and f"slower code in place of {unused}; see the warnings",
@@ -193,6 +199,15 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
     if loaded.dtype.size == 4:
         return f"{same}, but for ties of rounding (float32)"
     return "may part where two tokens are about as good: 16-bit sums depend on what runs beside"
+
+
+def seen_text(config: ServerConfig, engine: EngineInfo) -> str:
+    """What the model sees; empty if it sees nothing."""
+    if engine.images is None:
+        return ""
+    return (
+        f"up to {config.max_images} a request, each of up to {engine.images.most_tokens:,} tokens"
+    )
 
 
 def off_text(options: argparse.Namespace, source: str) -> str:

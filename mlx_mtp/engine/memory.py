@@ -10,7 +10,8 @@ from mlx_mtp.console import size_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.machine import MemoryLimit, client_text_bytes
-from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.models.model import LoadedModel, module_nbytes
+from mlx_mtp.vision.features import MOST_ROWS
 
 _COPIES = 2  # of states while rows join or leave
 _WINDOWS = 3  # a row's positions behind its tokens: windows in flight, and the head's drafts
@@ -37,6 +38,7 @@ class Footprint:
     caches: CacheMemory
     depth: int  # most drafts per row and step
     vocab_size: int
+    vision: int = 0  # the tower, what an image of the most tokens takes in it, and rows of images
 
     def row_bytes(self, tokens: int) -> int:
         """Most bytes of a row of so many tokens, without its prefill."""
@@ -72,13 +74,22 @@ class Footprint:
         return self.caches.attention[0].heads * tokens * self.caches.itemsize
 
 
-def footprint(model: LoadedModel, depth: int, num_draft_ids: int | None = None) -> Footprint:
-    """The footprint of a loaded model; `num_draft_ids`: size of a reduced draft vocabulary."""
+def footprint(
+    model: LoadedModel, depth: int, num_draft_ids: int | None = None, image_tokens: int = 0
+) -> Footprint:
+    """The footprint of a loaded model.
+
+    `num_draft_ids`: size of a reduced draft vocabulary; `image_tokens`: most tokens of an image.
+    """
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
         head += num_draft_ids * model.row_nbytes()
     caches = CacheMemory(tuple(model.layer_specs), model.head is not None, model.dtype.size)
-    return Footprint(weights, head, caches, depth, model.vocab_size)
+    vision = 0
+    if model.tower is not None:
+        scratch = model.tower.shape.scratch(image_tokens, model.dtype.size)
+        vision = module_nbytes(model.tower) + scratch + MOST_ROWS
+    return Footprint(weights, head, caches, depth, model.vocab_size, vision)
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,7 @@ class MemoryPlan:
     def bytes_by_use(self) -> dict[str, int]:
         """Planned bytes by what takes them."""
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
+        parts |= {"vision": self.footprint.vision} if self.footprint.vision else {}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
         parts |= {"texts": client_text_bytes(self.limit.nbytes)}
         return parts | {"requests": self.rows}
@@ -147,7 +159,7 @@ def plan_memory(
     prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
 ) -> MemoryPlan:
     """Share out the memory; UsageError, with flags that would do, if a request can't fit."""
-    fixed = footprint.weights + footprint.head
+    fixed = footprint.weights + footprint.head + footprint.vision
     left = limit.nbytes - client_text_bytes(limit.nbytes) - fixed
     is_default = prefix_cache is None
     if prefix_cache is None:

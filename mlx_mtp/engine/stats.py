@@ -8,6 +8,7 @@ from mlx_mtp.config import DraftTokens
 from mlx_mtp.engine.request import PrefillProgress
 from mlx_mtp.prefix.policy import PrefixCacheStats
 from mlx_mtp.speculative.draft_policy import ChoiceReason
+from mlx_mtp.vision.images import ImageSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class EngineInfo:
     prefix_cache_size: int = 0  # limit in bytes; 0: no prefix cache
     memory: Mapping[str, int] = field(default_factory=dict)  # planned bytes by part; empty: no plan
     draft_sources: tuple[str, ...] = ()  # names in --drafts
+    images: ImageSizes | None = None  # None: the model sees none
 
 
 @dataclass(slots=True)

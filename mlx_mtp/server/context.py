@@ -42,7 +42,7 @@ class Context:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.model_names = (config.model_name, *config.other_names)
         self.defaults = replace(model_defaults(defaults), optimistic=config.optimistic)
-        self.prompter = Prompter(tokenizer, config)
+        self.prompter = Prompter(tokenizer, config, engine.info.images)
         self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format
         # The bytes of a token in an answer's text.

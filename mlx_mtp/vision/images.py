@@ -18,6 +18,7 @@ from mlx_mtp.errors import InvalidRequestError, ModelError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+PROCESSOR = "preprocessor_config.json"  # of a model
 MOST_BYTES = 32 << 20
 MOST_PIXELS = 100_000_000
 MOST_ASPECT = 200
@@ -31,6 +32,7 @@ _BEGINNINGS = {  # of what clients send in place of an image, by its name
 }
 _HEIF_BRANDS = (b"heic", b"heix", b"heif", b"mif1", b"msf1", b"hevc", b"avif")
 _DIGEST_BYTES = 16
+_HALVES = [0.5, 0.5, 0.5]
 
 
 class Pixels(NamedTuple):
@@ -56,16 +58,24 @@ class ImageSizes:
     least_pixels: int = 65536
     most_pixels: int = 16777216
     most_tokens: int = 4096
+    token_id: int = 0  # that stands for an image in a text
 
     @classmethod
-    def of(cls, patch: int, merge: int, processor: dict[str, Any], most_tokens: int) -> ImageSizes:
-        """With the limits of a model's preprocessor_config.json; ModelError if they are wrong."""
+    def of(
+        cls, patch: int, merge: int, processor: dict[str, Any], most_tokens: int, token_id: int
+    ) -> ImageSizes:
+        """With the limits of a model's `PROCESSOR`; ModelError for what can't be followed."""
         size = processor.get("size") or {}
         least = processor.get("min_pixels") or size.get("shortest_edge") or cls.least_pixels
         most = processor.get("max_pixels") or size.get("longest_edge") or cls.most_pixels
         if not all(type(n) is int and n > 0 for n in (least, most)) or least > most:
-            raise ModelError(f"preprocessor_config.json: the limits {least!r} to {most!r} pixels.")
-        return cls(patch, merge, least, most, most_tokens)
+            raise ModelError(
+                f"{PROCESSOR}: it limits images to {least!r:.40} to {most!r:.40} pixels."
+            )
+        for name in ("image_mean", "image_std"):
+            if processor.get(name, _HALVES) != _HALVES:
+                raise ModelError(f"{PROCESSOR}: {name} is {processor[name]!r:.60}, not {_HALVES}.")
+        return cls(patch, merge, least, most, most_tokens, token_id)
 
     @property
     def token(self) -> int:
@@ -104,6 +114,8 @@ def read_image(data: bytes, sizes: ImageSizes) -> Pixels:
                 turned = _upright_rgb(opened)
         except InvalidRequestError:
             raise
+        except Image.DecompressionBombError:
+            raise _wrong(f"is too large; at most {MOST_PIXELS:,} pixels are allowed") from None
         except Exception as error:
             raise _wrong(_fault(data, error)) from None
         height, width = sizes.fitted(turned.height, turned.width)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from mlx_mtp.engine.request import Request, RequestOutput, TokenLogprobs
 from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.errors import EngineStoppedError
+from mlx_mtp.vision.images import ImageSizes
 
 EOS = 4089
 
@@ -27,6 +28,7 @@ class FakeInfo:
     prefix_cache_size: int = 8 * 10**9
     memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 10**9})
     draft_sources: tuple[str, ...] = ("mtp",)
+    images: ImageSizes | None = None
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:

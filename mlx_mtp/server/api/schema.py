@@ -32,7 +32,7 @@ from mlx_mtp.sampling.params import (
     SamplingParams,
 )
 from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED, SYNONYMS
-from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation import inputs, pictures
 from mlx_mtp.server.generation.inputs import AnswerOptions
 
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far more than fit a context
@@ -195,21 +195,27 @@ def is_id(value: object) -> bool:
 
 
 def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValidator:
-    """Join a list of parts of these types, which are text; other media are refused by name.
+    """Join a list of parts of these types, text and images; other media are refused by name.
 
-    Messages of role assistant may also have the parts `of_assistants`.
+    Messages of role assistant may also have the parts `of_assistants`, but no images.
     """
 
     def joined(value: object, info: ValidationInfo) -> object:
         if not isinstance(value, list):
             return value
-        known = (*kinds, *of_assistants) if info.data.get("role") == "assistant" else kinds
+        known = kinds
+        if info.data.get("role") == "assistant":
+            known = (*(kind for kind in kinds if kind not in pictures.PARTS), *of_assistants)
         texts = []
         for number, part in enumerate(value):
             kind = part.get("type") if isinstance(part, dict) else None
             if not isinstance(kind, str) or kind not in known:
                 message = f"part {number} has type {json.dumps(kind)[:80]}"
-                raise refusal(f"{message}, but this server takes text only", unsupported=True)
+                taken = "text and images" if pictures.PARTS.intersection(known) else "text"
+                raise refusal(f"{message}, but this server takes {taken} only", unsupported=True)
+            if kind in pictures.PARTS:
+                texts.append(image_text(part, f"part {number}"))
+                continue
             key = "refusal" if kind == "refusal" else "text"
             given = {
                 name
@@ -227,6 +233,14 @@ def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValid
         return "".join(texts)
 
     return BeforeValidator(joined)
+
+
+def image_text(part: dict[str, Any], name: str) -> str:
+    """The image of a part as a stretch of a text (see `pictures`)."""
+    try:
+        return pictures.from_part(part)
+    except ValueError as error:
+        raise refusal(f"{name}: {error}") from None
 
 
 def known_only(*kinds: str) -> BeforeValidator:

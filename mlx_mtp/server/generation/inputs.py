@@ -16,6 +16,8 @@ from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, GrammarSpec, Range, SamplingParams
+from mlx_mtp.server.generation.pictures import has_images, parts_of
+from mlx_mtp.vision.placed import PromptImages
 
 Role = Literal["system", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -67,7 +69,13 @@ class Message:
             "tool_calls": calls or None,
         }
         given = {name: value for name, value in more.items() if value is not None}
-        return {"role": self.role, "content": self.content, **given}
+        content: str | list[dict[str, str]] = self.content
+        if has_images(self.content):
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in parts_of(self.content)
+            ]
+        return {"role": self.role, "content": content, **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +269,7 @@ def engine_requests(
     *,
     grammar: Grammar | None = None,
     bad_words: BadWords | None = None,
+    images: PromptImages | None = None,  # of a single prompt
 ) -> list[Request]:
     """One engine request for each prompt and choice, in the order of the answer's choices.
 
@@ -297,6 +306,7 @@ def engine_requests(
                 options=options.engine if is_first else replace(options.engine, progress=False),
                 grammar=grammar,
                 bad_words=bad_words,
+                images=images,
             )
             requests.append(request)
     reports = [(r.prompt_token_ids, r.sampling.prompt_logprobs) for r in requests]

@@ -26,6 +26,7 @@ from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.text.parsing.answer import AnswerParser, PlainParser
 from mlx_mtp.text.stream import Detokenizer, Echo, OutputStream, echo_of
+from mlx_mtp.vision.placed import PromptImages
 
 Body = TypeVar("Body", bound=AnswerRequest)
 
@@ -58,7 +59,12 @@ class Job(Generic[Body]):
             )
             field = "tools" if conversation.response is None else conversation.response_field
             return await self._generation(
-                [prompt.token_ids], make_parser, field, prompt.grammar, tools=tools
+                [prompt.token_ids],
+                make_parser,
+                field,
+                prompt.grammar,
+                tools=tools,
+                images=prompt.images,
             )
 
     async def complete(
@@ -102,6 +108,7 @@ class Job(Generic[Body]):
         spec: GrammarSpec | None,
         echoes: Sequence[Echo | None] = (None,),  # of each prompt
         tools: Sequence[Tool] = (),
+        images: PromptImages | None = None,
     ) -> Generation:
         context, options = self.context, self.options
         params, client = replace(self.params, grammar=spec), options.engine.client
@@ -120,6 +127,7 @@ class Job(Generic[Body]):
             context.engine.info.max_model_len,
             grammar=grammar,
             bad_words=bad_words,
+            images=images,
         )
         streams = [
             OutputStream(

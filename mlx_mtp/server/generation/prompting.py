@@ -6,6 +6,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, UsageError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.inputs import Conversation, folded
+from mlx_mtp.server.generation.seeing import Images, ImageSizes, Sight
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
 from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.parsing.formats import QWEN3, QWEN3_CODER, OutputFormat
@@ -27,6 +28,7 @@ class ChatPrompt(NamedTuple):
     token_ids: tuple[int, ...]
     thinking: bool  # whether it ends within a think block
     grammar: GrammarSpec | None  # of the answer; None leaves it free
+    images: Images = None
 
 
 class Prompter:
@@ -35,7 +37,9 @@ class Prompter:
     Raises UsageError if the tokenizer doesn't allow the settings.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: ServerConfig) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, config: ServerConfig, images: ImageSizes | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         parsers = config.reasoning_parser, config.tool_call_parser
         self.output_format = OutputFormat.of_template(tokenizer.template, *parsers)
@@ -46,9 +50,12 @@ class Prompter:
             self.workers = TextWorkers(config.text_workers, config.template_seconds)
             self.executor = FairExecutor(NUM_WORKERS, small=-1)
         self.text = self.workers or tokenizer
+        self._sight = Sight(images, config.max_images, self.workers)
         self._as_standard = config.json_schemas == "standard"
         self._request_templates = config.request_chat_template
         self._special_as_text = config.special_tokens_in_messages == "text"
+        # A client's text never stands for an image.
+        self._image_names = self._sight.names(tokenizer.added_tokens)
         if self._special_as_text and (names := tokenizer.hidden_names):
             raise UsageError(
                 "--special-tokens-in-messages text can't be kept with this model's tokenizer: it "
@@ -64,6 +71,8 @@ class Prompter:
         token_ids = self.text.encode(
             text, param="messages", limit=limit, add_special_tokens=False, mark=mark
         )
+        contents = (message.content for message in conversation.messages)
+        token_ids, images = self._sight.place(contents, token_ids, limit)
         # Whether the prompt ends within a think block, so that the answer begins in it.
         thinking = self.output_format.reasoning == QWEN3 and text.rstrip().endswith(OPEN)
         spec = None
@@ -76,7 +85,7 @@ class Prompter:
                 thinking=thinking,
                 as_standard=self._as_standard,
             )
-        return ChatPrompt(token_ids, thinking, spec)
+        return ChatPrompt(token_ids, thinking, spec, images)
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
         """Return the chat as the template writes it, and the mark of `plain_text.marked`, if any.
@@ -121,8 +130,9 @@ class Prompter:
             )
         chat_of: dict[str, Any] = {"messages": messages, "tools": tools, "template_kwargs": kwargs}
         mark = None
-        if self._special_as_text:
-            chat_of, mark = marked(chat_of, self.tokenizer.added_tokens)
+        names = self.tokenizer.added_tokens if self._special_as_text else self._image_names
+        if names:
+            chat_of, mark = marked(chat_of, names)
         text = self.text.render_chat(
             **chat_of,
             template=template,

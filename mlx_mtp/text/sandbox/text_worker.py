@@ -5,6 +5,7 @@ tokenizer take all memory. What takes too much of either ends its process, and n
 """
 
 import asyncio
+import base64
 import contextlib
 import os
 import resource
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,10 +23,12 @@ from typing import Any
 from mlx_mtp import errors
 from mlx_mtp.text.sandbox import helper as helpers
 from mlx_mtp.text.tokenizer import Tokenizer
+from mlx_mtp.vision.images import ImageSizes, Pixels, read_image
 
 NUM_WORKERS = 2
 MAX_WORKER_BYTES = 4 << 30  # beyond what a process takes once its tokenizer is loaded
 MAX_ENCODE_SECONDS = 60.0
+MAX_IMAGE_SECONDS = 20.0
 _SPARE_SECONDS = 2.0  # after which a worker has ended itself, unless it is stopped
 _WATCH_SECONDS = 0.05
 _RETRY_SECONDS = 1.0
@@ -57,6 +61,14 @@ class TextWorkers:
     def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """As `Tokenizer.render_chat`."""
         return str(self._ask_template("render_chat", options.get("template"), messages, **options))
+
+    def read_image(self, data: bytes, sizes: ImageSizes) -> Pixels:
+        """As `images.read_image`."""
+        given = base64.b64encode(data).decode(), *astuple(sizes)
+        seconds = MAX_IMAGE_SECONDS
+        answer = self._ask("The decoder of images", "read_image", seconds, "messages", *given)
+        height, width, rgb, digest = answer
+        return Pixels(height, width, base64.b64decode(rgb), bytes.fromhex(digest))
 
     def _variables_of(self, template: str | None = None) -> frozenset[str]:
         return frozenset(self._ask_template("variables", template, template))
@@ -131,7 +143,8 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
         # The timer's signal ends the process, whatever it does.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            result = getattr(tokenizer, method)(*args, **options)
+            run = _read_image if method == "read_image" else getattr(tokenizer, method)
+            result = run(*args, **options)
             return {"result": list(result) if isinstance(result, frozenset) else result}
         except errors.MlxMtpError as error:
             return {"error": [type(error).__name__, str(error), error.param]}
@@ -139,6 +152,12 @@ def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     return answer
+
+
+def _read_image(data: str, *sizes: int) -> tuple[int, int, str, str]:
+    pixels = read_image(base64.b64decode(data), ImageSizes(*sizes))
+    rgb = base64.b64encode(pixels.rgb).decode()
+    return pixels.height, pixels.width, rgb, pixels.digest.hex()
 
 
 def _bound_memory(most_bytes: int) -> None:

@@ -22,11 +22,22 @@ class _CacheControl(WireModel):
     scope: str | None = None
 
 
+def _image_source(value: object) -> str:
+    return fields.image_text({"type": "image", "source": value}, "source")
+
+
 class _TextBlock(WireModel):
     type: Literal["text"]
     text: str
     cache_control: _CacheControl | None = None
     citations: Annotated[list[Any], at_most(0)] | None = None
+
+
+class _ImageBlock(WireModel):
+    type: Literal["image"]
+    # The image as a stretch of a text (see `pictures`).
+    text: Annotated[str, BeforeValidator(_image_source)] = Field(validation_alias="source")
+    cache_control: _CacheControl | None = None
 
 
 class _ThinkingBlock(WireModel):
@@ -58,13 +69,15 @@ def _of_these(*names: str) -> Discriminator:
 
 _as_blocks = fields.text_or_list("blocks", lambda text: {"type": "text", "text": text})
 _TaggedTextBlock = Annotated[_TextBlock, Tag(FORM + "text")]
+_TaggedImageBlock = Annotated[_ImageBlock, Tag(FORM + "image")]
 _Texts = Annotated[Many[Annotated[_TaggedTextBlock, _of_these("text")]], _as_blocks]
+_Result = Annotated[_TaggedTextBlock | _TaggedImageBlock, _of_these("text", "image")]
 
 
 class _ToolResultBlock(WireModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: _Texts = Field([])
+    content: Annotated[Many[_Result], _as_blocks] = Field([])
     is_error: bool = False
     cache_control: _CacheControl | None = None
 
@@ -77,20 +90,27 @@ class _ToolResultBlock(WireModel):
 
 _ContentBlock = Annotated[
     _TaggedTextBlock
+    | _TaggedImageBlock
     | Annotated[_ThinkingBlock, Tag(FORM + "thinking")]
     | Annotated[_RedactedThinkingBlock, Tag(FORM + "redacted_thinking")]
     | Annotated[_ToolUseBlock, Tag(FORM + "tool_use")]
     | Annotated[_ToolResultBlock, Tag(FORM + "tool_result")],
-    _of_these("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    _of_these("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
 ]
 _OF_ASSISTANTS = (_ThinkingBlock, _RedactedThinkingBlock, _ToolUseBlock)
 _ROLES = {**dict.fromkeys(_OF_ASSISTANTS, "assistant"), _ToolResultBlock: "user"}
+_ROLES[_ImageBlock] = "user"
 
 
 def _text_of(blocks: Iterable[WireModel]) -> str:
     # Each text is a paragraph. Claude Code's billing header is left out.
-    texts = [block.text for block in blocks if isinstance(block, _TextBlock)]
-    return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
+    parts = [block for block in blocks if isinstance(block, _TextBlock | _ImageBlock)]
+    parts = [part for part in parts if not part.text.startswith(BILLING_HEADER)]
+    joined = ""
+    for before, part in zip([None, *parts], parts):
+        is_paragraph = isinstance(before, _TextBlock) and isinstance(part, _TextBlock)
+        joined += "\n\n" * is_paragraph + part.text
+    return joined
 
 
 class _AnthropicMessage(WireModel):

@@ -12,17 +12,19 @@ from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
 from mlx_mtp.server.api.openai import protocol as openai
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most, refusal
-from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation import inputs, pictures
 from mlx_mtp.server.generation.inputs import AnswerOptions, Conversation
 
 
-def _text_only(value: object) -> object:
-    if value:
-        raise refusal("this server takes text only", unsupported=True)
-    return value
+def _image(value: object) -> str:
+    try:
+        return pictures.as_text(value if isinstance(value, str) else "")
+    except ValueError as error:
+        raise refusal(str(error)) from None
 
 
-_NoImages = Annotated[list[Any], BeforeValidator(_text_only)]
+# Each as a stretch of a text; they come before the message's text.
+_Images = Annotated[list[Annotated[str, BeforeValidator(_image)]], at_most(schema.MAX_MESSAGES)]
 
 
 def _either(kind: type) -> Discriminator:
@@ -61,7 +63,7 @@ class _OllamaMessage(WireModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: _NoImages = Field([])
+    images: _Images = Field([])
     tool_calls: Annotated[list[_OllamaToolCall], at_most(schema.MAX_TOOLS)] = Field([])
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -71,12 +73,15 @@ class _OllamaMessage(WireModel):
         if self.role != "assistant" and (self.thinking or self.tool_calls):
             field = "thinking" if self.thinking else "tool_calls"
             raise refusal("belongs to messages of role assistant", field=field)
+        if self.role == "assistant" and self.images:
+            raise refusal("belongs to messages of other roles", field="images")
         return self
 
     def message(self) -> inputs.Message:
         calls = tuple(call.call() for call in self.tool_calls)
         names = {"tool_call_id": self.tool_call_id, "name": self.tool_name}
-        return inputs.Message(self.role, self.content, self.thinking, calls, **names)
+        content = "".join(self.images) + self.content
+        return inputs.Message(self.role, content, self.thinking, calls, **names)
 
 
 class _OllamaTool(openai.OpenAITool):
@@ -142,7 +147,7 @@ class OllamaText(_OllamaRequest):
     prompt: str = ""
     system: str = ""
     raw: bool = False
-    images: _NoImages = Field([])
+    images: _Images = Field([])
     template: Annotated[str, schema.only("")] = ""
     suffix: Annotated[str, schema.only("")] = ""
     context: Annotated[list[Any], schema.only([])] = Field([])
@@ -151,10 +156,12 @@ class OllamaText(_OllamaRequest):
     def _raw_has_no_system(self) -> Self:
         if self.raw and self.system:
             raise refusal("can't be combined with raw: true; put it into prompt", field="system")
+        if self.raw and self.images:
+            raise refusal("can't be combined with raw: true", field="images", unsupported=True)
         return self
 
     def plain_conversation(self) -> Conversation:
-        messages = [inputs.Message("user", self.prompt)]
+        messages = [inputs.Message("user", "".join(self.images) + self.prompt)]
         if self.system:
             messages.insert(0, inputs.Message("system", self.system))
         return Conversation(messages)

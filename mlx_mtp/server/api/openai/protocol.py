@@ -13,14 +13,14 @@ from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
-from mlx_mtp.server.generation import inputs
+from mlx_mtp.server.generation import inputs, pictures
 from mlx_mtp.server.generation.inputs import MAX_SEQUENCES, AnswerOptions, Conversation
 
 MAX_TEMPLATE = 1 << 16  # characters
 _BUDGET = "thinking_budget"
 
 
-_join = schema.joined_text("text", of_assistants=("refusal",))
+_join = schema.joined_text("text", "image_url", of_assistants=("refusal",))
 _MessageText = Annotated[str | None, _join, at_most(schema.MAX_MESSAGES)]
 
 
@@ -223,7 +223,10 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
 
     def listed_messages(self, answer_id: str) -> Iterator[dict[str, Any]]:
         for number, message in enumerate(self.messages):
-            yield {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
+            fields = {"id": f"{answer_id}-{number}", **message.model_dump(exclude_none=True)}
+            if message.content is not None:
+                fields["content"] = pictures.listed(message.content, ("text", "image_url"))
+            yield fields
 
     def options(self, **_: Any) -> AnswerOptions:
         if self.top_logprobs is not None and not self.logprobs:

@@ -21,6 +21,7 @@ from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.api import schema as fields
 from mlx_mtp.server.api.forms import AnswerSchema, AnswerType, type_grammar
 from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.generation import pictures
 from mlx_mtp.server.generation.inputs import (
     AnswerOptions,
     Conversation,
@@ -41,6 +42,9 @@ _INCLUDED = get_args(_Included)
 
 _PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _JoinedText = Annotated[str, fields.joined_text(*_PARTS), at_most(fields.MAX_MESSAGES)]
+_JoinedContent = Annotated[
+    str, fields.joined_text(*_PARTS, "input_image"), at_most(fields.MAX_MESSAGES)
+]
 
 
 class _AnyItem(WireModel):
@@ -64,14 +68,16 @@ class _AnyItem(WireModel):
 class _MessageItem(_AnyItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: _JoinedText
+    content: _JoinedContent
     phase: Literal["commentary", "final_answer"] | None = None
 
     def listed(self, name: str) -> dict[str, Any]:
-        part: dict[str, Any] = {"type": "input_text", "text": self.content}
-        if self.role == "assistant":
-            part |= {"type": "output_text", "annotations": []}
-        return {"type": self.type, **super().listed(name), "content": [part]}
+        parts = pictures.listed(self.content, ("input_text", "input_image"))
+        if isinstance(parts, str):
+            parts = [{"type": "input_text", "text": parts}]
+            if self.role == "assistant":
+                parts[0] |= {"type": "output_text", "annotations": []}
+        return {"type": self.type, **super().listed(name), "content": parts}
 
     def message(self) -> Message:
         role = "system" if self.role == "developer" else self.role
@@ -100,8 +106,12 @@ class _CallItem(_AnyItem):
 class _CallOutputItem(_AnyItem):
     type: Literal["function_call_output"]
     call_id: str
-    output: _JoinedText
+    output: _JoinedContent
     caller: _DirectCaller | None = None
+
+    def listed(self, name: str) -> dict[str, Any]:
+        output = pictures.listed(self.output, ("input_text", "input_image"))
+        return super().listed(name) | {"output": output}
 
     def message(self) -> Message:
         return Message("tool", self.output, tool_call_id=self.call_id)
