@@ -270,7 +270,8 @@ def image_sizes(model: LoadedModel, most_tokens: int) -> ImageSizes | None:
     """How large a model wants its images, or None if it sees none; ModelError for wrong files."""
     if model.tower is None:
         return None
-    shape, processor = model.tower.shape, read_json(model.path / PROCESSOR, default={})
+    shape, given = model.tower.shape, model.config.get("preprocessor_config")
+    processor = given or read_json(model.path / PROCESSOR, default={})
     sides = shape.patch_size, shape.spatial_merge_size
     return ImageSizes.of(*sides, processor, most_tokens, model.image_token_ids[0])
 

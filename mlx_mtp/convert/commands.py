@@ -68,6 +68,8 @@ def _add_shared(parser: argparse.ArgumentParser, bits: str, group_size: str, mod
     add("--revision", help="branch, tag or commit of the source on the hub")
     verify_help = "measure the head's drafts before putting it in place"
     add("--verify", action="store_true", help=verify_help)
+    vision_help = "bits per weight of the vision tower (default: as in the source)"
+    add("--vision-bits", type=int, choices=(4, 8), help=vision_help)
 
 
 def _run_conversion(options: argparse.Namespace) -> int:

@@ -13,19 +13,19 @@ from mlx_mtp.convert.plan import ConversionPlan
 from mlx_mtp.convert.source import (
     HubRepo,
     LocalRepo,
-    base_model,
     head_of,
     on_hub,
     open_source,
+    original_of,
     weight_map_of,
 )
 from mlx_mtp.convert.target import Target
+from mlx_mtp.convert.tower import add_tower
 from mlx_mtp.convert.verify import verify_head
 from mlx_mtp.errors import ConvertError, MlxMtpError
 from mlx_mtp.models.files import shapes_in
 from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import resolve_model
-from mlx_mtp.models.published import source_of
 from mlx_mtp.models.sizes import check_sizes
 
 
@@ -40,12 +40,13 @@ def add_head(
     force: bool = False,
     verify: bool = False,
     mtp_norms: Convention | None = None,
+    vision_bits: int | None = None,
 ) -> Path | None:
     """Add its head to an MLX model, or print that it has it; an error leaves the model as it was.
 
     The source defaults to the checkpoint that the model says it was made from. `output` is a
     directory to create instead of changing the model's. Returns it, or None if the model's own
-    files have the head.
+    files have the head. A model that lost its vision tower gets it too, in `vision_bits` bits.
     """
     # Otherwise config.json is enough of a model on the hub.
     is_whole = verify or output is not None or not on_hub(model_name)
@@ -56,7 +57,7 @@ def add_head(
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
         say(f"{model} has its head in its own files: nothing to do (--force adds one).")
         return None
-    source = open_source(source_name or _original(model_name), revision)
+    source = open_source(source_name or original_of(model_name), revision)
     target.check_source(source.config, source.name)
     plan = ConversionPlan(target, source, flags or {})
     commit = source.repo.commit_hash
@@ -77,9 +78,11 @@ def add_head(
                 say(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
             else:
                 _write_head(plan, model, directory, verify)
+            add_tower(model, directory, source.repo, bits=vision_bits, dry_run=dry_run)
             return output
         _check_same(existing, plan, directory)
     say(f"{directory} already has this head: nothing to do.")
+    add_tower(model, directory, source.repo, bits=vision_bits, dry_run=dry_run)
     if verify:
         verify_head(directory)
     return output
@@ -94,6 +97,7 @@ def convert_model(
     dtype: str | None,
     revision: str | None,
     verify: bool,
+    vision_bits: int | None = None,
 ) -> None:
     """Convert trunk and head into a new directory, which appears complete or not at all."""
     from mlx_lm.convert import convert as mlx_lm_convert
@@ -124,7 +128,8 @@ def convert_model(
             dtype=dtype,
             revision=revision,
         )
-        add_head(str(unfinished), source_name, revision=revision, verify=verify)
+        given: dict[str, Any] = {"revision": revision, "verify": verify}
+        add_head(str(unfinished), source_name, vision_bits=vision_bits, **given)
         unfinished.rename(output)
     except MlxMtpError:
         raise
@@ -134,21 +139,6 @@ def convert_model(
         raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _original(name: str) -> str:
-    """The checkpoint that a model was made from; ConvertError if the model doesn't say."""
-    original = source_of(name)
-    if original is None:
-        repo = HubRepo(name, None) if on_hub(name) else LocalRepo(Path(name).expanduser())
-        original = base_model(repo.file("README.md"))
-    if original is None:
-        raise ConvertError(
-            f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
-            "with --source-model."
-        )
-    say(f"The source is {original} (--source-model names another).")
-    return original
 
 
 def _check_same(existing: Existing, plan: ConversionPlan, directory: Path) -> None:

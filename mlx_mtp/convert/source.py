@@ -15,6 +15,7 @@ from huggingface_hub import get_hf_file_metadata
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import HfFileMetadata
 
+from mlx_mtp.console import say
 from mlx_mtp.convert.files import FP8, SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.files import check_directory, read_index, read_json
@@ -28,6 +29,7 @@ from mlx_mtp.models.head_weights import (
 )
 from mlx_mtp.models.hub import HUB_ID, explained, use_cache_if_offline
 from mlx_mtp.models.loader import missing_head
+from mlx_mtp.models.published import source_of
 
 INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
@@ -231,6 +233,21 @@ def base_model(readme: Path | None) -> str | None:
     with readme.open(encoding="utf-8", errors="replace") as file:
         match = _BASE_MODEL.search(file.read(_CARD_CHARACTERS))
     return match[1] if match else None
+
+
+def original_of(name: str) -> str:
+    """The checkpoint that a model was made from; ConvertError if the model doesn't say."""
+    original = source_of(name)
+    if original is None:
+        repo = HubRepo(name, None) if on_hub(name) else LocalRepo(Path(name).expanduser())
+        original = base_model(repo.file("README.md"))
+    if original is None:
+        raise ConvertError(
+            f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
+            "with --source-model."
+        )
+    say(f"The source is {original} (--source-model names another).")
+    return original
 
 
 def weight_map_of(repo: LocalRepo | HubRepo) -> dict[str, str]:

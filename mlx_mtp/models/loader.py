@@ -30,7 +30,7 @@ from mlx_mtp.models.qwen3_5 import QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
 from mlx_mtp.models.sizes import check_sizes
 from mlx_mtp.models.tensor_parallel import shard
-from mlx_mtp.vision.tower import VisionTower, is_of_tower, load_tower
+from mlx_mtp.vision.tower import SIDECAR, VisionTower, is_of_tower, load_tower, read_sidecar
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,10 @@ def load_model(
 
     Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
     """
-    config = _read_config(path)
+    config, beside = _read_config(path), dict[str, mx.array]()
+    if see and (path / SIDECAR).is_file():
+        beside, more = read_sidecar(path / SIDECAR)
+        config |= more
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
     shapes = shapes_in(path)
@@ -72,7 +75,7 @@ def load_model(
     try:
         check_sizes(config, path, shapes)
         model, head_source, tower = _build_model(
-            path, config, family, dtype, memory, part, enable_mtp=enable_mtp, see=see
+            path, config, beside, family, dtype, memory, part, enable_mtp=enable_mtp, see=see
         )
     except UsageError:
         raise
@@ -99,6 +102,7 @@ def load_model(
 def _build_model(
     path: Path,
     config: dict[str, Any],
+    beside: dict[str, mx.array],  # the tower's tensors in a file of its own
     family: Family,
     dtype: str,
     memory: int | None,
@@ -109,6 +113,7 @@ def _build_model(
 ) -> tuple[nn.Module, str | None, VisionTower | None]:
     """The patched model with its head, the head's source, the tower; no weight is read yet."""
     model, head, tower_weights, stored_dtype = _load_trunk(path, family)
+    tower_weights = tower_weights or beside
     family.patch(model)
     _check_rope(family.causal_lm(model).model.layers)
     head_source = None

@@ -7,8 +7,10 @@ the merged tokens, so the four of a token are consecutive.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,6 +19,13 @@ import numpy as np
 
 from mlx_mtp.errors import CheckpointError, UnsupportedModelError
 
+SIDECAR = "vision_tower.safetensors"
+"""A tower beside a model whose own files have none; its header has the `CONFIG_KEYS` that mlx-lm
+drops from config.json."""
+CONFIG_KEYS = (
+    *("vision_config", "image_token_id", "video_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "preprocessor_config"),
+)
 PREFIXES = ("vision_tower.", "model.visual.", "visual.")
 _QUERIES = 512  # attended at once: mlx may have no fused operation, and then makes all scores
 _HEAD_MULTIPLE = 16  # 72 becomes 80, for which mlx has a fused operation on Metal
@@ -234,6 +243,16 @@ def load_tower(
     except ValueError as error:
         raise CheckpointError(f"The vision tower's tensors: {error!s:.300}") from None
     return tower
+
+
+def read_sidecar(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """The tensors of a tower beside a model, lazy, and the part of its configuration."""
+    try:
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        tensors, header = loaded
+        return tensors, dict(json.loads(header["vision"]))
+    except (KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{path} can't be read: {error!r:.300}") from error
 
 
 def is_of_tower(key: str) -> bool:

@@ -201,7 +201,7 @@ def test_a_long_prompt_is_on_the_device_once_and_cuda_keeps_its_freed_buffers(
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
     for _ in range(3):
         driver.step()
-        prompts.append(driver.core.runner._prompts[sequence])
+        prompts.append(driver.core.runner._prompts.ids(sequence))
     assert len(cleared) == (0 if cuda else 3)
     assert all(prompt is prompts[0] for prompt in prompts)
     assert prompts[0].tolist() == [*sequence.prompt, 0]

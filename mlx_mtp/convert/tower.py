@@ -1,0 +1,99 @@
+"""Gives a model its vision tower back, which mlx-lm drops, as a file beside it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.console import say, size_text
+from mlx_mtp.convert.files import SafetensorsFile
+from mlx_mtp.convert.source import HubRepo, LocalRepo, weight_map_of
+from mlx_mtp.errors import CheckpointError, ConvertError
+from mlx_mtp.models.family import text_config
+from mlx_mtp.models.files import read_json
+from mlx_mtp.vision.images import PROCESSOR
+from mlx_mtp.vision.tower import (
+    CONFIG_KEYS,
+    PREFIXES,
+    SIDECAR,
+    is_of_tower,
+    load_tower,
+    name_of,
+)
+
+_GROUP = 64
+_PATCHES = "patch_embed.proj.weight"
+
+
+def add_tower(
+    model: Path,
+    directory: Path,
+    repo: LocalRepo | HubRepo,
+    *,
+    bits: int | None = None,  # of its matrices; None: as they are
+    dry_run: bool = False,
+) -> None:
+    """Write the tower of a source beside a model; nothing if either has none, or it is there.
+
+    A failure leaves the model as it was. ConvertError if it can't be written.
+    """
+    in_model = any(is_of_tower(key) for key in weight_map_of(LocalRepo(model)))
+    path, config = repo.file("config.json"), read_json(model / "config.json")
+    source = {} if path is None else read_json(path)
+    names = {key: file for key, file in weight_map_of(repo).items() if is_of_tower(key)}
+    if in_model or (directory / SIDECAR).exists() or "vision_config" not in source or not names:
+        return
+    if dry_run:
+        say(f"Would add the vision tower, of {len(names)} tensors.")
+        return
+    processor = repo.file(PROCESSOR)
+    seeing = {key: source[key] for key in CONFIG_KEYS if key in source}
+    seeing["preprocessor_config"] = {} if processor is None else read_json(processor)
+    files = {name: SafetensorsFile(_there(repo, name)) for name in sorted({*names.values()})}
+    tensors = {}
+    for key, name in names.items():
+        if (stored := files[name].tensors.get(key)) is None:
+            raise CheckpointError(f"{files[name].path} has no {key}, though the index says so.")
+        stored.like()  # refuses a type that can't be read
+        value = stored.read()
+        tensors[name_of(key)] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
+    prefixed = {f"{PREFIXES[0]}{name}": value for name, value in tensors.items()}
+    tower = load_tower(seeing, prefixed, int(text_config(config)["hidden_size"]))  # does it fit?
+    tensors[_PATCHES] = tower.patch_embed.proj.weight  # in MLX's layout
+    if bits is not None:
+        tensors = _quantized(tensors, bits)
+    named = {f"{PREFIXES[0]}{name}": value for name, value in tensors.items()}
+    header = {"format": "mlx", "vision": json.dumps(seeing)}
+    temporary = directory / f".{SIDECAR}.{os.getpid()}.safetensors"
+    try:
+        mx.save_safetensors(str(temporary), named, header)
+        temporary.rename(directory / SIDECAR)
+    except (OSError, RuntimeError) as error:
+        raise ConvertError(f"{directory / SIDECAR} can't be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    size = size_text(sum(value.nbytes for value in named.values()))
+    how = "unquantized" if bits is None else f"{bits} bits, groups of {_GROUP}"
+    say(f"Wrote {SIDECAR}, the vision tower of {repo.repo_id}: {size}, {how}.")
+
+
+def _there(repo: LocalRepo | HubRepo, name: str) -> Path:
+    if (path := repo.file(name)) is None:
+        raise ConvertError(f"{repo.repo_id} has no {name}, which its index names.")
+    return path
+
+
+def _quantized(tensors: dict[str, mx.array], bits: int) -> dict[str, mx.array]:
+    """With the blocks' and the merger's matrices packed, where the groups divide their rows."""
+    packed: dict[str, Any] = {}
+    for name, value in tensors.items():
+        is_matrix = name.startswith(("blocks.", "merger.")) and value.ndim == 2
+        if not is_matrix or value.shape[1] % _GROUP:
+            packed[name] = value
+            continue
+        parts = mx.quantize(value, group_size=_GROUP, bits=bits)
+        layer = name.removesuffix(".weight")
+        packed |= zip((f"{layer}.{part}" for part in ("weight", "scales", "biases")), parts)
+    return packed
