@@ -279,8 +279,8 @@ class ServerConfig:
         "limits: --max-body-size N",
         "longest request body, in bytes",
         integer(1, 1 << 30),
-        default_text="8 MiB; 64 MiB if the model sees images",
-        program_default=8 << 20,
+        default=8 << 20,
+        default_text="8388608; 67108864 if the model sees images",
     )
     max_stored_completions: int = setting(
         "limits: --max-stored-completions N",

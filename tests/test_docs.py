@@ -27,7 +27,7 @@ README = dict(
 )
 # Of the other commands.
 OTHERS = {"--mlx-model-path", "--source-model", "--verify", "--force", "--dry-run"}
-OTHERS |= {"--write", "--offline", "--memory", "--no-enable-mtp"}
+OTHERS |= {"--write", "--offline", "--memory", "--no-enable-mtp", "--no-vision"}
 
 
 def test_the_page_of_flags_is_made_from_the_flags():

@@ -1,10 +1,14 @@
 """The conversation: reads lines, sends requests, and carries out the commands."""
 
 import argparse
+import base64
 import json
+import mimetypes
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,7 +34,8 @@ class Session:
     model: str
     fields: dict[str, Any]  # added to the body of each request
     system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)  # parts of the next message
 
     def talk(self, read: Callable[[str], str]) -> None:
         """Talk until the input ends; `read` returns a line after showing the prompt given."""
@@ -56,7 +61,8 @@ class Session:
 
     def ask(self, text: str) -> None:
         """Send a message and show its answer, or the error; then the message is taken back."""
-        self.messages.append({"role": "user", "content": text})
+        content: Any = [*self.images, {"type": "text", "text": text}] if self.images else text
+        self.messages.append({"role": "user", "content": content})
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": system + self.messages, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **self.fields}
@@ -85,6 +91,7 @@ class Session:
             if not answer:
                 del self.messages[-1]
         if answer:
+            self.images.clear()
             self.messages.append({"role": "assistant", "content": answer})
         self._say(report)
 
@@ -166,8 +173,24 @@ def _set_model(session: Session, text: str) -> str:
     return f"The model is {session.model}." + (f" Others: {', '.join(others)}." if others else "")
 
 
+def _add_image(session: Session, text: str) -> str:
+    try:
+        (name,) = shlex.split(text)  # A file that is dropped on a terminal comes quoted.
+        path = Path(name).expanduser()
+        data = base64.b64encode(path.read_bytes()).decode()
+    except ValueError:
+        raise UsageError("/image takes the name of one file.") from None
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror or error}.") from None
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    url = {"url": f"data:{kind};base64,{data}"}
+    session.images.append({"type": "image_url", "image_url": url})
+    return f"{path.name} goes with the next message, image {len(session.images)} of it."
+
+
 def _clear(session: Session, _: str) -> str:
     session.messages.clear()
+    session.images.clear()
     return "The conversation begins anew."
 
 
@@ -182,6 +205,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Session, str], str], str]] = {
     "system": ("/system TEXT", _set_system, "set the system message; without TEXT, have none"),
     "seed": ("/seed N", _set_seed, "the same seed gives the same answers; without N, random"),
     "model": ("/model [NAME]", _set_model, "show the server's models, or take another"),
+    "image": ("/image FILE", _add_image, "send an image with the next message"),
     "clear": ("/clear", _clear, "begin anew"),
     "help": ("/help", _help, "show this"),
 }

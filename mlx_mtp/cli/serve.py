@@ -75,7 +75,7 @@ def serve(
         if links is not None:
             watch(engine, links)
         # Images take more room than texts.
-        sees = engine.info.images is not None and options.max_body_size is None
+        sees = engine.info.images is not None and "max_body_size" not in options.given
         seeing: Any = {"max_body_bytes": SEEING_BODY_BYTES} if sees else {}
         name, *others = options.served_model_name or [model_name(options.model)]
         config = from_options(

@@ -18,7 +18,8 @@ _MODEL = Flag("model MODEL", "", nonempty_text)
 _DESCRIPTION = (
     "MLX conversions lose the multi-token-prediction head. This fetches it from the original "
     "checkpoint, quantizes it as the model is, and puts it beside the model as mtp.safetensors, "
-    "which mlx-lm ignores. Nothing else is changed."
+    "which mlx-lm ignores. A vision tower that the conversion lost comes with it, as "
+    "vision_tower.safetensors. Nothing else is changed."
 )
 _SOURCE = (
     "the checkpoint that has the head, usually the BF16 original (default: what the model's card "

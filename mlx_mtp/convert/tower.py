@@ -20,7 +20,7 @@ from mlx_mtp.vision.tower import (
     SIDECAR,
     is_of_tower,
     load_tower,
-    name_of,
+    tower_name,
 )
 
 _GROUP = 64
@@ -58,7 +58,7 @@ def add_tower(
             raise CheckpointError(f"{files[name].path} has no {key}, though the index says so.")
         stored.like()  # refuses a type that can't be read
         value = stored.read()
-        tensors[name_of(key)] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
+        tensors[tower_name(key)] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
     prefixed = {f"{PREFIXES[0]}{name}": value for name, value in tensors.items()}
     tower = load_tower(seeing, prefixed, int(text_config(config)["hidden_size"]))  # does it fit?
     tensors[_PATCHES] = tower.patch_embed.proj.weight  # in MLX's layout

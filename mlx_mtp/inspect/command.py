@@ -60,6 +60,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         "quantization": quantization(model.target.config),
         "weights": f"{size_text(num_bytes)} in {files}" if num_files else "none found",
         "MTP head": model.head or "none",
+        **({"vision": f"sees images; tower in {model.tower}"} if model.tower else {}),
         **memory_rows(demand),
         "next": next_command(model, ranks, served=fits["fits"].startswith("yes")),
     }

@@ -10,6 +10,7 @@ from mlx_mtp.convert import source
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
 from mlx_mtp.convert.target import Target
 from mlx_mtp.models.hub import resolve_model
+from mlx_mtp.vision.tower import SIDECAR, is_of_tower
 
 
 class FoundModel(NamedTuple):
@@ -22,6 +23,7 @@ class FoundModel(NamedTuple):
     head_bytes: int = 0  # on top of the trunk's
     directory: Path | None = None  # of the weights, if they are local
     refusal: str | None = None  # the known reason why `serve` would refuse the model
+    tower: str | None = None  # where its vision tower is; None without one
 
 
 def find_model(name: str | None) -> FoundModel:
@@ -83,7 +85,9 @@ def _local(path: Path) -> FoundModel:
             t.nbytes for file in files_of_head for key, t in file.tensors.items() if key in tensors
         )
         head = f"in {_file_names(tensors.values())}: {size_text(size)} of the weights"
-    return FoundModel(str(path), target, trunk, head, head_bytes, path)
+    beside = SIDECAR if (path / SIDECAR).is_file() else None
+    tower = _tower(source.weight_map_of(source.LocalRepo(path)), target) or beside
+    return FoundModel(str(path), target, trunk, head, head_bytes, path, tower=tower)
 
 
 def _sidecar(existing: Existing, size: int) -> str:
@@ -117,7 +121,13 @@ def _remote(repo: source.HubRepo) -> FoundModel:
         head_bytes = sum(_sizes(repo, beside).values())
         head = f"in {_file_names(beside)}: {size_text(head_bytes)}"
     total = sum(trunk.values()), len(trunk)
-    return FoundModel(repo.repo_id, target, total, head, head_bytes, refusal=refusal)
+    tower = _tower(weights, target)
+    return FoundModel(repo.repo_id, target, total, head, head_bytes, refusal=refusal, tower=tower)
+
+
+def _tower(weights: Mapping[str, str], target: Target) -> str | None:
+    files = {file for key, file in weights.items() if is_of_tower(key)}
+    return _file_names(files) if files and "vision_config" in target.config else None
 
 
 def _sizes(repo: source.HubRepo, names: Iterable[str]) -> dict[str, int]:

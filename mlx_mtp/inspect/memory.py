@@ -46,7 +46,9 @@ def memory_demand(found: FoundModel, dtype: str, ranks: int = 1) -> Demand:
         options: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
         try:
             model = load_model(found.directory, lazy=True, **options)
-            shape, row = footprint(model, MAX_HOST_DRAFTS), model.row_nbytes()
+            most = EngineConfig().max_image_tokens
+            shape = footprint(model, MAX_HOST_DRAFTS, image_tokens=most)
+            row = model.row_nbytes()
             refusal = _refusal(model.path, model.generation_config)
             return Demand(shape, model.dtype, "as loaded", model.max_model_len, row, refusal)
         except ModelError as error:
@@ -131,6 +133,10 @@ def memory_rows(demand: Demand) -> dict[str, str]:
         "  per row": f"{sum(caches.states.values()):,} bytes at any length: {states}",
         "  per window": f"bytes more per row while it decodes, by drafts a step: {windows}",
     }
+    if shape.vision:
+        rows["  vision"] = (
+            f"{size_text(shape.vision)} for the tower, the largest image in it, and rows of images"
+        )
     if caches.has_head and demand.lm_head_row is not None:
         rows["  draft vocab"] = f"{demand.lm_head_row:,} bytes for each token of --mtp-draft-vocab"
     rows["rows x tokens"] = (

@@ -30,7 +30,7 @@ from mlx_mtp.models.qwen3_5 import QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
 from mlx_mtp.models.sizes import check_sizes
 from mlx_mtp.models.tensor_parallel import shard
-from mlx_mtp.vision.tower import SIDECAR, VisionTower, is_of_tower, load_tower, read_sidecar
+from mlx_mtp.vision.tower import SIDECAR, VisionTower, is_of_tower, load_tower, read_tower
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def load_model(
     """
     config, beside = _read_config(path), dict[str, mx.array]()
     if see and (path / SIDECAR).is_file():
-        beside, more = read_sidecar(path / SIDECAR)
+        beside, more = read_tower(path / SIDECAR)
         config |= more
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))

@@ -217,7 +217,7 @@ def load_tower(
             f"The vision tower gives rows of {tower.shape.out_hidden_size} numbers; the model's "
             f"hidden_size is {hidden_size}."
         )
-    named = {name_of(key): value for key, value in weights.items()}
+    named = {tower_name(key): value for key, value in weights.items()}
     modules, mode = dict(tower.named_modules()), _quantization_mode(config)
     for name in [key.removesuffix(".scales") for key in named if key.endswith(".scales")]:
         layer = modules.get(name)
@@ -245,7 +245,7 @@ def load_tower(
     return tower
 
 
-def read_sidecar(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+def read_tower(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """The tensors of a tower beside a model, lazy, and the part of its configuration."""
     try:
         loaded: Any = mx.load(str(path), return_metadata=True)
@@ -260,7 +260,7 @@ def is_of_tower(key: str) -> bool:
     return key.startswith(PREFIXES)
 
 
-def name_of(key: str) -> str:
+def tower_name(key: str) -> str:
     """The name of a tower's tensor in `VisionTower`."""
     return key.removeprefix(next(prefix for prefix in PREFIXES if key.startswith(prefix)))
 

@@ -1,4 +1,4 @@
-"""Towers of checkpoints: both layouts, quantized or not, and back beside a conversion without one."""
+"""Towers of checkpoints: both layouts, quantized or not, and brought back to a conversion."""
 
 import json
 import sys

@@ -16,7 +16,7 @@ from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
 from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, GrammarSpec, Range, SamplingParams
-from mlx_mtp.server.generation.pictures import has_images, parts_of
+from mlx_mtp.server.generation.pictures import has_images, texts_and_pictures
 from mlx_mtp.vision.placed import PromptImages
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -73,7 +73,7 @@ class Message:
         if has_images(self.content):
             content = [
                 {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                for part in parts_of(self.content)
+                for part in texts_and_pictures(self.content)
             ]
         return {"role": self.role, "content": content, **given}
 

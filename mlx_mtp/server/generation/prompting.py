@@ -6,7 +6,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, UsageError
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.generation.inputs import Conversation, folded
-from mlx_mtp.server.generation.seeing import Images, ImageSizes, Sight
+from mlx_mtp.server.generation.pictures import Images, ImageSizes, Sight
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
 from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.parsing.formats import QWEN3, QWEN3_CODER, OutputFormat

@@ -71,13 +71,13 @@ _as_blocks = fields.text_or_list("blocks", lambda text: {"type": "text", "text":
 _TaggedTextBlock = Annotated[_TextBlock, Tag(FORM + "text")]
 _TaggedImageBlock = Annotated[_ImageBlock, Tag(FORM + "image")]
 _Texts = Annotated[Many[Annotated[_TaggedTextBlock, _of_these("text")]], _as_blocks]
-_Result = Annotated[_TaggedTextBlock | _TaggedImageBlock, _of_these("text", "image")]
+_ResultBlock = Annotated[_TaggedTextBlock | _TaggedImageBlock, _of_these("text", "image")]
 
 
 class _ToolResultBlock(WireModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Many[_Result], _as_blocks] = Field([])
+    content: Annotated[Many[_ResultBlock], _as_blocks] = Field([])
     is_error: bool = False
     cache_control: _CacheControl | None = None
 
