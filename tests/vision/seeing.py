@@ -102,6 +102,23 @@ def turning(model: LoadedModel, wanted: Request, length: int):
             each.rope = rope
 
 
+def embedded(model: LoadedModel, wanted: Request) -> mx.array:
+    """The prompt's embeddings, with the tower's rows in them."""
+    inputs = model.causal_lm.model.embed_tokens(mx.array([wanted.prompt_token_ids]))
+    for image in wanted.images.images if wanted.images else ():
+        pixels = image.pixels
+        rgb = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, pixels.width, 3)
+        inputs[0, image.start : image.start + image.num_tokens] = model.tower(rgb)
+    return inputs
+
+
+def slow_logits(model: LoadedModel, wanted: Request) -> mx.array:
+    """Logits after the prompt, [V]."""
+    ids = mx.array([wanted.prompt_token_ids])
+    with turning(model, wanted, 0):
+        return model.causal_lm(ids, input_embeddings=embedded(model, wanted))[0, -1]
+
+
 def slow(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Sequence[int]) -> Plain:
     """mlx-lm's modules: the prompt in one piece, then one token at a time, with `Sampler`'s noise.
 
@@ -110,15 +127,13 @@ def slow(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Sequenc
     masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
     prompt, most = wanted.prompt_token_ids, wanted.sampling.max_tokens
     sampler = Sampler([wanted.sampling], [prompt], vocab_size, [stop_ids])
-    embedded = model.causal_lm.model.embed_tokens(mx.array([prompt]))
-    for image in wanted.images.images if wanted.images else ():
-        pixels = image.pixels
-        rgb = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, pixels.width, 3)
-        embedded[0, image.start : image.start + image.num_tokens] = model.tower(rgb)
     cache = make_prompt_cache(model.model)
     tokens, gaps = [], []
     with turning(model, wanted, most):
-        logits = model.causal_lm(mx.array([prompt]), cache, input_embeddings=embedded)[:, -1:]
+        logits = model.causal_lm(
+            mx.array([prompt]), cache, input_embeddings=embedded(model, wanted)
+        )
+        logits = logits[:, -1:]
         while True:
             logits[..., list(IMAGE_IDS.values())] = -mx.inf
             where = mx.array([[len(prompt) + len(tokens)]])

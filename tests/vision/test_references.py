@@ -1,0 +1,176 @@
+"""Equal to mlx-vlm 0.7.10 and to transformers' image processor on PIL.
+
+A small job's results are recorded: `python -m tests.vision.test_references` makes them anew.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from PIL import Image
+
+from mlx_mtp.vision.images import ImageSizes, Pixels, read_image
+from mlx_mtp.vision.placed import PlacedImage, PromptImages
+from mlx_mtp.vision.tower import load_tower, patches_of
+from tests.conformance.sources import Package, directory
+from tests.support.harness import greedy
+from tests.support.tiny_models import Layout, config_json, hf_tensors
+from tests.vision.seeing import seeing, slow_logits
+
+RECORDED = Path(__file__).parents[1] / "data" / "vision.npz"
+PEER = Package(
+    "mlx-vlm",
+    "mlx-vlm==0.7.10",
+    "f112ddaaf1bf0dd1efa702b5675a27df3345614e69e3996d3fbd09d838b8333d",
+    ".",
+    ("mlx_vlm",),
+    wheel=True,
+)
+LAYOUT = Layout("qwen3_5", sees=True)
+PAD, START, END = 90, 92, 93
+SIZES = ImageSizes(patch=4, merge=2, least_pixels=256, most_pixels=1 << 14, most_tokens=1 << 20)
+SMALL = [(1, 1), (17, 13), (9, 40), (150, 170)]
+LARGE = [*SMALL, (100, 300), (480, 640), (9, 1700), (1, 200), (511, 513), (3000, 4000)]
+
+
+def drawn(height: int, width: int) -> np.ndarray:
+    y, x = np.mgrid[:height, :width]
+    return np.stack([(7 * x + 3 * y) % 256, (x * x + y) % 256, (x ^ y) * 5 % 256], -1).astype(
+        np.uint8
+    )
+
+
+def random_prompts(count: int) -> list[tuple[list[int], list[list[int]]]]:
+    """Ids, and time, rows and columns in patches, of prompts of one to four images."""
+    random = np.random.default_rng(5)
+    prompts = []
+    for _ in range(count):
+        ids, grids = random.integers(4, 80, random.integers(1, 9)).tolist(), []
+        for _ in range(random.integers(1, 5)):
+            rows, columns = (2 * random.integers(1, 7, 2)).tolist()
+            grids.append([1, rows, columns])
+            ids += [START, *[PAD] * (rows * columns // 4), END]
+            ids += random.integers(4, 80, random.integers(0, 9)).tolist()
+        prompts.append(([*ids, 5], grids))
+    return prompts
+
+
+def job(sizes, num_prompts: int, every: int = 1, shape=SIZES) -> dict:
+    config = config_json(LAYOUT)
+    config["vision_config"] = config["vision_config"] | {
+        "patch_size": shape.patch,
+        "model_type": "qwen3_5",
+    }
+    layout_tensors = hf_tensors(LAYOUT) if shape is SIZES else {}
+    tokens = [shape.fitted(*size) for size in SMALL[1:3]]
+    ids = [7, 8]
+    for height, width in tokens:
+        ids += [START, *[PAD] * (height * width // shape.token**2), END, 9]
+    told = {
+        "config": config,
+        "least": shape.least_pixels,
+        "most": shape.most_pixels,
+        "num_images": len(sizes),
+        "every": every,
+        "prompts": random_prompts(num_prompts),
+        "answer": [ids, [1, 2]] if every == 1 else None,
+    }
+    arrays = {f"image{n}": drawn(*size) for n, size in enumerate(sizes)}
+    weights = {f"w.{name}": value for name, value in layout_tensors.items()}
+    return {"told": told, **arrays, **weights}
+
+
+def peer(given: dict, path: str) -> dict[str, np.ndarray]:
+    """mlx-vlm's results for a job; `path` has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(Path(folder) / name) for name in ("job.npz", "result.npz")]
+        np.savez(files[0], **(given | {"told": json.dumps(given["told"])}))
+        script = str(Path(__file__).with_name("peer.py"))
+        environment = os.environ | {"PYTHONPATH": path}
+        subprocess.run([sys.executable, script, *files], check=True, env=environment, timeout=600)
+        with np.load(files[1]) as result:
+            return dict(result)
+
+
+def check(given: dict, expected: dict[str, np.ndarray], shape: ImageSizes = SIZES) -> None:
+    told = given["told"]
+    visual = {k.removeprefix("w."): mx.array(v) for k, v in given.items() if "visual" in k}
+    tower = load_tower(told["config"], visual, 64) if visual else None
+    patch = shape.patch
+    for number in range(told["num_images"]):
+        buffer = io.BytesIO()
+        Image.fromarray(given[f"image{number}"]).save(buffer, "PNG")
+        found = read_image(buffer.getvalue(), shape)
+        rgb = np.frombuffer(found.rgb, np.uint8).reshape(found.height, found.width, 3)
+        assert [n // patch for n in rgb.shape[:2]] == expected[f"grid{number}"].tolist()
+        form = tower.shape if tower else _Shape(patch)
+        patches = np.array(patches_of(mx.array(rgb), form))[:: told["every"]]
+        # The processor has channels first.
+        patches = patches.reshape(-1, 2, patch, patch, 3).transpose(0, 4, 1, 2, 3)
+        flat = patches.reshape(len(patches), -1)
+        assert np.abs(flat - expected[f"patches{number}"]).max() < 1e-5
+        if tower is not None:
+            assert np.abs(np.array(tower(rgb)) - expected[f"rows{number}"]).max() < 1e-5
+    for number, (ids, grids) in enumerate(told["prompts"]):
+        places = [n + 1 for n, token in enumerate(ids) if token == START]
+        nothing = Pixels(0, 0, b"", b"")
+        placed = [
+            PlacedImage(start, rows // 2, columns // 2, nothing)
+            for start, (_, rows, columns) in zip(places, grids)
+        ]
+        images = PromptImages(placed, len(ids))
+        assert np.array_equal(images.positions, expected[f"positions{number}"])
+        assert images.shift == expected[f"shift{number}"].item()
+
+
+class _Shape:
+    """As much of a `TowerShape` as `patches_of` reads."""
+
+    spatial_merge_size = temporal_patch_size = 2
+
+    def __init__(self, patch: int) -> None:
+        self.patch_size = patch
+
+
+def small_job() -> dict:
+    return job(SMALL, 12)
+
+
+def test_recorded_results():
+    with np.load(RECORDED) as recorded:
+        check(small_job(), dict(recorded))
+
+
+def test_the_recorded_logits(seeing_models):
+    """The whole model, as mlx-vlm has it, beside the reference of the engine's tests."""
+    with np.load(RECORDED) as recorded:
+        expected = recorded["logits"]
+    items = [7, 8]
+    for size in SMALL[1:3]:
+        buffer = io.BytesIO()
+        Image.fromarray(drawn(*size)).save(buffer, "PNG")
+        items += [START, read_image(buffer.getvalue(), SIZES), END, 9]
+    wanted = seeing("peer", items, greedy(1))
+    found = np.array(slow_logits(seeing_models["qwen3_5"], wanted))
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.full
+def test_as_mlx_vlm_computes():
+    path = str(directory(PEER))
+    given = job(SMALL, 200)
+    check(given, peer(given, path))
+    published = ImageSizes(most_pixels=4096 * 1024)
+    given = job(LARGE, 0, every=97, shape=published)
+    check(given, peer(given, path), published)
+
+
+if __name__ == "__main__":
+    np.savez_compressed(RECORDED, **peer(small_job(), str(directory(PEER))))
