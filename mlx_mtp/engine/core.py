@@ -166,5 +166,8 @@ def _name_and_kind(plan: StepPlan, last: StepPlan) -> tuple[str, StepKind]:
     rows = max(len(plan.decode), len(last.decode))
     parts = [f"a prefill chunk of {tokens} tokens"] if tokens else []
     parts += [f"a decoding step of {rows} {'row' if rows == 1 else 'rows'}"] if rows else []
-    kind = ("prefill" if tokens else "decode", tokens.bit_length(), rows.bit_length(), drafts)
+    of = "prefill" if tokens else "decode"
+    if any(row.sequence.images for rows in chunks for row in rows):
+        of = "prefill with images"
+    kind = (of, tokens.bit_length(), rows.bit_length(), drafts)
     return " and ".join(parts) or "the end of a step", kind

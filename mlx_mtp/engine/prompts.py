@@ -36,15 +36,15 @@ class Prompts:
         """Such ids as ids of the vocabulary."""
         return ids if self._vision is None else self._vision.token_ids(ids)
 
-    def see(self, row: StepRow, *, whole: bool) -> bool:
-        """Run the vision tower for a chunk; False if another step has to go on, as is planned then.
+    def see(self, row: StepRow) -> bool:
+        """Run a part of the vision tower for a chunk; False if another step has to go on with it.
 
-        Unless `whole`, a step runs a part of the tower.
+        The chunk is planned again then.
         """
         sequence, end = row.sequence, row.start + row.length + 1
         if sequence.images is None or self._vision is None:
             return True
-        if self._vision.advance(sequence.images, row.start, end, whole=whole):
+        if self._vision.advance(sequence.images, row.start, end):
             return True
         sequence.num_planned = row.start
         # Its cached prefix, if any, has not been copied yet.

@@ -73,7 +73,7 @@ class ModelRunner:
                 row.num_proposed = 0
         launches = []
         if plan.chunk:
-            launches.append((plan.chunk, self._prefill(plan.chunk, beside=bool(plan.decode))))
+            launches.append((plan.chunk, self._prefill(plan.chunk)))
         if plan.decode:
             launches.append((plan.decode, self._decode(plan.decode)))
         groups = [launches] if plan.together else [[each] for each in launches]
@@ -157,9 +157,9 @@ class ModelRunner:
         ends: list[int] = np.cumsum([len(ids) for ids in tokens])[:-1].tolist()
         return list(mx.split(hidden, ends))
 
-    def _prefill(self, chunk: tuple[StepRow, ...], beside: bool) -> StepLaunch:
+    def _prefill(self, chunk: tuple[StepRow, ...]) -> StepLaunch:
         sequences = [row.sequence for row in chunk]
-        if not self._prompts.see(chunk[0], whole=not beside):
+        if not self._prompts.see(chunk[0]):
             return InFlightStep([], is_prefill=True)
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.

@@ -13,7 +13,7 @@ from mlx_mtp.vision.placed import PlacedImage, PromptImages
 from mlx_mtp.vision.tower import Patches, VisionTower
 
 MOST_ROWS = 256 << 20  # bytes of rows of earlier images, which later turns show again
-AT_ONCE = 2048  # patches that go through the whole tower in one step beside running rows
+AT_ONCE = 1024  # patches that go through the whole tower in one step; with more, some blocks do
 
 
 class Vision:
@@ -39,24 +39,24 @@ class Vision:
         """Such ids as ids of the vocabulary again."""
         return mx.where(ids < self._first_id, ids, self._image_id)
 
-    def advance(self, images: PromptImages, start: int, end: int, *, whole: bool) -> bool:
-        """Launch the tower for images of the tokens `start` to `end`; returns whether it is done.
+    def advance(self, images: PromptImages, start: int, end: int) -> bool:
+        """Run a part of the tower for images of the tokens `start` to `end`; True when it is done.
 
-        Call it again until it is. Unless `whole`, a call runs a part that pauses other rows little.
+        Call it again until it is. A part is short, so that it pauses running rows little.
         """
         found, _ = images.within(start, end)
         needed = {image.pixels.digest: image for image in found}
         for digest in needed.keys() & self._rows.keys():
             self._rows.move_to_end(digest)
-        for digest, image in needed.items():
-            while digest not in self._rows:
-                try:
-                    self._run(digest, image, whole=whole)
-                except BaseException:
-                    self._begun = None
-                    raise
-                if not whole:
-                    return needed.keys() <= self._rows.keys()
+        missing = [digest for digest in needed if digest not in self._rows]
+        if missing:
+            try:
+                self._run(missing[0], needed[missing[0]])
+            except BaseException:
+                self._begun = None
+                raise
+        if not needed.keys() <= self._rows.keys():
+            return False
         # What this chunk needs stays in any case.
         spare = [digest for digest in self._rows if digest not in needed]
         for digest in spare:
@@ -89,14 +89,14 @@ class Vision:
         self._rows.clear()
         self._begun = None
 
-    def _run(self, digest: bytes, image: PlacedImage, *, whole: bool) -> None:
-        """Run the tower, or a part of it, for this image, or for another one that it has begun."""
+    def _run(self, digest: bytes, image: PlacedImage) -> None:
+        """Run a part of the tower for this image, or for another one that has begun."""
         pixels, depth = image.pixels, self._tower.shape.depth
         if self._begun is None:
             rgb = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, pixels.width, 3)
             self._begun = digest, self._tower.begin(rgb), 0
         digest, patches, done = self._begun
-        blocks = depth if whole else max(1, depth * AT_ONCE // len(patches.states))
+        blocks = max(1, depth * AT_ONCE // len(patches.states))
         for number in range(done, min(done + blocks, depth)):
             patches = self._tower.run_block(number, patches)
             # One block's scratch at a time.

@@ -301,9 +301,9 @@ def tell_rows(runner: ModelRunner) -> None:
     """Before each `make_state`, give the drafter the ids of the requests in `new_rows`."""
     original = runner._prefill
 
-    def prefill(chunk, **more):
+    def prefill(chunk):
         runner._drafter.new_rows = [row.sequence.request_id for row in chunk]
-        return original(chunk, **more)
+        return original(chunk)
 
     runner._prefill = prefill
 

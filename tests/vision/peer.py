@@ -20,9 +20,10 @@ def main(job_file: str, result_file: str) -> None:
     config, tower = told["config"], told["config"]["vision_config"]
     model = Model(ModelConfig.from_dict(config))
     weights = {k.removeprefix("w."): mx.array(job[k]) for k in job if k.startswith("w.")}
-    weights = model.sanitize(weights)
-    known = {name for name, _ in tree_flatten(model.parameters())}
-    model.load_weights([(k, v) for k, v in weights.items() if k in known], strict=True)
+    if weights:
+        weights = model.sanitize(weights)
+        known = {name for name, _ in tree_flatten(model.parameters())}
+        model.load_weights([(k, v) for k, v in weights.items() if k in known], strict=True)
     processor = Qwen2VLImageProcessorPil(
         patch_size=tower["patch_size"],
         merge_size=tower["spatial_merge_size"],

@@ -22,17 +22,7 @@ from tests.support.in_process import (
     TOKENIZE,
     in_process,
 )
-
-NAMES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-TEMPLATE = """\
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}
-{%- if p.type != 'image' %}{{ p.text }}
-{%- else %}
-  {%- if m.role == 'system' %}{{ raise_exception('no images here') }}{% endif %}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{% endif %}{% endfor %}{% endif %}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
+from tests.vision.served import seeing_library_tokenizer
 
 
 def encoded(rows: int, columns: int, kind: str = "PNG") -> str:
@@ -65,14 +55,7 @@ def text(words: str):
 
 @pytest.fixture(scope="module")
 def seeing_tokenizer():
-    from transformers import AutoTokenizer
-
-    from mlx_mtp.models.hub import BUNDLED_MODEL
-
-    inner = AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
-    inner.add_special_tokens({"additional_special_tokens": list(NAMES)})
-    inner.chat_template = TEMPLATE
-    return Tokenizer(inner, "the test's model")
+    return Tokenizer(seeing_library_tokenizer(), "the test's model")
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,13 @@ import pytest
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import RequestOptions
+from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.speculative.host_sources import HostSources
+from mlx_mtp.vision import features
 from tests.support.cases import EOS, SAMPLED, SPECS, STEP, Erratic, RandomChunks
 from tests.support.grammars import compiled
 from tests.support.harness import Driver, greedy
+from tests.support.prefixes import FINGERPRINT
 from tests.support.quick import covering
 from tests.support.tiny_models import IMAGE_IDS, VOCAB
 from tests.vision.seeing import picture, seeing
@@ -197,3 +200,57 @@ def test_copied_drafts_have_no_image_tokens(seeing_models, slowly, ties):
     (drafter,) = sequence.drafting.host.values()
     assert not {90, -1} & set(drafter.next_run)
     assert sequence.copied[4:16] == (-1,) * 12
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_a_tower_in_parts(seeing_models, slowly, ties, monkeypatch, limit):
+    """A step runs one block, for the images of several prompts in turn."""
+    monkeypatch.setattr(features, "AT_ONCE", 1)
+    parts = []
+    run = features.Vision._run
+
+    def counted(self, digest, image):
+        parts.append(digest)
+        run(self, digest, image)
+
+    monkeypatch.setattr(features.Vision, "_run", counted)
+    requests = [
+        seeing("text", [5, 6, 7], greedy(40, ignore_eos=True)),
+        seeing("one", [5, A, 7, B, 8, *range(20, 40)], greedy(9)),
+        seeing("two", [6, B, 7, 9, C, 8], greedy(9)),
+        seeing("three", [6, A, A, 7], greedy(9)),
+    ]
+    driver = Driver(
+        seeing_models["qwen3_5"],
+        vocab_size=VOCAB,
+        stop_ids=(EOS,),
+        config=EngineConfig(num_draft_tokens=2, prefill_step_size=8, prefix_cache_size=1 << 24),
+        vision_limit=limit,
+        min_gain=1,
+    )
+    driver.run_arrivals({0: requests[:1], 3: requests[1:]})
+    for each in requests:
+        ties.check(each.request_id, driver.tokens(each.request_id), slowly("qwen3_5", each))
+    assert len(parts) >= 6 and len(driver.vision._rows) == (3 if limit else 1)
+
+
+def test_prefixes_from_the_disk(seeing_models, slowly, ties, tmp_path):
+    """After a restart the same image continues a stored prefix, and another one does not."""
+    config = EngineConfig(num_draft_tokens=2, prefill_step_size=8, prefix_cache_size=1 << 24)
+    reused = {}
+    for name, image in (("first", A), ("again", A), ("other", picture(3, 4, 8))):
+        store = PrefixStore(tmp_path, FINGERPRINT, 1 << 30)
+        driver = Driver(
+            seeing_models["qwen3_5"],
+            vocab_size=VOCAB,
+            stop_ids=(EOS,),
+            config=config,
+            store=store,
+            min_gain=1,
+        )
+        wanted = seeing(name, [5, 9, 14, 7, image, 11, 12], greedy(6))
+        driver.add(wanted)
+        ties.check(name, driver.run()[name], slowly("qwen3_5", wanted))
+        reused[name] = driver.reused(name)
+        store.close()
+    assert reused["first"] == 0 and reused["again"] > 8 and reused["other"] <= 4

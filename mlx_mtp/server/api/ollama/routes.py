@@ -164,6 +164,7 @@ async def show(request: Request) -> Response:
     context, _ = await read_request(request, OllamaShow)
     info, form = context.engine.info, context.output_format
     able = {"tools": form.tools, "thinking": form.reasoning}
+    able["vision"] = "images" if info.images else "none"
     kind = info.model_type
     length = {"general.architecture": kind, f"{kind}.context_length": info.max_model_len}
     return JSONResponse(
