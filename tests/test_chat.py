@@ -86,6 +86,22 @@ def test_a_conversation(talk):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_images(talk, tmp_path):
+    """They go with the next message; if that is refused, with the one after it."""
+    path = tmp_path / "a cat.png"
+    path.write_bytes(b"abc")
+    refused = httpx.Response(400, json={"error": {"message": "too large"}})
+    sent, out, _, _ = talk(
+        *(f"/image '{path}'", "/image", "/image gone.png", "one", "two", "three"),
+        answers=(refused, events({"content": "a"}), events({"content": "b"})),
+    )
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}
+    asked = [[part, {"type": "text", "text": word}] for word in ("one", "two")]
+    assert [body["messages"][-1]["content"] for body in sent] == [*asked, "three"]
+    assert "a cat.png goes with the next message" in " ".join(out.split())
+    assert "takes the name of one file" in out and "gone.png can't be read" in out
+
+
 def test_what_goes_wrong_is_one_line_and_the_conversation_goes_on(talk):
     refused = httpx.Response(400, json={"error": {"message": "too long"}})
     failed = events({"content": "a"}, ends=False)

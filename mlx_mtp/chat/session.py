@@ -61,7 +61,8 @@ class Session:
 
     def ask(self, text: str) -> None:
         """Send a message and show its answer, or the error; then the message is taken back."""
-        content: Any = [*self.images, {"type": "text", "text": text}] if self.images else text
+        images, self.images = self.images, []
+        content: Any = [*images, {"type": "text", "text": text}] if images else text
         self.messages.append({"role": "user", "content": content})
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": system + self.messages, "stream": True}
@@ -90,8 +91,8 @@ class Session:
                 report = "What came is no chat completion."
             if not answer:
                 del self.messages[-1]
+                self.images = images
         if answer:
-            self.images.clear()
             self.messages.append({"role": "assistant", "content": answer})
         self._say(report)
 

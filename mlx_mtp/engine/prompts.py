@@ -28,13 +28,15 @@ class Prompts:
         if sequence not in self._ids:
             ids = np.array(sequence.prompt, dtype=np.int32)
             if sequence.images is not None and self._vision is not None:
-                ids = self._vision.prompt_ids(sequence.images, sequence.prompt)
+                ids = sequence.images.numbered(sequence.prompt, self._vision.first_id)
             self._ids[sequence] = mx.array(np.append(ids, np.int32(0)))
         return self._ids[sequence]
 
     def token_ids(self, ids: mx.array) -> mx.array:
         """Such ids as ids of the vocabulary."""
-        return ids if self._vision is None else self._vision.token_ids(ids)
+        if self._vision is None:
+            return ids
+        return mx.where(ids < self._vision.first_id, ids, self._vision.image_id)
 
     def see(self, row: StepRow) -> bool:
         """Run a part of the vision tower for a chunk; False if another step has to go on with it.

@@ -20,24 +20,16 @@ class Vision:
     """A tower, and the rows of the images that it saw last, in at most `limit` bytes.
 
     The tower sees each image alone, so an image's rows depend on nothing else. In arrays on the
-    device the tokens of a prompt's images have the ids `first_id` and up, in order.
+    device the tokens of a prompt's images, in the vocabulary all `image_id`, are `first_id` and up.
     """
 
     def __init__(self, tower: VisionTower, image_id: int, first_id: int, limit: int) -> None:
         self._tower, self._limit = tower, limit
-        self._image_id, self._first_id = image_id, first_id
+        self.image_id, self.first_id = image_id, first_id
         self._rows: OrderedDict[bytes, mx.array] = OrderedDict()
         # An image that is half-way through the tower, and how many blocks it has passed.
         self._begun: tuple[bytes, Patches, int] | None = None
         self._positions = WeakKeyDictionary[PromptImages, mx.array]()
-
-    def prompt_ids(self, images: PromptImages, prompt: tuple[int, ...]) -> np.ndarray:
-        """A prompt's ids as they are on the device, int32 [T]."""
-        return images.numbered(prompt, self._first_id)
-
-    def token_ids(self, ids: mx.array) -> mx.array:
-        """Such ids as ids of the vocabulary again."""
-        return mx.where(ids < self._first_id, ids, self._image_id)
 
     def advance(self, images: PromptImages, start: int, end: int) -> bool:
         """Run a part of the tower for images of the tokens `start` to `end`; True when it is done.
@@ -82,7 +74,7 @@ class Vision:
             parts = [self._rows[image.pixels.digest] for image in found]
             rows = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         packing.rope_positions = positions
-        packing.images = ImageRows(rows, self._first_id + before)
+        packing.images = ImageRows(rows, self.first_id + before)
 
     def clear(self) -> None:
         """Free the memory."""
