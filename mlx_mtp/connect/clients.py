@@ -28,6 +28,7 @@ class Served(NamedTuple):
     model: str
     context: int  # most tokens of prompt and answer
     wants_key: bool
+    sees: bool = False  # takes images
 
     @property
     def openai_url(self) -> str:
@@ -91,7 +92,7 @@ def look_up(url: str, api_key: str | None) -> Served:
             f"The server's model is named {name!r}: no client can be set up for a name with "
             "characters that can't be printed. `mlx-mtp serve --served-model-name` gives another."
         )
-    return Served(base, name, context, wants_key)
+    return Served(base, name, context, wants_key, card.get("images") is True)
 
 
 def _opencode(served: Served) -> Config:
@@ -99,12 +100,15 @@ def _opencode(served: Served) -> Config:
     if served.wants_key:
         options["apiKey"] = f"{{env:{KEY_VARIABLE}}}"
     limit = {"context": served.context, "output": served.answer_tokens}
-    provider = {
+    provider: Config = {
         "npm": "@ai-sdk/openai-compatible",
         "name": NAME,
         "options": options,
         "models": {served.model: {"name": served.model, "tool_call": True, "limit": limit}},
     }
+    if served.sees:
+        kinds = {"input": ["text", "image"], "output": ["text"]}
+        provider["models"][served.model] |= {"attachment": True, "modalities": kinds}
     model = f"{NAME}/{served.model}"
     return {"provider": {NAME: provider}, "model": model, "small_model": model}
 
@@ -151,7 +155,7 @@ def _continue(served: Served) -> Config:
         "apiBase": served.openai_url,
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}" if served.wants_key else "none",
         "roles": ["chat", "edit", "apply"],
-        "capabilities": ["tool_use"],
+        "capabilities": ["tool_use", *(["image_input"] if served.sees else [])],
         "defaultCompletionOptions": limits,
     }
     return {"models": [model]}
@@ -179,7 +183,7 @@ def _zed(served: Served) -> Config:
         "name": served.model,
         "max_tokens": served.context,
         "max_output_tokens": served.answer_tokens,
-        "capabilities": {"tools": True, "images": False, "parallel_tool_calls": True},
+        "capabilities": {"tools": True, "images": served.sees, "parallel_tool_calls": True},
     }
     provider = {NAME: {"api_url": served.openai_url, "available_models": [model]}}
     default = {"provider": NAME, "model": served.model}

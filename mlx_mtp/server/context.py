@@ -119,6 +119,7 @@ class Context:
             "lifecycle": "active",
             "max_input_tokens": length,
             "draft_sources": self.engine.info.draft_sources,  # for the page
+            **({} if self.engine.info.images is None else {"images": True}),
         }
 
 

@@ -92,7 +92,9 @@ async def clients(request: Request) -> Response:
     """GET /clients: how to set up each client that `mlx-mtp connect` knows."""
     context = context_of(request)
     url, keys = f"http://{request.headers.get('host', '')}", context.config.api_keys
-    served = Served(url, context.model_names[0], context.engine.info.max_model_len, bool(keys))
+    info = context.engine.info
+    sees = info.images is not None
+    served = Served(url, context.model_names[0], info.max_model_len, bool(keys), sees)
     return JSONResponse([{"name": name, "text": setup_text(name, served)} for name in NAMES])
 
 

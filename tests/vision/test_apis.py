@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mlx_mtp.connect.clients import CLIENTS, Served
 from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.vision.images import ImageSizes
 from tests.server.conftest import MODEL
@@ -230,6 +231,19 @@ def test_other_refusals(seen):
     words = ["type base64", "image/bmp", "stores no files", "The prompt is too long: "]
     for reply, each in zip(replies, words):
         assert reply.status_code == 400 and each in reply.json()["error"]["message"], reply.text
+
+
+def test_clients_learn_that_the_model_sees(seen):
+    for sees in (True, False):
+        with seen(sees=sees) as (client, _):
+            card = client.get("/v1/models").json()["data"][0]
+            able = client.post("/api/show", json={"model": MODEL}).json()["capabilities"]
+        assert card.get("images", False) == sees == ("vision" in able)
+        served = Served("http://x", MODEL, 1000, False, sees)
+        for name in ("opencode", "zed", "continue"):
+            assert (
+                "image" in str(CLIENTS[name].config(served)).replace("'images': False", "")
+            ) == sees
 
 
 def test_a_model_without_a_tower(seen):
