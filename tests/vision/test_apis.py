@@ -240,10 +240,9 @@ def test_clients_learn_that_the_model_sees(seen):
             able = client.post("/api/show", json={"model": MODEL}).json()["capabilities"]
         assert card.get("images", False) == sees == ("vision" in able)
         served = Served("http://x", MODEL, 1000, False, sees)
-        for name in ("opencode", "zed", "continue"):
-            assert (
-                "image" in str(CLIENTS[name].config(served)).replace("'images': False", "")
-            ) == sees
+        words = {"opencode": "'image'", "zed": "'images': True", "continue": "'image_input'"}
+        for name, word in words.items():
+            assert (word in str(CLIENTS[name].config(served))) == sees
 
 
 def test_a_model_without_a_tower(seen):
