@@ -10,7 +10,7 @@ import binascii
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mlx_mtp.engine.request import prompt_too_long
@@ -49,6 +49,10 @@ class Picture(NamedTuple):
     @property
     def url(self) -> str:
         return f"data:;base64,{self.data}"
+
+
+Found = tuple[int, Picture]
+"""The number of a message, and an image in it."""
 
 
 def as_text(data: str, detail: str | None = None) -> str:
@@ -144,19 +148,15 @@ class Sight:
         """The tokens that stand for images, which no client's text may become."""
         return [name for name in added_tokens if name in _NAMES and self._sizes is not None]
 
-    def place(
-        self, contents: Iterable[str], token_ids: tuple[int, ...], limit: int
-    ) -> tuple[tuple[int, ...], Images]:
-        """The prompt of messages with these contents; RequestError if an image can't be seen."""
+    def find(self, contents: Iterable[str]) -> list[Found]:
+        """The images of messages with these contents; RequestError if they can't be seen."""
         found = [
             (number, part)
             for number, content in enumerate(contents)
             for part in texts_and_pictures(content)
             if isinstance(part, Picture)
         ]
-        if not found:
-            return token_ids, None
-        if (sizes := self._sizes) is None:
+        if found and self._sizes is None:
             raise UnsupportedParameterError(
                 f"Message {found[0][0]} has an image, but this model takes text only: it has no "
                 "vision tower, or the server runs with --no-vision or on several ranks.",
@@ -164,6 +164,14 @@ class Sight:
             )
         if len(found) > self._most:
             raise _wrong(f"The messages have {len(found)} images; --max-images is {self._most}.")
+        return found
+
+    def place(
+        self, found: Sequence[Found], token_ids: tuple[int, ...], limit: int
+    ) -> tuple[tuple[int, ...], Images]:
+        """A prompt with the images that `find` found; RequestError if one can't be read."""
+        if not found or (sizes := self._sizes) is None:
+            return token_ids, None
         places = [place for place, token in enumerate(token_ids) if token == sizes.token_id]
         if len(places) != len(found):
             raise _wrong(

@@ -67,12 +67,12 @@ class Prompter:
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> ChatPrompt:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
+        found = self._sight.find(message.content for message in conversation.messages)
         text, mark = self.render(conversation)
         token_ids = self.text.encode(
             text, param="messages", limit=limit, add_special_tokens=False, mark=mark
         )
-        contents = (message.content for message in conversation.messages)
-        token_ids, images = self._sight.place(contents, token_ids, limit)
+        token_ids, images = self._sight.place(found, token_ids, limit)
         # Whether the prompt ends within a think block, so that the answer begins in it.
         thinking = self.output_format.reasoning == QWEN3 and text.rstrip().endswith(OPEN)
         spec = None
