@@ -235,12 +235,12 @@ def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValid
     return BeforeValidator(joined)
 
 
-def image_text(part: dict[str, Any], name: str) -> str:
+def image_text(part: dict[str, Any], name: str = "") -> str:
     """The image of a part as a stretch of a text (see `pictures`)."""
     try:
         return pictures.from_part(part)
     except ValueError as error:
-        raise refusal(f"{name}: {error}") from None
+        raise refusal(f"{name}: {error}" if name else str(error)) from None
 
 
 def known_only(*kinds: str) -> BeforeValidator:

@@ -72,7 +72,7 @@ def from_url(url: object, detail: object = None) -> str:
     if match is None:
         raise ValueError(
             f"{json.dumps(url[:_SHOWN])} is no data URL: this server fetches nothing from a "
-            "network; send data:image/png;base64,..."
+            "network; send the image itself, as data:image/png;base64 and so on"
         )
     check_media_type(match[1])
     if "base64" not in match[2].lower().split(";"):

@@ -23,7 +23,7 @@ class _CacheControl(WireModel):
 
 
 def _image_source(value: object) -> str:
-    return fields.image_text({"type": "image", "source": value}, "source")
+    return fields.image_text({"type": "image", "source": value})
 
 
 class _TextBlock(WireModel):
