@@ -227,6 +227,7 @@ def build_engine(
         memory={} if memory is None else memory.bytes_by_use(),
         draft_sources=sources,
         images=sizes,
+        never_sampled=model.image_token_ids,
     )
     size, bits = config.prefix_cache_size, config.kv_cache_quantization
     make_runner, prefixes = ModelRunner, PrefixCache(size, bits, store)

@@ -20,7 +20,7 @@ from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
-from mlx_mtp.errors import EngineStoppedError, ModelError
+from mlx_mtp.errors import EngineStoppedError, InvalidRequestError, ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,10 @@ class Engine:
         info = self.info
         request.validate(info.vocab_size, info.max_model_len, mtp_enabled=info.mtp_enabled)
         sampling = request.sampling
+        allowed = sampling.allowed_token_ids
+        if allowed is not None and info.never_sampled and {*allowed} <= {*info.never_sampled}:
+            message = "allowed_token_ids has only ids that stand for images: none is ever sampled."
+            raise InvalidRequestError(message, param="allowed_token_ids")
         eos_token_ids = () if sampling.ignore_eos else info.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos_token_ids, *sampling.stop_token_ids)))
         room = info.max_model_len - len(request.prompt_token_ids)

@@ -26,6 +26,7 @@ class EngineInfo:
     memory: Mapping[str, int] = field(default_factory=dict)  # planned bytes by part; empty: no plan
     draft_sources: tuple[str, ...] = ()  # names in --drafts
     images: ImageSizes | None = None  # None: the model sees none
+    never_sampled: tuple[int, ...] = ()  # ids that stand for images
 
 
 @dataclass(slots=True)

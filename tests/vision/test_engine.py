@@ -6,12 +6,15 @@ import itertools
 import numpy as np
 import pytest
 
+from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import RequestOptions
+from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.speculative.host_sources import HostSources
 from mlx_mtp.vision import features
+from mlx_mtp.vision.images import ImageSizes
 from tests.support.cases import EOS, SAMPLED, SPECS, STEP, Erratic, RandomChunks
 from tests.support.grammars import compiled
 from tests.support.harness import Driver, greedy
@@ -254,3 +257,11 @@ def test_prefixes_from_the_disk(seeing_models, slowly, ties, tmp_path):
         reused[name] = driver.reused(name)
         store.close()
     assert reused["first"] == 0 and reused["again"] > 8 and reused["other"] <= 4
+
+
+def test_ids_of_images_alone_are_no_choice(seeing_models):
+    engine = build_engine(seeing_models["qwen3_5"], EngineConfig(), VOCAB, (EOS,))
+    assert engine.info.images == ImageSizes(4, 2, token_id=90)
+    only = {"allowed_token_ids": (90, 92)}
+    with pytest.raises(InvalidRequestError, match="stand for images"):
+        engine.submit(seeing("x", [5, 6], greedy(3, **only)))
