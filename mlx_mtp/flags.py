@@ -36,6 +36,8 @@ def print_error(message: str, command: str = "mlx-mtp") -> None:
 class CommandParser(argparse.ArgumentParser):
     """argparse with one-line errors, without the usage, which would fill a screen for `serve`."""
 
+    passes_on = False  # True for a command that puts what follows `--` into `passed_on`
+
     def error(self, message: str) -> NoReturn:
         print_error(f"{message} (see {self.prog} --help)", self.prog)
         self.exit(2)
@@ -45,7 +47,13 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Reject unknown arguments here, so that the error names the subcommand's help."""
         self._given = set[str]()
+        passed_on: list[str] = []
+        if self.passes_on and "--" in args:
+            at = args.index("--")
+            args, passed_on = args[:at], [*args[at + 1 :]]
         options, rest = super().parse_known_args(args, namespace)
+        if self.passes_on:
+            options.passed_on = passed_on
         if rest:
             known = [name for name in self._option_string_actions if name.startswith("--")]
             hints = [hint(word.partition("=")[0], known) for word in rest if word[:1] == "-"]

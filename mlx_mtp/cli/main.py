@@ -12,6 +12,7 @@ from mlx_mtp.chat.command import add_terminal
 from mlx_mtp.cli.serve import CLOSED_PIPE_STATUS, discard, serve
 from mlx_mtp.cli.top import add_top
 from mlx_mtp.connect.command import add_connect
+from mlx_mtp.connect.launch import add_launch
 from mlx_mtp.convert.commands import add_convert
 from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
 from mlx_mtp.flags import CommandParser, add_flags, print_error, resolve
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
     serving.set_defaults(run=serve)
     add_flags(serving, *SERVE_FLAGS, reads_environment=True)
-    adders = (add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect)
+    adders = (add_terminal, add_launch, add_connect, add_top, add_bench, add_selftest, add_inspect)
     for add in (*adders, add_convert):
         add(commands)
     for action in commands._choices_actions:

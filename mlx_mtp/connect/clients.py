@@ -51,8 +51,11 @@ class ClientSetup(NamedTuple):
     once: Callable[[Served], str] | None = None  # a command for one session that changes no file
 
 
-def look_up(url: str, api_key: str | None) -> Served:
-    """Ask a server for its model; UsageError if no mlx-mtp server answers, or it needs a key."""
+def look_up(url: str, api_key: str | None, model: str | None = None) -> Served:
+    """Ask a server for a model, by default its first; UsageError if no mlx-mtp server answers.
+
+    UsageError also if it doesn't have the model, or needs a key.
+    """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
     except ValueError:  # as of http://[
@@ -77,8 +80,11 @@ def look_up(url: str, api_key: str | None) -> Served:
             f"The server at {base} {fault if api_key is None else 'refuses this API key.'}"
         )
     try:
-        card = response.json()["data"][0]
-        name, context = card["id"], card["max_model_len"]
+        cards = {card["id"]: card["max_model_len"] for card in response.json()["data"]}
+        name = [*cards][0] if model is None else model
+        if cards and name not in cards:
+            raise UsageError(f"The server at {base} has {', '.join(cards)}, and no {name}.")
+        context = cards[name]
         if not (isinstance(name, str) and type(context) is int and 0 < context <= _MOST_CONTEXT):
             raise TypeError
     except UNEXPECTED:

@@ -15,6 +15,7 @@ NAMES = (
     *("opencode", "claude", "codex", "continue", "aider", "qwen", "zed"),
     *("open-webui", "cline", "llm"),
 )
+SESSION_NAMES = ("opencode", "claude", "codex", "aider", "qwen", "llm")  # those of `launch`
 
 _DEFAULTS = ServerConfig(model_name="")
 URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
