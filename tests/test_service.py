@@ -131,6 +131,10 @@ def test_what_is_installed_replaced_and_removed(system, tmp_path, capfd):
     (tmp_path / "closed").touch()
     assert run("install")[0] == 2 and not path.exists()
     (tmp_path / "closed").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(variables, "HF_TOKEN", "secret\n")
+        _, calls, shown = run("install")
+        assert "control characters of 'HF_TOKEN'" in shown and "secret" not in shown and not calls
     for flags in (["--port", "x"], ["--no-enable-mtp", "--drafts", "mtp"], ["model\n"]):
         with contextlib.suppress(SystemExit):
             assert run("install", "--", *flags)[0] == 2

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import platformdirs
-
 from mlx_mtp.console import labelled, say, width_of
 from mlx_mtp.errors import ServiceError, UsageError
 from mlx_mtp.flags import CommandParser, add_flags, resolve
@@ -99,15 +97,14 @@ def _manager() -> _Manager:
         domain = f"gui/{os.getuid()}"
         path = Path.home() / "Library/LaunchAgents" / f"{_LABEL}.plist"
         log = Path.home() / "Library/Logs/mlx-mtp.log"  # which only the user can reach
-        launchctl = ["launchctl"]
         return _Manager(
             path,
             lambda job: _plist(job, str(log)),
-            answers=[*launchctl, "print", domain],
-            start=[[*launchctl, "bootstrap", domain, str(path)]],
-            stop=[*launchctl, "bootout", f"{domain}/{_LABEL}"],
+            answers=["launchctl", "print", domain],
+            start=[["launchctl", "bootstrap", domain, str(path)]],
+            stop=["launchctl", "bootout", f"{domain}/{_LABEL}"],
             forget=[],
-            status=[*launchctl, "print", f"{domain}/{_LABEL}"],
+            status=["launchctl", "print", f"{domain}/{_LABEL}"],
             logs=["tail", "-n", _LOG_LINES, str(log)],
             follow="-F",
             note="It runs while you are logged in.",
@@ -120,7 +117,7 @@ def _manager() -> _Manager:
         )
     systemctl = ["systemctl", "--user"]
     return _Manager(
-        platformdirs.user_config_path() / "systemd/user" / _UNIT,
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "systemd/user", _UNIT),
         _unit,
         answers=[*systemctl, "show-environment"],
         start=[[*systemctl, "daemon-reload"], [*systemctl, "enable", "--now", _UNIT]],
@@ -147,12 +144,15 @@ def _install(manager: _Manager, job: _Job) -> int:
     if manager.path.exists():
         say(f"The service that is there is stopped and replaced: {shlex.join(manager.stop)}")
         _stop(manager)
-    manager.path.parent.mkdir(parents=True, exist_ok=True)
-    # mkstemp's files are their owner's alone: the job may hold an API key.
-    descriptor, new = tempfile.mkstemp(dir=manager.path.parent, prefix=".mlx-mtp")
-    with open(descriptor, "wb") as file:
-        file.write(manager.render(job))
-    os.replace(new, manager.path)
+    try:
+        manager.path.parent.mkdir(parents=True, exist_ok=True)
+        # mkstemp's files are their owner's alone: the job may hold an API key.
+        descriptor, new = tempfile.mkstemp(dir=manager.path.parent, prefix=".mlx-mtp")
+        with open(descriptor, "wb") as file:
+            file.write(manager.render(job))
+        os.replace(new, manager.path)
+    except OSError as error:
+        raise ServiceError(f"{manager.path} can't be written: {error.strerror}.") from None
     for command in manager.start:
         _run(command)
     say(f"Started; `mlx-mtp service logs -f` shows when it is ready. {manager.note}")
@@ -187,9 +187,11 @@ def _job(flags: Sequence[str], environ: Mapping[str, str]) -> _Job:
             variables["MLX_MTP_API_KEY"] = options.api_key
     # -P: the folder may have a directory of the package's name.
     command = [sys.executable, "-P", "-m", _MODULE, "serve", *words]
-    for text in (*command, *variables.values(), folder := os.getcwd()):
+    folder = os.getcwd()
+    # By a name for the error: a variable may be a secret.
+    for name, text in {**{each: each for each in (*command, folder)}, **variables}.items():
         if not text.isprintable():
-            raise UsageError(f"A service can't hold {text!r}, which has a control character.")
+            raise UsageError(f"A service can't hold the control characters of {name!r}.")
     return _Job(command, variables, folder, int(options.drain_timeout) + _STOP_SECONDS)
 
 
