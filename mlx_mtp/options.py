@@ -58,6 +58,12 @@ _LOG_FORMAT = Flag(
     ("text", "json"),
     default="text",
 )
+_LOG_FILE = Flag(
+    "server: --log-file FILE",
+    "file for the log; beyond 10 MB it becomes FILE.1, and three such files are kept",
+    nonempty_text,
+    default_text="standard error",
+)
 
 
 def _in_order(*flags: Flag) -> tuple[Flag, ...]:
@@ -115,6 +121,7 @@ SERVE_FLAGS = _in_order(
     *flags_of(ServerConfig),
     _LOG_LEVEL,
     _LOG_FORMAT,
+    _LOG_FILE,
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 EXACT = replace(

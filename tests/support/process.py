@@ -119,6 +119,13 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
             yield server
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nothing listens on now."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in socks]
+
+
 def start_ranks(folder: Path, commands: Many[Many[str]]) -> list[subprocess.Popen[str]]:
     """Start Python with these arguments for each rank, as `mlx.launch` does."""
     hosts, socks = folder / "hosts.json", [socket.socket() for _ in commands]
