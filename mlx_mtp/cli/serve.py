@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, say, width_of
-from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
+from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS, check_serve, wants_head
 from mlx_mtp.prepare import prepare_command
+from mlx_mtp.settings import add_settings, resolve
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineInfo
@@ -30,6 +31,17 @@ _OPTIMISTIC = (
     "those of plain decoding"
 )
 CLOSED_PIPE_STATUS = 141  # as a shell reports SIGPIPE
+
+
+def add_serve(commands: Any) -> None:
+    """Register `serve`."""
+    parser = commands.add_parser("serve", help="serve a model with the OpenAI API")
+    add_settings(parser, *SERVE_FLAGS)
+    parser.set_defaults(run=_serve, environ=None)
+
+
+def _serve(given: argparse.Namespace) -> int:
+    return serve(resolve(given, SERVE_FLAGS, given.environ))
 
 
 def serve(
