@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_mtp.console import say
+from mlx_mtp.console import say_wrapped
 from mlx_mtp.errors import UsageError
 
 PREFIX = "MLX_MTP_"
@@ -29,8 +29,8 @@ Parse = Callable[[str], Any]
 
 
 def print_error(message: str, command: str = "mlx-mtp") -> None:
-    """Print an error on one line of standard error, whatever a library or a file puts in it."""
-    say(f"{command}: {' '.join(message.split())}", file=sys.stderr)
+    """Print an error as one line on standard error, whatever a library or a file puts in it."""
+    say_wrapped(f"{command}: {' '.join(message.split())}", file=sys.stderr)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -128,7 +128,8 @@ def _tables(path: Path, content: dict[str, Any]) -> Iterator[tuple[_Scope, str, 
                 having = [c for c in _COMMANDS if any(f.toml_key == key for f in _flags_of(c))]
                 help = f"; {' and '.join(having)} can have it" if having else ""
                 help = help or hint(key, (*known, *inner))
-                raise UsageError(f"{where} can't have a setting {key!r}{help}.")
+                end = "" if help.endswith("?") else "."
+                raise UsageError(f"{where} can't have a setting {key!r}{help}{end}")
             for flag in known[key]:
                 try:
                     flag.from_toml(value)

@@ -359,6 +359,9 @@ def test_a_server_without_files_for_its_clients_is_refused(monkeypatch, capsys):
 def test_generate(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tell me a story.")))
     argv = ["generate", "-", "--max-tokens", "12", "--temperature", "0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+        assert cli.main(argv, {}) == 2 and "The prompt is empty" in capsys.readouterr().err
     assert cli.main([*argv, "--mtp-num-draft-tokens", "2"], {}) == 0
     out, errors = capsys.readouterr()
     assert len(out.split()) > 5

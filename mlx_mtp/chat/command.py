@@ -51,6 +51,8 @@ def _generate(given: argparse.Namespace) -> int:
             options.prompt = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError:
             raise UsageError("Standard input is not valid UTF-8.") from None
+    if not options.prompt.strip():
+        raise UsageError("The prompt is empty: say what to ask, or - to read it from a pipe.")
     prepare_command(options, options.log_level)
     from mlx_mtp.cli.generate import generate
 
@@ -141,9 +143,13 @@ def _own_server(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _reader() -> Callable[[str], str]:
-    """`input`, with line editing and a history if standard input is a terminal."""
+    """`input`, with line editing, a history and pasted lines as one text in a terminal."""
     if not sys.stdin.isatty():
         return lambda _: input()
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
+        import readline
+
+        # Python turns it off. libedit, of some Pythons on macOS, has no such setting.
+        if "libedit" not in (readline.__doc__ or ""):
+            readline.parse_and_bind("set enable-bracketed-paste on")
     return input
