@@ -56,7 +56,7 @@ _ENABLE_MTP = Flag(
 _LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="info")
 _LOG_FORMAT = Flag(
     "server: --log-format",
-    "how to write the log; json: an object on each line",
+    "how to write the log: short lines, or an object with all fields on each line",
     ("text", "json"),
     default="text",
 )

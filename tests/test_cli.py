@@ -39,7 +39,7 @@ def parse(*argv: str, **environ: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_settings(parser, *SERVE_FLAGS)
     options = resolve(parser.parse_args(argv), SERVE_FLAGS, environ)
-    options.given = {*options.given}  # wherever the values are from
+    options.given = dict.fromkeys(options.given, "")  # wherever the values are from
     return options
 
 

@@ -8,6 +8,7 @@ import flags_doc
 import pytest
 
 from mlx_mtp.cli.main import main
+from mlx_mtp.cli.serve import off_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag
 from mlx_mtp.options import COMMAND_FLAGS, check_serve
@@ -116,6 +117,8 @@ def test_a_flag_without_effect_beside_a_setting_says_where_that_is(written):
     with pytest.raises(UsageError) as failure:
         check_serve(resolved("serve", environ, enable_mtp=False))
     where = f'{environ["MLX_MTP_CONFIG"]} [models."mlx-mtp-demo"]'
+    off = resolved("serve", written("enable-mtp = false"))
+    assert off_text(off, "mtp") == f"off: --no-enable-mtp (from {environ['MLX_MTP_CONFIG']})"
     assert str(failure.value).endswith(f"(--mtp-draft-vocab is from {where}).")
 
 

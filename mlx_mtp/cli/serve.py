@@ -208,12 +208,18 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
 
 
 def off_text(options: argparse.Namespace, source: str) -> str:
-    """A sentence on why a source drafts nothing, if it is off."""
+    """A sentence on why a source drafts nothing, if it is off, and on where that is said."""
     if source not in options.drafts.split(","):
-        return f"off: --drafts {options.drafts}"
-    if source != "mtp":
-        return f"off: --mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
-    return "off: --no-enable-mtp" if options.enable_mtp is False else "off: the model has no head"
+        key, why = "drafts", f"--drafts {options.drafts}"
+    elif source != "mtp":
+        key = "mtp_num_draft_tokens"
+        why = f"--mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
+    elif options.enable_mtp is False:
+        key, why = "enable_mtp", "--no-enable-mtp"
+    else:
+        return "off: the model has no head"
+    place = options.given.get(key)
+    return f"off: {why} (from {place})" if place else f"off: {why}"
 
 
 def _announce(text: str) -> None:
