@@ -54,11 +54,13 @@ def settings_path(environ: Mapping[str, str]) -> Path | None:
 def read_settings(environ: Mapping[str, str]) -> SettingsFile:
     """Read and check the settings file; UsageError if a part of it is wrong."""
     path = settings_path(environ)
-    if path is None or not (VARIABLE in environ or path.exists()):
+    if path is None:
         return SettingsFile(None, {})
     try:
         content, mode = tomllib.loads(path.read_text("utf-8")), path.stat().st_mode
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and VARIABLE not in environ:
+            return SettingsFile(None, {})
         raise UsageError(f"{path} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}.") from None
@@ -156,7 +158,7 @@ def _flags_of(command: str | None, commands: Iterable[str] = _COMMANDS) -> list[
 
 
 def _as_key(model: str) -> str:
-    return os.path.normpath(os.path.expanduser(model)).casefold()
+    return os.path.normpath(os.path.expanduser(model)).casefold().replace(":", "-")
 
 
 def _toml_word(word: str) -> str:

@@ -172,6 +172,24 @@ def test_with_a_server_the_flags_of_a_model_are_refused(mtp_server: Server, caps
     assert "[9 tokens, " in capsys.readouterr().out
 
 
+LIBEDIT = """
+import readline
+readline.__doc__ = "libedit"
+from mlx_mtp.chat.command import _reader
+read = _reader()
+print([read("> "), read("> ")])
+"""
+
+
+def test_pasted_lines_are_one_message_with_libedit_too():
+    """Which has no bracketed paste."""
+    with terminal("-c", LIBEDIT) as shown:
+        shown.wait_for("> ")
+        shown.type("one\n\ntwo\nthree", "three")
+        shown.type(" and more\n", "more\n> ")
+        assert "['one\\n\\ntwo\\nthree and more', 'four']" in shown.type("four\n", "]")
+
+
 def test_in_a_terminal_with_its_own_engine():
     """Typed, stopped by Ctrl-C, ended by Ctrl-D; at 80 columns."""
     with terminal("chat", "--temperature", "0", "--seed", "1") as shown:

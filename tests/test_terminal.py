@@ -57,7 +57,7 @@ class Terminal:
         stdin = subprocess.DEVNULL if columns is None else other
         streams = {"stdin": stdin, "stdout": other, "stderr": other}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_mtp", *argv],
+            [sys.executable, *(argv if argv[0] == "-c" else ("-m", "mlx_mtp", *argv))],
             **streams,
             env=environment,
             start_new_session=True,

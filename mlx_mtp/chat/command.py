@@ -6,8 +6,11 @@ import argparse
 import contextlib
 import os
 import re
+import select
 import sys
+import termios
 import threading
+import tty
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from mlx_mtp.server.app import Server
 
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
+_PASTE_SECONDS = 0.05  # between two lines that are pasted
 _OF_ENGINE = ("model", "multi-token prediction")
 
 
@@ -149,7 +153,25 @@ def _reader() -> Callable[[str], str]:
     with contextlib.suppress(ImportError):
         import readline
 
-        # Python turns it off. libedit, of some Pythons on macOS, has no such setting.
         if "libedit" not in (readline.__doc__ or ""):
-            readline.parse_and_bind("set enable-bracketed-paste on")
-    return input
+            readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off.
+            return input
+
+    def read(prompt: str) -> str:
+        # Without GNU readline, as with most Pythons of a Mac, a paste is lines that come at once.
+        text = input(prompt)
+        while _more_waits():
+            text += f"\n{input('  ')}"
+        return text
+
+    return read
+
+
+def _more_waits() -> bool:
+    """Whether more has been typed, also if it is no whole line."""
+    mode = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSANOW)
+    try:
+        return bool(select.select([sys.stdin], [], [], _PASTE_SECONDS)[0])
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
