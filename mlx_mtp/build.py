@@ -136,7 +136,7 @@ def engine(
         config,
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,
-        cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")),
+        cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")).expanduser(),
         draft_ids=draft_ids(model, tokenizer, options),
         check=True,
         memory=None if plan is None else plan.memory,

@@ -60,7 +60,8 @@ class TextFormatter(logging.Formatter):
     """Time, level, logger if it isn't this package's, message, and the traceback if there is one.
 
     A record is one line, with escapes in place of newlines. With the width of a terminal, records
-    are wrapped and tracebacks keep their lines, all but the first line indented.
+    are wrapped and tracebacks keep their lines, all but the first line indented, and the usual
+    level, info, is left out.
     """
 
     def __init__(self, time_format: str, width: int | None = None) -> None:
@@ -75,7 +76,8 @@ class TextFormatter(logging.Formatter):
         if record.exc_info:
             lines += map(one_line, self.formatException(record.exc_info).split("\n"))
         text = ("\n" if self._width else r"\n").join(lines)
-        return hanging(f"{at} {record.levelname} ", text, self._width)
+        level = "" if self._width and record.levelno == logging.INFO else f"{record.levelname} "
+        return hanging(f"{at} {level}", text, self._width)
 
 
 class JsonFormatter(logging.Formatter):

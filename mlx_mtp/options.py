@@ -1,6 +1,8 @@
-"""The flags of `serve` and `generate`, most of them from `config`, and which exclude each other."""
+"""The flags of the commands that settings are for, and which flags exclude each other."""
 
 import argparse
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mlx_mtp.config import (
@@ -54,7 +56,7 @@ _ENABLE_MTP = Flag(
 _LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="info")
 _LOG_FORMAT = Flag(
     "server: --log-format",
-    "how to write the log; json: an object on each line",
+    "how to write the log: short lines, or an object with all fields on each line",
     ("text", "json"),
     default="text",
 )
@@ -172,6 +174,27 @@ GENERATE_FLAGS = _in_order(
     *(Flag(f"sampling: {name}", help, real, default=0.0) for name, help in _PENALTIES),
     Flag("sampling: --seed N", "the same seed gives the same answer", SEED, default_text="random"),
 )
+_OF_CHAT: dict[str, dict[str, str]] = {
+    "model": {
+        "usage": "model: model MODEL|URL",
+        "help": "a directory, a hub id, or the address of a running server; also as --model",
+    },
+    "max_tokens": {"default_text": "what the context has room for"},
+}
+CHAT_FLAGS = (
+    *(replace(flag, **_OF_CHAT.get(flag.key, {})) for flag in GENERATE_FLAGS),  # type: ignore[arg-type]
+    Flag("--api-key KEY", "the running server's API key, if it has one", secret),
+)
+CLIENT_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
+COMMAND_FLAGS: Mapping[str, Sequence[Flag]] = {
+    "serve": SERVE_FLAGS,
+    "generate": GENERATE_FLAGS,
+    "chat": CHAT_FLAGS,
+    "connect": (CLIENT_KEY,),
+    "top": (CLIENT_KEY,),
+    "bench": (CLIENT_KEY,),
+}
+"""The flags of each command that a variable or the settings file may give."""
 _SAMPLED = [flag.key for flag in GENERATE_FLAGS if flag.group == "sampling"]
 SAMPLING = ("max_tokens", "stop", *_SAMPLED)
 """Keys of the flags whose values are fields of a request under the same names."""
@@ -227,13 +250,16 @@ def check_serve(options: argparse.Namespace) -> None:
         if flags:
             values = {"drafts": drafts, "depth": depth, "bits": options.kv_cache_quantization}
             values["host"] = HOST_DRAFTS[names[0]][0] if names else ""
-            raise UsageError(fault.format(flag=flags[0], **values))
+            raise _conflict(options, fault.format(flag=flags[0], **values))
     if options.prefix_cache_dir is None and "prefix_cache_dir_size" in options.given:
-        raise UsageError("--prefix-cache-dir-size needs --prefix-cache-dir, which is not given.")
+        raise _conflict(
+            options, "--prefix-cache-dir-size needs --prefix-cache-dir, which is not given."
+        )
     if options.prefix_cache_dir is not None and options.prefix_cache_dir_size == 0:
-        raise UsageError(
+        raise _conflict(
+            options,
             "--prefix-cache-dir-size 0 leaves no room: leave --prefix-cache-dir out, or give it a "
-            "size."
+            "size.",
         )
 
 
@@ -242,8 +268,9 @@ def check_generate(options: argparse.Namespace, *more: str) -> None:
     in_use = _in_use(options) if options.enable_mtp is False else ()
     for flag in (*_OF_HEAD, *more):
         if flag in in_use:
-            raise UsageError(
-                f"{flag} is for the MTP head's drafts, but MTP is off: leave out --no-enable-mtp."
+            raise _conflict(
+                options,
+                f"{flag} is for the MTP head's drafts, but MTP is off: leave out --no-enable-mtp.",
             )
 
 
@@ -263,3 +290,13 @@ def wants_exact(options: argparse.Namespace) -> bool | None:
 def _in_use(options: argparse.Namespace) -> set[str]:
     given = (key for key in options.given if getattr(options, key) not in (None, 0))
     return {f"--{key.replace('_', '-')}" for key in given}
+
+
+def _conflict(options: argparse.Namespace, message: str) -> UsageError:
+    """The error of flags that exclude each other; says where those not typed are from."""
+    named = {name.replace("-", "_") for name in re.findall(r"--(?:no-)?([a-z-]+)", message)}
+    found = {key: source for key, source in options.given.items() if source and key in named}
+    if found:
+        sources = [f"--{key.replace('_', '-')} is from {source}" for key, source in found.items()]
+        message = f"{message.removesuffix('.')} ({'; '.join(sources)})."
+    return UsageError(message)

@@ -1,7 +1,9 @@
-"""The commands beside `serve`, in the order of the help: functions that register them."""
+"""The commands in the order of the help: functions that register them."""
 
 from mlx_mtp.bench.arguments import add_bench
 from mlx_mtp.chat.command import add_terminal
+from mlx_mtp.cli.config import add_config
+from mlx_mtp.cli.serve import add_serve
 from mlx_mtp.cli.service import add_service
 from mlx_mtp.cli.top import add_top
 from mlx_mtp.connect.command import add_connect
@@ -10,6 +12,6 @@ from mlx_mtp.inspect.command import add_inspect
 from mlx_mtp.selftest.arguments import add_selftest
 
 ADDERS = (
-    *(add_terminal, add_service, add_connect, add_top, add_bench, add_selftest, add_inspect),
-    add_convert,
+    *(add_serve, add_terminal, add_config, add_service, add_connect, add_top, add_bench),
+    *(add_selftest, add_inspect, add_convert),
 )

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, say, width_of
-from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
+from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS, check_serve, wants_head
 from mlx_mtp.prepare import prepare_command
+from mlx_mtp.settings import add_settings, resolve
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineInfo
@@ -30,6 +31,17 @@ _OPTIMISTIC = (
     "those of plain decoding"
 )
 CLOSED_PIPE_STATUS = 141  # as a shell reports SIGPIPE
+
+
+def add_serve(commands: Any) -> None:
+    """Register `serve`."""
+    parser = commands.add_parser("serve", help="serve a model with the OpenAI API")
+    add_settings(parser, *SERVE_FLAGS)
+    parser.set_defaults(run=_serve, environ=None)
+
+
+def _serve(given: argparse.Namespace) -> int:
+    return serve(resolve(given, SERVE_FLAGS, given.environ))
 
 
 def serve(
@@ -196,12 +208,18 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
 
 
 def off_text(options: argparse.Namespace, source: str) -> str:
-    """A sentence on why a source drafts nothing, if it is off."""
+    """A sentence on why a source drafts nothing, if it is off, and on where that is said."""
     if source not in options.drafts.split(","):
-        return f"off: --drafts {options.drafts}"
-    if source != "mtp":
-        return f"off: --mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
-    return "off: --no-enable-mtp" if options.enable_mtp is False else "off: the model has no head"
+        key, why = "drafts", f"--drafts {options.drafts}"
+    elif source != "mtp":
+        key = "mtp_num_draft_tokens"
+        why = f"--mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
+    elif options.enable_mtp is False:
+        key, why = "enable_mtp", "--no-enable-mtp"
+    else:
+        return "off: the model has no head"
+    place = options.given.get(key)
+    return f"off: {why} (from {place})" if place else f"off: {why}"
 
 
 def _announce(text: str) -> None:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from mlx_mtp.console import labelled, say, width_of
 from mlx_mtp.errors import ServiceError, UsageError
-from mlx_mtp.flags import CommandParser, add_flags, resolve
+from mlx_mtp.flags import CommandParser
 from mlx_mtp.options import SERVE_FLAGS, check_serve
+from mlx_mtp.settings import add_settings, resolve
 
 _LABEL = "local.mlx-mtp"
 _UNIT = "mlx-mtp.service"
@@ -175,7 +176,8 @@ def _uninstall(manager: _Manager) -> int:
 def _job(flags: Sequence[str], environ: Mapping[str, str]) -> _Job:
     """The job that runs `serve` with these flags; UsageError if `serve` would refuse them."""
     parser = CommandParser(prog="mlx-mtp serve")
-    add_flags(parser, *SERVE_FLAGS, reads_environment=True)
+    parser.set_defaults(command="serve")
+    add_settings(parser, *SERVE_FLAGS)
     options = resolve(parser.parse_args(flags), SERVE_FLAGS, environ)
     check_serve(options)
     variables = {name: text for name, text in environ.items() if name.upper().startswith(_KEPT)}

@@ -48,6 +48,7 @@ class ClientSetup(NamedTuple):
     needed: Mapping[str, Any] = {}  # what a new file must also have
     run: str | None = None  # the command that starts it, if not its name
     key_variable: str = KEY_VARIABLE  # the variable that it reads the key from
+    demands_key: bool = False  # the variable must be set, whether the server has a key or not
     once: Callable[[Served], str] | None = None  # a command for one session that changes no file
 
 
@@ -228,8 +229,8 @@ CLIENTS = {
     "zed": ClientSetup(
         ("XDG_CONFIG_HOME", ".config", "zed/settings.json"),
         _zed,
-        f"The agent's default model is then this server's. Zed wants {KEY_VARIABLE} to be set, to "
-        "anything if the server has no key.",
+        "The agent's default model is then this server's.",
+        demands_key=True,
     ),
 }
 
@@ -275,10 +276,17 @@ TEXTS = {"open-webui": _open_webui, "cline": _cline, "llm": _llm}
 
 
 def key_hint(name: str, served: Served) -> str:
-    """Where to put the server's key for a client; empty if the server has none."""
-    variable = CLIENTS[name].key_variable if name in CLIENTS else KEY_VARIABLE
-    hint = f"Set {variable} to the server's API key where the client runs.\n"
-    return hint if served.wants_key else ""
+    """Where to put the server's key for a client; empty if neither of them has a use for one."""
+    client = CLIENTS.get(name)
+    variable = client.key_variable if client else KEY_VARIABLE
+    if served.wants_key:
+        return f"Set {variable} to the server's API key where the client runs.\n"
+    if client and client.demands_key:
+        return (
+            f"Set {variable} where the client runs, to any text: the server has no key, and the "
+            "client does nothing without one.\n"
+        )
+    return ""
 
 
 def setup_text(name: str, served: Served, path: Path | None = None) -> str:

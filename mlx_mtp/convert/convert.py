@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.console import say, size_text
+from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.convert.files import Existing, link_model, new_sidecar
 from mlx_mtp.convert.plan import ConversionPlan
 from mlx_mtp.convert.source import (
@@ -54,7 +54,7 @@ def add_head(
     target = Target(model)
     existing = None if force else Existing.find(directory)
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
-        say(f"{model} has its head in its own files: nothing to do (--force adds one).")
+        say_wrapped(f"{model} has its head in its own files: nothing to do (--force adds one).")
         return None
     source = open_source(source_name or _original(model_name), revision)
     target.check_source(source.config, source.name)
@@ -64,22 +64,22 @@ def add_head(
         missing = source.repo.missing(source.files)
         size = size_text(sum(missing.values()))
         if missing and dry_run:
-            say(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
-            say(f"Quantization: {plan.default or 'none'}. Did nothing.")
+            files = f"Would download {size} from {source.name}: {', '.join(source.files)}."
+            say_wrapped(f"{files} Quantization: {plan.default or 'none'}. Did nothing.")
             return output
         if missing:
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
-            say(f"Downloading {which} at {commit or ''!s:.12}: {size}.")
+            say_wrapped(f"Downloading {which} at {commit or ''!s:.12}: {size}.")
         paths = [path for name in source.files if (path := source.repo.file(name))]
         plan.open(paths, mtp_norms)
         if existing is None:
             if dry_run:
-                say(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
+                say_wrapped(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
             else:
                 _write_head(plan, model, directory, verify)
             return output
         _check_same(existing, plan, directory)
-    say(f"{directory} already has this head: nothing to do.")
+    say_wrapped(f"{directory} already has this head: nothing to do.")
     if verify:
         verify_head(directory)
     return output
@@ -147,7 +147,7 @@ def _original(name: str) -> str:
             f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
             "with --source-model."
         )
-    say(f"The source is {original} (--source-model names another).")
+    say_wrapped(f"The source is {original} (--source-model names another).")
     return original
 
 
@@ -174,7 +174,7 @@ def _write_head(plan: ConversionPlan, model: Path, directory: Path, verify: bool
         if free < plan.nbytes + (1 << 20):  # with room for the header
             raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
         with new_sidecar(directory, plan.like, plan.metadata, plan.converted()) as path:
-            say(f"Converted to {size} in {time.perf_counter() - start:.1f} s.")
+            say_wrapped(f"Converted to {size} in {time.perf_counter() - start:.1f} s.")
             if verify:
                 with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:
                     link_model(model, Path(folder))
@@ -185,4 +185,4 @@ def _write_head(plan: ConversionPlan, model: Path, directory: Path, verify: bool
             f"{directory} can't be written: {error.strerror or error}. Nothing was changed; "
             "--output DIR puts the result elsewhere."
         ) from error
-    say(f"Wrote {SIDECAR} beside the model; deleting it undoes this.")
+    say_wrapped(f"Wrote {SIDECAR} beside the model; deleting it undoes this.")

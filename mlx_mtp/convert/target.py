@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.cache.specs import AttentionSpec
-from mlx_mtp.console import say
+from mlx_mtp.console import say_wrapped
 from mlx_mtp.errors import ConvertError, ModelError, UsageError
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.files import read_json
@@ -106,7 +106,7 @@ class Target:
                 )
         layers = theirs.get("num_hidden_layers", self.args.num_hidden_layers)
         if layers != self.args.num_hidden_layers:
-            say(
+            say_wrapped(
                 f"warning: {name} has {layers} layers and {self.path} has "
                 f"{self.args.num_hidden_layers}: if they are not versions of one model, the head "
                 "will draft badly (--verify shows it).",
