@@ -39,7 +39,7 @@ def to_fp8(values: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
 def write_file(path: Path, tensors: Tensors, metadata: Mapping[str, str] = PT) -> None:
     """A safetensors file; bytes are FP8, but for the scales of some of mlx's modes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    data = b""
+    data = bytearray()  # which grows in place
     for name, value in tensors.items():
         is_fp8 = value.dtype == mx.uint8 and not name.endswith(".scales")
         dtype = "F8_E4M3" if is_fp8 else _NAMES[value.dtype]
