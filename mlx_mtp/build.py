@@ -22,7 +22,7 @@ from mlx_mtp.config import (
     from_options,
     host_source_names,
 )
-from mlx_mtp.convert.source import check_head_on_hub
+from mlx_mtp.convert.source import check_format_on_hub, check_head_on_hub
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
@@ -69,6 +69,7 @@ def load(
 ) -> tuple[LoadedModel, Tokenizer]:
     """Load model and tokenizer. `enable_mtp` None: with the MTP head if there is one."""
     memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
+    check_format_on_hub(options.model)
     try:
         if with_head:
             check_head_on_hub(options.model)

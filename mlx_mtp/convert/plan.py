@@ -76,7 +76,7 @@ class ConversionPlan:
         # The place of an expert in the stack is computed, so all must have one shape and type.
         for name, value in tensors.items():
             match = head_weights.EXPERT_KEY.match(name)
-            first = tensors.get(f"{match[1]}.0.{match[3]}.weight", value) if match else value
+            first = tensors.get(f"{match[1]}.0.{match[3]}", value) if match else value
             if (value.shape, value.dtype) != (first.shape, first.dtype):
                 raise CheckpointError(
                     f"mtp.{name} in {self._source.name} has shape {value.shape} and type "
@@ -176,7 +176,7 @@ def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, St
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
         if match := head_weights.EXPERT_KEY.match(name):
-            first = f"{match[1]}.0.{match[3]}.weight"
+            first = f"{match[1]}.0.{match[3]}"
             groups.setdefault((match[1], int(match[2])), {})[first] = tensor
         elif len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):

@@ -34,6 +34,8 @@ class Family:
     gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
     # Fixes up tensors of the trunk that mlx-lm's own `sanitize` does not handle.
     prepare_weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights
+    # As in config.json, where the model's own quantization would not do for a head.
+    head_quantization: Mapping[str, Any] | None = None
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
         mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))

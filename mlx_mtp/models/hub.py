@@ -18,8 +18,11 @@ _unreachable = ""  # why the hub can't be reached, once that is known
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
-def resolve_model(name_or_path: str | None) -> Path:
-    """The directory of a model, downloaded if it is a hub id; None is the bundled one."""
+def resolve_model(name_or_path: str | None, revision: str | None = None) -> Path:
+    """The directory of a model, downloaded if it is a hub id; None is the bundled one.
+
+    `revision` is a hub id's branch, tag or commit.
+    """
     if name_or_path is None:
         return BUNDLED_MODEL
     path = Path(name_or_path).expanduser()
@@ -36,8 +39,9 @@ def resolve_model(name_or_path: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     use_cache_if_offline()
-    with explained(name_or_path, name_or_path, ModelError):
-        path = Path(snapshot_download(name_or_path, allow_patterns=_FILES, tqdm_class=Bar))
+    with explained(name_or_path, name_or_path, ModelError, revision):
+        options = {"revision": revision, "allow_patterns": _FILES, "tqdm_class": Bar}
+        path = Path(snapshot_download(name_or_path, **options))
     return check_directory(path)
 
 

@@ -98,14 +98,21 @@ class PublishedQuant(NamedTuple):
     def repo_id(self) -> str:
         return f"mlx-community/{self.name}-{_INFIX.get(self.name, '')}{self.bits}bit"
 
-    @property
-    def original(self) -> str:
-        """The original, which has the head."""
-        return f"Qwen/{self.name}"
-
 
 RELEASES = tuple(PublishedQuant(name, bits) for name in SHAPES for bits in BITS)
+_DERIVED = {"prism-ml/Ternary-Bonsai-2-27B-mlx-2bit": "Qwen3.8-27B"}
+_WITH_HEAD_ALONE = (
+    *("Qwen3.5-4B", "Qwen3.5-9B"),
+    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B"),
+)
+_NAMES = {each.repo_id: each.name for each in RELEASES} | _DERIVED
 
 
-source_of = {each.repo_id: each.original for each in RELEASES}.get
-"""The original of a published quantization; None if it isn't in the table."""
+source_of = {repo_id: f"Qwen/{name}" for repo_id, name in _NAMES.items()}.get
+"""The original of a published quantization or derivative; None if it isn't in the table."""
+head_repo_of = {
+    repo_id: f"mlx-community/{name}-MTP-bf16"
+    for repo_id, name in _NAMES.items()
+    if name in _WITH_HEAD_ALONE
+}.get
+"""The repository of its head alone, unquantized; None if it isn't known to have one."""
