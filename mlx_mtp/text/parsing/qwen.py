@@ -15,13 +15,13 @@ from mlx_mtp.text.parsing.answer import AnswerOver, AnswerParser, BrokenCall, Re
 from mlx_mtp.text.parsing.events import Event, Text, ToolArguments, ToolCut, ToolStart
 from mlx_mtp.text.parsing.qwen_json import OBJECT, read_calls
 from mlx_mtp.text.parsing.qwen_xml import CLOSING, read_function, read_name
-from mlx_mtp.text.parsing.tags import CALL, CLOSE, FUNCTION, MAX_NAME, OPEN
+from mlx_mtp.text.parsing.tags import CALL, CLOSE, FUNCTION, MAX_NAME
 
 _NAME = regex.compile(rf"[\w./:@-]{{1,{MAX_NAME}}}")
-_THINK = regex.compile(rf"\s*(?:{OPEN}|(?P<closes>{CLOSE}))")
+_THINK = regex.compile(r"\s*+<(?P<closes>/)?think>")
 _NEWLINES = regex.compile(r"\n*(?=[^\n])")
 # All of it before a tag or none: by itself it would be tried from each character.
-_SPACE, _LINES = r"(?:\G|(?<!\s))\s*", r"(?:\G|(?<!\n))\n*"
+_SPACE, _LINES = r"(?:\G|(?<!\s))\s*+", r"(?:\G|(?<!\n))\n*+"
 _FUNCTION = regex.compile(rf"\s*{FUNCTION}")
 _TICKS = regex.compile("`+")
 _FENCE = regex.compile("[ \t]*(`{3,})[^`]*")
@@ -84,7 +84,7 @@ class QwenParser(CallParser):
                 # A model may repeat the tag that the prompt ended with.
                 if tag := (yield from self.match(_THINK)):
                     self.in_reasoning = True
-                    self.pos = tag.end() if tag["closes"] is None else tag.start("closes")
+                    self.pos = tag.start("closes") - 1 if tag["closes"] else tag.end()
         if self.in_reasoning:
             yield from self._read_reasoning()
         yield from super().read_answer() if self.with_tools else AnswerParser.read_answer(self)

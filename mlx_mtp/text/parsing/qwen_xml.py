@@ -27,7 +27,7 @@ _BRACES = regex.compile(r"(?:\s*\})+(?=\s*[^\s}])")
 _LINE = regex.compile(r"\n|(?=[^\n])")
 _ATTRIBUTES = rf"\s[^<>\n]{{0,{MAX_NAME}}}(?<!/)"  # of tags in XML that is no call
 _TAG = regex.compile(
-    rf"(?:\n[ \t]*)?(?P<tag>{CLOSER}|<(?P<opens>tool_call)>|<(?:(?P<opens>param)eter|"
+    rf"(?:\n[ \t]{{0,64}})?(?P<tag>{CLOSER}|<(?P<opens>tool_call)>|<(?:(?P<opens>param)eter|"
     rf"(?P<opens>func)tion)(?:=(?P<key>[^<>\r\n]{{1,{MAX_NAME}}})|{_ATTRIBUTES})?>)"
 )
 _EXACT = f"(?:{'|'.join(EXACT_CLOSERS)}|{PARAMETER})"

@@ -381,7 +381,10 @@ def has_only_examples(value: str) -> bool:
     return is_balanced(value) or is_balanced(" ".join(BEGINNING.findall(value)))
 
 
-@pytest.mark.parametrize("numbers", [range(300), full(range(300, 20_000))], ids=["300", "20000"])
+THOUSANDS = [range(first, first + 1000) for first in range(0, 20_000, 1000)]
+
+
+@pytest.mark.parametrize("numbers", [range(300), *map(full, THOUSANDS)], ids=str)
 def test_any_damage(numbers: range) -> None:
     """However a damaged answer comes, it is read the same; no argument has a part of a call."""
     for number in numbers:
