@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
 from mlx_mtp.errors import EngineError
 from mlx_mtp.text.parsing.answer import AnswerParser
-from mlx_mtp.text.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merge_texts
+from mlx_mtp.text.parsing.events import Event, OutputToken, Text, merge_texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +219,12 @@ class OutputStream:
 
     def _finish(self, reason: str, events: list[Event]) -> Delta:
         events += self._parser.feed(self._detokenizer.flush())
-        events += self._parser.finish()
+        is_cut = reason == "length" or self.stop_text is not None
+        events += self._parser.finish(cut=is_cut)
         if self.stop_text is not None:
             reason = "stop"  # The text that was held has completed a stop string.
         # A client must not act on half a call, nor on the calls before it as if they were all.
-        is_cut = any(isinstance(event, ToolCut) for event in events)
-        if reason == "stop" and self._parser.num_calls and not is_cut:
+        if reason == "stop" and self._parser.num_calls and not self._parser.ends_in_call:
             reason = "tool_calls"
         self.finish_reason = reason
         events = self._with_tokens(events)
@@ -238,13 +238,13 @@ class OutputStream:
         joined = merge_texts(events)
         for number, event in enumerate(joined):
             self._in_content = False
-            if isinstance(event, Text | ToolBroken):
+            if isinstance(event, Text):
                 self._in_content, self._emitted = True, event.start + len(event.text)
                 if self._waiting:
                     joined[number] = replace(event, tokens=self._tokens_of(event))
         return joined
 
-    def _tokens_of(self, event: Text | ToolBroken) -> tuple[OutputToken, ...]:
+    def _tokens_of(self, event: Text) -> tuple[OutputToken, ...]:
         waiting = self._waiting
         while waiting and waiting[0].start < event.start >= waiting[0].end:
             waiting.popleft()  # A token of reasoning or of a call.

@@ -9,7 +9,7 @@ from mlx_mtp.server.generation.inputs import Conversation, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
 from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.parsing.formats import QWEN3, QWEN3_CODER, OutputFormat
-from mlx_mtp.text.parsing.qwen import OPEN
+from mlx_mtp.text.parsing.tags import OPEN
 from mlx_mtp.text.plain_text import marked
 from mlx_mtp.text.sandbox.text_worker import NUM_WORKERS, TextWorkers
 from mlx_mtp.text.tokenizer import Tokenizer
