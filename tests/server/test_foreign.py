@@ -24,6 +24,7 @@ from tests.support.in_process import (
     GENERATING,
     GOOD,
     HI,
+    IGNORED,
     MESSAGES,
     RESPONSES,
     TEXT,
@@ -32,7 +33,6 @@ from tests.support.in_process import (
 )
 from tests.support.wire_help import WEATHER, joined
 
-IGNORED = "x-mlx-mtp-ignored"
 Fields = dict[str, Any]
 
 

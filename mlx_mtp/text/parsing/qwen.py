@@ -57,6 +57,7 @@ class QwenParser(AnswerParser):
                 self.in_reasoning |= bool((yield from self.match(_OPEN)))
         if self.in_reasoning:
             yield from self._read_reasoning()
+        self.begin_answer()
         yield from self._read_calls() if self.with_tools else super().read_answer()
 
     def _read_reasoning(self) -> Reader[None]:
