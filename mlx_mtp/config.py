@@ -307,8 +307,8 @@ class ServerConfig:
     )
     json_schemas: str = setting(
         "formats: --json-schemas",
-        "closed: an object that lists properties and doesn't speak of others takes no others, and "
-        "JSON is on one line; standard: as JSON Schema has it, with line breaks too",
+        "closed: an object that lists properties and doesn't speak of others takes no others; "
+        "standard: as JSON Schema has it",
         JSON_SCHEMAS,
         default="closed",
     )
