@@ -187,21 +187,19 @@ class GuidedFields(WireModel):
     grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
     format: JsonOrSchema | None = None  # Ollama's, which Open WebUI sends here too
 
+    _forms: list[str] = PrivateAttr()  # those that were given
+
     @model_validator(mode="after")
     def _forms_agree(self) -> Self:
-        first, *others = self._forms_given() or [""]
-        for field in others:
-            if self._form(field) != self._form(first):
-                raise refusal(f"can't be combined with {first}", field=field)
+        self._forms = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+        for field in self._forms[1:]:
+            if self._form(field) != self._form(self._forms[0]):
+                raise refusal(f"can't be combined with {self._forms[0]}", field=field)
         return self
 
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
         """The name of the field that was given, and its grammar; None if none was given."""
-        given = self._forms_given()
-        return (given[0], self._form(given[0])) if given else None
-
-    def _forms_given(self) -> list[str]:
-        return [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+        return (self._forms[0], self._form(self._forms[0])) if self._forms else None
 
     def _form(self, field: str) -> GrammarSpec | None:
         value = getattr(self, field)

@@ -77,9 +77,11 @@ class Prompter:
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> ChatPrompt:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
-        asked, conversation = conversation, conversation.with_defaults(self._kwargs)
+        asked = conversation
+        if self._kwargs:
+            conversation = conversation.with_defaults(self._kwargs)
         text, mark = self.render(conversation)
-        ignored = self._ignored(asked)
+        ignored = self._ignored(asked) if asked.template_kwargs else ()
         token_ids = self.text.encode(
             text, param="messages", limit=limit, add_special_tokens=False, mark=mark
         )
@@ -146,8 +148,6 @@ class Prompter:
 
         UnsupportedParameterError: there are some, and unknown parameters are refused.
         """
-        if not conversation.template_kwargs:
-            return ()
         known = self.text.variables(conversation.template) | self.tokenizer.closed_kwargs
         unread = [key for key in conversation.template_kwargs if key not in known]
         names = tuple(f"chat_template_kwargs.{key}" for key in unread)
