@@ -88,7 +88,7 @@ def load(
             options.model,
         )
         return load(options, enable_mtp=False, lazy=lazy, part=part)
-    return model, Tokenizer.load(path)
+    return model, Tokenizer.load(path, getattr(options, "chat_template", None))
 
 
 class EnginePlan(NamedTuple):

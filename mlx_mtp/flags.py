@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import math
 import os
 import re
@@ -286,6 +287,20 @@ def nonempty_text(value: str) -> str:
     if not value:
         raise ArgumentTypeError("it must not be empty")
     return characters(value)
+
+
+def template_kwargs(text: str) -> dict[str, Any]:
+    """The JSON text of an object whose values are strings, numbers and booleans."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"it is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError("it is not a JSON object")
+    for key, each in value.items():
+        if not isinstance(each, str | int | float):
+            raise ArgumentTypeError(f"{key} is neither a string nor a number nor a boolean")
+    return value
 
 
 def secret(value: str) -> str:

@@ -72,6 +72,42 @@ def _in_order(*flags: Flag) -> tuple[Flag, ...]:
     return tuple(sorted(flags, key=lambda flag: _HEADINGS.index(flag.group)))
 
 
+RANDOMNESS = "randomness; 0 always takes the most probable token"
+_OF_MODEL = "the model's generation_config.json"
+_SAMPLING = tuple(
+    Flag(f"sampling: {usage}", help, parse, default_text=_OF_MODEL)
+    for usage, help, parse in (
+        ("--temperature X", RANDOMNESS, real),
+        ("--top-p X", "keep the most probable tokens that add up to this probability", real),
+        (
+            "--top-k N",
+            "keep only this many of the most probable tokens; 0 or -1: all",
+            integer(-1, 1 << 31),
+        ),
+        ("--min-p X", "keep tokens at least this likely relative to the most probable one", real),
+        ("--repetition-penalty X", "above 1, make repeated tokens less likely", real),
+    )
+)
+_PENALTIES = (
+    Flag(
+        "sampling: --presence-penalty X",
+        "lower the score of every token that the answer has already",
+        real,
+        default=0.0,
+    ),
+    Flag(
+        "sampling: --frequency-penalty X",
+        "the same, once for each time that the token occurs",
+        real,
+        default=0.0,
+    ),
+)
+_MAX_TOKENS = Flag("sampling: --max-tokens N", "most tokens to generate", integer(1, 1 << 31))
+_DEFAULTS = (*_SAMPLING, *_PENALTIES, replace(_MAX_TOKENS, default_text="what the context has"))
+SAMPLING_DEFAULTS = tuple(flag.key for flag in _DEFAULTS)
+"""Keys of the flags of `serve` that are defaults of requests, by names of `SamplingParams`."""
+
+
 SERVE_FLAGS = _in_order(
     MODEL_FLAG,
     Flag(
@@ -121,6 +157,7 @@ SERVE_FLAGS = _in_order(
         default_text="none",
     ),
     *flags_of(ServerConfig),
+    *_DEFAULTS,
     _LOG_LEVEL,
     _LOG_FORMAT,
     _LOG_FILE,
@@ -130,23 +167,6 @@ EXACT = replace(
     _ENGINE["--exact"],
     usage="model: --exact",
     default_text="on CUDA, where kernels serve all weights",
-)
-_OF_MODEL = "the model's generation_config.json"
-RANDOMNESS = "randomness; 0 always takes the most probable token"
-_SAMPLING = (
-    ("--temperature X", RANDOMNESS, real),
-    ("--top-p X", "keep the most probable tokens that add up to this probability", real),
-    (
-        "--top-k N",
-        "keep only this many of the most probable tokens; 0 or -1: all",
-        integer(-1, 1 << 31),
-    ),
-    ("--min-p X", "keep tokens at least this likely relative to the most probable one", real),
-    ("--repetition-penalty X", "above 1, make repeated tokens less likely", real),
-)
-_PENALTIES = (
-    ("--presence-penalty X", "lower the score of every token that the answer has already"),
-    ("--frequency-penalty X", "the same, once for each time that the token occurs"),
 )
 GENERATE_FLAGS = _in_order(
     MODEL_FLAG,
@@ -159,19 +179,15 @@ GENERATE_FLAGS = _in_order(
     DRAFT_VOCAB,
     _CACHE_DIR,
     Flag("--system TEXT", "system message to put before the prompt", nonempty_text),
-    Flag(
-        "--max-tokens N",
-        "most tokens to generate",
-        integer(1, 1 << 31),
+    replace(
+        _MAX_TOKENS,
+        usage="--max-tokens N",
         default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
     ),
     Flag("--stop TEXT", "text that ends the answer", nonempty_text),
     replace(_LOG_LEVEL, usage="--log-level", default="warning"),
-    *(
-        Flag(f"sampling: {name}", help, parse, default_text=_OF_MODEL)
-        for name, help, parse in _SAMPLING
-    ),
-    *(Flag(f"sampling: {name}", help, real, default=0.0) for name, help in _PENALTIES),
+    *_SAMPLING,
+    *_PENALTIES,
     Flag("sampling: --seed N", "the same seed gives the same answer", SEED, default_text="random"),
 )
 _OF_CHAT: dict[str, dict[str, str]] = {

@@ -1,16 +1,27 @@
 """What a command does before it loads a model, and before anything imports mlx."""
 
 import argparse
+from pathlib import Path
 
 from mlx_mtp import backend, logs
+from mlx_mtp.errors import UsageError
 
 
 def prepare_command(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
-    """Set up logging, read the file of --mtp-draft-vocab and prepare mlx's backend."""
+    """Set up logging, read the files that flags name and prepare mlx's backend."""
     from mlx_mtp.text.draft_vocab import read_draft_vocab
 
     given = vars(options)
     logs.set_up(log_level, given.get("log_format", "text"), given.get("log_file"))
     if "mtp_draft_vocab" in given:
         options.mtp_draft_vocab = read_draft_vocab(options.mtp_draft_vocab)
+    if getattr(options, "chat_template", None) is not None:
+        options.chat_template = _read_template(Path(options.chat_template).expanduser())
     return backend.prepare()
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {path} can't be read: {error}.") from None

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, say, width_of
-from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS, check_serve, wants_head
+from mlx_mtp.options import (
+    BUNDLED_NAME,
+    SAMPLING_DEFAULTS,
+    SERVE_FLAGS,
+    check_serve,
+    wants_head,
+)
 from mlx_mtp.prepare import prepare_command
 from mlx_mtp.settings import add_settings, resolve
 
@@ -52,6 +58,8 @@ def serve(
     Once ready, print a banner, or call `on_ready` with the server and its port.
     """
     check_serve(options)
+    given = {key: getattr(options, key) for key in SAMPLING_DEFAULTS}
+    sampling = {key: value for key, value in given.items() if value is not None}
     info = prepare_command(options, options.log_level)
 
     from mlx_mtp import build
@@ -93,6 +101,7 @@ def serve(
             other_names=tuple(others),
             port=sock.getsockname()[1],
             api_keys=keys,
+            sampling=sampling,
             max_held_bytes=memory.bytes_by_use()["texts"] * 8 // 9,
             # The bundled model's files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mlx_mtp.text.parsing import events
 from mlx_mtp.text.parsing.events import Event, Reasoning, Text
+from mlx_mtp.text.stop_strings import StopStrings
 
 _Result = TypeVar("_Result")
 Reader = Generator[None, None, _Result]
@@ -44,6 +45,8 @@ class AnswerParser:
     ) -> None:
         self.think = think
         self.in_reasoning = think and opened  # where the next character is
+        self.in_answer = not think  # whether text that arrives passes `stops`
+        self.stops = StopStrings()
         self.num_calls = 0  # complete ones
         self.num_begun = 0
         self.with_tools = schemas is not None
@@ -65,7 +68,7 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Event]:
         """Read some more text; return what is certain now."""
-        self.text += text
+        self.text += self.stops.release(text) if self.in_answer else text
         try:  # noqa: SIM105 - it takes half of the time
             next(self._reading)
         except (StopIteration, AnswerOver):
@@ -79,7 +82,16 @@ class AnswerParser:
     def finish(self, *, cut: bool = False) -> list[Event]:
         """The answer is over, by the model's choice or `cut`: return what was held back."""
         self.over, self.cut = True, cut
+        self.text += self.stops.flush()
         return self.feed("")
+
+    def begin_answer(self) -> None:
+        """No reasoning comes next: stop strings count from here on."""
+        if not self.in_answer:
+            self.in_answer = True
+            self.text = self.text[: self.pos] + self.stops.release(self.rest)
+            if self.over:
+                self.text += self.stops.flush()
 
     def read_answer(self) -> Reader[None]:
         """Read the answer: all that is left is text."""

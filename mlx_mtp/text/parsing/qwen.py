@@ -87,6 +87,7 @@ class QwenParser(CallParser):
                     self.pos = tag.start("closes") - 1 if tag["closes"] else tag.end()
         if self.in_reasoning:
             yield from self._read_reasoning()
+        self.begin_answer()
         yield from super().read_answer() if self.with_tools else AnswerParser.read_answer(self)
 
     def read_from(self, match: Any) -> Reader[None]:
