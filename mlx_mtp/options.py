@@ -24,7 +24,10 @@ _HEADINGS = (
     *("security", "formats", None, "sampling"),
 )
 
-_MODEL_HELP = "a directory, or a hub id such as org/name; also as --model"
+_MODEL_HELP = (
+    "a directory, a hub id such as org/name, or a name such as qwen3.6-35b; auto: the best that "
+    "fits; also as --model"
+)
 MODEL_FLAG = Flag(
     "model: model MODEL", _MODEL_HELP, nonempty_text, default_text="the bundled demo model"
 )

@@ -29,7 +29,8 @@ _OF_ENGINE = ("model", "multi-token prediction")
 _CHANGES: dict[str, dict[str, Any]] = {
     "model": {
         "usage": "model: model MODEL|URL",
-        "help": "a directory, a hub id, or the address of a running server; also as --model",
+        "help": "a directory, a hub id, a name such as qwen3.6-35b, auto, or the address of a "
+        "running server; also as --model",
     },
     "max_tokens": {"default_text": "what the context has room for"},
 }

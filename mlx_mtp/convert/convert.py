@@ -56,7 +56,10 @@ def add_head(
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
         say(f"{model} has its head in its own files: nothing to do (--force adds one).")
         return None
-    source = open_source(source_name or _original(model_name), revision)
+    if source_name is None:
+        source_name = original_of(model_name)
+        say(f"The source is {source_name} (--source-model names another).")
+    source = open_source(source_name, revision)
     target.check_source(source.config, source.name)
     plan = ConversionPlan(target, source, flags or {})
     commit = source.repo.commit_hash
@@ -67,9 +70,10 @@ def add_head(
             say(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
             say(f"Quantization: {plan.default or 'none'}. Did nothing.")
             return output
-        if missing:
+        if missing and isinstance(source.repo, HubRepo):
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
             say(f"Downloading {which} at {commit or ''!s:.12}: {size}.")
+            source.repo.fetch(list(missing))
         paths = [path for name in source.files if (path := source.repo.file(name))]
         plan.open(paths, mtp_norms)
         if existing is None:
@@ -136,7 +140,7 @@ def convert_model(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _original(name: str) -> str:
+def original_of(name: str) -> str:
     """The checkpoint that a model was made from; ConvertError if the model doesn't say."""
     original = source_of(name)
     if original is None:
@@ -147,7 +151,6 @@ def _original(name: str) -> str:
             f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
             "with --source-model."
         )
-    say(f"The source is {original} (--source-model names another).")
     return original
 
 

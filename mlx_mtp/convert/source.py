@@ -26,8 +26,7 @@ from mlx_mtp.models.head_weights import (
     has_router,
     head_name,
 )
-from mlx_mtp.models.hub import HUB_ID, explained, use_cache_if_offline
-from mlx_mtp.models.loader import missing_head
+from mlx_mtp.models.hub import HUB_ID, cached_file, explained, fetch_files, use_cache_if_offline
 
 INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
@@ -85,8 +84,13 @@ class HubRepo:
     def file(self, name: str) -> Path | None:
         revision = self._revision if name == "config.json" else self.commit_hash
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
-            return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
+            return cached_file(self.repo_id, name, revision)
         return None
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Download files, together."""
+        with self._explained(", ".join(names)):
+            fetch_files(self.repo_id, self.commit_hash, names)
 
     def names(self) -> list[str]:
         with self._explained("the list of files"):
@@ -198,20 +202,6 @@ def open_source(name: str, revision: str | None = None) -> Source:
             f"from, and look for 'mtp' in its {INDEX}."
         )
     return Source(repo.repo_id, repo, read_json(config) if config else {}, head_of(names))
-
-
-def check_head_on_hub(name: str | None) -> None:
-    """Raise MissingHeadError if a model on the hub has no head, before it is downloaded."""
-    if not on_hub(name):
-        return
-    repo = HubRepo(name, None)
-    try:
-        # add-mtp-weights puts a head into the cache, beside the hub's files.
-        if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
-            return
-    except ConvertError:  # The download will explain it, or the model is in the cache.
-        return
-    raise missing_head(name, "Its weights were not downloaded.")
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:

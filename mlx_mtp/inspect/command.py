@@ -31,9 +31,9 @@ def add_inspect(subparsers: Any) -> None:
     parser.set_defaults(run=run_inspect)
     parser = subparsers.add_parser(
         "models",
-        help="list the published models that fit this machine, and the commands for each",
-        description="List the published models that fit this machine or another Mac: bits, "
-        "context, sizes of the downloads, and the two commands for each. Nothing is downloaded.",
+        help="list the published models that fit this machine",
+        description="List the published models that fit this machine or another Mac: context and "
+        "sizes of the downloads. Nothing is downloaded.",
     )
     of_mac = "list what fits a Mac with this much memory, such as 64GB"
     add_flags(parser, Flag("--memory SIZE", of_mac, gigabytes, default_text="this machine's"))
@@ -43,11 +43,13 @@ def add_inspect(subparsers: Any) -> None:
 def run_inspect(options: argparse.Namespace) -> int:
     """Print whether a model fits, and what it is; returns the exit status."""
     backend.prepare()
+    from mlx_mtp.inspect.choose import choose_model
     from mlx_mtp.inspect.found import family, find_model, next_command, quantization
     from mlx_mtp.inspect.memory import fit_rows, memory_demand, memory_rows
     from mlx_mtp.machine import memory_limit
 
-    model, ranks = find_model(options.model), options.ranks
+    name, ranks = choose_model(options.model, options.memory_limit), options.ranks
+    model = find_model(name)
     demand = memory_demand(model, options.dtype, ranks)
     fits = fit_rows(demand, memory_limit(options.memory_limit))
     num_bytes, num_files = model.trunk
