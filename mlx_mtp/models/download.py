@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _AT_ONCE = 4  # files
 _ATTEMPTS = 5  # without a byte, after which a file is given up
 _CHUNK = 1 << 20
-_SILENCE_SECONDS = 15.0  # of a connection, after which it is tried again
+_SILENCE_SECONDS = 10.0  # of a connection, after which it is tried again
 _HASHES = {40: "sha1", 64: "sha256"}  # of a file in git, and of one beside it
 
 

@@ -22,7 +22,8 @@ BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
 # No Python files: nothing that a checkpoint brings is executed.
 _WEIGHTS = "model*.safetensors"
-_FILES = ["*.json", _WEIGHTS, "mtp*.safetensors", "*.jinja", "*.txt"]
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
+_FILES = [*_SMALL_FILES, _WEIGHTS, "mtp*.safetensors"]
 _PATIENCE_SECONDS = 10
 _unreachable = ""  # why the hub can't be reached, once that is known
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -56,7 +57,7 @@ def cached_model(repo_id: str) -> Path | None:
     with contextlib.suppress(CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
         files = get_cached_repo_tree(repo_id)
         path = Path(snapshot_download(repo_id, local_files_only=True, allow_patterns=_FILES))
-        if all((path / file.path).is_file() for file in files if _is_needed(file.path)):
+        if all((path / file.path).is_file() for file in files if _matches(file.path, _FILES)):
             return path
     return None
 
@@ -73,7 +74,11 @@ def download_model(repo_id: str) -> Path:
             with contextlib.suppress(HfHubHTTPError):  # snapshot_download fails in the same way.
                 commit = str(HfApi().model_info(repo_id, revision="main").sha)
                 files = _listed(repo_id, commit)
-            fetch(repo_id, commit, [file for file in files if _is_needed(file.path)])
+            # With small files in place an interrupted download is one of a known model.
+            for patterns in (_SMALL_FILES, _FILES) if files else ():
+                fetch(repo_id, commit, [each for each in files if _matches(each.path, patterns)])
+                link = {"revision": commit, "allow_patterns": patterns, "tqdm_class": _NoBar}
+                snapshot_download(repo_id, **link)
         return Path(snapshot_download(repo_id, allow_patterns=_FILES, tqdm_class=_NoBar))
 
 
@@ -128,9 +133,9 @@ def _listed(repo_id: str, revision: str) -> list[RepoFile]:
     return [entry for entry in entries if isinstance(entry, RepoFile)]
 
 
-def _is_needed(name: str) -> bool:
-    # As huggingface_hub's patterns, which have no anchors at folders.
-    return any(fnmatch.fnmatch(name, pattern) for pattern in _FILES)
+def _matches(name: str, patterns: list[str]) -> bool:
+    # As in huggingface_hub, where * takes slashes too.
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 class _NoBar(tqdm):

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -22,15 +22,15 @@ class FakeHub:
     """What is served (`files`), how it fails, and what was asked for."""
 
     def __init__(self, repo_id: str, files: dict[str, bytes]) -> None:
-        self.repo_id, self.files = repo_id, files
+        self.repo_id, self.files, self.commit = repo_id, files, COMMIT
         self.trouble: dict[str, tuple[int, str]] = {}  # Status and code by file or repository.
         self.log: list[tuple[str, str, str | None]] = []  # Method, file and range, but of listings.
         self.num_requests = 0  # with the listings
         self.others: dict[str, dict[str, bytes]] = {}  # Files of further repositories.
         self.damaged: dict[str, bytes] = {}  # What is sent in a file's place, with its hash.
-        # Called with a file's name, and its content from where it was asked for: what is sent of
-        # it before the connection ends.
-        self.cut: Callable[[str, bytes], bytes] = lambda _, content: content
+        # Called with a file's name and its content, from where it was asked for: the pieces that
+        # are sent of it before the connection ends.
+        self.pieces: Callable[[str, bytes], Iterable[bytes]] = lambda _, content: (content,)
 
     @classmethod
     def of(cls, repo_id: str, directory: Path) -> FakeHub:
@@ -86,10 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(*hub.trouble.get(repo, (404, "RepoNotFound")))
             return
         if path.startswith("/api/"):
-            self._send(200, json.dumps(_listing(repo, files, parts[2] == "tree")).encode())
+            self._send(
+                200, json.dumps(_listing(repo, files, hub.commit, parts[2] == "tree")).encode()
+            )
             return
         hub.log.append((self.command, name, self.headers["Range"]))
-        if revision not in ("main", "v1", COMMIT):
+        if revision not in ("main", "v1", hub.commit):
             self._fail(404, "RevisionNotFound")
         elif name not in files:
             self._fail(404, "EntryNotFound")
@@ -99,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(name, files[name])
 
     def _send_file(self, name: str, content: bytes) -> None:
-        headers = {"ETag": f'"{content_hash(name, content)}"', "X-Repo-Commit": COMMIT}
+        headers = {"ETag": f'"{content_hash(name, content)}"', "X-Repo-Commit": self.hub.commit}
         headers["Accept-Ranges"] = "bytes"
         content = self.hub.damaged.get(name, content)
         asked = self.headers["Range"]
@@ -122,9 +124,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
-            sent = self.hub.cut(name, content)
-            self.wfile.write(sent)
-            self.close_connection |= len(sent) < len(content)
+            left = len(content)
+            for piece in self.hub.pieces(name, content):
+                self.wfile.write(piece)
+                left -= len(piece)
+            self.close_connection |= left > 0
 
 
 def content_hash(name: str, content: bytes) -> str:
@@ -134,10 +138,10 @@ def content_hash(name: str, content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def _listing(repo: str, files: dict[str, bytes], with_sizes: bool) -> object:
+def _listing(repo: str, files: dict[str, bytes], commit: str, with_sizes: bool) -> object:
     if not with_sizes:
         siblings = [{"rfilename": name} for name in files]
-        return {"_id": "1", "id": repo, "sha": COMMIT, "siblings": siblings}
+        return {"_id": "1", "id": repo, "sha": commit, "siblings": siblings}
     entries = list[dict[str, object]]()
     for name, data in files.items():
         digest = content_hash(name, data)
