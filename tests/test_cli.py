@@ -108,7 +108,10 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
         assert words in done.stdout
 
 
-COMMANDS = "serve generate chat connect top bench selftest inspect models add-mtp-weights convert"
+COMMANDS = (
+    "serve generate chat connect top bench selftest inspect models pull ls rm ps add-mtp-weights "
+    "convert"
+)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS.split(), "bench latency", "bench offline"])

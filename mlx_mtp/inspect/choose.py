@@ -46,11 +46,13 @@ def choose_model(name: str | None, memory: int | None = None) -> str | None:
             if size == 0:
                 absent.append(each.repo_id)
             elif (context := _context(each, size, limit)) >= room:
-                why = "is in the cache and fits" if each in cached else "is the best that fits"
+                why = f"the best of {name!r} that fits"
+                if each in cached:
+                    why = "it is in the cache and fits"
                 say(
-                    f"Model: {each.repo_id}, {size_text(size or _weights(each))}; of {name!r} it "
-                    f"{why} {size_text(limit.nbytes)} ({limit.source}), with a context of "
-                    f"{context:,} tokens.",
+                    f"Model: {each.repo_id}, {size_text(size or _weights(each))}: {why} "
+                    f"{size_text(limit.nbytes)} ({limit.source}), with a context of {context:,} "
+                    "tokens.",
                     file=sys.stderr,
                 )
                 return each.repo_id

@@ -58,13 +58,19 @@ def published(release: PublishedQuant, weights: int | None = None) -> Published:
     return Published(release, shape, args.max_position_embeddings, sizes.bf16_head)
 
 
+def all_published() -> list[Published]:
+    """All releases, the smallest first."""
+    models = map(published, RELEASES)
+    return sorted(models, key=lambda each: (each.footprint.weights, each.release.name))
+
+
 def models_text(gigabytes: int | None) -> str:
     """The models that fit this machine, or a Mac of so many GB."""
     limit = machine_memory() if gigabytes is None else mac_memory(gigabytes)
     lines = [f"Published models that fit {size_text(limit.nbytes)} ({limit.source})\n"]
     lines.append(_ROW.format(*_HEADINGS))
     too_large = dict[str, list[str]]()
-    for each in sorted(map(published, RELEASES), key=lambda each: each.footprint.weights):
+    for each in all_published():
         release, weights = each.release, each.footprint.weights
         planned = each.memory_plan(limit)
         if planned is None:

@@ -73,7 +73,7 @@ def test_one_name_is_enough(hub, tmp_path, capsys):
         assert said.out == ""
         lines = [line for line in said.err.splitlines() if "mlx-community" in line]
         assert f"Model: {REPO}, " in lines[0]
-        assert ("is in the cache" if start else "is the best that fits") in lines[0]
+        assert ("in the cache" if start else "the best of") in lines[0]
         if start:
             assert hub.num_requests == 0 and len(lines) == 1
             continue

@@ -169,7 +169,11 @@ def test_the_release_that_fits_is_chosen(hub, monkeypatch, capsys, name, gib, si
         return
     assert choose_model(name, gib * GIB) == chosen
     (line,) = capsys.readouterr().err.splitlines()
-    assert chosen in line and f"{sizes[chosen]} GB" in line and "the best that fits" in line
+    assert (
+        chosen in line
+        and f"{sizes[chosen]} GB" in line
+        and f"the best of {name!r} that fits" in line
+    )
 
 
 def _files(hub, sizes, repo):
