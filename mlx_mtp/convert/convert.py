@@ -13,7 +13,7 @@ from mlx_mtp.convert.plan import ConversionPlan
 from mlx_mtp.convert.source import (
     HubRepo,
     LocalRepo,
-    base_model,
+    find_source,
     head_of,
     on_hub,
     open_source,
@@ -25,7 +25,6 @@ from mlx_mtp.errors import ConvertError, MlxMtpError
 from mlx_mtp.models.files import shapes_in
 from mlx_mtp.models.head_weights import SIDECAR, Convention
 from mlx_mtp.models.hub import resolve_model
-from mlx_mtp.models.published import source_of
 from mlx_mtp.models.sizes import check_sizes
 
 
@@ -56,10 +55,9 @@ def add_head(
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
         say(f"{model} has its head in its own files: nothing to do (--force adds one).")
         return None
-    if source_name is None:
-        source_name = original_of(model_name)
-        say(f"The source is {source_name} (--source-model names another).")
-    source = open_source(source_name, revision)
+    source = (
+        open_source(source_name, revision) if source_name else find_source(model_name, revision)
+    )
     target.check_source(source.config, source.name)
     plan = ConversionPlan(target, source, flags or {})
     commit = source.repo.commit_hash
@@ -138,20 +136,6 @@ def convert_model(
         raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def original_of(name: str) -> str:
-    """The checkpoint that a model was made from; ConvertError if the model doesn't say."""
-    original = source_of(name)
-    if original is None:
-        repo = HubRepo(name, None) if on_hub(name) else LocalRepo(Path(name).expanduser())
-        original = base_model(repo.file("README.md"))
-    if original is None:
-        raise ConvertError(
-            f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
-            "with --source-model."
-        )
-    return original
 
 
 def _check_same(existing: Existing, plan: ConversionPlan, directory: Path) -> None:

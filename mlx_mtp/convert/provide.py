@@ -11,9 +11,9 @@ from mlx_mtp.convert.source import (
     HubRepo,
     LocalRepo,
     cached_sidecar,
+    find_source,
     head_of,
     on_hub,
-    open_source,
     remote_sidecar,
     weight_map_of,
 )
@@ -49,20 +49,18 @@ def provide_head(name: str | None, directory: Path) -> None:
     if not on_hub(name) or not source_of(name) or has_head(directory):
         return
     # Imported here, as the check of a head (`convert.verify`) needs `build`, which imports this.
-    from mlx_mtp.convert.convert import add_head, original_of
+    from mlx_mtp.convert.convert import add_head
 
     try:
-        original = original_of(name)
-        source = open_source(original)
-        size = size_text(sum(source.repo.missing(source.files).values()))
-        say(
-            f"{name} has no MTP head: getting it from {original}, of which {size} are downloaded "
-            "(--no-enable-mtp leaves it out).",
-            file=sys.stderr,
-        )
-        # Standard output is for answers.
-        with contextlib.redirect_stdout(io.StringIO()):
-            add_head(str(directory), original)
+        with contextlib.redirect_stdout(io.StringIO()):  # Standard output is for answers.
+            source = find_source(name)
+            size = size_text(sum(source.repo.missing(source.files).values()))
+            say(
+                f"{name} has no MTP head: getting it from {source.name}, of which {size} are "
+                "downloaded (--no-enable-mtp leaves it out).",
+                file=sys.stderr,
+            )
+            add_head(str(directory), source.name)
     except ModelError as error:
         raise missing_head(name, str(error)) from error
 

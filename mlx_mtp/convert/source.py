@@ -15,6 +15,7 @@ from huggingface_hub import get_hf_file_metadata
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import HfFileMetadata
 
+from mlx_mtp.console import say
 from mlx_mtp.convert.files import FP8, SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.files import check_directory, read_index, read_json
@@ -27,6 +28,7 @@ from mlx_mtp.models.head_weights import (
     head_name,
 )
 from mlx_mtp.models.hub import HUB_ID, cached_file, explained, fetch_files, use_cache_if_offline
+from mlx_mtp.models.published import source_of
 
 INDEX = "model.safetensors.index.json"
 _CONVOLUTION = "conv1d.weight"
@@ -202,6 +204,25 @@ def open_source(name: str, revision: str | None = None) -> Source:
             f"from, and look for 'mtp' in its {INDEX}."
         )
     return Source(repo.repo_id, repo, read_json(config) if config else {}, head_of(names))
+
+
+def find_source(model_name: str, revision: str | None = None) -> Source:
+    """The checkpoint that has a model's head, where the user names none; ConvertError without one.
+
+    That is the original, by the table of published models or the model's card.
+    """
+    original = source_of(model_name)
+    if original is None:
+        is_remote = on_hub(model_name)
+        repo = HubRepo(model_name, None) if is_remote else LocalRepo(Path(model_name).expanduser())
+        original = base_model(repo.file("README.md"))
+    if original is None:
+        raise ConvertError(
+            f"{model_name} does not say what it was made from: name the original Hugging Face "
+            "checkpoint with --source-model."
+        )
+    say(f"The source is {original} (--source-model names another).")
+    return open_source(original, revision)
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:

@@ -13,6 +13,10 @@ from mlx_mtp.running import running_servers
 
 _PS_HEADINGS = ("model", "address", "process", "weights of the memory it may use", "since")
 _WIDTH = 120  # of a table where there is no terminal
+_PULL = (
+    "Download a model with its MTP head, or bring it up to date. A download that was interrupted "
+    "goes on. `serve` does it for a model that isn't here."
+)
 _NAME_HELP = "a hub id such as org/name, or a name such as qwen3.6-35b"
 
 
@@ -44,27 +48,18 @@ def add_inspect(subparsers: Any) -> None:
     of_mac = "list what fits a Mac with this much memory, such as 64GB"
     add_flags(parser, Flag("--memory SIZE", of_mac, gigabytes, default_text="this machine's"))
     parser.set_defaults(run=_run_models)
-    parser = subparsers.add_parser(
-        "pull",
-        help="download a model and its MTP head, or bring it up to date",
-        description="Download a model with its MTP head, or bring it up to date. A download that "
-        "was interrupted goes on. `serve` does it for a model that isn't here.",
-    )
-    parser.add_argument("model", metavar="NAME", type=nonempty_text, help=_NAME_HELP)
-    parser.set_defaults(run=_run_pull)
-    parser = subparsers.add_parser(
-        "ls",
-        help="list the models on this machine's disk",
-        description="List the models in the hub's cache: size, whether the MTP head is there, and "
-        "the day of their last use.",
-    )
-    parser.set_defaults(run=_run_ls)
-    parser = subparsers.add_parser("rm", help="remove a model from this machine's disk")
-    parser.add_argument("model", metavar="NAME", type=nonempty_text, help=_NAME_HELP)
-    parser.add_argument("--yes", action="store_true", help="don't ask")
-    parser.set_defaults(run=_run_rm)
-    parser = subparsers.add_parser("ps", help="list the servers that run on this machine")
-    parser.set_defaults(run=_run_ps)
+    for name, run, help, more in (
+        ("pull", _run_pull, "download a model and its MTP head, or bring it up to date", _PULL),
+        ("ls", _run_ls, "list the models on this machine's disk", ""),
+        ("rm", _run_rm, "remove a model from this machine's disk", ""),
+        ("ps", _run_ps, "list the servers that run on this machine", ""),
+    ):
+        parser = subparsers.add_parser(name, help=help, description=more or None)
+        parser.set_defaults(run=run)
+        if name in ("pull", "rm"):
+            parser.add_argument("model", metavar="NAME", type=nonempty_text, help=_NAME_HELP)
+        if name == "rm":
+            parser.add_argument("--yes", action="store_true", help="don't ask")
 
 
 def run_inspect(options: argparse.Namespace) -> int:

@@ -76,10 +76,10 @@ def remove(name: str, *, asks: bool) -> None:
         raise UsageError(
             f"{name} is a directory of yours: `rm` removes from the hub's cache alone."
         )
-    cache = _scan()
     named = {name}
     if is_short_name(name):
         named = {each.repo_id for each in known_releases(name)}
+    cache = _scan()
     found = [each for each in _models_of(cache) if each.name in named]
     if not found:
         raise UsageError(f"{name} is not in the cache: `mlx-mtp ls` lists what is.")

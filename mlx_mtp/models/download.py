@@ -12,13 +12,14 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from mlx_mtp.console import size_text
+from mlx_mtp.console import say, size_text
 from mlx_mtp.errors import ModelError
 from mlx_mtp.progress import Bar
 
@@ -68,7 +69,10 @@ def fetch(repo_id: str, commit: str, files: Iterable[RepoFile]) -> None:
                 downloads.append(pool.submit(_download, url, blob, file, advance, stop))
             for download in as_completed(downloads):
                 download.result()
-        finally:  # also at Ctrl-C
+        except KeyboardInterrupt:
+            say("Interrupted. The same command goes on from here.", file=sys.stderr)
+            raise
+        finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
 

@@ -29,8 +29,11 @@ _unreachable = ""  # why the hub can't be reached, once that is known
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
-def resolve_model(name_or_path: str | None) -> Path:
-    """The directory of a model, downloaded if it is a hub id; None is the bundled one."""
+def resolve_model(name_or_path: str | None, revision: str | None = None) -> Path:
+    """The directory of a model, downloaded if it is a hub id; None is the bundled one.
+
+    `revision` is a hub id's branch, tag or commit.
+    """
     if name_or_path is None:
         return BUNDLED_MODEL
     path = Path(name_or_path).expanduser()
@@ -43,43 +46,46 @@ def resolve_model(name_or_path: str | None) -> Path:
             f"{name_or_path!r} is neither an existing directory nor a hub id of the form "
             "organisation/name."
         )
-    return check_directory(cached_model(name_or_path) or download_model(name_or_path))
+    cached = cached_model(name_or_path, revision)
+    return check_directory(cached or download_model(name_or_path, revision))
 
 
-def cached_model(repo_id: str) -> Path | None:
+def cached_model(repo_id: str, revision: str | None = None) -> Path | None:
     """The cache's directory of a model of which nothing is missing; the hub isn't asked."""
-    if not (cache_directory(repo_id) / "refs" / "main").exists():
+    if not cache_directory(repo_id).exists():
         return None
     # Imported here, as everywhere: it takes a while, and a local model doesn't need it.
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
     with contextlib.suppress(CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
-        files = get_cached_repo_tree(repo_id)
-        path = Path(snapshot_download(repo_id, local_files_only=True, allow_patterns=_FILES))
+        files = get_cached_repo_tree(repo_id, revision=revision)
+        which = {"revision": revision, "allow_patterns": _FILES}
+        path = Path(snapshot_download(repo_id, local_files_only=True, **which))
         if all((path / file.path).is_file() for file in files if _matches(file.path, _FILES)):
             return path
     return None
 
 
-def download_model(repo_id: str) -> Path:
+def download_model(repo_id: str, revision: str | None = None) -> Path:
     """The cache's directory of the newest version of a model, which is downloaded if need be."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     use_cache_if_offline()
-    with explained(repo_id, repo_id, ModelError):
+    with explained(repo_id, repo_id, ModelError, revision):
         if not constants.HF_HUB_OFFLINE:
             commit, files = "", []
             with contextlib.suppress(HfHubHTTPError):  # snapshot_download fails in the same way.
-                commit = str(HfApi().model_info(repo_id, revision="main").sha)
+                commit = str(HfApi().model_info(repo_id, revision=revision or "main").sha)
                 files = _listed(repo_id, commit)
             # With small files in place an interrupted download is one of a known model.
             for patterns in (_SMALL_FILES, _FILES) if files else ():
                 fetch(repo_id, commit, [each for each in files if _matches(each.path, patterns)])
-                link = {"revision": commit, "allow_patterns": patterns, "tqdm_class": _NoBar}
-                snapshot_download(repo_id, **link)
-        return Path(snapshot_download(repo_id, allow_patterns=_FILES, tqdm_class=_NoBar))
+                link = {"allow_patterns": patterns, "tqdm_class": _NoBar}
+                snapshot_download(repo_id, revision=commit, **link)
+        which = {"revision": revision, "allow_patterns": _FILES, "tqdm_class": _NoBar}
+        return Path(snapshot_download(repo_id, **which))
 
 
 def fetch_files(repo_id: str, commit: str, names: Container[str]) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,29 @@ def test_a_full_disk(
     part.unlink()
     assert cached_model(REPO) is None
     assert (resolve_model(REPO) / SHARD).read_bytes() == FILES[SHARD]
+
+
+def test_two_starts_at_once_download_once(hub: FakeHub, repository: Path) -> None:
+    both = threading.Barrier(2)
+
+    def pieces(name: str, content: bytes) -> Iterator[bytes]:
+        yield content[:1000]
+        if name == SHARD:  # One has it when the other asks for it, too.
+            time.sleep(0.5)
+        yield content[1000:]
+
+    def start() -> Path:
+        both.wait()
+        return resolve_model(REPO)
+
+    hub.pieces = pieces
+    with ThreadPoolExecutor(2) as pool:
+        paths = {started.result() for started in [pool.submit(start), pool.submit(start)]}
+    (path,) = paths
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == FILES
+    asked = [name for method, name, _ in hub.log if method == "GET"]
+    assert asked.count(SHARD) == 1
+    assert not list(repository.glob("blobs/*.incomplete"))
 
 
 def test_a_newer_version_is_downloaded_when_asked_for(hub: FakeHub, repository: Path) -> None:
