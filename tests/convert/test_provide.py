@@ -6,14 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from mlx_mtp import build
-from mlx_mtp.chat.command import _own_server
 from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.errors import MissingHeadError
+from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.hub import resolve_model
 from tests.conftest import DEMO
 from tests.support.checkpoints import read_file, write_source
@@ -26,7 +25,7 @@ REPO = "mlx-community/Qwen3.6-35B-A3B-4bit"
 SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 # A machine on which the table's 4 bits fit, and 8 bits too, which the hub doesn't have.
-ROOM = ("--memory-limit", "64GB")
+ROOM = MemoryLimit(64 * 10**9, "of a test")
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -56,21 +55,15 @@ def options(**given) -> argparse.Namespace:
     return argparse.Namespace(model=REPO, dtype="float32", **given)
 
 
-def test_one_name_is_enough(hub, tmp_path, capsys):
+def test_one_name_is_enough(hub, tmp_path, monkeypatch, capsys):
     """It is downloaded with its head and drafts; the second start asks nothing."""
-    given = argparse.Namespace(
-        model=NAME, memory_limit=64 * 10**9, calibration_seconds=0.0, environ={}
-    )
+    monkeypatch.setattr("mlx_mtp.inspect.choose.memory_limit", lambda _: ROOM)
     for start in range(2):
         hub.num_requests, hub.log = 0, []
-        with _own_server(given) as url, httpx.Client(base_url=url, timeout=60) as client:
-            (listed,) = client.get("models").json()["data"]
-            asked = {"model": REPO, "prompt": "A fox", "max_tokens": 8, "temperature": 0}
-            answer = client.post("completions", json=asked | {"ignore_eos": True}).json()
-        assert listed["id"] == REPO
-        assert answer["timings"]["draft_n"] > 0
+        flags = ("--max-tokens", "8", "--mtp-num-draft-tokens", "1", "--temperature", "0")
+        assert cli.main(["generate", NAME, "A fox", *flags], {}) == 0
         said = capsys.readouterr()
-        assert said.out == ""
+        assert "drafts accepted" in said.err and "kB" not in said.out
         lines = [line for line in said.err.splitlines() if "mlx-community" in line]
         assert f"Model: {REPO}, " in lines[0]
         assert ("in the cache" if start else "the best of") in lines[0]
@@ -197,9 +190,10 @@ def test_the_command_as_it_is_typed(hub, tmp_path, monkeypatch):
     """`serve`, `ps` beside it, `rm` of what is in use, and the second start."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    flags = ("--memory-limit", "64GB", "--calibration-seconds", "0")
     for start in range(2):
         hub.num_requests = 0
-        with running("qwen3.6-35b", *ROOM, "--calibration-seconds", "0") as server:
+        with running("qwen3.6-35b", *flags) as server:
             body = {"model": REPO, "prompt": "A", "max_tokens": 8, "ignore_eos": True}
             assert server.http.post("/v1/completions", json=body).json()["timings"]["draft_n"] > 0
             argv = [sys.executable, "-m", "mlx_mtp"]
