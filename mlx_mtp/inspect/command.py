@@ -138,5 +138,5 @@ def _run_ps(_: argparse.Namespace) -> int:
         ]
         for each in servers
     ]
-    say(columns(_PS_HEADINGS, rows, 2, width_of() or _WIDTH))
+    say(columns(_PS_HEADINGS, rows, 2, width_of() or _WIDTH).strip("\n"))
     return 0

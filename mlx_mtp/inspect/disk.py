@@ -1,6 +1,7 @@
 """The models in the hub's cache: `pull`, `ls` and `rm`."""
 
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +66,8 @@ def listing() -> str:
         ]
         for each in models
     ]
-    table = columns(["model", "size", "head", "last used"], rows, 1, width_of() or _WIDTH)
+    headings = ("model", "size", "head", "last used")
+    table = columns(headings, rows, 1, width_of() or _WIDTH).strip("\n")
     total = size_text(sum(each.nbytes for each in models))
     return f"{table}\n\n{total} {place}"
 
@@ -96,7 +98,9 @@ def remove(name: str, *, asks: bool) -> None:
     if asks and not _agrees(f"Remove {model.name}, {size_text(model.nbytes)}, from {path}?"):
         say("Nothing was removed.")
         return
-    cache.delete_revisions(*(each.commit_hash for each in model.repository.revisions)).execute()
+    # A copy of the repository, or its earlier name, has the same commits.
+    alone = replace(cache, repos=frozenset([model.repository]))
+    alone.delete_revisions(*(each.commit_hash for each in model.repository.revisions)).execute()
     if path.exists():
         raise ModelError(f"{path} could not be removed, or not all of it.")
     say(f"Removed {model.name}: {size_text(model.nbytes)}.")

@@ -62,8 +62,10 @@ def next_command(model: FoundModel, ranks: int, *, served: bool) -> str:
     if not served:
         return "none, as `serve` would refuse it (see the first line)"
     serve = "mlx-mtp serve" if ranks == 1 else f"mlx.launch -n {ranks} -- mlx-mtp serve"
-    if model.head or (source.on_hub(model.name) and source_of(model.name)):
-        return f"{serve} {model.name}"  # which fetches a published model's head
+    if model.head:
+        return f"{serve} {model.name}"
+    if source.on_hub(model.name) and source_of(model.name):
+        return f"{serve} {model.name} (it fetches the head)"
     adding = f"mlx-mtp add-mtp-weights {model.name}"
     return f"{adding}; or without the head: {serve} {model.name}"
 

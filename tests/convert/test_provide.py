@@ -135,7 +135,9 @@ def test_without_its_head_the_model_is_served_with_one_warning(
         assert loaded.head is not None and len(caplog.records) == 1
 
 
-def test_no_head_is_fetched_unasked_for_or_into_the_users_directory(hub, tmp_path):
+def test_no_head_is_fetched_unasked_for_or_into_the_users_directory(hub, tmp_path, capsys):
+    assert cli.main(["inspect", REPO, "--memory-limit", "8GB"], {}) == 0
+    assert capsys.readouterr().out.endswith(f"mlx-mtp serve {REPO} (it fetches the head)\n")
     loaded, _ = build.load(options(), enable_mtp=False, lazy=True)
     assert loaded.head is None and not hub.downloaded & set(SHARDS)
     own = tmp_path / REPO
@@ -182,7 +184,9 @@ def test_pull_ls_and_rm(hub, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr("sys.stdin", typed)
         assert run("rm", "qwen3.6-35b-8bit") == 0
         assert other.exists() == left and "8bit, " in capsys.readouterr().out
-    assert (tmp_path / "hub" / f"models--{REPO.replace('/', '--')}").exists()
+    # The others are left, though all have the same commit.
+    left = {path.name for path in (tmp_path / "hub").glob("models--*")}
+    assert left == {f"models--{name.replace('/', '--')}" for name in (REPO, ORIGINAL)}
 
 
 @pytest.mark.full
