@@ -194,7 +194,7 @@ def test_the_command_as_it_is_typed(hub, tmp_path, monkeypatch):
     """`serve`, `ps` beside it, `rm` of what is in use, and the second start."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    flags = ("--memory-limit", "64GB", "--calibration-seconds", "0")
+    flags = ("--memory-limit", "64GB", "--mtp-num-draft-tokens", "1")
     for start in range(2):
         hub.num_requests = 0
         with running("qwen3.6-35b", *flags) as server:
