@@ -198,6 +198,7 @@ class ServerConfig:
 
     model_name: str  # the id that clients see and may ask for
     other_names: tuple[str, ...] = ()  # more ids of the same model
+    model_bytes: int = 0  # of the files with its weights
     any_model_name: bool = setting(
         "model: --any-model-name",
         "answer to any name of a model, for clients whose models can't be set",

@@ -26,7 +26,10 @@ _HEADINGS = (
     *("security", "formats", None, "sampling"),
 )
 
-_MODEL_HELP = "a directory, or a hub id such as org/name; also as --model"
+_MODEL_HELP = (
+    "a directory, a hub id such as org/name, or a name such as qwen3.6-35b; auto: the best that "
+    "fits; also as --model"
+)
 MODEL_FLAG = Flag(
     "model: model MODEL", _MODEL_HELP, nonempty_text, default_text="the bundled demo model"
 )
@@ -193,7 +196,8 @@ GENERATE_FLAGS = _in_order(
 _OF_CHAT: dict[str, dict[str, str]] = {
     "model": {
         "usage": "model: model MODEL|URL",
-        "help": "a directory, a hub id, or the address of a running server; also as --model",
+        "help": "a directory, a hub id, a name such as qwen3.6-35b, auto, or the address of a "
+        "running server; also as --model",
     },
     "max_tokens": {"default_text": "what the context has room for"},
 }

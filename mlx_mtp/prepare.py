@@ -8,7 +8,10 @@ from mlx_mtp.errors import UsageError
 
 
 def prepare_command(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
-    """Set up logging, read the files that flags name and prepare mlx's backend."""
+    """Set up logging and mlx's backend, read the files that flags name, find the model's name.
+
+    `options.model` becomes a directory, a hub id or None, the bundled model.
+    """
     from mlx_mtp.text.draft_vocab import read_draft_vocab
 
     given = vars(options)
@@ -17,7 +20,12 @@ def prepare_command(options: argparse.Namespace, log_level: str = "warning") -> 
         options.mtp_draft_vocab = read_draft_vocab(options.mtp_draft_vocab)
     if getattr(options, "chat_template", None) is not None:
         options.chat_template = _read_template(Path(options.chat_template).expanduser())
-    return backend.prepare()
+    info = backend.prepare()
+    from mlx_mtp.inspect.choose import choose_model
+
+    if "model" in options:
+        options.model = choose_model(options.model, getattr(options, "memory_limit", None))
+    return info
 
 
 def _read_template(path: Path) -> str:

@@ -111,7 +111,7 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 
 
 COMMANDS = (
-    "serve generate chat config service connect top bench selftest inspect models "
+    "serve generate chat config service connect top bench selftest inspect models pull ls rm ps "
     "add-mtp-weights convert"
 )
 

@@ -39,6 +39,7 @@ def add_terminal(commands: Any) -> None:
     parser.set_defaults(run=_generate, environ=None)
     parser = commands.add_parser(
         "chat",
+        aliases=["run"],
         help="a conversation in the terminal",
         description="A conversation in the terminal, with a running server or with a model that "
         "is loaded for it. /help lists what can be typed.",

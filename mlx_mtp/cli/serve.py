@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,6 +25,7 @@ from mlx_mtp.options import (
     wants_head,
 )
 from mlx_mtp.prepare import prepare_command
+from mlx_mtp.running import RunningServer, announced
 from mlx_mtp.settings import add_settings, resolve
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ _OPTIMISTIC = (
     "drafts with {:g} times the probability of the token drawn are accepted too: answers are not "
     "those of plain decoding"
 )
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches such a host
 CLOSED_PIPE_STATUS = 141  # as a shell reports SIGPIPE
 
 
@@ -81,7 +85,7 @@ def serve(
     if options.log_prompts:
         logger.warning("The log gets the text of every prompt (--log-prompts).")
     # The port comes first: nobody should wait for a long load to learn that it is in use.
-    with bind(options.host, options.port) as sock:
+    with bind(options.host, options.port) as sock, contextlib.ExitStack() as stack:
         loaded, tokenizer = load()
         links = connect_ranks(options, loaded)
         plan = build.plan_engine(loaded, options, links)
@@ -102,6 +106,7 @@ def serve(
             port=sock.getsockname()[1],
             api_keys=keys,
             sampling=sampling,
+            model_bytes=sum(f.stat().st_size for f in loaded.path.glob("[!.]*.safetensors")),
             max_held_bytes=memory.bytes_by_use()["texts"] * 8 // 9,
             # The bundled model's files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
@@ -117,12 +122,33 @@ def serve(
         text = banner(config, loaded, engine.info, str(info), shares, kept, answers, off, width)
 
         def ready() -> None:
-            on_ready(server, config.port) if on_ready else _announce(text)
+            if on_ready is not None:
+                on_ready(server, config.port)
+                return
+            stack.enter_context(announced(_entry(config, loaded, engine.info, memory.limit.nbytes)))
+            _announce(text)
 
         server = make_server(app, log_level=options.log_level, on_ready=ready)
         if not run_server(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
+
+
+def _entry(
+    config: ServerConfig, loaded: LoadedModel, engine: EngineInfo, memory_limit: int
+) -> RunningServer:
+    """What `mlx-mtp ps` and other commands learn of this server."""
+    return RunningServer(
+        pid=os.getpid(),
+        url=_url(_LOCAL.get(config.host, config.host), config.port),
+        models=[config.model_name, *config.other_names],
+        directory=str(loaded.path.absolute()),
+        needs_key=bool(config.api_keys),
+        max_model_len=engine.max_model_len,
+        weights=engine.memory["weights"] + engine.memory["head"],
+        memory_limit=memory_limit,
+        started=time.time(),
+    )
 
 
 def model_name(model: str | None) -> str:
@@ -155,7 +181,7 @@ def banner(
     from mlx_mtp.distributed import own_address
 
     unused, depth = ", ".join(loaded.unused_kernels), engine.num_draft_tokens
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    local = _LOCAL.get(config.host, config.host)
     drafts = f"{depth} drafts per step"
     if depth == "auto":
         drafts = "drafts follow measured cost and acceptance"

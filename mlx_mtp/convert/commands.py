@@ -84,11 +84,13 @@ def _run_conversion(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     backend.prepare()
     from mlx_mtp.convert.convert import add_head, convert_model
+    from mlx_mtp.inspect.choose import choose_model
 
     if options.command == "convert":
         result = values.pop("output").resolve()
         convert_model(model, result, **values)
     else:
+        model = choose_model(model) or model
         # `serve` gets the same name: the weights of a hub id may not be in the cache yet.
         result = add_head(model, values.pop("source_model"), **values) or model
     if not values.get("dry_run"):

@@ -73,9 +73,10 @@ def add_head(
             files = f"Would download {size} from {source.name}: {', '.join(source.files)}."
             say_wrapped(f"{files} Quantization: {plan.default or 'none'}. Did nothing.")
             return output
-        if missing:
+        if missing and isinstance(source.repo, HubRepo):
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
             say_wrapped(f"Downloading {which} at {commit or ''!s:.12}: {size}.")
+            source.repo.fetch(list(missing))
         paths = [path for name in source.files if (path := source.repo.file(name))]
         plan.open(paths, mtp_norms)
         if existing is None:

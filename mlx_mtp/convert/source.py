@@ -31,8 +31,15 @@ from mlx_mtp.models.head_weights import (
     head_names,
     stated_convention,
 )
-from mlx_mtp.models.hub import HUB_ID, explained, use_cache_if_offline
-from mlx_mtp.models.loader import family_of, missing_head, refuse_fp8
+from mlx_mtp.models.hub import (
+    HUB_ID,
+    cached_file,
+    cached_model,
+    explained,
+    fetch_files,
+    use_cache_if_offline,
+)
+from mlx_mtp.models.loader import family_of, refuse_fp8
 from mlx_mtp.models.published import head_repo_of, source_of
 
 INDEX = "model.safetensors.index.json"
@@ -91,8 +98,13 @@ class HubRepo:
     def file(self, name: str) -> Path | None:
         revision = self._revision if name == "config.json" else self.commit_hash
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
-            return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
+            return cached_file(self.repo_id, name, revision)
         return None
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Download files, together."""
+        with self._explained(", ".join(names)):
+            fetch_files(self.repo_id, self.commit_hash, names)
 
     def names(self) -> list[str]:
         with self._explained("the list of files"):
@@ -246,26 +258,12 @@ def check_format_on_hub(name: str | None) -> None:
 
     That is one of no known family, an FP8 release, or a head alone.
     """
-    if not on_hub(name):
+    if not on_hub(name) or cached_model(name):
         return
     with contextlib.suppress(ConvertError):  # The download will explain it.
         config = read_json(HubRepo(name, None).directory / "config.json")
         family_of(config, name)
         refuse_fp8(config, name)
-
-
-def check_head_on_hub(name: str | None) -> None:
-    """Raise MissingHeadError if a model on the hub has no head, before it is downloaded."""
-    if not on_hub(name):
-        return
-    repo = HubRepo(name, None)
-    try:
-        # add-mtp-weights puts a head into the cache, beside the hub's files.
-        if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
-            return
-    except ConvertError:  # The download will explain it, or the model is in the cache.
-        return
-    raise missing_head(name, "Its weights were not downloaded.")
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:

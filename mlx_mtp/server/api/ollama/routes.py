@@ -155,7 +155,9 @@ async def tags(request: Request) -> Response:
 async def processes(request: Request) -> Response:
     """GET /api/ps: the models that are loaded."""
     context = context_of(request)
+    memory = context.engine.info.memory
     more = {"expires_at": _FOREVER, "size_vram": 0}
+    more |= {"size": memory.get("weights", 0) + memory.get("head", 0)}
     more |= {"context_length": context.engine.info.max_model_len}
     return JSONResponse({"models": [card | more for card in _cards(context)]})
 
@@ -186,7 +188,7 @@ def _cards(context: Context) -> Iterable[dict[str, Any]]:
             "name": name,
             "model": name,
             "modified_at": context.created.isoformat(),
-            "size": 0,  # unknown
+            "size": context.config.model_bytes,
             "digest": hashlib.sha256(name.encode()).hexdigest(),
             "details": _details(context),
         }
