@@ -45,7 +45,7 @@ def add_terminal(commands: Any) -> None:
         "is loaded for it. /help lists what can be typed.",
     )
     add_settings(parser, *CHAT_FLAGS)
-    parser.set_defaults(run=_chat, environ=None)
+    parser.set_defaults(run=_chat, environ=None, command="chat")  # also as `run`
 
 
 def _generate(given: argparse.Namespace) -> int:
