@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, NAME, Served
 
-_NO_KEY = "none"  # for clients that demand some key
+NO_KEY = "none"  # for clients that demand some key
+
+
+class Start(NamedTuple):
+    """What a client is to be set up for."""
+
+    served: Served
+    key: str  # of the server
+    folder: Path  # empty, and lasts as long as the session
 
 
 class Session(NamedTuple):
@@ -22,54 +30,55 @@ class Launcher(NamedTuple):
 
     program: str
     install: str  # the command that installs it
-    # From the server, its key, and an empty directory that lasts as long as the session.
-    session: Callable[[Served, str, Path], Session]
+    session: Callable[[Start], Session]
 
 
-def _opencode(served: Served, key: str, folder: Path) -> Session:
-    config = json.dumps(CLIENTS["opencode"].config(served))
-    return Session({"OPENCODE_CONFIG_CONTENT": config, KEY_VARIABLE: key}, ())
+def _opencode(start: Start) -> Session:
+    config = json.dumps(CLIENTS["opencode"].config(start.served))
+    return Session({"OPENCODE_CONFIG_CONTENT": config, KEY_VARIABLE: start.key}, ())
 
 
-def _claude(served: Served, key: str, folder: Path) -> Session:
-    variables = dict(CLIENTS["claude"].config(served)["env"])
+def _claude(start: Start) -> Session:
+    variables = dict(CLIENTS["claude"].config(start.served)["env"])
     # The user's own settings would take precedence over the environment, but not over this flag.
-    settings = json.dumps({"env": {k: v for k, v in variables.items() if "TOKEN" not in k}})
-    variables["ANTHROPIC_AUTH_TOKEN"] = key
-    return Session(variables, ("--settings", settings))
+    variables.pop("ANTHROPIC_AUTH_TOKEN", None)
+    settings = json.dumps({"env": variables})
+    return Session({**variables, "ANTHROPIC_AUTH_TOKEN": start.key}, ("--settings", settings))
 
 
-def _codex(served: Served, key: str, folder: Path) -> Session:
-    config = CLIENTS["codex"].config(served)
+def _codex(start: Start) -> Session:
+    config = CLIENTS["codex"].config(start.served)
     provider = config.pop("model_providers")[NAME]
     # A string of JSON is one of TOML, too.
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     settings = {name: json.dumps(value) for name, value in config.items()}
     settings[f"model_providers.{NAME}"] = f"{{{table}}}"
     words = [word for each in settings.items() for word in ("-c", "=".join(each))]
-    return Session({KEY_VARIABLE: key}, tuple(words))
+    return Session({KEY_VARIABLE: start.key}, tuple(words))
 
 
-def _aider(served: Served, key: str, folder: Path) -> Session:
+def _aider(start: Start) -> Session:
+    served, known = start.served, start.folder / "models.json"
     model = f"openai/{served.model}"
     limits = {"max_input_tokens": served.context, "max_output_tokens": served.answer_tokens}
-    known = folder / "models.json"
     facts = {"litellm_provider": "openai", "mode": "chat"}
     known.write_text(json.dumps({model: {**limits, **facts}}))
-    variables = {"OPENAI_API_BASE": served.openai_url, "OPENAI_API_KEY": key}
+    variables = {"OPENAI_API_BASE": served.openai_url, "OPENAI_API_KEY": start.key}
     return Session(variables, ("--model", model, "--model-metadata-file", str(known)))
 
 
-def _qwen(served: Served, key: str, folder: Path) -> Session:
-    variables = {"OPENAI_BASE_URL": served.openai_url, "OPENAI_API_KEY": key}
-    return Session(variables, ("--auth-type", "openai", "--model", served.model))
+def _qwen(start: Start) -> Session:
+    variables = {"OPENAI_BASE_URL": start.served.openai_url, "OPENAI_API_KEY": start.key}
+    return Session(variables, ("--auth-type", "openai", "--model", start.served.model))
 
 
-def _llm(served: Served, key: str, folder: Path) -> Session:
+def _llm(start: Start) -> Session:
+    served = start.served
     model = {"model_id": NAME, "model_name": served.model, "api_base": served.openai_url}
     # A list of JSON is one of YAML, too.
-    (folder / "extra-openai-models.yaml").write_text(json.dumps([model]))
-    return Session({"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": key}, ("chat", "-m", NAME))
+    (start.folder / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    variables = {"LLM_USER_PATH": str(start.folder), "OPENAI_API_KEY": start.key}
+    return Session(variables, ("chat", "-m", NAME))
 
 
 def _npm(package: str) -> str:
@@ -84,8 +93,3 @@ LAUNCHERS = {
     "qwen": Launcher("qwen", _npm("@qwen-code/qwen-code"), _qwen),
     "llm": Launcher("llm", "pipx install llm", _llm),
 }
-
-
-def session(name: str, served: Served, key: str | None, folder: Path) -> Session:
-    """What a client of `LAUNCHERS` is started with; `folder` holds files that it reads."""
-    return LAUNCHERS[name].session(served, key or _NO_KEY, folder)

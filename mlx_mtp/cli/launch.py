@@ -13,10 +13,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_mtp.connect.command import API_KEY, SESSION_NAMES
+from mlx_mtp import backend
+from mlx_mtp.connect.command import SESSION_NAMES
 from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import add_flags, resolve
+from mlx_mtp.options import CLIENT_KEY
+from mlx_mtp.settings import add_settings, resolve
 
 _END_SECONDS = 30.0  # a server that takes longer to end is killed
 _TAIL_LINES = 20  # of the log of a server that did not start
@@ -41,14 +43,14 @@ def add_launch(commands: Any) -> None:
         help="as for serve (default: that of the server that was started last, else auto)",
     )
     parser.add_argument("--url", metavar="URL", help="the address of another server")
-    add_flags(parser, API_KEY, reads_environment=True)
+    add_settings(parser, CLIENT_KEY)
     parser.set_defaults(run=run_launch, environ=None)
 
 
 def run_launch(given: argparse.Namespace) -> int:
     """Run a client to its end; returns its exit status."""
     from mlx_mtp.connect.clients import look_up
-    from mlx_mtp.connect.sessions import LAUNCHERS, session
+    from mlx_mtp.connect.sessions import LAUNCHERS, NO_KEY, Start
 
     launcher = LAUNCHERS[given.client]
     if shutil.which(launcher.program) is None:
@@ -56,14 +58,14 @@ def run_launch(given: argparse.Namespace) -> int:
             f"{launcher.program} is not installed, or not on the PATH. Install it with "
             f"`{launcher.install}`, or as its own documentation says."
         )
-    key = resolve(given, [API_KEY], given.environ).api_key
+    key = resolve(given, [CLIENT_KEY], given.environ).api_key
     with contextlib.ExitStack() as stack:
         url, model = given.url, given.model
         if url is None:
             url, model = _find(model) or stack.enter_context(_started(model))
         served = look_up(url, key, model)
         folder = stack.enter_context(TemporaryDirectory(prefix="mlx-mtp-"))
-        own = session(given.client, served, key, Path(folder))
+        own = launcher.session(Start(served, key or NO_KEY, Path(folder)))
         say(f"{given.client} uses {served.model} at {served.url}.", file=sys.stderr)
         command = [launcher.program, *own.arguments, *given.passed_on]
         return _run(command, {**given.environ, **own.variables})
@@ -88,18 +90,21 @@ def _started(model: str | None) -> Iterator[tuple[str, None]]:
     """A server of this session alone, which writes to a log file."""
     import platformdirs
 
-    from mlx_mtp.inspect.disk import pull
+    backend.prepare()
+    from mlx_mtp.inspect.disk import download_missing
 
-    model = model or "auto"
-    if not os.path.isdir(model):
-        pull(model)  # Its progress belongs on the terminal, and not into the server's log.
+    model = download_missing(model or "auto")
     path = platformdirs.user_log_path("mlx-mtp", ensure_exists=True) / f"launch-{os.getpid()}.log"
     command = [sys.executable, "-m", "mlx_mtp", "serve", model, "--port", "0"]
     say(f"Starting a server of {model}; its log: {path}", file=sys.stderr)
     with path.open("w") as log:
-        how = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        # A session of its own: Ctrl-C is for the client.
-        server = subprocess.Popen(command, start_new_session=True, **how)
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C is for the client.
+        )
     try:
         yield _ready(server, path), None
     finally:
@@ -121,8 +126,8 @@ def _ready(server: subprocess.Popen[bytes], log: Path) -> str:
             if each.pid == server.pid:
                 return each.url
         time.sleep(0.1)
-    tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    raise UsageError("The server did not start. The end of its log:\n" + "\n".join(tail))
+    say("\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]), file=sys.stderr)
+    raise UsageError(f"The server did not start; above is the end of its log, {log}.")
 
 
 def _run(command: list[str], environ: dict[str, str]) -> int:
