@@ -45,7 +45,8 @@ def parse(*argv: str, **environ: str) -> argparse.Namespace:
 
 def test_every_flag_also_comes_from_the_environment():
     values = {"--cors-origin": "https://chat.example:7", "--kv-cache-quantization": "8"}
-    values["--mtp-optimistic"] = "0.7"
+    values |= dict.fromkeys(("--mtp-optimistic", "--top-p", "--min-p", "--temperature"), "0.7")
+    values["--chat-template-kwargs"] = '{"preserve_thinking": true}'
     for flag in SERVE_FLAGS:
         value = flag.parse[-1] if isinstance(flag.parse, tuple) else values.get(flag.name, "7")
         argv = [flag.name, value] if flag.name.startswith("-") else [value]
