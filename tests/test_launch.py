@@ -15,7 +15,11 @@ from mlx_mtp.connect.clients import Served
 from mlx_mtp.connect.command import SESSION_NAMES
 from mlx_mtp.connect.sessions import LAUNCHERS, Start
 from mlx_mtp.running import running_servers
+from tests.clients.agents import FOLDER
+from tests.clients.npm import environment, installed
 from tests.conftest import DEMO
+from tests.convert.test_provide import REPO, hub, published  # noqa: F401 - fixtures
+from tests.support.fake_hub import FakeHub
 
 SERVED = Served("http://127.0.0.1:8000", "a/model", 40_000, True)
 # Stands in for a client: notes how it was started, asks the server, and ends with status 7.
@@ -135,3 +139,36 @@ def test_codex_reads_its_flags_as_toml(tmp_path: Path) -> None:
     settings = tomllib.loads("\n".join(words[1::2]))
     assert settings["model"] == SERVED.model
     assert settings["model_providers"]["mlx-mtp"]["base_url"] == SERVED.openai_url
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_one_command_from_nothing_to_an_agent(
+    hub: FakeHub,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """opencode from npm; the model comes with its head, and the second start asks nothing."""
+    config = json.loads(hub.files["config.json"])
+    config.get("text_config", config)["max_position_embeddings"] = 1 << 16
+    hub.files["config.json"] = json.dumps(config).encode()
+    # Its weights are random: an answer ends after some ten tokens.
+    hub.files["generation_config.json"] = json.dumps(
+        {"eos_token_id": [*range(0, 4096, 10)]}
+    ).encode()
+    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub")}
+    variables |= {"XDG_RUNTIME_DIR": str(tmp_path / "run"), "MLX_MTP_MEMORY_LIMIT": "64GB"}
+    (tmp_path / "run").mkdir(mode=0o700)
+    environ = environment(installed(FOLDER), tmp_path, **variables)
+    words = ["opencode", "qwen3.6-35b", "--", "run", "What is the capital of France?"]
+    command = [sys.executable, "-m", "mlx_mtp", "launch", *words]
+    for start in range(2):
+        hub.num_requests = 0
+        pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, env=environ, cwd=tmp_path, timeout=600, **pipes)
+        assert done.returncode == 0, done.stderr
+        assert f"uses {REPO} at" in done.stderr and "0.00" not in done.stderr
+        assert ("no MTP head: getting it" in done.stderr) == (not start)
+        assert done.stdout.strip(), "the agent said nothing"
+        assert (hub.num_requests == 0) == bool(start)
+        assert not list(tmp_path.rglob("launch-*.log"))
+    assert not list((tmp_path / "run").rglob("*.json"))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ from mlx_mtp import backend
 from mlx_mtp.connect.command import SESSION_NAMES
 from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
-from mlx_mtp.options import CLIENT_KEY
+from mlx_mtp.options import CLIENT_KEY, SERVE_FLAGS
 from mlx_mtp.settings import add_settings, resolve
 
 _END_SECONDS = 30.0  # a server that takes longer to end is killed
@@ -62,7 +62,7 @@ def run_launch(given: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         url, model = given.url, given.model
         if url is None:
-            url, model = _find(model) or stack.enter_context(_started(model))
+            url, model = _find(model) or stack.enter_context(_started(model, given.environ))
         served = look_up(url, key, model)
         folder = stack.enter_context(TemporaryDirectory(prefix="mlx-mtp-"))
         own = launcher.session(Start(served, key or NO_KEY, Path(folder)))
@@ -86,14 +86,16 @@ def _find(model: str | None) -> tuple[str, str | None] | None:
 
 
 @contextlib.contextmanager
-def _started(model: str | None) -> Iterator[tuple[str, None]]:
+def _started(model: str | None, environ: Mapping[str, str]) -> Iterator[tuple[str, None]]:
     """A server of this session alone, which writes to a log file."""
     import platformdirs
 
     backend.prepare()
     from mlx_mtp.inspect.disk import download_missing
 
-    model = download_missing(model or "auto")
+    # The server reads the same variables and settings file.
+    options = resolve(argparse.Namespace(command="serve"), SERVE_FLAGS, environ)
+    model = download_missing(model or options.model or "auto", options.memory_limit)
     path = platformdirs.user_log_path("mlx-mtp", ensure_exists=True) / f"launch-{os.getpid()}.log"
     command = [sys.executable, "-m", "mlx_mtp", "serve", model, "--port", "0"]
     say(f"Starting a server of {model}; its log: {path}", file=sys.stderr)

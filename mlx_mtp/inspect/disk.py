@@ -48,12 +48,13 @@ def pull(name: str) -> None:
     say(f"Next: mlx-mtp serve {chosen}")
 
 
-def download_missing(name: str) -> str:
+def download_missing(name: str, memory: int | None) -> str:
     """The directory or hub id that MODEL stands for; what isn't in the cache is downloaded.
 
-    So is the head of a published model. If it can't be, who loads the model will say so.
+    So is the head of a published model. If it can't be, who loads the model will say so. `memory`
+    is that of --memory-limit.
     """
-    chosen = choose_model(name) or name
+    chosen = choose_model(name, memory) or name
     if on_hub(chosen):
         directory = cached_model(chosen) or download_model(chosen)
         with contextlib.suppress(MissingHeadError):
