@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig, from_options
 from mlx_mtp.console import labelled, say, width_of
-from mlx_mtp.options import BUNDLED_NAME, check_serve, wants_head
+from mlx_mtp.options import (
+    BUNDLED_NAME,
+    SAMPLING_DEFAULTS,
+    SERVE_FLAGS,
+    check_serve,
+    wants_head,
+)
 from mlx_mtp.prepare import prepare_command
+from mlx_mtp.running import RunningServer, announced
+from mlx_mtp.settings import add_settings, resolve
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineInfo
@@ -30,7 +40,19 @@ _OPTIMISTIC = (
     "those of plain decoding"
 )
 SEEING_BODY_BYTES = 64 << 20  # --max-body-size of a model that sees images
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches such a host
 CLOSED_PIPE_STATUS = 141  # as a shell reports SIGPIPE
+
+
+def add_serve(commands: Any) -> None:
+    """Register `serve`."""
+    parser = commands.add_parser("serve", help="serve a model with the OpenAI API")
+    add_settings(parser, *SERVE_FLAGS)
+    parser.set_defaults(run=_serve, environ=None)
+
+
+def _serve(given: argparse.Namespace) -> int:
+    return serve(resolve(given, SERVE_FLAGS, given.environ))
 
 
 def serve(
@@ -41,6 +63,8 @@ def serve(
     Once ready, print a banner, or call `on_ready` with the server and its port.
     """
     check_serve(options)
+    given = {key: getattr(options, key) for key in SAMPLING_DEFAULTS}
+    sampling = {key: value for key, value in given.items() if value is not None}
     info = prepare_command(options, options.log_level)
 
     from mlx_mtp import build
@@ -62,7 +86,7 @@ def serve(
     if options.log_prompts:
         logger.warning("The log gets the text of every prompt (--log-prompts).")
     # The port comes first: nobody should wait for a long load to learn that it is in use.
-    with bind(options.host, options.port) as sock:
+    with bind(options.host, options.port) as sock, contextlib.ExitStack() as stack:
         loaded, tokenizer = load()
         links = connect_ranks(options, loaded)
         plan = build.plan_engine(loaded, options, links)
@@ -85,6 +109,8 @@ def serve(
             other_names=tuple(others),
             port=sock.getsockname()[1],
             api_keys=keys,
+            sampling=sampling,
+            model_bytes=sum(f.stat().st_size for f in loaded.path.glob("[!.]*.safetensors")),
             max_held_bytes=memory.bytes_by_use()["texts"] * 8 // 9,
             # The bundled model's files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
@@ -101,12 +127,33 @@ def serve(
         text = banner(config, loaded, engine.info, str(info), shares, kept, answers, off, width)
 
         def ready() -> None:
-            on_ready(server, config.port) if on_ready else _announce(text)
+            if on_ready is not None:
+                on_ready(server, config.port)
+                return
+            stack.enter_context(announced(_entry(config, loaded, engine.info, memory.limit.nbytes)))
+            _announce(text)
 
         server = make_server(app, log_level=options.log_level, on_ready=ready)
         if not run_server(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
+
+
+def _entry(
+    config: ServerConfig, loaded: LoadedModel, engine: EngineInfo, memory_limit: int
+) -> RunningServer:
+    """What `mlx-mtp ps` and other commands learn of this server."""
+    return RunningServer(
+        pid=os.getpid(),
+        url=_url(_LOCAL.get(config.host, config.host), config.port),
+        models=[config.model_name, *config.other_names],
+        directory=str(loaded.path.absolute()),
+        needs_key=bool(config.api_keys),
+        max_model_len=engine.max_model_len,
+        weights=engine.memory["weights"] + engine.memory["head"],
+        memory_limit=memory_limit,
+        started=time.time(),
+    )
 
 
 def model_name(model: str | None) -> str:
@@ -139,7 +186,7 @@ def banner(
     from mlx_mtp.distributed import own_address
 
     unused, depth = ", ".join(loaded.unused_kernels), engine.num_draft_tokens
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    local = _LOCAL.get(config.host, config.host)
     drafts = f"{depth} drafts per step"
     if depth == "auto":
         drafts = "drafts follow measured cost and acceptance"
@@ -211,12 +258,18 @@ def seen_text(config: ServerConfig, engine: EngineInfo) -> str:
 
 
 def off_text(options: argparse.Namespace, source: str) -> str:
-    """A sentence on why a source drafts nothing, if it is off."""
+    """A sentence on why a source drafts nothing, if it is off, and on where that is said."""
     if source not in options.drafts.split(","):
-        return f"off: --drafts {options.drafts}"
-    if source != "mtp":
-        return f"off: --mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
-    return "off: --no-enable-mtp" if options.enable_mtp is False else "off: the model has no head"
+        key, why = "drafts", f"--drafts {options.drafts}"
+    elif source != "mtp":
+        key = "mtp_num_draft_tokens"
+        why = f"--mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
+    elif options.enable_mtp is False:
+        key, why = "enable_mtp", "--no-enable-mtp"
+    else:
+        return "off: the model has no head"
+    place = options.given.get(key)
+    return f"off: {why} (from {place})" if place else f"off: {why}"
 
 
 def _announce(text: str) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_mtp.console import say, size_text
+from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.convert.files import SafetensorsFile
-from mlx_mtp.convert.source import HubRepo, LocalRepo, weight_map_of
+from mlx_mtp.convert.source import HubRepo, LocalRepo, Source, weight_map_of
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.files import read_json
+from mlx_mtp.models.published import head_repo_of, source_of
 from mlx_mtp.vision.images import PROCESSOR
 from mlx_mtp.vision.tower import (
     CONFIG_KEYS,
@@ -28,9 +29,10 @@ _PATCHES = "patch_embed.proj.weight"
 
 
 def add_tower(
+    model_name: str,
     model: Path,
     directory: Path,
-    repo: LocalRepo | HubRepo,
+    source: Source,
     *,
     bits: int | None = None,  # of its matrices; None: as they are
     dry_run: bool = False,
@@ -39,17 +41,20 @@ def add_tower(
 
     A failure leaves the model as it was. ConvertError if it can't be written.
     """
+    repo = source.repo
+    if source.name == head_repo_of(model_name):  # It has the head alone.
+        repo = HubRepo(source_of(model_name) or "", None)
     in_model = any(is_of_tower(key) for key in weight_map_of(LocalRepo(model)))
     path, config = repo.file("config.json"), read_json(model / "config.json")
-    source = {} if path is None else read_json(path)
+    given = {} if path is None else read_json(path)
     names = {key: file for key, file in weight_map_of(repo).items() if is_of_tower(key)}
-    if in_model or (directory / SIDECAR).exists() or "vision_config" not in source or not names:
+    if in_model or (directory / SIDECAR).exists() or "vision_config" not in given or not names:
         return
     if dry_run:
-        say(f"Would add the vision tower, of {len(names)} tensors.")
+        say_wrapped(f"Would add the vision tower, of {len(names)} tensors.")
         return
     processor = repo.file(PROCESSOR)
-    seeing = {key: source[key] for key in CONFIG_KEYS if key in source}
+    seeing = {key: given[key] for key in CONFIG_KEYS if key in given}
     seeing["preprocessor_config"] = {} if processor is None else read_json(processor)
     files = {name: SafetensorsFile(_there(repo, name)) for name in sorted({*names.values()})}
     tensors = {}
@@ -76,7 +81,7 @@ def add_tower(
         temporary.unlink(missing_ok=True)
     size = size_text(sum(value.nbytes for value in named.values()))
     how = "unquantized" if bits is None else f"{bits} bits, groups of {_GROUP}"
-    say(f"Wrote {SIDECAR}, the vision tower of {repo.repo_id}: {size}, {how}.")
+    say_wrapped(f"Wrote {SIDECAR}, the vision tower of {repo.repo_id}: {size}, {how}.")
 
 
 def _there(repo: LocalRepo | HubRepo, name: str) -> Path:

@@ -1,17 +1,23 @@
 """The memory that serving a model takes, how it is shared out, and which rows fit."""
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlx_mtp.cache.layout import STRIDE
 from mlx_mtp.cache.specs import CacheMemory
+from mlx_mtp.config import EngineConfig
 from mlx_mtp.console import size_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.machine import MemoryLimit, client_text_bytes
-from mlx_mtp.models.model import LoadedModel, module_nbytes
-from mlx_mtp.vision.features import MOST_ROWS
+from mlx_mtp.vision.placed import MOST_ROWS
+
+if TYPE_CHECKING:
+    from mlx_mtp.models.model import LoadedModel
 
 _COPIES = 2  # of states while rows join or leave
 _WINDOWS = 3  # a row's positions behind its tokens: windows in flight, and the head's drafts
@@ -88,7 +94,7 @@ def footprint(
     vision = 0
     if model.tower is not None:
         scratch = model.tower.shape.scratch(image_tokens, model.dtype.size)
-        vision = module_nbytes(model.tower) + scratch + MOST_ROWS
+        vision = model.tower_nbytes + scratch + MOST_ROWS
     return Footprint(weights, head, caches, depth, model.vocab_size, vision)
 
 
@@ -214,6 +220,19 @@ def plan_memory(
         rows=room - chunk,
         max_model_len=fitting,
         reduced=fitting < tokens,
+    )
+
+
+def default_plan(footprint: Footprint, limit: MemoryLimit, allowed: int) -> MemoryPlan:
+    """The memory plan of `serve` without other flags; UsageError if the model doesn't fit."""
+    return plan_memory(
+        footprint,
+        limit,
+        allowed=allowed,
+        max_model_len=None,
+        prefill_step_size=EngineConfig().prefill_step_size,
+        prefix_cache=None,
+        longer_steps=True,
     )
 
 

@@ -21,7 +21,7 @@ from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels.attention import is_batch_invariant
 from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, decode_pass, refused
 from mlx_mtp.models.family import Family, text_config
-from mlx_mtp.models.gemm.measure import choose_routes, kernel_takes_all_weights
+from mlx_mtp.models.gemm.measure import all_routable, choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 from mlx_mtp.vision.tower import VisionTower
@@ -98,6 +98,11 @@ class LoadedModel:
         of_head = 0 if self.head is None else module_nbytes(self.head)
         return module_nbytes(self.model) - of_head, of_head
 
+    @property
+    def tower_nbytes(self) -> int:
+        """Bytes of the vision tower. No weight is read."""
+        return 0 if self.tower is None else module_nbytes(self.tower)
+
     def row_nbytes(self) -> int:
         """Bytes of one token's row of lm_head. No weight is read."""
         parameters = tree_flatten(self.output_layer.parameters())
@@ -144,6 +149,7 @@ class LoadedModel:
         """Whether a token's bits can depend on its own text alone, whatever else is computed."""
         attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
         alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
+        alone = alone and all_routable(self.model)
         return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
     def resolve_exact(self, exact: bool | None = None) -> bool:
@@ -191,13 +197,16 @@ class LoadedModel:
 
     def embed(self, tokens: mx.array, images: ImageRows | None = None) -> mx.array:
         """[N, H] of ids [N]; those of `images` are the ids of no token."""
-        embed_tokens = self.causal_lm.model.embed_tokens
         if images is None or images.rows is None:
-            return embed_tokens(tokens)
+            return self._embedded(tokens)
         place = tokens - images.first
-        embedded = embed_tokens(mx.where(place < 0, tokens, 0))
+        embedded = self._embedded(mx.where(place < 0, tokens, 0))
         rows = images.rows[mx.maximum(place, 0)].astype(embedded.dtype)
         return mx.where((place < 0)[:, None], embedded, rows)
+
+    def _embedded(self, tokens: mx.array) -> mx.array:
+        # Embeddings of packs with a Hadamard rotation are float16, whatever the model's type is.
+        return self.causal_lm.model.embed_tokens(tokens).astype(self.dtype)
 
 
 class DraftVocabulary:

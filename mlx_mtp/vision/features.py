@@ -12,7 +12,6 @@ from mlx_mtp.cache.packing import ImageRows, Packing
 from mlx_mtp.vision.placed import PlacedImage, PromptImages
 from mlx_mtp.vision.tower import Patches, VisionTower
 
-MOST_ROWS = 256 << 20  # bytes of rows of earlier images, which later turns show again
 AT_ONCE = 1024  # patches that go through the whole tower in one step; with more, some blocks do
 
 

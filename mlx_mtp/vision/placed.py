@@ -18,6 +18,7 @@ import numpy as np
 from mlx_mtp.vision.images import Pixels
 
 NO_TOKEN = -1  # an id that no text has
+MOST_ROWS = 256 << 20  # bytes of rows of earlier images, which later turns show again
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,14 @@ class Layout:
     tied: bool = False  # no lm_head of its own
     vocab: int = VOCAB
     sees: bool = False  # with a vision tower
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
 
 
 def text_config(layout: Layout) -> dict[str, Any]:
     config = dict(_SHARED, tie_word_embeddings=layout.tied, vocab_size=layout.vocab)
+    for name in ("hidden_size", "intermediate_size"):
+        config[name] = getattr(layout, name) or config[name]
     if layout.family == "qwen3_next":
         return {**config, **_MOE, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     rope: dict[str, Any] = {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}

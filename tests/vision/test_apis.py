@@ -193,7 +193,12 @@ REFUSED = {
     "detail": (chat(openai_part(detail="huge")), "detail must be one of"),
     "too many": (chat(*[openai_part()] * 4), "have 4 images; --max-images is 3"),
     "template": (
-        {"messages": [{"role": "system", "content": [openai_part()]}]},
+        {
+            "messages": [
+                {"role": "system", "content": [openai_part()]},
+                {"role": "user", "content": "What is it?"},
+            ]
+        },
         "refuses these messages: no images here",
     ),
     "assistant": (

@@ -170,7 +170,7 @@ class Sight:
         self, found: Sequence[Found], token_ids: tuple[int, ...], limit: int
     ) -> tuple[tuple[int, ...], Images]:
         """A prompt with the images that `find` found; RequestError if one can't be read."""
-        if not found or (sizes := self._sizes) is None:
+        if (sizes := self._sizes) is None:
             return token_ids, None
         places = [place for place, token in enumerate(token_ids) if token == sizes.token_id]
         if len(places) != len(found):

@@ -57,6 +57,7 @@ async def read_request(request: Request, model: type[Model]) -> tuple[Context, M
     content = await _read(request, context.config, context.held)
     record.body_bytes = len(content)
     has_model = "model" in model.model_fields
+    record.ignored.sees = context.engine.info.images is not None
     lenient = has_model and context.config.unknown_parameters == "warn"
     parse = partial(parse_body, content, model, record.ignored if lenient else None)
     if len(content) > LARGE_BODY:

@@ -78,6 +78,12 @@ def route_finder(routes: Iterable[Route]) -> Callable[[str], Route]:
     return find
 
 
+class Ignored(list[str]):
+    """The body's parameters without effect, and what their validation must know of the model."""
+
+    sees = False  # takes images
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One HTTP request, from its head to the end of its response."""
@@ -89,7 +95,7 @@ class RequestRecord:
     num_slots: int = 0  # reserved in the engine and its queue
     body_bytes: int = 0  # of the text that it has to read
     num_bytes: int = 0  # of its body and unread answer, as `HeldBytes` counts them
-    ignored: list[str] = field(default_factory=list)  # the body's parameters without effect
+    ignored: Ignored = field(default_factory=Ignored)
     generation: Generation | None = None
     status: int = 0  # of the response, once there is one
     reason: str | None = None  # why it failed
