@@ -1,6 +1,7 @@
 """The flags of `serve` and `generate`, most of them from `config`, and which exclude each other."""
 
 import argparse
+import os
 from dataclasses import replace
 
 from mlx_mtp.config import (
@@ -8,6 +9,7 @@ from mlx_mtp.config import (
     HOST_DRAFTS,
     SEED,
     EngineConfig,
+    RouterConfig,
     ServerConfig,
     flags_of,
     host_source_names,
@@ -113,6 +115,7 @@ SERVE_FLAGS = _in_order(
         default_text="none",
     ),
     *flags_of(ServerConfig),
+    *flags_of(RouterConfig),
     _LOG_LEVEL,
     _LOG_FORMAT,
 )
@@ -256,3 +259,14 @@ def wants_exact(options: argparse.Namespace) -> bool | None:
 def _in_use(options: argparse.Namespace) -> set[str]:
     given = (key for key in options.given if getattr(options, key) not in (None, 0))
     return {f"--{key.replace('_', '-')}" for key in given}
+
+
+def model_name(model: str | None) -> str:
+    """The default of --served-model-name: the hub id, or the directory's name."""
+    if model is None:
+        return BUNDLED_NAME
+    # A link is not resolved: the user chose its name.
+    if not os.path.isdir(model):
+        return model
+    # A name that is not UTF-8 could not be sent.
+    return os.path.basename(os.path.abspath(model)).encode(errors="replace").decode()

@@ -20,14 +20,14 @@ import pytest
 
 from mlx_mtp import __version__, build
 from mlx_mtp.cli import main as cli
-from mlx_mtp.cli.serve import answers_text, banner, model_name, off_text, prefixes_text
+from mlx_mtp.cli.banner import answers_text, banner, off_text, prefixes_text
 from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.distributed import own_address
 from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.options import wants_exact
-from mlx_mtp.server.app import bind
+from mlx_mtp.options import model_name, wants_exact
+from mlx_mtp.server.serving import bind
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
 from tests.support.fake_engine import FakeInfo

@@ -20,7 +20,7 @@ from mlx_mtp.options import GENERATE_FLAGS, SAMPLING, SERVE_FLAGS, check_generat
 from mlx_mtp.prepare import prepare_command
 
 if TYPE_CHECKING:
-    from mlx_mtp.server.app import Server
+    from mlx_mtp.server.serving import Server
 
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 _OF_ENGINE = ("model", "multi-token prediction")

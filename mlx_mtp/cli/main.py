@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from mlx_mtp import __version__
 from mlx_mtp.bench.arguments import add_bench
 from mlx_mtp.chat.command import add_terminal
-from mlx_mtp.cli.serve import CLOSED_PIPE_STATUS, discard, serve
+from mlx_mtp.cli.serve import CLOSED_PIPE_STATUS, discard
+from mlx_mtp.cli.serve_command import add_serve
 from mlx_mtp.cli.top import add_top
 from mlx_mtp.connect.command import add_connect
 from mlx_mtp.convert.commands import add_convert
 from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
-from mlx_mtp.flags import CommandParser, add_flags, print_error, resolve
+from mlx_mtp.flags import CommandParser, print_error
 from mlx_mtp.inspect.command import add_inspect
-from mlx_mtp.options import SERVE_FLAGS
 from mlx_mtp.selftest.arguments import add_selftest
 
 
@@ -31,8 +31,6 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             raise UsageError(f"mlx.launch is for `mlx-mtp serve`: {given.command} runs alone.")
         if "environ" in given:
             given.environ = environ
-        if given.command == "serve":
-            given = resolve(given, SERVE_FLAGS, environ)
         status = int(given.run(given))
         sys.stdout.flush()
         return status
@@ -68,10 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mlx-mtp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serving = commands.add_parser("serve", help="serve a model with the OpenAI API")
-    serving.set_defaults(run=serve)
-    add_flags(serving, *SERVE_FLAGS, reads_environment=True)
-    adders = (add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect)
+    adders = (add_serve, add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect)
     for add in (*adders, add_convert):
         add(commands)
     for action in commands._choices_actions:

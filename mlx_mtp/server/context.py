@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
+from mlx_mtp.server.cards import model_card
 from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
 from mlx_mtp.server.generation.inputs import model_defaults
 from mlx_mtp.server.generation.prompting import Prompter
@@ -76,6 +77,14 @@ class Context:
         reason = self.engine.unhealthy_reason or self.engine.hang_reason
         return reason or (None if self.workers is None else self.workers.fault)
 
+    def end_all(self) -> None:
+        """End all open requests with an error."""
+        self.dispatcher.end_all()
+
+    def resume(self) -> None:
+        """Go on after the process was stopped and continued."""
+        self.engine.resume()
+
     def close(self) -> None:
         self.grammars.close()
         if self.workers is not None:
@@ -106,20 +115,12 @@ class Context:
         return tuple(token_ids)
 
     def model_card(self, name: str) -> dict[str, Any]:
-        length = self.engine.info.max_model_len
-        return {
-            "id": name,
-            "object": "model",
-            "created": int(self.created.timestamp()),
-            "owned_by": "mlx-mtp",
-            "max_model_len": length,
-            "type": "model",
-            "display_name": name,
-            "created_at": self.created.isoformat(),
-            "lifecycle": "active",
-            "max_input_tokens": length,
-            "draft_sources": self.engine.info.draft_sources,  # for the page
-        }
+        sources = self.engine.info.draft_sources  # for the page
+        return model_card(name, self.created, self.max_model_len, draft_sources=sources)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.info.max_model_len
 
 
 def context_of(request: Request) -> Context:

@@ -1,0 +1,93 @@
+"""What models need, for a process without mlx: `planned` runs this module in another.
+
+The argument is JSON: `models`, and the values of --dtype, --memory-limit, --max-model-len,
+--prefill-step-size and --prefix-cache-size. Of the lines of JSON on standard output the first has
+`limit` and `source`, the memory of this machine; each of the others is of a model, by its place.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from mlx_mtp import backend
+from mlx_mtp.console import say
+from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.safe_path import command_of
+
+USEFUL_TOKENS = 16_384
+"""A model is not loaded into less memory than a request of so many tokens takes."""
+
+
+async def planned(models: Sequence[str | None], options: dict[str, Any]) -> AsyncIterator[Any]:
+    """Yield the lines for models (a directory, a hub id, None: the bundled one); raises OSError."""
+    process = await asyncio.create_subprocess_exec(
+        *command_of("mlx_mtp.inspect.needs"),
+        json.dumps({**options, "models": models}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            yield json.loads(line)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def main(arguments: str) -> None:
+    """Print the limit, and a line for each model as soon as it is known."""
+    options = json.loads(arguments)
+    backend.prepare()
+    from mlx_mtp.machine import memory_limit
+
+    limit = memory_limit(options["memory_limit"])
+    _show({"limit": limit.nbytes, "source": limit.source})
+    for number, name in enumerate(options["models"]):
+        try:
+            found = _need(name, options)
+        except MlxMtpError as error:
+            found = {"refusal": str(error)}
+        _show({"model": number} | found)
+
+
+def _need(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    from mlx_mtp.config import EngineConfig
+    from mlx_mtp.engine.memory import least_memory
+    from mlx_mtp.inspect.found import find_model
+    from mlx_mtp.inspect.memory import memory_demand
+    from mlx_mtp.text.parsing.formats import OutputFormat
+    from mlx_mtp.text.tokenizer import Tokenizer
+
+    model = find_model(name)
+    demand = memory_demand(model, options["dtype"])
+    if demand.refusal is not None:
+        return {"refusal": demand.refusal}
+    tokens = min(demand.allowed, options["max_model_len"] or USEFUL_TOKENS)
+    step = options["prefill_step_size"] or EngineConfig().prefill_step_size
+    able = ["completion"]
+    if model.directory is not None:
+        form = OutputFormat.of_template(Tokenizer.load(model.directory).template, "auto", "auto")
+        offered = {"tools": form.tools, "thinking": form.reasoning}
+        able += [name for name, kind in offered.items() if kind != "none"]
+    return {
+        "refusal": None,
+        "nbytes": least_memory(demand.footprint, tokens, step, options["prefix_cache_size"]),
+        "weights": model.trunk[0] + model.head_bytes,
+        "context": min(demand.allowed, options["max_model_len"] or demand.allowed),
+        "kind": model.target.config["model_type"],
+        "able": able,
+    }
+
+
+def _show(fields: dict[str, Any]) -> None:
+    say(json.dumps(fields))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

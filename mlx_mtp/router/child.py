@@ -1,0 +1,107 @@
+"""A model's process: a server on a Unix socket that only this process can reach, and its log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_mtp.errors import UNEXPECTED
+from mlx_mtp.flags import PREFIX
+from mlx_mtp.server.adopted import PARENT
+from mlx_mtp.unix_http import BROKEN, ask
+
+logger = logging.getLogger(__name__)
+
+_LAST_LINES = 10
+_MAX_LINE = 1 << 16  # bytes of a line of the log; more is cut
+_PIECE = 1 << 16
+_BACKLOG = 2048
+
+
+class Child:
+    """One process. It exits by itself when this process ends, as its standard input does then."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)  # of its log
+
+    async def start(self, command: Sequence[str], num_keys: int) -> None:
+        """Start the process; raises OSError."""
+        # What variables say for this process, the command says for that one.
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(os.fspath(self.path))
+            # Requests can be sent from now on: they wait until it is ready.
+            sock.listen(_BACKLOG)
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=[sock.fileno()],
+                env={**kept, PARENT: f"{sock.fileno()} {num_keys}"},
+                cwd=self.path.parent,
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on.
+            )
+        self._log = asyncio.create_task(self._read_log())
+        self.pid = self._process.pid
+
+    async def wait(self) -> int:
+        """Wait for the end of the process and of its log; return its exit status."""
+        status = await self._process.wait()
+        with contextlib.suppress(TimeoutError):  # A process of its own may still have the pipe.
+            await asyncio.wait_for(self._log, 1.0)
+        self.path.unlink(missing_ok=True)
+        return status
+
+    def terminate(self) -> None:
+        """Let it finish its answers; a second time: end them with an error."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def is_healthy(self) -> bool:
+        """Ask it; may take for ever."""
+        try:
+            async with ask(self.path, "GET", "/health") as answer:
+                return answer.status == 200
+        except BROKEN:
+            return False
+
+    async def _read_log(self) -> None:
+        reader, rest = self._process.stderr, b""
+        assert reader is not None
+        while data := await reader.read(_PIECE):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[:_MAX_LINE]
+            for line in lines:
+                self._log_line(line[:_MAX_LINE].decode(errors="replace"))
+        if rest:
+            self._log_line(rest.decode(errors="replace"))
+
+    def _log_line(self, line: str) -> None:
+        """Log a line again, with the model's name. Lines of our own log are JSON."""
+        fields: dict[str, Any] = {"message": line, "level": "info"}
+        with contextlib.suppress(*UNEXPECTED):
+            fields |= json.loads(line)
+        text = str(fields.pop("message"))
+        if exception := fields.get("exception"):
+            text += f"\n{exception}"
+        if not text.strip():
+            return
+        self.last_lines.append(text.strip())
+        level = logging.getLevelNamesMapping().get(str(fields.pop("level")).upper(), logging.INFO)
+        more = {"model": self.name} | {k: v for k, v in fields.items() if k not in ("time",)}
+        # The message is formatted with its values: it must not look like a format itself.
+        logger.log(level, f"{self.name}: {text}".replace("%", "%%"), more)

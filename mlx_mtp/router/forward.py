@@ -1,0 +1,186 @@
+"""Passes a request on to its model's process, and the answer back as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from argparse import ArgumentTypeError
+from collections.abc import AsyncIterator, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_mtp.errors import UNEXPECTED, InvalidRequestError, MlxMtpError, UnavailableError
+from mlx_mtp.flags import duration
+from mlx_mtp.router.child import Child
+from mlx_mtp.server.http.access import CLIENT
+from mlx_mtp.server.http.body import read_body, until_disconnect
+from mlx_mtp.server.http.errors import StreamForm, public
+from mlx_mtp.server.http.middleware import REQUEST_ID, refuse
+from mlx_mtp.server.http.record import record_of
+from mlx_mtp.unix_http import BROKEN, SocketAnswer, ask
+
+if TYPE_CHECKING:
+    from mlx_mtp.router.app import RouterState
+    from mlx_mtp.router.fleet import ServedModel
+
+# Headers of a connection, and those that a process may believe from this one alone.
+_OWN = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"expect"}
+_OWN |= {b"transfer-encoding", b"content-length", b"authorization", b"x-api-key", CLIENT.encode()}
+_OF_ANSWER = {b"connection", b"transfer-encoding", b"date", REQUEST_ID.encode()}
+
+
+class RoutedBody(BaseModel):
+    """What the parent reads of a request's body; all of it goes to the model's process."""
+
+    model: str = Field("", max_length=256)
+    name: str = Field("", max_length=256)  # Ollama's older word for it
+    stream: Any = None
+    keep_alive: Any = None  # of Ollama's API: seconds, or a text such as 10m
+    messages: Any = None
+    prompt: Any = None
+
+    def seconds(self) -> float | None:
+        """`keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
+        if self.keep_alive is None:
+            return None
+        try:
+            return duration(str(self.keep_alive))
+        except ArgumentTypeError as error:
+            raise InvalidRequestError(f"keep_alive: {error}.", param="keep_alive") from None
+
+
+async def forward(request: Request) -> Response:
+    """Pass a request with a body on to the model that it names."""
+    state: RouterState = request.app.state.context
+    content, body = await read_body(request, state, RoutedBody)
+    model = state.fleet.find(body.model)
+    form = StreamForm(request.url.path, record_of(request.scope).route.error_body)
+    if form.is_ollama:
+        seconds = body.seconds()
+        state.fleet.keep(model, seconds)
+        if seconds == 0 and not (body.messages or body.prompt):  # It is how a model is ended.
+            done = {"model": body.model, "created_at": datetime.now(UTC).isoformat(), "done": True}
+            empty = {"response": "", "message": {"role": "assistant", "content": ""}}
+            return JSONResponse(done | empty | {"done_reason": "unload"})
+    state.limiter.reserve(request.scope, 1)
+    return Forwarded(state, form, model, content, form.wants_stream(body.stream))
+
+
+class Forwarded(Response):
+    """A model's answer, whoever makes it: the process, or errors of having none."""
+
+    def __init__(
+        self,
+        state: RouterState,
+        form: StreamForm,
+        model: ServedModel,
+        content: bytes,
+        streams: bool,
+    ) -> None:
+        super().__init__()
+        self._state, self._form, self._model = state, form, model
+        self._content, self._streams = content, streams
+        self._begun, self._last = False, b""  # of what the client gets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await until_disconnect(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error: Mapping[str, Any] | None = None
+        try:
+            async with self._child(send) as child:
+                target, headers = target_of(scope), child_headers(scope)
+                content, self._content = self._content, b""
+                # What waits for the process is all that is kept of the body from here on.
+                self._state.held.release(scope)
+                async with ask(child.path, scope["method"], target, headers, content) as answer:
+                    del content
+                    error = await self._copy(scope, send, answer)
+        except (MlxMtpError, *BROKEN) as fault:
+            if not isinstance(fault, MlxMtpError):
+                message = f"The process of the model {self._model.name!r} ended before its answer."
+                fault = UnavailableError(message)
+            if not self._begun:
+                await refuse(scope, fault)(scope, receive, send)
+                return
+            error = self._form.body(fault)
+            record_of(scope).reason = str(public(fault))
+        else:
+            # The process has written the log's line of this request.
+            record_of(scope).route = record_of(scope).route._replace(is_logged=False)
+        end = b"" if error is None else self._form.failure(error, self._last)
+        if error is None or (end and self._streams):
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+        # Otherwise the connection is closed in the middle of what was sent.
+
+    @contextlib.asynccontextmanager
+    async def _child(self, send: Send) -> AsyncIterator[Child]:
+        """Wait for the model's process; a stream gets signs of life meanwhile."""
+        settings, waits = self._state.fleet.config, contextlib.AsyncExitStack()
+        limit = min(settings.model_timeout, self._state.config.request_timeout or float("inf"))
+        entering = asyncio.ensure_future(
+            waits.enter_async_context(self._state.fleet.using(self._model, limit))
+        )
+        try:
+            patience = self._state.config.keep_alive_seconds if self._streams else None
+            while not (await asyncio.wait({entering}, timeout=patience))[0]:
+                await self._begin(send, 200, self._stream_headers())
+                await self._send(send, self._form.keep_alive)
+            yield entering.result()
+        finally:
+            entering.cancel()
+            await asyncio.gather(entering, return_exceptions=True)
+            await waits.aclose()
+
+    def _stream_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        made = Response(headers=headers, media_type=self._form.media_type)
+        return [each for each in made.raw_headers if each[0] != b"content-length"]
+
+    async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        self._last = piece
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _copy(
+        self, scope: Scope, send: Send, answer: SocketAnswer
+    ) -> Mapping[str, Any] | None:
+        """Send what the process answers; return its error if that comes too late for a status."""
+        if self._begun and answer.status != 200:
+            with contextlib.suppress(*UNEXPECTED):
+                return dict(json.loads(await answer.body()))
+            return self._form.body(UnavailableError("The model's process gave no answer."))
+        record = record_of(scope)
+        record.id = dict(answer.headers).get(REQUEST_ID.encode(), record.id.encode()).decode()
+        headers = [each for each in answer.headers if each[0] not in _OF_ANSWER]
+        await self._begin(send, answer.status, headers)
+        async for piece in answer.pieces():
+            await self._send(send, piece)
+        return None
+
+
+def target_of(scope: Scope) -> bytes:
+    """The path and the query of a request."""
+    query = scope["query_string"]
+    return bytes(scope["raw_path"] + (b"?" + query if query else b""))
+
+
+def child_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The headers of a request as the process gets them, with whose request it is."""
+    record = record_of(scope)
+    address = scope["client"][0] if scope.get("client") else ""
+    client = f"{record.key}/{address}/{time.perf_counter() - record.began:.4f}"
+    kept = [each for each in scope["headers"] if each[0] not in _OWN]
+    return [*kept, (CLIENT.encode(), client.encode())]

@@ -1,0 +1,151 @@
+"""Which models are in memory, by what is asked for; without processes, requests and clocks.
+
+Memory is a number of bytes that is shared out. A model is started when a request waits for it and
+there is room for its least need. Idle models make room, the least recently asked first; models that
+answer do so when a request has waited for `switch_after` seconds: they take no more requests then,
+and become idle.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+DEATHS, DEATHS_SECONDS = 3, 60.0
+"""A model whose process has died so often within so many seconds is refused for as long."""
+
+
+class ModelState(StrEnum):
+    """Where a model is; in memory in all states but the first."""
+
+    ON_DISK = "on disk"
+    LOADING = "loading"
+    READY = "ready"
+    STOPPING = "stopping"
+
+
+@dataclass(eq=False)
+class Resident:
+    """A model that may be in memory. Times are seconds of one clock, sizes are bytes."""
+
+    name: str
+    keep_alive: float  # seconds that it stays while it is idle
+    pinned: bool = False  # is started at once, and never ended
+    need: int | None = None  # the least memory that it is started with; None: not known yet
+    state: ModelState = ModelState.ON_DISK
+    share: int = 0  # memory that it has; 0 on disk
+    busy: int = 0  # requests that it answers
+    waiting: dict[Any, float] = field(default_factory=dict)  # requests, with their arrival
+    asked: float = 0.0  # when the last request came
+    idle_since: float = 0.0
+    draining: bool = False  # takes no more requests, so that another model gets its room
+    deaths: list[float] = field(default_factory=list)
+    refused_until: float = -math.inf  # after too many deaths
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody loses anything if it is ended."""
+        in_memory = self.state in (ModelState.LOADING, ModelState.READY)
+        return in_memory and not self.busy and (not self.waiting or self.draining)
+
+    @property
+    def since(self) -> float:
+        """When the request came that has waited for longest."""
+        return min(self.waiting.values(), default=-math.inf)
+
+    def is_wanted(self, now: float) -> bool:
+        """Whether it should be started."""
+        on_disk = self.state is ModelState.ON_DISK and self.need is not None
+        return on_disk and now >= self.refused_until and bool(self.waiting or self.pinned)
+
+    def count_death(self, now: float) -> None:
+        """Note that the process ended by itself, which may refuse the model for a while."""
+        self.deaths = [*(at for at in self.deaths if now - at < DEATHS_SECONDS), now]
+        if len(self.deaths) >= DEATHS:
+            self.deaths, self.refused_until = [], now + DEATHS_SECONDS
+
+
+class Decision(NamedTuple):
+    """What is to be done now, and when to decide again at the latest (`inf`: no time is set)."""
+
+    starts: list[Resident]  # their states and shares are set
+    stops: list[Resident]
+    again: float
+
+
+def decide(models: Sequence[Resident], limit: int, now: float, switch_after: float) -> Decision:
+    """Decide after any change; changes the states, the shares and who is draining."""
+    was_draining = {id(model) for model in models if model.draining}
+    for model in models:
+        model.draining = False
+    stops: list[Resident] = []
+    again = math.inf
+
+    def stop(model: Resident) -> None:
+        model.state = ModelState.STOPPING
+        stops.append(model)
+
+    for model in models:
+        if model.idle and model.state is ModelState.READY and not model.pinned:
+            if now >= model.idle_since + model.keep_alive:
+                stop(model)
+            else:
+                again = min(again, model.idle_since + model.keep_alive)
+        if model.waiting and now < model.refused_until:
+            again = min(again, model.refused_until)
+    free = limit - sum(model.share for model in models)
+    starts = []
+    for model in sorted((m for m in models if m.is_wanted(now)), key=lambda m: m.since):
+        need = model.need or 0
+        if need <= free:
+            model.state = ModelState.LOADING
+            model.share = max(need, min(_fair_share(model, models, limit), free))
+            free -= model.share
+            starts.append(model)
+            continue
+        room = free + sum(m.share for m in models if m.state is ModelState.STOPPING)
+        spared: list[Resident] = []
+        for other in sorted(_movable(models), key=lambda m: m.asked):
+            if other.idle and room < need:
+                spared.append(other)
+                room += other.share
+        if room >= need:
+            for other in spared:
+                stop(other)
+            break  # Nobody else may take the room.
+        if now < (due := model.since + switch_after):
+            again = min(again, due)
+            continue
+        # One that drains goes on with it, whoever is asked meanwhile.
+        answering = [m for m in _movable(models) if m.state is ModelState.READY and not m.idle]
+        for other in sorted(answering, key=lambda m: (id(m) not in was_draining, m.asked)):
+            if room < need:
+                other.draining = True
+                room += other.share
+        break
+    return Decision(starts, stops, again)
+
+
+def most_room(model: Resident, models: Iterable[Resident], limit: int) -> int:
+    """The most memory that there will ever be for a model, beside those that are pinned."""
+    pinned = (m.share or m.need or 0 for m in models if m.pinned and m is not model)
+    return limit - sum(pinned)
+
+
+def _movable(models: Iterable[Resident]) -> list[Resident]:
+    in_memory = (ModelState.LOADING, ModelState.READY)
+    return [m for m in models if m.state in in_memory and not m.pinned]
+
+
+def _fair_share(model: Resident, models: Iterable[Resident], limit: int) -> int:
+    """The model's part of all memory if it is shared with the largest others that fit beside it.
+
+    So each other model that fits beside its need fits beside its share, too.
+    """
+    total = need = model.need or 0
+    others = sorted((m.need or 0 for m in models if m is not model), reverse=True)
+    for other in others:
+        if total + other <= limit:
+            total += other
+    return limit * need // total
