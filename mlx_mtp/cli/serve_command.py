@@ -4,9 +4,9 @@ import argparse
 from typing import Any
 
 from mlx_mtp.cli.serve import serve
+from mlx_mtp.cli.serve_models import run_router, wants_router
 from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.options import SERVE_FLAGS
-from mlx_mtp.router.command import run_router, wants_router
 
 
 def add_serve(commands: Any) -> None:

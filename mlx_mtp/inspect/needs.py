@@ -6,9 +6,11 @@ The argument is JSON: `models`, and the values of --dtype, --memory-limit, --max
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator, Sequence
+from fnmatch import fnmatch
 from typing import Any
 
 from mlx_mtp import backend
@@ -18,6 +20,22 @@ from mlx_mtp.safe_path import command_of
 
 USEFUL_TOKENS = 16_384
 """A model is not loaded into less memory than a request of so many tokens takes."""
+
+
+def cached_models() -> list[str]:
+    """Hub ids of the models in the Hugging Face cache that have weights."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with contextlib.suppress(CacheNotFound):
+        repos = [each for each in scan_cache_dir().repos if each.repo_type == "model"]
+        return sorted(each.repo_id for each in repos if any(map(_has_weights, each.revisions)))
+    return []
+
+
+def _has_weights(revision: Any) -> bool:
+    names = {file.file_name for file in revision.files}
+    return "config.json" in names and any(fnmatch(n, "model*.safetensors") for n in names)
 
 
 async def planned(models: Sequence[str | None], options: dict[str, Any]) -> AsyncIterator[Any]:

@@ -29,30 +29,32 @@ _BACKLOG = 2048
 class Child:
     """One process. It exits by itself when this process ends, as its standard input does then."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: Path, process: asyncio.subprocess.Process) -> None:
+        self.name, self.path, self._process = name, path, process
         self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)  # of its log
+        self._num_signals = 0
+        self._log = asyncio.create_task(self._read_log())
 
-    async def start(self, command: Sequence[str], num_keys: int) -> None:
-        """Start the process; raises OSError."""
+    @classmethod
+    async def start(cls, name: str, path: Path, command: Sequence[str], num_keys: int) -> Child:
+        """Start a process that listens on the path; raises OSError."""
         # What variables say for this process, the command says for that one.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.bind(os.fspath(self.path))
+            sock.bind(os.fspath(path))
             # Requests can be sent from now on: they wait until it is ready.
             sock.listen(_BACKLOG)
-            self._process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=[sock.fileno()],
                 env={**kept, PARENT: f"{sock.fileno()} {num_keys}"},
-                cwd=self.path.parent,
+                cwd=path.parent,
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on.
             )
-        self._log = asyncio.create_task(self._read_log())
-        self.pid = self._process.pid
+        return cls(name, path, process)
 
     async def wait(self) -> int:
         """Wait for the end of the process and of its log; return its exit status."""
@@ -62,10 +64,15 @@ class Child:
         self.path.unlink(missing_ok=True)
         return status
 
-    def terminate(self) -> None:
-        """Let it finish its answers; a second time: end them with an error."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+    def terminate(self, most: int) -> None:
+        """Send one signal more, of at most so many.
+
+        By the first it finishes its answers, by the second it ends them with an error.
+        """
+        if self._num_signals < most:
+            self._num_signals += 1
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # Headers of a connection, and those that a process may believe from this one alone.
 _OWN = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"expect"}
 _OWN |= {b"transfer-encoding", b"content-length", b"authorization", b"x-api-key", CLIENT.encode()}
+_ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05  # to reach a process that has ended a moment ago
 _OF_ANSWER = {b"connection", b"transfer-encoding", b"date", REQUEST_ID.encode()}
 
 
@@ -94,16 +95,9 @@ class Forwarded(Response):
             await until_disconnect(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error: Mapping[str, Any] | None = None
+        record, error = record_of(scope), None
         try:
-            async with self._child(send) as child:
-                target, headers = target_of(scope), child_headers(scope)
-                content, self._content = self._content, b""
-                # What waits for the process is all that is kept of the body from here on.
-                self._state.held.release(scope)
-                async with ask(child.path, scope["method"], target, headers, content) as answer:
-                    del content
-                    error = await self._copy(scope, send, answer)
+            error = await self._pass_on(scope, send)
         except (MlxMtpError, *BROKEN) as fault:
             if not isinstance(fault, MlxMtpError):
                 message = f"The process of the model {self._model.name!r} ended before its answer."
@@ -111,15 +105,35 @@ class Forwarded(Response):
             if not self._begun:
                 await refuse(scope, fault)(scope, receive, send)
                 return
-            error = self._form.body(fault)
-            record_of(scope).reason = str(public(fault))
+            error, record.reason = self._form.body(fault), str(public(fault))
         else:
             # The process has written the log's line of this request.
-            record_of(scope).route = record_of(scope).route._replace(is_logged=False)
+            record.route = record.route._replace(is_logged=False)
         end = b"" if error is None else self._form.failure(error, self._last)
         if error is None or (end and self._streams):
             await send({"type": "http.response.body", "body": end, "more_body": False})
         # Otherwise the connection is closed in the middle of what was sent.
+
+    async def _pass_on(self, scope: Scope, send: Send) -> Mapping[str, Any] | None:
+        """Have the process answer; return its error if that comes too late for a status."""
+        target, attempts = target_of(scope), _ATTEMPTS
+        while True:
+            try:
+                async with (
+                    self._child(send) as child,
+                    ask(
+                        *(child.path, scope["method"], target),
+                        *(child_headers(scope), self._content),
+                    ) as answer,
+                ):
+                    # From here on nothing is kept of the body.
+                    self._content = b""
+                    self._state.held.release(scope)
+                    return await self._copy(scope, send, answer)
+            except ConnectionRefusedError:  # It has ended, which will be noticed at once.
+                if (attempts := attempts - 1) == 0:
+                    raise
+                await asyncio.sleep(_ATTEMPT_SECONDS)
 
     @contextlib.asynccontextmanager
     async def _child(self, send: Send) -> AsyncIterator[Child]:

@@ -25,6 +25,9 @@ class ModelState(StrEnum):
     STOPPING = "stopping"
 
 
+_IN_MEMORY = (ModelState.LOADING, ModelState.READY)
+
+
 @dataclass(eq=False)
 class Resident:
     """A model that may be in memory. Times are seconds of one clock, sizes are bytes."""
@@ -46,8 +49,7 @@ class Resident:
     @property
     def idle(self) -> bool:
         """Whether nobody loses anything if it is ended."""
-        in_memory = self.state in (ModelState.LOADING, ModelState.READY)
-        return in_memory and not self.busy and (not self.waiting or self.draining)
+        return self.state in _IN_MEMORY and not self.busy and (not self.waiting or self.draining)
 
     @property
     def since(self) -> float:
@@ -76,26 +78,18 @@ class Decision(NamedTuple):
 
 def decide(models: Sequence[Resident], limit: int, now: float, switch_after: float) -> Decision:
     """Decide after any change; changes the states, the shares and who is draining."""
-    was_draining = {id(model) for model in models if model.draining}
-    for model in models:
-        model.draining = False
+    starts: list[Resident] = []
     stops: list[Resident] = []
+    drained: list[Resident] = []
     again = math.inf
-
-    def stop(model: Resident) -> None:
-        model.state = ModelState.STOPPING
-        stops.append(model)
-
     for model in models:
-        if model.idle and model.state is ModelState.READY and not model.pinned:
-            if now >= model.idle_since + model.keep_alive:
-                stop(model)
-            else:
-                again = min(again, model.idle_since + model.keep_alive)
         if model.waiting and now < model.refused_until:
             again = min(again, model.refused_until)
+        if model.state is ModelState.READY and model.idle and not (model.waiting or model.pinned):
+            until = model.idle_since + model.keep_alive
+            again = min(again, until if now < until else math.inf)
+            stops += [model] if now >= until else []
     free = limit - sum(model.share for model in models)
-    starts = []
     for model in sorted((m for m in models if m.is_wanted(now)), key=lambda m: m.since):
         need = model.need or 0
         if need <= free:
@@ -104,26 +98,32 @@ def decide(models: Sequence[Resident], limit: int, now: float, switch_after: flo
             free -= model.share
             starts.append(model)
             continue
-        room = free + sum(m.share for m in models if m.state is ModelState.STOPPING)
+        leaving = [m for m in models if m.state is ModelState.STOPPING or m in stops]
+        room = free + sum(m.share for m in leaving)
+        movable = [m for m in models if m.state in _IN_MEMORY and not m.pinned and m not in leaving]
         spared: list[Resident] = []
-        for other in sorted(_movable(models), key=lambda m: m.asked):
+        for other in sorted(movable, key=lambda m: m.asked):
             if other.idle and room < need:
                 spared.append(other)
                 room += other.share
         if room >= need:
-            for other in spared:
-                stop(other)
+            stops += spared
             break  # Nobody else may take the room.
         if now < (due := model.since + switch_after):
             again = min(again, due)
             continue
         # One that drains goes on with it, whoever is asked meanwhile.
-        answering = [m for m in _movable(models) if m.state is ModelState.READY and not m.idle]
-        for other in sorted(answering, key=lambda m: (id(m) not in was_draining, m.asked)):
+        drained += [other for other in spared if other.draining]
+        answering = [m for m in movable if m.busy]
+        for other in sorted(answering, key=lambda m: (not m.draining, m.asked)):
             if room < need:
-                other.draining = True
+                drained.append(other)
                 room += other.share
         break
+    for model in models:
+        model.draining = model in drained
+    for model in stops:
+        model.state = ModelState.STOPPING
     return Decision(starts, stops, again)
 
 
@@ -131,11 +131,6 @@ def most_room(model: Resident, models: Iterable[Resident], limit: int) -> int:
     """The most memory that there will ever be for a model, beside those that are pinned."""
     pinned = (m.share or m.need or 0 for m in models if m.pinned and m is not model)
     return limit - sum(pinned)
-
-
-def _movable(models: Iterable[Resident]) -> list[Resident]:
-    in_memory = (ModelState.LOADING, ModelState.READY)
-    return [m for m in models if m.state in in_memory and not m.pinned]
 
 
 def _fair_share(model: Resident, models: Iterable[Resident], limit: int) -> int:

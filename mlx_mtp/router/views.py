@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from mlx_mtp.unix_http import BROKEN, ask
 
 if TYPE_CHECKING:
     from mlx_mtp.router.app import RouterState
+    from mlx_mtp.router.child import Child
     from mlx_mtp.router.fleet import ServedModel
 
 _LIVE_SECONDS = 0.5
@@ -140,49 +141,28 @@ async def metrics(request: Request) -> Response:
 class LiveFeed:
     """The state of all models in one message, as the page and `mlx-mtp top` show it."""
 
-    def __init__(self, state: RouterState) -> None:
-        self._state, self._latest = state, dict[str, dict[str, Any]]()
-        self._readers: dict[str, asyncio.Task[None]] = {}
-        self._num_watchers = 0
+    watching = contextlib.nullcontext  # The processes bound the number of watchers.
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Read the processes' messages while somebody watches."""
-        self._num_watchers += 1
-        try:
-            yield
-        finally:
-            self._num_watchers -= 1
-            for task in self._readers.values() if not self._num_watchers else ():
-                task.cancel()
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
 
     async def event_stream(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events."""
-        limiter = self._state.limiter
-        while not (limiter.draining and limiter.held == 0):
-            for each in self._state.fleet.running:
-                if each.name not in self._readers or self._readers[each.name].done():
-                    self._readers[each.name] = asyncio.create_task(self._read(each))
-            yield b"data: " + json.dumps(self._message()).encode() + b"\n\n"
-            await asyncio.sleep(_LIVE_SECONDS)
-
-    async def _read(self, model: ServedModel) -> None:
-        rest = b""
+        """Yield server-sent events, made of those of the processes."""
+        limiter, latest = self._state.limiter, dict[str, dict[str, Any]]()
+        readers: dict[Child | None, asyncio.Task[None]] = {}
         try:
-            assert model.child is not None
-            async with ask(model.child.path, "GET", "/live") as answer:
-                async for piece in answer.pieces():
-                    *events, rest = (rest + piece).split(b"\n\n")
-                    if events:
-                        self._latest[model.name] = json.loads(events[-1].removeprefix(b"data: "))
-        except (*BROKEN, *UNEXPECTED):
-            pass  # The process has ended.
+            while not (limiter.draining and limiter.held == 0):
+                for each in self._state.fleet.running:
+                    if each.child not in readers:
+                        readers[each.child] = asyncio.create_task(_read_live(each, latest))
+                yield b"data: " + json.dumps(self._message(latest)).encode() + b"\n\n"
+                await asyncio.sleep(_LIVE_SECONDS)
         finally:
-            self._latest.pop(model.name, None)
+            for task in readers.values():
+                task.cancel()
 
-    def _message(self) -> dict[str, Any]:
-        state = self._state
-        merged = merged_live(self._latest)
+    def _message(self, latest: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        state, merged = self._state, merged_live(latest)
         merged["server"] |= {
             "models": state.model_names,
             "states": {each.name: each.shown_state for each in state.fleet.models},
@@ -192,3 +172,16 @@ class LiveFeed:
             "uptime": time.time() - state.created.timestamp(),
         }
         return merged
+
+
+async def _read_live(model: ServedModel, latest: dict[str, dict[str, Any]]) -> None:
+    """Keep the latest message of a model's process until it ends."""
+    rest = b""
+    with contextlib.suppress(*BROKEN, *UNEXPECTED):
+        assert model.child is not None
+        async with ask(model.child.path, "GET", "/live") as answer:
+            async for piece in answer.pieces():
+                *events, rest = (rest + piece).split(b"\n\n")
+                if events:
+                    latest[model.name] = json.loads(events[-1].removeprefix(b"data: "))
+    latest.pop(model.name, None)

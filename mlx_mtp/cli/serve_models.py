@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mlx_mtp.config import RouterConfig, ServerConfig, flags_of, from_options
 from mlx_mtp.console import labelled, say
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import arguments_of
+from mlx_mtp.inspect.needs import cached_models, planned
 from mlx_mtp.options import BUNDLED_NAME, SERVE_FLAGS, check_serve, model_name
 from mlx_mtp.router.fleet import Fleet, ServedModel
 from mlx_mtp.safe_path import command_of
@@ -42,7 +42,6 @@ def run_router(options: argparse.Namespace) -> int:
     if "MLX_RANK" in os.environ:
         raise UsageError("mlx.launch is for one model: leave out the others, and --keep-alive.")
     logs.set_up(options.log_level, options.log_format)
-    from mlx_mtp.inspect.needs import planned
     from mlx_mtp.router.app import create_router
     from mlx_mtp.server.http.access import read_keys, warn_if_open
     from mlx_mtp.server.serving import bind, make_server, run_server
@@ -99,7 +98,7 @@ def served_models(options: argparse.Namespace, config: RouterConfig) -> list[Ser
             name, source = "", text
         models.append(_served_model(name, source, config))
     known = {model.source for model in models}
-    for source in _cached_models() if options.all else ():
+    for source in cached_models() if options.all else ():
         if source not in known:
             models.append(_served_model("", source, config))
             models[-1].is_found = True
@@ -113,7 +112,8 @@ def served_models(options: argparse.Namespace, config: RouterConfig) -> list[Ser
     counts.update(model.name.rpartition("/")[2] for model in models if "/" in model.name)
     for model in models:
         short = model.name.rpartition("/")[2]
-        model.names = model.names or (model.name, *({short} if counts[short] == 1 else ()))
+        more = (short,) if counts[short] == 1 and short != model.name else ()
+        model.names = model.names or (model.name, *more)
     for name in config.pinned:
         if not (found := [model for model in models if name in model.names]):
             raise UsageError(f"--pinned {name}: there is no such model among those served.")
@@ -129,22 +129,6 @@ def _served_model(name: str, source: str, config: RouterConfig) -> ServedModel:
     elif source == BUNDLED_NAME:
         found = None
     return ServedModel(name or source, config.keep_alive, source=found)
-
-
-def _cached_models() -> list[str]:
-    """Hub ids of the models in the Hugging Face cache that have weights."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    with contextlib.suppress(CacheNotFound):
-        repos = [each for each in scan_cache_dir().repos if each.repo_type == "model"]
-        return sorted(each.repo_id for each in repos if any(map(_has_weights, each.revisions)))
-    return []
-
-
-def _has_weights(revision: Any) -> bool:
-    names = {file.file_name for file in revision.files}
-    return "config.json" in names and any(fnmatch(n, "model*.safetensors") for n in names)
 
 
 def child_command(options: argparse.Namespace, model: ServedModel, num_models: int) -> list[str]:
