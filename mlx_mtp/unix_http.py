@@ -1,18 +1,22 @@
-"""A client of HTTP/1.1 on a Unix socket, with answers as they come."""
+"""Unix sockets: where they are, and a client of HTTP/1.1 on them, with answers as they come."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import h11
 
+from mlx_mtp.errors import UsageError
+
 BROKEN = (OSError, h11.RemoteProtocolError)
 """Errors of asking a process that has ended."""
 _PIECE = 1 << 16
+_PATH_BYTES = 100  # that a socket's path may have on a Mac
 Headers = Sequence[tuple[bytes, bytes]]
 
 
@@ -78,3 +82,13 @@ async def ask(
         yield answer
     finally:
         writer.transport.abort()
+
+
+def private_folder() -> Path:
+    """Make a directory for sockets that only this user can enter; raises UsageError."""
+    for base in (None, "/tmp"):
+        folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base))  # of mode 0700
+        if len(os.fsencode(folder)) + len("/999999") <= _PATH_BYTES:
+            return folder
+        folder.rmdir()
+    raise UsageError(f"The path of the directory for temporary files is too long: {folder}.")

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.router import views
-from mlx_mtp.router.fleet import Fleet
+from mlx_mtp.router.fleet import EVENTS, Fleet
 from mlx_mtp.router.forward import forward
 from mlx_mtp.server import page
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
@@ -40,13 +39,11 @@ ROUTES = routes_of(
 )
 
 
-class RouterMetrics(Collector):
+class RouterMetrics:
     """What the parent counts; the processes have the rest."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._requests = fleet, Counter[tuple[str, ...]]()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def count(self, name: str, *labels: str) -> None:
         if name == "http_requests":
@@ -56,25 +53,22 @@ class RouterMetrics(Collector):
         """The processes do that."""
 
     def render(self) -> str:
-        return generate_latest(self._registry).decode()
+        registry: Any = self  # `collect` is all that is asked of it.
+        return generate_latest(registry).decode()
 
     def collect(self) -> Iterator[Metric]:
         counts, models = self._fleet.counts, self._fleet.models
-
-        def family(kind: Any, name: str, labels: str, samples: Iterable[tuple[Any, float]]) -> Any:
-            made = kind(f"mlx_mtp:router_{name}", name, labels=labels.split())
-            for values, number in samples:
-                made.add_metric(values, number)
-            return made
-
-        yield family(CounterMetricFamily, "requests", "route status", self._requests.items())
-        for event in ("loads", "unloads", "deaths"):
-            samples = [((each.name,), counts[event, each.name]) for each in models]
-            yield family(CounterMetricFamily, event, "model", samples)
-        shares = [((each.name,), each.share) for each in models]
-        yield family(GaugeMetricFamily, "memory_bytes", "model", shares)
-        waiting = [((each.name,), len(each.waiting)) for each in models]
-        yield family(GaugeMetricFamily, "waiting", "model", waiting)
+        by_model = {event: [counts[event, m.name] for m in models] for event in EVENTS}
+        by_model |= {"memory_bytes": [m.share for m in models]}
+        by_model |= {"waiting": [len(m.waiting) for m in models]}
+        samples = {name: zip([[m.name] for m in models], of) for name, of in by_model.items()}
+        for name, rows in {"requests": self._requests.items(), **samples}.items():
+            kind: Any = CounterMetricFamily if name in ("requests", *EVENTS) else GaugeMetricFamily
+            labels = ["route", "status"] if name == "requests" else ["model"]
+            family = kind(f"mlx_mtp:router_{name}", name.replace("_", " "), labels=labels)
+            for values, number in rows:
+                family.add_metric(values, number)
+            yield family
 
 
 class RouterState:

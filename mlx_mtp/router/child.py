@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import socket
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from mlx_mtp.errors import UNEXPECTED
 from mlx_mtp.flags import PREFIX
+from mlx_mtp.logs import log_again
 from mlx_mtp.server.adopted import PARENT
 from mlx_mtp.unix_http import BROKEN, ask
 
 logger = logging.getLogger(__name__)
 
 _LAST_LINES = 10
-_MAX_LINE = 1 << 16  # bytes of a line of the log; more is cut
-_PIECE = 1 << 16
+_MAX_LINE = 1 << 24  # bytes of a line of the log
 _BACKLOG = 2048
 
 
@@ -52,6 +49,7 @@ class Child:
                 pass_fds=[sock.fileno()],
                 env={**kept, PARENT: f"{sock.fileno()} {num_keys}"},
                 cwd=path.parent,
+                limit=_MAX_LINE,
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on.
             )
         return cls(name, path, process)
@@ -87,28 +85,10 @@ class Child:
             return False
 
     async def _read_log(self) -> None:
-        reader, rest = self._process.stderr, b""
-        assert reader is not None
-        while data := await reader.read(_PIECE):
-            *lines, rest = (rest + data).split(b"\n")
-            rest = rest[:_MAX_LINE]
-            for line in lines:
-                self._log_line(line[:_MAX_LINE].decode(errors="replace"))
-        if rest:
-            self._log_line(rest.decode(errors="replace"))
-
-    def _log_line(self, line: str) -> None:
-        """Log a line again, with the model's name. Lines of our own log are JSON."""
-        fields: dict[str, Any] = {"message": line, "level": "info"}
-        with contextlib.suppress(*UNEXPECTED):
-            fields |= json.loads(line)
-        text = str(fields.pop("message"))
-        if exception := fields.get("exception"):
-            text += f"\n{exception}"
-        if not text.strip():
-            return
-        self.last_lines.append(text.strip())
-        level = logging.getLevelNamesMapping().get(str(fields.pop("level")).upper(), logging.INFO)
-        more = {"model": self.name} | {k: v for k, v in fields.items() if k not in ("time",)}
-        # The message is formatted with its values: it must not look like a format itself.
-        logger.log(level, f"{self.name}: {text}".replace("%", "%%"), more)
+        assert self._process.stderr is not None
+        line = b"-"
+        while line:
+            with contextlib.suppress(ValueError):  # A line that is longer is lost.
+                line = await self._process.stderr.readline()
+                text = log_again(logger, line.decode(errors="replace"), self.name)
+                self.last_lines += [text] if text else []

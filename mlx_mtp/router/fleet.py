@@ -7,13 +7,10 @@ import contextlib
 import json
 import logging
 import math
-import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mlx_mtp import errors
@@ -23,7 +20,7 @@ from mlx_mtp.console import size_text
 from mlx_mtp.router import policy
 from mlx_mtp.router.child import Child
 from mlx_mtp.router.policy import ModelState, Resident
-from mlx_mtp.unix_http import BROKEN, ask
+from mlx_mtp.unix_http import BROKEN, ask, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +29,8 @@ HEALTH_SECONDS = 30.0
 _LEAST_FAILURES = 3  # to answer, after which it is: this process may have been suspended
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 15.0  # for an idle process to end, after which it is killed
-_PATH_BYTES = 100  # that a Unix socket's path may have on a Mac
 _SHOWN_LINES = 3  # of a log, in errors
+EVENTS = ("loads", "unloads", "deaths")
 Plans = AsyncIterator[dict[str, Any]]
 """The lines of `mlx_mtp.inspect.needs`."""
 
@@ -47,7 +44,6 @@ class ServedModel(Resident):
     is_found: bool = False  # on the disk, not named by the user
     plan: dict[str, Any] = field(default_factory=dict)  # its line of `Plans`
     card: dict[str, Any] = field(default_factory=dict)  # its own, in /v1/models
-    shown: bytes = b""  # its own answer to /api/show
     child: Child | None = None
     last_lines: list[str] = field(default_factory=list)  # of the log of its last process
 
@@ -66,12 +62,14 @@ class ServedModel(Resident):
         lines = [shortened(line) for line in self.last_lines[-_SHOWN_LINES:]]
         return f"The last lines of its log: {' | '.join(lines) or 'none'}"
 
-    def fail_waiting(self, error: Exception) -> None:
-        """End the requests that wait for the model."""
+    def take_waiting(self) -> list[asyncio.Future[Child]]:
+        """Return the requests that wait for the model, which do so no longer."""
         waiting, self.waiting = self.waiting, {}
-        for begins in waiting:
-            if not begins.done():
-                begins.set_exception(error)
+        return [begins for begins in waiting if not begins.done()]
+
+    def fail_waiting(self, error: Exception) -> None:
+        for begins in self.take_waiting():
+            begins.set_exception(error)
 
 
 class Fleet:
@@ -89,7 +87,7 @@ class Fleet:
         any_name: bool = False,
     ) -> None:
         self.models, self.config = list(models), config
-        self.counts: Counter[tuple[str, str]] = Counter()  # of loads, unloads, deaths, by model
+        self.counts: Counter[tuple[str, str]] = Counter()  # of `EVENTS`, by model
         self._limit: int | None = None  # bytes for all models; None: not known yet
         self._command, self._plans = command, plans
         self._num_keys, self._max_queue, self._any_name = num_keys, max_queue, any_name
@@ -100,16 +98,16 @@ class Fleet:
     def start(self) -> None:
         """Plan the memory of all models, and start those that are pinned."""
         self._loop = asyncio.get_running_loop()
-        self._folder = _private_folder()
+        self._folder = private_folder()
         self._run(self._plan())
 
     async def stop(self) -> None:
         """End all processes; those that don't end are killed."""
         self._limit = None  # Nothing is decided any more.
+        self.end_all()
         children = [model.child for model in self.models if model.child is not None]
         for model in self.models:
             model.state = ModelState.STOPPING
-            model.fail_waiting(errors.EngineStoppedError("The server is shutting down."))
         for child in children:
             child.terminate(1)
         ends = [asyncio.ensure_future(child.wait()) for child in children]
@@ -204,9 +202,8 @@ class Fleet:
 
     def _check_waiting(self, model: ServedModel) -> None:
         """Raise UnavailableError if it would be of no use to wait for the model."""
-        name, retry, left = f"The model {model.name!r}", None, model.refused_until - model.asked
-        used, total = sum(each.share for each in self.models), self._limit or 0
-        room = policy.most_room(model, self.models, total)
+        name, retry, total = f"The model {model.name!r}", None, self._limit or 0
+        left, room = model.refused_until - model.asked, policy.most_room(model, self.models, total)
         waiting = sum(len(each.waiting) for each in self.models)
         if (refusal := model.plan.get("refusal")) is not None:
             reason = f"{name} can't be served: {refusal}"
@@ -219,9 +216,8 @@ class Fleet:
             reason += f"are {size_text(max(room, 0))} of {size_text(total)} at most."
         elif waiting >= self._max_queue:
             retry = errors.UNKNOWN_RETRY_SECONDS
-            reason = f"{waiting} requests wait for models to be loaded, and no more than "
-            reason += f"{self._max_queue} may (--max-queue). Of the memory {size_text(used)} of "
-            reason += f"{size_text(total)} are in use. Try again later."
+            reason = f"{waiting} requests wait for models, and no more than {self._max_queue} may "
+            reason += f"(--max-queue); {len(self.running)} of {len(self.models)} models are loaded."
         else:
             return
         raise errors.UnavailableError(reason, retry_after=retry)
@@ -236,26 +232,19 @@ class Fleet:
         decision = policy.decide(self.models, self._limit, now, self.config.switch_after)
         for model in self.models:
             if model in decision.stops:
-                self._end(model)
+                logger.info("%s: is ended; idle for %.0f s", model.name, now - model.idle_since)
+                self.counts["unloads", model.name] += 1
+                if model.child is not None:
+                    model.child.terminate(1)
+                    self._loop.call_later(_STOP_SECONDS, model.child.kill)
             elif model in decision.starts:
                 self._run(self._life(model))
             elif model.is_ready and not model.draining and model.child is not None:
-                waiting, model.waiting = model.waiting, {}
-                for begins in waiting:
-                    if not begins.done():
-                        model.busy += 1
-                        begins.set_result(model.child)
+                for begins in model.take_waiting():
+                    model.busy += 1
+                    begins.set_result(model.child)
         if decision.again < math.inf:
             self._timer = self._loop.call_at(max(decision.again, now + 0.01), self._decide)
-
-    def _end(self, model: ServedModel) -> None:
-        """Let a process end that has nothing to do."""
-        seconds = self._loop.time() - model.idle_since
-        logger.info("%s: is ended; nobody has asked for %.0f s", model.name, seconds)
-        self.counts["unloads", model.name] += 1
-        if (child := model.child) is not None:
-            child.terminate(1)
-            self._loop.call_later(_STOP_SECONDS, child.kill)
 
     async def _life(self, model: ServedModel) -> None:
         """Run the model's process from its start to its end."""
@@ -295,7 +284,8 @@ class Fleet:
                 while not await child.is_healthy():
                     await asyncio.sleep(_POLL_SECONDS)
                 with contextlib.suppress(*BROKEN, *errors.UNEXPECTED):
-                    await self._look_at(model, child)
+                    async with ask(child.path, "GET", "/v1/models") as answer:
+                        model.card = json.loads(await answer.body())["data"][0]
         except TimeoutError:
             logger.error("%s: not loaded after %g s", model.name, self.config.model_timeout)
             child.kill()
@@ -314,14 +304,6 @@ class Fleet:
             last, failures = (asked, 0) if healthy else (last, failures + 1)
         logger.error("%s: killed, as it was not healthy for %g s", model.name, HEALTH_SECONDS)
         child.kill()
-
-    async def _look_at(self, model: ServedModel, child: Child) -> None:
-        """Keep what a running model says about itself."""
-        async with ask(child.path, "GET", "/v1/models") as answer:
-            model.card = json.loads(await answer.body())["data"][0]
-        body = json.dumps({"model": model.name}).encode()
-        async with ask(child.path, "POST", "/api/show", body=body) as answer:
-            model.shown = await answer.body()
 
     async def _plan(self) -> None:
         """Learn what the models need. Those that can't be served and weren't named are left out."""
@@ -353,13 +335,3 @@ class Fleet:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _private_folder() -> Path:
-    """Make a directory that only this user can enter, with a path that is short enough."""
-    for base in (None, "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base))  # of mode 0700
-        if len(os.fsencode(folder)) + len("/999999") <= _PATH_BYTES:
-            return folder
-        folder.rmdir()
-    raise errors.UsageError(f"The path of the directory for temporary files is too long: {folder}.")

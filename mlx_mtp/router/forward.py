@@ -6,21 +6,18 @@ import asyncio
 import contextlib
 import json
 import time
-from argparse import ArgumentTypeError
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_mtp.errors import UNEXPECTED, InvalidRequestError, MlxMtpError, UnavailableError
-from mlx_mtp.flags import duration
+from mlx_mtp.errors import UNEXPECTED, MlxMtpError, UnavailableError
 from mlx_mtp.router.child import Child
 from mlx_mtp.server.http.access import CLIENT
-from mlx_mtp.server.http.body import read_body, until_disconnect
+from mlx_mtp.server.http.body import RoutedBody, read_body, until_disconnect
 from mlx_mtp.server.http.errors import StreamForm, public
 from mlx_mtp.server.http.middleware import REQUEST_ID, refuse
 from mlx_mtp.server.http.record import record_of
@@ -35,26 +32,6 @@ _OWN = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"
 _OWN |= {b"transfer-encoding", b"content-length", b"authorization", b"x-api-key", CLIENT.encode()}
 _ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05  # to reach a process that has ended a moment ago
 _OF_ANSWER = {b"connection", b"transfer-encoding", b"date", REQUEST_ID.encode()}
-
-
-class RoutedBody(BaseModel):
-    """What the parent reads of a request's body; all of it goes to the model's process."""
-
-    model: str = Field("", max_length=256)
-    name: str = Field("", max_length=256)  # Ollama's older word for it
-    stream: Any = None
-    keep_alive: Any = None  # of Ollama's API: seconds, or a text such as 10m
-    messages: Any = None
-    prompt: Any = None
-
-    def seconds(self) -> float | None:
-        """`keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
-        if self.keep_alive is None:
-            return None
-        try:
-            return duration(str(self.keep_alive))
-        except ArgumentTypeError as error:
-            raise InvalidRequestError(f"keep_alive: {error}.", param="keep_alive") from None
 
 
 async def forward(request: Request) -> Response:
@@ -146,18 +123,13 @@ class Forwarded(Response):
         try:
             patience = self._state.config.keep_alive_seconds if self._streams else None
             while not (await asyncio.wait({entering}, timeout=patience))[0]:
-                await self._begin(send, 200, self._stream_headers())
+                await self._begin(send, 200, self._form.headers)
                 await self._send(send, self._form.keep_alive)
             yield entering.result()
         finally:
             entering.cancel()
             await asyncio.gather(entering, return_exceptions=True)
             await waits.aclose()
-
-    def _stream_headers(self) -> list[tuple[bytes, bytes]]:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        made = Response(headers=headers, media_type=self._form.media_type)
-        return [each for each in made.raw_headers if each[0] != b"content-length"]
 
     async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if not self._begun:

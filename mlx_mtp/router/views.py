@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,19 +15,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp import __version__
-from mlx_mtp.errors import UNEXPECTED, InvalidRequestError, NotFoundError
-from mlx_mtp.router.forward import RoutedBody, child_headers, target_of
+from mlx_mtp.errors import InvalidRequestError, NotFoundError
+from mlx_mtp.router.forward import child_headers, target_of
 from mlx_mtp.server import cards
-from mlx_mtp.server.http.body import read_body, read_bytes
-from mlx_mtp.server.merged import merged_live, merged_metrics
+from mlx_mtp.server.http.body import RoutedBody, read_body, read_bytes
+from mlx_mtp.server.merged import merged_metrics, merged_stream
 from mlx_mtp.unix_http import BROKEN, ask
 
 if TYPE_CHECKING:
     from mlx_mtp.router.app import RouterState
-    from mlx_mtp.router.child import Child
     from mlx_mtp.router.fleet import ServedModel
-
-_LIVE_SECONDS = 0.5
 
 
 def _state(request: Request) -> RouterState:
@@ -82,10 +79,10 @@ async def processes(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """POST /api/show; no model is loaded for it, as clients ask it of each."""
     state = _state(request)
-    _, body = await read_body(request, state, RoutedBody)
+    content, body = await read_body(request, state, RoutedBody)
     each = state.fleet.find(body.model or body.name)
-    if each.shown:
-        return Response(each.shown, media_type="application/json")
+    if each.is_ready:
+        return await _answer_of(request, each, content)
     kind, length = each.plan.get("kind", ""), each.plan.get("context", 0)
     able = each.plan.get("able", ["completion"])
     return JSONResponse(cards.ollama_show(kind, length, state.created, able))
@@ -134,8 +131,7 @@ async def metrics(request: Request) -> Response:
     for each in state.fleet.running:
         with contextlib.suppress(*BROKEN):
             texts[each.name] = bytes((await _answer_of(request, each, b"")).body).decode()
-    text = merged_metrics(state.metrics.render(), texts)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    return Response(merged_metrics(state.metrics.render(), texts), media_type=CONTENT_TYPE_LATEST)
 
 
 class LiveFeed:
@@ -148,40 +144,20 @@ class LiveFeed:
 
     async def event_stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events, made of those of the processes."""
-        limiter, latest = self._state.limiter, dict[str, dict[str, Any]]()
-        readers: dict[Child | None, asyncio.Task[None]] = {}
-        try:
-            while not (limiter.draining and limiter.held == 0):
-                for each in self._state.fleet.running:
-                    if each.child not in readers:
-                        readers[each.child] = asyncio.create_task(_read_live(each, latest))
-                yield b"data: " + json.dumps(self._message(latest)).encode() + b"\n\n"
-                await asyncio.sleep(_LIVE_SECONDS)
-        finally:
-            for task in readers.values():
-                task.cancel()
+        state, limiter = self._state, self._state.limiter
 
-    def _message(self, latest: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        state, merged = self._state, merged_live(latest)
-        merged["server"] |= {
-            "models": state.model_names,
-            "states": {each.name: each.shown_state for each in state.fleet.models},
-            "version": __version__,
-            "state": "stopping" if state.limiter.draining else "ready",
-            "reason": None,
-            "uptime": time.time() - state.created.timestamp(),
-        }
-        return merged
+        def paths() -> dict[str, Path]:
+            return {each.name: each.child.path for each in state.fleet.running if each.child}
 
-
-async def _read_live(model: ServedModel, latest: dict[str, dict[str, Any]]) -> None:
-    """Keep the latest message of a model's process until it ends."""
-    rest = b""
-    with contextlib.suppress(*BROKEN, *UNEXPECTED):
-        assert model.child is not None
-        async with ask(model.child.path, "GET", "/live") as answer:
-            async for piece in answer.pieces():
-                *events, rest = (rest + piece).split(b"\n\n")
-                if events:
-                    latest[model.name] = json.loads(events[-1].removeprefix(b"data: "))
-    latest.pop(model.name, None)
+        async for message in merged_stream(paths):
+            message["server"] |= {
+                "models": state.model_names,
+                "states": {each.name: each.shown_state for each in state.fleet.models},
+                "version": __version__,
+                "state": "stopping" if limiter.draining else "ready",
+                "reason": None,
+                "uptime": time.time() - state.created.timestamp(),
+            }
+            yield b"data: " + json.dumps(message).encode() + b"\n\n"
+            if limiter.draining and limiter.held == 0:
+                return

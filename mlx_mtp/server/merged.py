@@ -1,8 +1,18 @@
 """The /live and the /metrics of several models' servers as those of one."""
 
+import asyncio
+import contextlib
+import json
 import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
+
+from mlx_mtp.errors import UNEXPECTED
+from mlx_mtp.unix_http import BROKEN, ask
+
+SECONDS = 0.5  # between two messages
 
 _TOTALS = ("prompt_tokens", "generation_tokens", "drafts", "accepted", "first_tokens")
 _PREFIXES = ("queries", "hits", "nbytes", "num_entries", "num_files", "file_nbytes", "limit")
@@ -17,6 +27,35 @@ _NOTHING: dict[str, Any] = {
     "memory": {"plan": {}, "active": 0, "rows": 0},
     "prefixes": {**dict.fromkeys(_PREFIXES, 0), "evicted": {}},
 }
+
+
+async def merged_stream(
+    running: Callable[[], Mapping[str, Path]],
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield messages of the servers that run, by their models' names and sockets, for ever."""
+    latest: dict[str, dict[str, Any]] = {}
+    readers: dict[Path, asyncio.Task[None]] = {}
+
+    async def read(name: str, path: Path) -> None:
+        rest = b""
+        with contextlib.suppress(*BROKEN, *UNEXPECTED):
+            async with ask(path, "GET", "/live") as answer:
+                async for piece in answer.pieces():
+                    *events, rest = (rest + piece).split(b"\n\n")
+                    if events:
+                        latest[name] = json.loads(events[-1].removeprefix(b"data: "))
+        latest.pop(name, None)
+
+    try:
+        while True:
+            for name, path in running().items():
+                if path not in readers:
+                    readers[path] = asyncio.create_task(read(name, path))
+            yield merged_live(latest)
+            await asyncio.sleep(SECONDS)
+    finally:
+        for task in readers.values():
+            task.cancel()
 
 
 def merged_live(messages: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def test_a_stream_comes_as_it_is_sent_and_its_end_reaches_the_process() -> None:
 
 
 def test_a_slow_reader_holds_up_the_process_and_not_the_parent() -> None:
-    body = {"model": "a", "stream": True, "chunks": 1000, "size": 100_000}
+    body = {"model": "a", "stream": True, "chunks": 1000, "size": 20_000}
     with routed("a") as client, client.stream("POST", CHAT, json=body) as answer:
         pieces = answer.iter_raw()
         first = next(pieces)
@@ -95,14 +95,14 @@ def test_the_least_recently_asked_idle_model_makes_room() -> None:
 
 
 def test_a_busy_model_is_never_ended_but_drains_for_one_that_waits_long() -> None:
-    with routed("a", "b", limit=1, switch_after=1.0) as client, ThreadPoolExecutor() as pool:
+    with routed("a", "b", limit=1, switch_after=0.5) as client, ThreadPoolExecutor() as pool:
 
         def ask(name: str, pause: float) -> tuple[str, float]:
             answer = client.chat(name, pause=pause)
             return answer.json()["model"], time.monotonic()
 
         assert ask("a", 0.0)
-        first = pool.submit(ask, "a", 4.0)
+        first = pool.submit(ask, "a", 2.0)
         wait_until(lambda: client.states()["a"] == "busy")
         other = pool.submit(ask, "b", 0.0)
         wait_until(lambda: client.model("a").draining)
@@ -113,17 +113,17 @@ def test_a_busy_model_is_never_ended_but_drains_for_one_that_waits_long() -> Non
 
 
 def test_too_many_or_too_long_waiting_requests_are_refused_with_numbers() -> None:
-    options: dict[str, Any] = {"limit": 1, "max_queue": 1, "model_timeout": 3.0}
+    options: dict[str, Any] = {"limit": 1, "max_queue": 1, "model_timeout": 1.5}
     with routed("a", "b", needs={"b": 1}, **options) as client, ThreadPoolExecutor() as pool:
         client.chat("a")
-        pool.submit(client.chat, "a", pause=6.0)
+        pool.submit(client.chat, "a", pause=3.0)
         wait_until(lambda: client.states()["a"] == "busy")
         waits = pool.submit(client.chat, "b")
         wait_until(lambda: bool(client.model("b").waiting))
         refused = client.chat("b")
         assert "1 requests wait" in error_of(refused, CHAT, 503)
         assert refused.headers["retry-after"] == "2"
-        assert "within 3 seconds" in error_of(waits.result(), CHAT, 504)
+        assert "within 1.5 seconds" in error_of(waits.result(), CHAT, 504)
     with routed("a", "b", needs={"b": 2}, limit=2, pinned="a") as client:
         wait_until(lambda: client.states()["a"] == "ready")
         assert "needs 2 bytes" in error_of(client.chat("b"), CHAT, 503)
@@ -157,19 +157,23 @@ def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api
         answer = waited(client, CHAT, status=400)
         assert answer.status_code == 200
         assert '\n\ndata: {"error": {"message": "as asked"' in answer.text
-    for path in GENERATING:
-        with routed("slow", how={"slow": "1"}, settings=settings, model_timeout=1.0) as client:
-            last = waited(client, path).text.rstrip("\n").split("\n")
+    late: dict[str, Any] = {"how": {"slow": "30"}, "model_timeout": 1.0}
+    with routed("slow", settings=settings, **late) as client, ThreadPoolExecutor() as pool:
+        answers = pool.map(lambda path: waited(client, path).text, GENERATING)
+        for path, text in zip(GENERATING, answers):
+            last = text.rstrip("\n").split("\n")
             if path == OLLAMA:
-                assert "within 1 seconds" in json.loads(last[-1])["error"]
+                assert "'slow'" in json.loads(last[-1])["error"]
                 continue
             assert last[0] == ": keep-alive"
-            name, error = ("", last[-3]) if path in (CHAT, TEXT) else (last[-2], last[-1])
-            assert name == ("" if path in (CHAT, TEXT) else "event: error")
-            fields = json.loads(error.removeprefix("data: "))
-            fields = fields if path == RESPONSES else fields["error"]
-            assert "within 1 seconds" in fields["message"]
-            assert path != RESPONSES or (fields["type"], fields["sequence_number"]) == ("error", 0)
+            is_plain = path in (CHAT, TEXT)
+            assert last[-1] == "data: [DONE]" if is_plain else last[-2] == "event: error"
+            fields = json.loads(last[-3 if is_plain else -1].removeprefix("data: "))
+            if path == RESPONSES:
+                assert (fields["type"], fields["sequence_number"]) == ("error", 0)
+            else:
+                fields = fields["error"]
+            assert "'slow'" in fields["message"]
 
 
 def test_a_model_that_breaks_again_and_again_is_refused_with_its_last_words() -> None:

@@ -11,12 +11,13 @@ import gc
 import json
 import math
 import threading
+from argparse import ArgumentTypeError
 from collections.abc import Coroutine
 from email.message import Message
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
@@ -35,6 +36,7 @@ from mlx_mtp.errors import (
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
+from mlx_mtp.flags import duration
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.server.http.record import client_of, record_of
@@ -53,6 +55,26 @@ _TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 _SMALL = 64 << 10  # characters that are parsed without switching off garbage collection
 _one_at_a_time = threading.Lock()
+
+
+class RoutedBody(BaseModel):
+    """What the parent of several models reads of a body, all of which goes to a model's process."""
+
+    model: str = Field("", max_length=256)
+    name: str = Field("", max_length=256)  # Ollama's older word for it
+    stream: Any = None
+    keep_alive: Any = None  # of Ollama's API: seconds, or a text such as 10m
+    messages: Any = None
+    prompt: Any = None
+
+    def seconds(self) -> float | None:
+        """`keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
+        if self.keep_alive is None:
+            return None
+        try:
+            return duration(str(self.keep_alive))
+        except ArgumentTypeError as error:
+            raise InvalidRequestError(f"keep_alive: {error}.", param="keep_alive") from None
 
 
 async def read_request(request: Request, model: type[BodyModel]) -> tuple[Context, BodyModel]:

@@ -96,7 +96,9 @@ class StreamForm:
         self.is_ollama = body is ollama_error_body
         self._is_anthropic = body is anthropic_error_body
         self._is_responses = path.rstrip("/").endswith("/responses")
-        self.media_type = "application/x-ndjson" if self.is_ollama else "text/event-stream"
+        kind = b"application/x-ndjson" if self.is_ollama else b"text/event-stream; charset=utf-8"
+        fixed = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        self.headers = [(b"content-type", kind), *fixed]
         self.keep_alive = b" " if self.is_ollama else b": keep-alive\n\n"
         self.body = body
 
