@@ -73,19 +73,18 @@ class Forwarded(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         record, error = record_of(scope), None
+        route = record.route
         try:
             error = await self._pass_on(scope, send)
         except (MlxMtpError, *BROKEN) as fault:
             if not isinstance(fault, MlxMtpError):
                 message = f"The process of the model {self._model.name!r} ended before its answer."
                 fault = UnavailableError(message)
+            record.route = route
             if not self._begun:
                 await refuse(scope, fault)(scope, receive, send)
                 return
             error, record.reason = self._form.body(fault), str(public(fault))
-        else:
-            # The process has written the log's line of this request.
-            record.route = record.route._replace(is_logged=False)
         end = b"" if error is None else self._form.failure(error, self._last)
         if error is None or (end and self._streams):
             await send({"type": "http.response.body", "body": end, "more_body": False})
@@ -149,6 +148,7 @@ class Forwarded(Response):
                 return dict(json.loads(await answer.body()))
             return self._form.body(UnavailableError("The model's process gave no answer."))
         record = record_of(scope)
+        record.route = record.route._replace(is_logged=False)  # The process writes the line.
         record.id = dict(answer.headers).get(REQUEST_ID.encode(), record.id.encode()).decode()
         headers = [each for each in answer.headers if each[0] not in _OF_ANSWER]
         await self._begin(send, answer.status, headers)
