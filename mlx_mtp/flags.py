@@ -20,7 +20,8 @@ _NUMBER = re.compile(r"[+-]?[0-9]+")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|m|s|$)")
+_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[hms])+|[0-9]+(?:\.[0-9]+)?")
+_DURATION_PART = re.compile(r"([0-9.]+)([hms]?)")
 _SECONDS_OF = {"h": 3600.0, "m": 60.0, "s": 1.0, "": 1.0}
 _HOST = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?")
 # Desktop applications and browser extensions have schemes of their own.
@@ -262,7 +263,7 @@ def duration(text: str) -> float:
     if text == "forever" or (text.startswith("-") and duration(text[1:]) >= 0):
         return math.inf
     parts = _DURATION_PART.findall(text)
-    if not parts or "".join(map("".join, parts)) != text:
+    if not _DURATION.fullmatch(text):
         raise ArgumentTypeError(f"{text!r} is not a time such as 10m, 90s, 0 or forever")
     return float(sum(float(value) * _SECONDS_OF[unit] for value, unit in parts))
 

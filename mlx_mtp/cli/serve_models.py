@@ -31,7 +31,7 @@ def wants_router(options: argparse.Namespace) -> bool:
     """Whether the flags of `serve` ask for processes of models; raises UsageError."""
     given = [f.name for f in flags_of(RouterConfig) if f.key in options.given]
     wanted = bool(options.models or options.all or "keep_alive" in options.given)
-    if given and not wanted and given != ["--no-all"]:
+    if not wanted and (given := [name for name in given if name != "--all"]):
         raise UsageError(f"{given[0]} is for several models, or for one with --keep-alive.")
     return wanted
 

@@ -28,7 +28,7 @@ HEALTH_SECONDS = 30.0
 """A process that is not healthy for so long is killed."""
 _LEAST_FAILURES = 3  # to answer, after which it is: this process may have been suspended
 _POLL_SECONDS = 0.1
-_STOP_SECONDS = 15.0  # for an idle process to end, after which it is killed
+_STOP_SECONDS = 30.0  # for an idle process to write its prefixes and end; then it is killed
 _SHOWN_LINES = 3  # of a log, in errors
 EVENTS = ("loads", "unloads", "deaths")
 Plans = AsyncIterator[dict[str, Any]]
