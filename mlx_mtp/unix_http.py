@@ -17,6 +17,10 @@ BROKEN = (OSError, h11.RemoteProtocolError)
 """Errors of asking a process that has ended."""
 _PIECE = 1 << 16
 _PATH_BYTES = 100  # that a socket's path may have on a Mac
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade".split()
+)
+"""Headers that are of one connection."""
 Headers = Sequence[tuple[bytes, bytes]]
 
 

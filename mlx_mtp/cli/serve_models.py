@@ -65,7 +65,7 @@ def run_router(options: argparse.Namespace) -> int:
         any_name=options.any_model_name,
     )
     with bind(options.host, options.port) as sock:
-        port, name = sock.getsockname()[1], models[0].name if models else ""
+        port, name = sock.getsockname()[1], models[0].name
         settings = from_options(ServerConfig, options, model_name=name, port=port, api_keys=keys)
         host = f"[{options.host}]" if ":" in options.host else options.host
         kept = f"{config.keep_alive:g} s" if config.keep_alive < float("inf") else "forever"
@@ -102,6 +102,8 @@ def served_models(options: argparse.Namespace, config: RouterConfig) -> list[Ser
         if source not in known:
             models.append(_served_model("", source, config))
             models[-1].is_found = True
+    if not models:
+        raise UsageError("--all: the Hugging Face cache has no model with weights.")
     if options.served_model_name:
         if len(models) > 1:
             raise UsageError("--served-model-name is for one model; several: NAME=MODEL.")

@@ -78,8 +78,7 @@ class RouterState:
 
     def __init__(self, config: ServerConfig, fleet: Fleet) -> None:
         self.config, self.fleet = config, fleet
-        # The processes bound what is computed; here the number of connections is the bound.
-        info = SimpleNamespace(max_num_seqs=config.max_connections)
+        info = SimpleNamespace(max_num_seqs=config.max_connections)  # They are the bound here.
         engine: Any = SimpleNamespace(info=info, unhealthy_reason=None, hang_reason=None)
         self.limiter = RequestLimiter(engine, config.max_queue)
         self.held = HeldBytes(config.max_held_bytes, self.limiter.rejected)

@@ -18,9 +18,7 @@ from mlx_mtp.unix_http import BROKEN, ask
 
 logger = logging.getLogger(__name__)
 
-_LAST_LINES = 10
 _MAX_LINE = 1 << 24  # bytes of a line of the log
-_BACKLOG = 2048
 
 
 class Child:
@@ -28,7 +26,7 @@ class Child:
 
     def __init__(self, name: str, path: Path, process: asyncio.subprocess.Process) -> None:
         self.name, self.path, self._process = name, path, process
-        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)  # of its log
+        self.last_lines: deque[str] = deque(maxlen=10)  # of its log
         self._num_signals = 0
         self._log = asyncio.create_task(self._read_log())
 
@@ -40,7 +38,7 @@ class Child:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(os.fspath(path))
             # Requests can be sent from now on: they wait until it is ready.
-            sock.listen(_BACKLOG)
+            sock.listen(2048)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,

@@ -24,15 +24,11 @@ from mlx_mtp.unix_http import BROKEN, ask, private_folder
 
 logger = logging.getLogger(__name__)
 
-HEALTH_SECONDS = 30.0
-"""A process that is not healthy for so long is killed."""
+HEALTH_SECONDS = 30.0  # A process that is not healthy for so long is killed.
 _LEAST_FAILURES = 3  # to answer, after which it is: this process may have been suspended
-_POLL_SECONDS = 0.1
 _STOP_SECONDS = 30.0  # for an idle process to write its prefixes and end; then it is killed
-_SHOWN_LINES = 3  # of a log, in errors
 EVENTS = ("loads", "unloads", "deaths")
-Plans = AsyncIterator[dict[str, Any]]
-"""The lines of `mlx_mtp.inspect.needs`."""
+Plans = AsyncIterator[dict[str, Any]]  # the lines of `mlx_mtp.inspect.needs`
 
 
 @dataclass(eq=False)
@@ -53,13 +49,12 @@ class ServedModel(Resident):
 
     @property
     def shown_state(self) -> str:
-        """The state that clients see."""
         return "busy" if self.is_ready and self.busy else self.state.value
 
     @property
     def last_words(self) -> str:
         """What the last process wrote to its log in the end."""
-        lines = [shortened(line) for line in self.last_lines[-_SHOWN_LINES:]]
+        lines = [shortened(line) for line in self.last_lines[-3:]]
         return f"The last lines of its log: {' | '.join(lines) or 'none'}"
 
     def take_waiting(self) -> list[asyncio.Future[Child]]:
@@ -204,15 +199,15 @@ class Fleet:
         """Raise UnavailableError if it would be of no use to wait for the model."""
         name, retry, total = f"The model {model.name!r}", None, self._limit or 0
         left, room = model.refused_until - model.asked, policy.most_room(model, self.models, total)
-        waiting = sum(len(each.waiting) for each in self.models)
+        waiting, need = sum(len(each.waiting) for each in self.models), model.need or 0
         if (refusal := model.plan.get("refusal")) is not None:
             reason = f"{name} can't be served: {refusal}"
         elif left > 0:
             retry = math.ceil(left)
             reason = f"{name} is refused for {retry} seconds, as its process has ended again and "
             reason += f"again. {model.last_words}"
-        elif total and model.need is not None and model.need > room:
-            reason = f"{name} needs {size_text(model.need)}. Beside those that are pinned there "
+        elif total and need > room:
+            reason = f"{name} needs {size_text(need)} of memory; beside the pinned models there "
             reason += f"are {size_text(max(room, 0))} of {size_text(total)} at most."
         elif waiting >= self._max_queue:
             retry = errors.UNKNOWN_RETRY_SECONDS
@@ -282,7 +277,7 @@ class Fleet:
         try:
             async with asyncio.timeout(self.config.model_timeout):
                 while not await child.is_healthy():
-                    await asyncio.sleep(_POLL_SECONDS)
+                    await asyncio.sleep(0.1)
                 with contextlib.suppress(*BROKEN, *errors.UNEXPECTED):
                     async with ask(child.path, "GET", "/v1/models") as answer:
                         model.card = json.loads(await answer.body())["data"][0]
@@ -312,8 +307,7 @@ class Fleet:
             async for line in self._plans([*self.models]):
                 if "limit" in line:
                     self._limit = int(line["limit"])
-                    total = size_text(self._limit)
-                    logger.info("%s of memory for all models (%s)", total, line["source"])
+                    logger.info("%s for all models (%s)", size_text(self._limit), line["source"])
                 else:
                     self._know(unknown.pop(line["model"]), line)
         except (OSError, *errors.UNEXPECTED) as error:
@@ -327,8 +321,7 @@ class Fleet:
             message = f"The model {model.name!r} can't be served: {refusal}"
             model.fail_waiting(errors.UnavailableError(message))
             logger.log(logging.DEBUG if model.is_found else logging.ERROR, message)
-            if model.is_found:
-                self.models.remove(model)
+            self.models = [m for m in self.models if m is not model or not m.is_found]
         self._decide()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import AsyncIterator, Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,22 +14,22 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_mtp.errors import UNEXPECTED, MlxMtpError, UnavailableError
 from mlx_mtp.router.child import Child
-from mlx_mtp.server.http.access import CLIENT
+from mlx_mtp.server.cards import ollama_unloaded
+from mlx_mtp.server.http.access import CLIENT, client_header
 from mlx_mtp.server.http.body import RoutedBody, read_body, until_disconnect
 from mlx_mtp.server.http.errors import StreamForm, public
 from mlx_mtp.server.http.middleware import REQUEST_ID, refuse
 from mlx_mtp.server.http.record import record_of
-from mlx_mtp.unix_http import BROKEN, SocketAnswer, ask
+from mlx_mtp.unix_http import BROKEN, HOP_BY_HOP, SocketAnswer, ask
 
 if TYPE_CHECKING:
     from mlx_mtp.router.app import RouterState
     from mlx_mtp.router.fleet import ServedModel
 
-# Headers of a connection, and those that a process may believe from this one alone.
-_OWN = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"expect"}
-_OWN |= {b"transfer-encoding", b"content-length", b"authorization", b"x-api-key", CLIENT.encode()}
+# Headers that are not passed on: a connection's own, keys, and what a process would believe.
+_OWN = {*HOP_BY_HOP, b"content-length", b"expect", b"authorization", b"x-api-key", CLIENT.encode()}
 _ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05  # to reach a process that has ended a moment ago
-_OF_ANSWER = {b"connection", b"transfer-encoding", b"date", REQUEST_ID.encode()}
+_OF_ANSWER = {*HOP_BY_HOP, b"date", REQUEST_ID.encode()}
 
 
 async def forward(request: Request) -> Response:
@@ -44,9 +42,7 @@ async def forward(request: Request) -> Response:
         seconds = body.seconds()
         state.fleet.keep(model, seconds)
         if seconds == 0 and not (body.messages or body.prompt):  # It is how a model is ended.
-            done = {"model": body.model, "created_at": datetime.now(UTC).isoformat(), "done": True}
-            empty = {"response": "", "message": {"role": "assistant", "content": ""}}
-            return JSONResponse(done | empty | {"done_reason": "unload"})
+            return JSONResponse(ollama_unloaded(body.model))
     state.limiter.reserve(request.scope, 1)
     return Forwarded(state, form, model, content, form.wants_stream(body.stream))
 
@@ -55,16 +51,11 @@ class Forwarded(Response):
     """A model's answer, whoever makes it: the process, or errors of having none."""
 
     def __init__(
-        self,
-        state: RouterState,
-        form: StreamForm,
-        model: ServedModel,
-        content: bytes,
-        streams: bool,
+        self, state: RouterState, form: StreamForm, model: ServedModel, body: bytes, streams: bool
     ) -> None:
         super().__init__()
         self._state, self._form, self._model = state, form, model
-        self._content, self._streams = content, streams
+        self._content, self._streams = body, streams
         self._begun, self._last = False, b""  # of what the client gets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,20 +83,16 @@ class Forwarded(Response):
 
     async def _pass_on(self, scope: Scope, send: Send) -> Mapping[str, Any] | None:
         """Have the process answer; return its error if that comes too late for a status."""
-        target, attempts = target_of(scope), _ATTEMPTS
+        attempts = _ATTEMPTS
         while True:
             try:
-                async with (
-                    self._child(send) as child,
-                    ask(
-                        *(child.path, scope["method"], target),
-                        *(child_headers(scope), self._content),
-                    ) as answer,
-                ):
-                    # From here on nothing is kept of the body.
-                    self._content = b""
-                    self._state.held.release(scope)
-                    return await self._copy(scope, send, answer)
+                async with self._child(send) as child:
+                    asked = scope["method"], *child_request(scope), self._content
+                    async with ask(child.path, *asked) as answer:
+                        del asked  # Nothing is kept of the body from here on.
+                        self._content = b""
+                        self._state.held.release(scope)
+                        return await self._copy(scope, send, answer)
             except ConnectionRefusedError:  # It has ended, which will be noticed at once.
                 if (attempts := attempts - 1) == 0:
                     raise
@@ -157,16 +144,8 @@ class Forwarded(Response):
         return None
 
 
-def target_of(scope: Scope) -> bytes:
-    """The path and the query of a request."""
-    query = scope["query_string"]
-    return bytes(scope["raw_path"] + (b"?" + query if query else b""))
-
-
-def child_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The headers of a request as the process gets them, with whose request it is."""
-    record = record_of(scope)
-    address = scope["client"][0] if scope.get("client") else ""
-    client = f"{record.key}/{address}/{time.perf_counter() - record.began:.4f}"
+def child_request(scope: Scope) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """The target and the headers of a request as the process gets them."""
+    query = b"?" + scope["query_string"] if scope["query_string"] else b""
     kept = [each for each in scope["headers"] if each[0] not in _OWN]
-    return [*kept, (CLIENT.encode(), client.encode())]
+    return scope["raw_path"] + query, [*kept, client_header(scope)]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-DEATHS, DEATHS_SECONDS = 3, 60.0
-"""A model whose process has died so often within so many seconds is refused for as long."""
+DEATHS, DEATHS_SECONDS = 3, 60.0  # so many deaths within so long refuse a model for as long
 
 
 class ModelState(StrEnum):
@@ -83,7 +82,7 @@ def decide(models: Sequence[Resident], limit: int, now: float, switch_after: flo
     drained: list[Resident] = []
     again = math.inf
     for model in models:
-        if model.waiting and now < model.refused_until:
+        if (model.waiting or model.pinned) and now < model.refused_until:
             again = min(again, model.refused_until)
         if model.state is ModelState.READY and model.idle and not (model.waiting or model.pinned):
             until = model.idle_since + model.keep_alive

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp import __version__
 from mlx_mtp.errors import InvalidRequestError, NotFoundError
-from mlx_mtp.router.forward import child_headers, target_of
+from mlx_mtp.router.forward import child_request
 from mlx_mtp.server import cards
 from mlx_mtp.server.http.body import RoutedBody, read_body, read_bytes
 from mlx_mtp.server.merged import merged_metrics, merged_stream
@@ -107,20 +107,20 @@ async def list_chats(request: Request) -> Response:
     """GET /v1/chat/completions, of one model."""
     fleet, name = _state(request).fleet, request.query_params.get("model", "")
     asked = [each for each in fleet.running if not name or each is fleet.find(name)]
-    if len(asked) > 1:
+    if len(asked) == 1:
+        return await _answer_of(request, asked[0], b"")
+    if asked:
         names = ", ".join(each.name for each in asked)
         raise InvalidRequestError(f"model: give one of {names}.", param="model")
-    if asked:
-        return await _answer_of(request, asked[0], b"")
     return JSONResponse(cards.model_list([]))
 
 
 async def _answer_of(request: Request, model: ServedModel, content: bytes) -> Response:
     scope, child = request.scope, model.child
     if child is None:
-        raise NotFoundError(f"The model {model.name!r} is not loaded.")
-    headers = child_headers(scope)
-    async with ask(child.path, scope["method"], target_of(scope), headers, content) as answer:
+        raise ConnectionRefusedError("The model's process has ended a moment ago.")
+    asked = scope["method"], *child_request(scope), content
+    async with ask(child.path, *asked) as answer:
         kind = dict(answer.headers).get(b"content-type", b"application/json").decode()
         return Response(await answer.body(), answer.status, media_type=kind)
 

@@ -1,7 +1,7 @@
 """What the APIs' lists of models say about each."""
 
 import hashlib
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 
@@ -40,6 +40,13 @@ def ollama_card(name: str, created: datetime, kind: str, **more: Any) -> dict[st
         "details": model_details(kind),
         **more,
     }
+
+
+def ollama_unloaded(name: str) -> dict[str, Any]:
+    """The answer to a request that only ends a model."""
+    done = {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": True}
+    empty = {"response": "", "message": {"role": "assistant", "content": ""}}
+    return done | empty | {"done_reason": "unload"}
 
 
 def model_details(kind: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import logging
 import re
 import socket
 import stat
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -96,6 +97,13 @@ def check_key(digests: Collection[bytes], scope: Scope) -> None:
     if not record.key:
         header = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
         raise AuthenticationError(f"This server requires its API key, as the header {header}.")
+
+
+def client_header(scope: Scope) -> tuple[bytes, bytes]:
+    """The header by which a parent process says whose request it passes on."""
+    record, address = record_of(scope), scope["client"][0] if scope.get("client") else ""
+    seconds = time.perf_counter() - record.began
+    return CLIENT.encode(), f"{record.key}/{address}/{seconds:.4f}".encode()
 
 
 def take_client(scope: Scope) -> None:
