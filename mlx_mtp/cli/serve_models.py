@@ -47,7 +47,7 @@ def run_router(options: argparse.Namespace) -> int:
     from mlx_mtp.server.serving import bind, make_server, run_server
 
     config = from_options(RouterConfig, options)
-    models = served_models(options, config)
+    models = models_of_flags(options, config)
     keys = read_keys(options.api_key, options.api_key_file)
     warn_if_open(options.host, options.cors_origin, has_key=bool(keys))
 
@@ -86,7 +86,7 @@ def run_router(options: argparse.Namespace) -> int:
     return 0
 
 
-def served_models(options: argparse.Namespace, config: RouterConfig) -> list[ServedModel]:
+def models_of_flags(options: argparse.Namespace, config: RouterConfig) -> list[ServedModel]:
     """The models of a command line with their names; raises UsageError."""
     given = [*([options.model] if options.model else []), *options.models]
     if not given and not options.all:

@@ -58,7 +58,7 @@ async def planned(models: Sequence[str | None], options: dict[str, Any]) -> Asyn
             await process.wait()
 
 
-def main(arguments: str) -> None:
+def tell_needs(arguments: str) -> None:
     """Print the limit, and a line for each model as soon as it is known."""
     options = json.loads(arguments)
     backend.prepare()
@@ -108,4 +108,4 @@ def _show(fields: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    tell_needs(sys.argv[1])

@@ -21,7 +21,7 @@ from mlx_mtp.server import page
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
 from mlx_mtp.server.http.record import route_finder
 from mlx_mtp.server.serving import make_app
-from mlx_mtp.server.table import routes_of
+from mlx_mtp.server.table import route_table
 
 _FORWARDED = "chat_completions completions responses messages count_tokens tokenize detokenize"
 _FORWARDED += " ollama_chat ollama_generate"
@@ -29,11 +29,11 @@ _OF_ONE = "stored_chat label_chat delete_chat stored_messages stored_response de
 _OF_ONE += " stored_items cancel"
 _OF_ALL = "list_chats show tags processes models model metrics"
 _OWN = "health live clients page_file root ollama_version"
-ROUTES = routes_of(
+ROUTES = route_table(
     {
         **dict.fromkeys(_FORWARDED.split(), forward),
         **dict.fromkeys(_OF_ONE.split(), views.of_one),
-        **{name: getattr(views, name) for name in _OF_ALL.split()},
+        **{name: getattr(views, f"{name}_of_all") for name in _OF_ALL.split()},
         **{name: getattr(page, name) for name in _OWN.split()},
     }
 )

@@ -45,25 +45,25 @@ def _ollama_card(state: RouterState, model: ServedModel, **more: Any) -> dict[st
     return cards.ollama_card(model.name, state.created, kind, **more)
 
 
-async def models(request: Request) -> Response:
+async def models_of_all(request: Request) -> Response:
     """GET /v1/models."""
     state = _state(request)
     return JSONResponse(cards.model_list([_card(state, each) for each in state.fleet.models]))
 
 
-async def model(request: Request) -> Response:
+async def model_of_all(request: Request) -> Response:
     """GET /v1/models/ID."""
     state, name = _state(request), request.path_params["model_id"].rstrip("/")
     return JSONResponse(_card(state, state.fleet.find(name)) | {"id": name, "display_name": name})
 
 
-async def tags(request: Request) -> Response:
+async def tags_of_all(request: Request) -> Response:
     """GET /api/tags: all models."""
     state = _state(request)
     return JSONResponse({"models": [_ollama_card(state, each) for each in state.fleet.models]})
 
 
-async def processes(request: Request) -> Response:
+async def processes_of_all(request: Request) -> Response:
     """GET /api/ps: the models in memory."""
     state, listed = _state(request), []
     for each in state.fleet.models:
@@ -76,7 +76,7 @@ async def processes(request: Request) -> Response:
     return JSONResponse({"models": listed})
 
 
-async def show(request: Request) -> Response:
+async def show_of_all(request: Request) -> Response:
     """POST /api/show; no model is loaded for it, as clients ask it of each."""
     state = _state(request)
     content, body = await read_body(request, state, RoutedBody)
@@ -103,7 +103,7 @@ async def of_one(request: Request) -> Response:
     return answer
 
 
-async def list_chats(request: Request) -> Response:
+async def list_chats_of_all(request: Request) -> Response:
     """GET /v1/chat/completions, of one model."""
     fleet, name = _state(request).fleet, request.query_params.get("model", "")
     asked = [each for each in fleet.running if not name or each is fleet.find(name)]
@@ -125,7 +125,7 @@ async def _answer_of(request: Request, model: ServedModel, content: bytes) -> Re
         return Response(await answer.body(), answer.status, media_type=kind)
 
 
-async def metrics(request: Request) -> Response:
+async def metrics_of_all(request: Request) -> Response:
     """GET /metrics: those of this process and of all others, with the label `model`."""
     state, texts = _state(request), {}
     for each in state.fleet.running:

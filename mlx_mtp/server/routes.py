@@ -13,7 +13,7 @@ from mlx_mtp.server.api.responses.routes import responses
 from mlx_mtp.server.cards import model_list
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.http.record import route_finder
-from mlx_mtp.server.table import routes_of
+from mlx_mtp.server.table import route_table
 
 
 async def _models(request: Request) -> Response:
@@ -31,7 +31,7 @@ async def _metrics(request: Request) -> Response:
     return Response(context_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-ROUTES = routes_of(
+ROUTES = route_table(
     {
         "chat_completions": openai.chat_completions,
         "list_chats": stored.list_chats,

@@ -12,7 +12,7 @@ _open = partial(Route, needs_key=False, while_draining=True)
 _ollama = partial(Route, error_body=ollama_error_body)
 
 
-def routes_of(handlers: Mapping[str, Handler]) -> tuple[Route, ...]:
+def route_table(handlers: Mapping[str, Handler]) -> tuple[Route, ...]:
     """The table with these handlers."""
     rows: tuple[Route, ...] = (
         Route("POST", _CHATS, handlers["chat_completions"], generates=True),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.cli.serve_models import child_command, served_models, wants_router
+from mlx_mtp.cli.serve_models import child_command, models_of_flags, wants_router
 from mlx_mtp.config import RouterConfig, from_options
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import CommandParser, add_flags, arguments_of, duration, resolve
@@ -27,7 +27,7 @@ def parsed(*words: str, **environ: str) -> argparse.Namespace:
 
 def models_of(*words: str, **environ: str) -> Any:
     options = parsed(*words, **environ)
-    return served_models(options, from_options(RouterConfig, options))
+    return models_of_flags(options, from_options(RouterConfig, options))
 
 
 def test_models_have_the_names_that_tell_them_apart(
@@ -78,7 +78,7 @@ def test_a_process_gets_what_was_given_but_not_what_is_the_parents(tmp_path: Pat
         *("--kv-cache-quantization", "none", "--drain-timeout", "2.5", "--pinned", "org/a"),
     )
     options = parsed(*given, MLX_MTP_DTYPE="float32", MLX_MTP_SEED="5")
-    model, _ = served_models(options, from_options(RouterConfig, options))
+    model, _ = models_of_flags(options, from_options(RouterConfig, options))
     model.share = 1234
     command = child_command(options, model, 2)
     words = command[command.index("serve") + 1 :]
@@ -107,7 +107,7 @@ def test_durations() -> None:
 def test_needs_are_told_for_each_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = {"dtype": "float32", "memory_limit": 10**10, "max_model_len": 512}
     options |= {"prefill_step_size": None, "prefix_cache_size": 0}
-    needs.main(json.dumps({**options, "models": [None, str(tmp_path)]}))
+    needs.tell_needs(json.dumps({**options, "models": [None, str(tmp_path)]}))
     limit, good, bad = map(json.loads, capsys.readouterr().out.splitlines())
     assert limit == {"limit": 10**10, "source": "--memory-limit"}
     assert good["weights"] < good["nbytes"] < 10**9
