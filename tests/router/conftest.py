@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -36,6 +37,12 @@ class Routed(Served):
 
     def count(self, event: str, name: str) -> int:
         return self.fleet.counts[event, name]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; whoever inherits it may not have asked for its status."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return shown.stdout.strip() in ("", "Z", "Zs")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
+from tests.router.conftest import is_gone
 from tests.support.process import CHAT, running
 from tests.support.waiting import wait_until
 
@@ -165,7 +166,7 @@ def test_processes_end_with_the_parent_and_after_a_signal(folders: dict[str, Pat
                 rest = "".join(lines)  # SIGTERM lets it finish.
                 assert number == signal.SIGKILL or rest.endswith("data: [DONE]")
             server.process.wait(60)
-            wait_until(lambda pid=child: not Path(f"/proc/{pid}/cmdline").read_bytes())
+            wait_until(lambda pid=child: is_gone(pid))
 
 
 def test_a_directory_that_breaks_is_refused_with_the_reason(

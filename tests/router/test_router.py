@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,8 @@ import pytest
 
 from mlx_mtp.router import fleet as fleet_module
 from mlx_mtp.server.http.access import digest_of
-from tests.router.conftest import Routed, routed
-from tests.support.raw_http import error_of
+from tests.router.conftest import Routed, is_gone, routed
+from tests.support.raw_http import error_of, exchange, request_bytes
 from tests.support.waiting import wait_until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -312,19 +314,9 @@ def test_processes_end_with_their_parent() -> None:
     ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        began = time.monotonic()
         parent.kill()
 
-    def gone() -> bool:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        # Its new parent may not have asked for its status.
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-
-    wait_until(gone)
-    assert time.monotonic() - began < 60
+    wait_until(lambda: is_gone(pid))
 
 
 def test_random_models_and_cancels_lose_nothing() -> None:
@@ -365,3 +357,46 @@ def test_the_parent_loads_nothing_heavy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET / HTTP/2.0\r\n\r\n", 400),
+        (b"nonsense\r\n\r\n", 400),
+        (request_bytes("POST", CHAT, {"Content-Length": "5", "Transfer-Encoding": "chunked"}), 400),
+        (request_bytes("POST", CHAT, {"X": "y" * 20_000}), 431),
+        (request_bytes("POST", CHAT, {"Content-Length": "3000"}), 413),
+        (request_bytes("POST", CHAT, {"Content-Length": "300"}), 408),
+        (request_bytes("POST", CHAT, {"Content-Encoding": "gzip"}, b"{}"), 415),
+        (request_bytes("POST", CHAT, body=b'{"model": 5}'), 400),
+        (request_bytes("POST", CHAT, body=b"[" * 1000), 400),
+        (request_bytes("POST", CHAT, body=b'{"model":"a","model":"b"}'), 400),
+        (request_bytes("DELETE", CHAT), 405),
+        (request_bytes("GET", "/v1/nowhere"), 404),
+    ],
+)
+def test_what_is_no_request_reaches_no_process(hostile: Routed, sent: bytes, status: int) -> None:
+    assert exchange(hostile, sent).status == status
+    assert hostile.states() == {"a": "on disk"}
+
+
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[Routed]:
+    with routed("a", settings={"body_timeout": 0.3, "max_body_bytes": 2000}) as client:
+        yield client
+
+
+def test_clients_that_stall_or_close_their_half_hold_nothing_up() -> None:
+    settings = {"stall_timeout": 0.5, "max_connections": 20}
+    with routed("a", settings=settings) as client:
+        body = json.dumps({"model": "a", "pause": 0.3}).encode()
+        assert exchange(client, request_bytes("POST", CHAT, body=body), end=True).status == 200
+        flood = json.dumps({"model": "a", "stream": True, "chunks": 100_000, "size": 10_000})
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect(client.address)
+            raw.sendall(request_bytes("POST", CHAT, body=flood.encode()))
+            wait_until(lambda: client.states()["a"] == "busy")
+            assert client.chat("a").status_code == 200
+            wait_until(lambda: client.states()["a"] == "ready")  # It was cut off.
