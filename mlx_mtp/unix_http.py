@@ -25,10 +25,12 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class SocketAnswer:
-    """A response, whose body is read as it comes."""
+    """A response, whose body is read as it comes. h11 reads the head: of each chunk it is slow."""
 
-    def __init__(self, connection: h11.Connection, reader: asyncio.StreamReader) -> None:
-        self._connection, self._reader = connection, reader
+    def __init__(
+        self, connection: h11.Connection, reader: asyncio.StreamReader, method: str
+    ) -> None:
+        self._connection, self._reader, self._method = connection, reader, method
         self.status, self.headers = 0, list[tuple[bytes, bytes]]()
 
     async def begin(self) -> None:
@@ -36,31 +38,56 @@ class SocketAnswer:
         while True:
             event = self._connection.next_event()
             if event is h11.NEED_DATA:
-                await self._receive()
+                self._connection.receive_data(await self._reader.read(_PIECE))
             elif isinstance(event, h11.Response):
                 self.status, self.headers = event.status_code, [*event.headers]
+                self._rest, _ = self._connection.trailing_data
                 return
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield what comes, as soon as it comes; raises what `BROKEN` lists."""
-        pieces: list[bytes] = []
+        headers = dict(self.headers)
+        if self._method == "HEAD" or self.status in (204, 304):
+            return
+        if b"transfer-encoding" in headers:
+            async for piece in self._chunks():
+                yield piece
+            return
+        left = int(headers.get(b"content-length", 0))
+        while left:
+            piece = (self._rest or await self._more())[:left]
+            self._rest, left = b"", left - len(piece)
+            yield piece
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        """Yield the chunks that have come, together."""
+        data, left = self._rest, 0  # bytes of the current chunk, with the line's end behind it
         while True:
-            event = self._connection.next_event()
-            if isinstance(event, h11.Data):
-                pieces.append(bytes(event.data))
-                continue
-            if pieces:
-                yield b"".join(pieces)
-                pieces.clear()
-            if event is not h11.NEED_DATA:
-                return
-            await self._receive()
+            at, taken = 0, list[bytes]()
+            while at < len(data):
+                if not left:
+                    if (end := data.find(b"\r\n", at)) < 0:
+                        break
+                    left = int(data[at:end].partition(b";")[0], 16) + 2
+                    at = end + 2
+                    if left == 2:
+                        if taken:
+                            yield b"".join(taken)
+                        return
+                here = min(left, len(data) - at)
+                taken.append(data[at : at + min(here, max(left - 2, 0))])
+                at, left = at + here, left - here
+            if taken:
+                yield b"".join(taken)
+            data = data[at:] + await self._more()
 
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
 
-    async def _receive(self) -> None:
-        self._connection.receive_data(await self._reader.read(_PIECE))
+    async def _more(self) -> bytes:
+        if not (data := await self._reader.read(_PIECE)):
+            raise ConnectionResetError("The server ended within its answer.")
+        return data
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +108,7 @@ async def ask(
             writer.write(connection.send(event) or b"")
         with contextlib.suppress(OSError):  # It may have answered before it read everything.
             await writer.drain()
-        answer = SocketAnswer(connection, reader)
+        answer = SocketAnswer(connection, reader, method)
         await answer.begin()
         yield answer
     finally:
