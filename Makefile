@@ -9,11 +9,11 @@ ARGS   ?=
 JOBS   ?= 2
 BIN     = $(VENV)/bin
 # mlx's backend: Metal comes with the plain package on a Mac; on Linux an extra brings the CPU's or CUDA's.
-EXTRA  ?= $(if $(filter Darwin,$(shell uname -s)),dev,$(if $(shell command -v nvidia-smi),cuda$(comma)dev,cpu$(comma)dev))
+EXTRA  ?= $(if $(filter Darwin,$(shell uname -s)),,$(if $(shell command -v nvidia-smi),cuda,cpu))
 comma  := ,
 
 # Newer versions of pip show what setuptools says of every editable installation.
-INSTALL = PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALL = PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --disable-pip-version-check
 
 .PHONY: help setup serve test test-full check format bench clean
 
@@ -25,22 +25,28 @@ help:
 	@echo "make format     let ruff rewrite the files"
 	@echo "make bench      the speed table of docs/benchmarks.md on this machine (ARGS=)"
 
+# To serve; pip shows what it downloads.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mlx-mtp needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)")'
-	@echo "Installing into $(VENV): about 1 GB, a few minutes the first time"
+	@echo "Installing into $(VENV): a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) --upgrade pip
-	$(INSTALL) --editable '.[$(EXTRA)]'
+	$(INSTALL) --quiet --upgrade pip
+	$(INSTALL) --editable '.$(if $(EXTRA),[$(EXTRA)])'
+	@touch $@
+
+# To test and change it too.
+$(VENV)/.develop: $(VENV)/.installed
+	$(INSTALL) --editable '.[$(if $(EXTRA),$(EXTRA)$(comma))dev]'
 	@touch $@
 
 # The clients that are written in Python; those from npm are installed by their tests.
-$(VENV)/.full: $(VENV)/.installed
-	$(INSTALL) --editable '.[$(EXTRA)$(comma)clients]'
+$(VENV)/.full: $(VENV)/.develop
+	$(INSTALL) --editable '.[$(if $(EXTRA),$(EXTRA)$(comma))dev$(comma)clients]'
 	@touch $@
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.develop
 
-serve: setup
+serve: $(VENV)/.installed
 	$(BIN)/mlx-mtp serve $(MODEL) --port $(PORT) $(ARGS)
 
 # A test that hangs in native code, which a Python signal can't end, shows its threads and fails.

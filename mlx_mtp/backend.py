@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import resource
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -93,10 +94,11 @@ def _device() -> str:
 
 def _install_hint() -> str:
     if platform.system() == "Darwin":
-        return "On Apple silicon, in a clone of mlx-mtp: pip install ."
+        return "On Apple silicon: pip install mlx-mtp (in a clone: pip install .)."
+    extra, have = ("cuda", "an") if shutil.which("nvidia-smi") else ("cpu", "no")
     return (
-        "In a clone of mlx-mtp: pip install '.[cpu]', or pip install '.[cuda]' for an NVIDIA GPU; "
-        "never both."
+        f"This machine has {have} NVIDIA GPU: pip install 'mlx-mtp[{extra}]' (in a clone: "
+        f"'.[{extra}]'). Of the extras cpu and cuda, never install both."
     )
 
 

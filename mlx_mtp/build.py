@@ -22,7 +22,8 @@ from mlx_mtp.config import (
     from_options,
     host_source_names,
 )
-from mlx_mtp.convert.source import check_head_on_hub
+from mlx_mtp.convert.provide import check_head_on_hub, provide_head
+from mlx_mtp.convert.source import check_format_on_hub
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
@@ -69,25 +70,30 @@ def load(
 ) -> tuple[LoadedModel, Tokenizer]:
     """Load model and tokenizer. `enable_mtp` None: with the MTP head if there is one."""
     memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
+    check_format_on_hub(options.model)
     try:
         if with_head:
             check_head_on_hub(options.model)
         path = resolve_model(options.model)
+        if with_head:
+            provide_head(options.model, path)
         given: dict[str, Any] = {"dtype": options.dtype, "memory": memory}
         model = load_model(path, enable_mtp=with_head, lazy=lazy, part=part, **given)
-    except MissingHeadError:
+    except MissingHeadError as error:
         if enable_mtp is not None:
             raise
+        why = f" (it could not be fetched: {error.__cause__})" if error.__cause__ else ""
         on_host = host_source_names(getattr(options, "drafts", "copy"))
         logger.warning(
-            "%s has no MTP head: %s. `mlx-mtp add-mtp-weights %s` adds it, and then new text is "
+            "%s has no MTP head%s: %s. `mlx-mtp add-mtp-weights %s` adds it, and then new text is "
             "drafted too; docs/benchmarks.md has what that brings.",
             options.model,
+            why,
             "only text that occurred before is drafted" if on_host else "nothing is drafted",
             options.model,
         )
         return load(options, enable_mtp=False, lazy=lazy, part=part)
-    return model, Tokenizer.load(path)
+    return model, Tokenizer.load(path, getattr(options, "chat_template", None))
 
 
 class EnginePlan(NamedTuple):
@@ -136,7 +142,7 @@ def engine(
         config,
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,
-        cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")),
+        cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")).expanduser(),
         draft_ids=draft_ids(model, tokenizer, options),
         check=True,
         memory=None if plan is None else plan.memory,

@@ -1,6 +1,7 @@
 """Settings of the engine and the server, each declared once with its flag, help and default."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,7 @@ from mlx_mtp.flags import (
     integer,
     nonempty_text,
     origin,
+    template_kwargs,
     word_of,
     word_or,
 )
@@ -197,6 +199,7 @@ class ServerConfig:
 
     model_name: str  # the id that clients see and may ask for
     other_names: tuple[str, ...] = ()  # more ids of the same model
+    model_bytes: int = 0  # of the files with its weights
     any_model_name: bool = setting(
         "model: --any-model-name",
         "answer to any name of a model, for clients whose models can't be set",
@@ -278,6 +281,22 @@ class ServerConfig:
         default=100,
     )
     template_seconds: float = 10.0  # most that the chat template may take for one request
+    # The template's text; the flag names a file, which `prepare_command` reads.
+    chat_template: str | None = setting(
+        "formats: --chat-template FILE",
+        "file with a chat template (Jinja) in place of the model's own",
+        nonempty_text,
+        default_text="the model's",
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = setting(
+        "formats: --chat-template-kwargs JSON",
+        "variables of the chat template for requests that don't set them, such as "
+        """'{"preserve_thinking": true}'""",
+        template_kwargs,
+        default_text="none",
+    )
+    # Of --temperature and the other flags that `options.SAMPLING_DEFAULTS` lists.
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     reasoning_parser: str = setting(
         "formats: --reasoning-parser",
         "how the model writes its reasoning; auto goes by the model's template",
@@ -292,8 +311,8 @@ class ServerConfig:
     )
     json_schemas: str = setting(
         "formats: --json-schemas",
-        "closed: an object that lists properties and doesn't speak of others takes no others, and "
-        "JSON is on one line; standard: as JSON Schema has it, with line breaks too",
+        "closed: an object that lists properties and doesn't speak of others takes no others; "
+        "standard: as JSON Schema has it",
         JSON_SCHEMAS,
         default="closed",
     )

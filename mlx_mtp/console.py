@@ -40,6 +40,13 @@ def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
     stream.flush()
 
 
+def say_wrapped(text: str, *, file: TextIO | None = None) -> None:
+    """Print a cleaned text, of which a terminal's lines are broken between words only."""
+    stream = file or sys.stdout
+    width = width_of(stream) if stream.isatty() else None
+    say(hanging("", text, width, break_words=False), file=stream)
+
+
 def width_of(stream: TextIO | None = None) -> int | None:
     """The columns of a terminal, by default standard output; None if a stream is none."""
     from rich.console import Console
@@ -48,12 +55,16 @@ def width_of(stream: TextIO | None = None) -> int | None:
     return console.width if console.is_terminal else None
 
 
-def hanging(label: str, text: str, width: int | None) -> str:
-    """A label and a text, wrapped to a width, whose lines all begin to the right of the label."""
+def hanging(label: str, text: str, width: int | None, *, break_words: bool = True) -> str:
+    """A label and a text, wrapped to a width, whose lines all begin to the right of the label.
+
+    Without `break_words` a word that is too long, such as a path, stays whole for who copies it.
+    """
+    wrapper = textwrap.TextWrapper(break_on_hyphens=False, break_long_words=break_words)
     lines: list[str] = []
     for line in text.split("\n"):
-        room = sys.maxsize if width is None else max(width - len(label), 20)
-        lines += textwrap.wrap(line, room, break_on_hyphens=False) if len(line) > room else [line]
+        wrapper.width = sys.maxsize if width is None else max(width - len(label), 20)
+        lines += wrapper.wrap(line) if len(line) > wrapper.width else [line]
     return label + f"\n{' ' * len(label)}".join(lines)
 
 

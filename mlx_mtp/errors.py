@@ -46,6 +46,10 @@ class BackendError(MlxMtpError):
     """mlx has no backend, or the backend can't run what was asked for."""
 
 
+class ServiceError(MlxMtpError):
+    """launchd or systemd is not there, refuses a command, or has a job that is not ours."""
+
+
 class RankError(MlxMtpError):
     """A rank can't be reached, or was lost."""
 

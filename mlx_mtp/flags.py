@@ -1,18 +1,19 @@
-"""Command-line flags, which take precedence over environment variables (--port, MLX_MTP_PORT)."""
+"""Flags, each with the name of its environment variable and of its key in the settings file."""
 
 import argparse
 import difflib
+import json
 import math
 import os
 import re
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_mtp.console import say
+from mlx_mtp.console import say_wrapped
 from mlx_mtp.errors import UsageError
 
 PREFIX = "MLX_MTP_"
@@ -32,12 +33,14 @@ Parse = Callable[[str], Any]
 
 
 def print_error(message: str, command: str = "mlx-mtp") -> None:
-    """Print an error on one line of standard error, whatever a library or a file puts in it."""
-    say(f"{command}: {' '.join(message.split())}", file=sys.stderr)
+    """Print an error as one line on standard error, whatever a library or a file puts in it."""
+    say_wrapped(f"{command}: {' '.join(message.split())}", file=sys.stderr)
 
 
 class CommandParser(argparse.ArgumentParser):
     """argparse with one-line errors, without the usage, which would fill a screen for `serve`."""
+
+    passes_on = False  # True for a command that puts what follows `--` into `passed_on`
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{message} (see {self.prog} --help)", self.prog)
@@ -48,7 +51,13 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Reject unknown arguments here, so that the error names the subcommand's help."""
         self._given = set[str]()
+        passed_on: list[str] = []
+        if self.passes_on and args and "--" in args:
+            at = args.index("--")
+            args, passed_on = args[:at], [*args[at + 1 :]]
         options, rest = super().parse_known_args(args, namespace)
+        if self.passes_on:
+            options.passed_on = passed_on
         if rest:
             known = [name for name in self._option_string_actions if name.startswith("--")]
             hints = [hint(word.partition("=")[0], known) for word in rest if word[:1] == "-"]
@@ -120,6 +129,10 @@ class Flag:
         return PREFIX + self.key.upper()
 
     @property
+    def toml_key(self) -> str:
+        return self.name.lstrip("-")
+
+    @property
     def convert(self) -> Parse:
         return word_of(*self.parse) if isinstance(self.parse, tuple) else self.parse or boolean
 
@@ -134,21 +147,37 @@ class Flag:
             fault = f"The environment variable {self.variable} is wrong: {error}."
             raise UsageError(fault) from None
 
+    def from_toml(self, value: object) -> Any:
+        """Convert a value of the settings file; ArgumentTypeError says what would be right."""
+        if self.parse is None:
+            if not isinstance(value, bool):
+                raise ArgumentTypeError("it must be true or false, without quotes")
+            return value
+        if not self.repeated:
+            return self._from_item(value)
+        if not isinstance(value, list):
+            raise ArgumentTypeError('it must be a list of texts, such as ["one", "two"]')
+        return tuple(map(self._from_item, value))
 
-def add_flags(
-    parser: argparse.ArgumentParser, *flags: Flag, reads_environment: bool = False
-) -> None:
-    """Add flags to a parser.
+    def _from_item(self, value: object) -> Any:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ArgumentTypeError("it must be a text in quotes or a number")
+        result = self.convert(str(value))
+        # A number would not always be the text that was meant: 3.10 is 3.1.
+        if isinstance(result, str | Path) and not isinstance(value, str):
+            raise ArgumentTypeError("it must be a text, in quotes")
+        return result
 
-    With `reads_environment` they are grouped by heading and have no defaults: call `resolve`.
-    """
+
+def add_flags(parser: argparse.ArgumentParser, *flags: Flag, grouped: bool = False) -> None:
+    """Add flags to a parser; `grouped` by heading, they have no defaults (`add_settings`)."""
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
-        group = flag.group if reads_environment else None
+        group = flag.group if grouped else None
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
         shown = f" (default: {flag.shown_default})" if flag.shown_default else ""
-        default = argparse.SUPPRESS if reads_environment else flag.default
+        default = argparse.SUPPRESS if grouped else flag.default
         options: dict[str, Any] = {"help": flag.help + shown, "default": default}
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
@@ -159,7 +188,7 @@ def add_flags(
         if flag.name.startswith("-"):
             groups[group].add_argument(flag.name, **options)
             continue
-        if not reads_environment:
+        if not grouped:
             parser.set_defaults(**{flag.key: flag.default})
         options["default"] = argparse.SUPPRESS
         of_flag = options.pop("action", "store")
@@ -169,26 +198,8 @@ def add_flags(
         groups[group].add_argument(f"--{flag.name}", **options)
 
 
-def resolve(
-    given: argparse.Namespace, flags: Sequence[Flag], environ: Mapping[str, str]
-) -> argparse.Namespace:
-    """Complete a command line by environment variables and defaults; UsageError if one is wrong.
-
-    `given` of the result are the keys of the flags that aren't left to their defaults.
-    """
-    values = {}
-    for flag in flags:
-        if flag.key in given:
-            value = getattr(given, flag.key)
-            values[flag.key] = tuple(value) if flag.repeated else value
-        elif (text := environ.get(flag.variable)) is not None:
-            values[flag.key] = flag.from_text(text)
-    defaults = {flag.key: flag.default for flag in flags}
-    return argparse.Namespace(**(defaults | vars(given) | values), given=frozenset(values))
-
-
 def arguments_of(options: argparse.Namespace, flags: Iterable[Flag]) -> list[str]:
-    """A command line that gives those of the flags that `options`, as of `resolve`, were given."""
+    """A command line that gives those of the flags that `options` were given (`resolve`)."""
     words = []
     for flag in flags:
         if flag.key not in options.given:
@@ -197,8 +208,9 @@ def arguments_of(options: argparse.Namespace, flags: Iterable[Flag]) -> list[str
         if flag.parse is None:
             words.append(name if value else f"--no-{flag.name.lstrip('-')}")
         else:
-            values = value if flag.repeated else [value]
-            words += [f"{name}={'none' if each is None else each}" for each in values]
+            for each in value if flag.repeated else [value]:
+                text = json.dumps(each) if isinstance(each, dict) else each
+                words.append(f"{name}={'none' if text is None else text}")
     return words
 
 
@@ -314,6 +326,20 @@ def nonempty_text(value: str) -> str:
     if not value:
         raise ArgumentTypeError("it must not be empty")
     return characters(value)
+
+
+def template_kwargs(text: str) -> dict[str, Any]:
+    """The JSON text of an object whose values are strings, numbers and booleans."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"it is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError("it is not a JSON object")
+    for key, each in value.items():
+        if not isinstance(each, str | int | float):
+            raise ArgumentTypeError(f"{key} is neither a string nor a number nor a boolean")
+    return value
 
 
 def secret(value: str) -> str:

@@ -5,26 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
+from logging.handlers import RotatingFileHandler
 from typing import Any
 
 from mlx_mtp.console import hanging, one_line, width_of
-from mlx_mtp.errors import UNEXPECTED
+from mlx_mtp.errors import UNEXPECTED, UsageError
 
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
 
-def set_up(level: str, form: str = "text") -> None:
-    """Log to standard error: this package from `level` on, other libraries' warnings."""
-    handler: logging.Handler = logging.StreamHandler()
+def set_up(level: str, form: str = "text", file: str | None = None) -> None:
+    """Log to standard error, or a file: this package from `level` on, other libraries' warnings."""
+    handler: logging.Handler = LogFile(file) if file else logging.StreamHandler()
     if form == "json":
         handler.setFormatter(JsonFormatter())
-    elif (width := width_of(sys.stderr)) is not None:
+    elif not file and (width := width_of(sys.stderr)) is not None:
         handler = TerminalHandler()
         handler.setFormatter(TextFormatter("%H:%M:%S", width))
     else:
@@ -59,7 +61,8 @@ class TextFormatter(logging.Formatter):
     """Time, level, logger if it isn't this package's, message, and the traceback if there is one.
 
     A record is one line, with escapes in place of newlines. With the width of a terminal, records
-    are wrapped and tracebacks keep their lines, all but the first line indented.
+    are wrapped and tracebacks keep their lines, all but the first line indented, and the usual
+    level, info, is left out.
     """
 
     def __init__(self, time_format: str, width: int | None = None) -> None:
@@ -74,7 +77,8 @@ class TextFormatter(logging.Formatter):
         if record.exc_info:
             lines += map(one_line, self.formatException(record.exc_info).split("\n"))
         text = ("\n" if self._width else r"\n").join(lines)
-        return hanging(f"{at} {record.levelname} ", text, self._width)
+        level = "" if self._width and record.levelno == logging.INFO else f"{record.levelname} "
+        return hanging(f"{at} {level}", text, self._width)
 
 
 class JsonFormatter(logging.Formatter):
@@ -127,6 +131,31 @@ class TerminalHandler(logging.Handler):
             self._console.print(self.format(record), style=_STYLES.get(record.levelname))
         except Exception:
             self.handleError(record)
+
+
+class LogFile(RotatingFileHandler):
+    """A file that gets the name FILE.1 once it has 10 MB; three such files are kept.
+
+    Where standard output or error is this file, as under launchd, it is the new one afterwards.
+    Raises UsageError if the file can't be opened.
+    """
+
+    def __init__(self, path: str, max_bytes: int = 10_000_000) -> None:
+        try:
+            super().__init__(path, maxBytes=max_bytes, backupCount=3, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--log-file {path} can't be opened: {error.strerror}.") from None
+        # Processes that ended before they logged anything have written their errors.
+        if os.path.getsize(path) > max_bytes:
+            self.doRollover()
+
+    def doRollover(self) -> None:  # noqa: N802
+        log = os.stat(self.baseFilename)
+        shared = [number for number in (1, 2) if os.path.samestat(os.fstat(number), log)]
+        super().doRollover()
+        with open(self.baseFilename, "ab") as new:
+            for number in shared:
+                os.dup2(new.fileno(), number)
 
 
 class BackgroundLog:

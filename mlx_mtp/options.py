@@ -1,8 +1,11 @@
-"""The flags of `serve` and `generate`, most of them from `config`, and which exclude each other."""
+"""The flags of the commands that settings are for, and which flags exclude each other."""
 
 import argparse
 import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from mlx_mtp.config import (
     DTYPE_NAMES,
@@ -26,7 +29,10 @@ _HEADINGS = (
     *("security", "formats", None, "sampling"),
 )
 
-_MODEL_HELP = "a directory, or a hub id such as org/name; also as --model"
+_MODEL_HELP = (
+    "a directory, a hub id such as org/name, or a name such as qwen3.6-35b; auto: the best that "
+    "fits; also as --model"
+)
 MODEL_FLAG = Flag(
     "model: model MODEL", _MODEL_HELP, nonempty_text, default_text="the bundled demo model"
 )
@@ -56,14 +62,56 @@ _ENABLE_MTP = Flag(
 _LOG_LEVEL = Flag("server: --log-level", "what to log", _LOG_LEVELS, default="info")
 _LOG_FORMAT = Flag(
     "server: --log-format",
-    "how to write the log; json: an object on each line",
+    "how to write the log: short lines, or an object with all fields on each line",
     ("text", "json"),
     default="text",
+)
+_LOG_FILE = Flag(
+    "server: --log-file FILE",
+    "file for the log; beyond 10 MB it becomes FILE.1, and three such files are kept",
+    nonempty_text,
+    default_text="standard error",
 )
 
 
 def _in_order(*flags: Flag) -> tuple[Flag, ...]:
     return tuple(sorted(flags, key=lambda flag: _HEADINGS.index(flag.group)))
+
+
+RANDOMNESS = "randomness; 0 always takes the most probable token"
+_OF_MODEL = "the model's generation_config.json"
+_SAMPLING = tuple(
+    Flag(f"sampling: {usage}", help, parse, default_text=_OF_MODEL)
+    for usage, help, parse in (
+        ("--temperature X", RANDOMNESS, real),
+        ("--top-p X", "keep the most probable tokens that add up to this probability", real),
+        (
+            "--top-k N",
+            "keep only this many of the most probable tokens; 0 or -1: all",
+            integer(-1, 1 << 31),
+        ),
+        ("--min-p X", "keep tokens at least this likely relative to the most probable one", real),
+        ("--repetition-penalty X", "above 1, make repeated tokens less likely", real),
+    )
+)
+_PENALTIES = (
+    Flag(
+        "sampling: --presence-penalty X",
+        "lower the score of every token that the answer has already",
+        real,
+        default=0.0,
+    ),
+    Flag(
+        "sampling: --frequency-penalty X",
+        "the same, once for each time that the token occurs",
+        real,
+        default=0.0,
+    ),
+)
+_MAX_TOKENS = Flag("sampling: --max-tokens N", "most tokens to generate", integer(1, 1 << 31))
+_DEFAULTS = (*_SAMPLING, *_PENALTIES, replace(_MAX_TOKENS, default_text="what the context has"))
+SAMPLING_DEFAULTS = tuple(flag.key for flag in _DEFAULTS)
+"""Keys of the flags of `serve` that are defaults of requests, by names of `SamplingParams`."""
 
 
 SERVE_FLAGS = _in_order(
@@ -115,32 +163,17 @@ SERVE_FLAGS = _in_order(
         default_text="none",
     ),
     *flags_of(ServerConfig),
+    *_DEFAULTS,
     *flags_of(RouterConfig),
     _LOG_LEVEL,
     _LOG_FORMAT,
+    _LOG_FILE,
 )
 _ENGINE = {flag.name: flag for flag in flags_of(EngineConfig)}
 EXACT = replace(
     _ENGINE["--exact"],
     usage="model: --exact",
     default_text="on CUDA, where kernels serve all weights",
-)
-_OF_MODEL = "the model's generation_config.json"
-RANDOMNESS = "randomness; 0 always takes the most probable token"
-_SAMPLING = (
-    ("--temperature X", RANDOMNESS, real),
-    ("--top-p X", "keep the most probable tokens that add up to this probability", real),
-    (
-        "--top-k N",
-        "keep only this many of the most probable tokens; 0 or -1: all",
-        integer(-1, 1 << 31),
-    ),
-    ("--min-p X", "keep tokens at least this likely relative to the most probable one", real),
-    ("--repetition-penalty X", "above 1, make repeated tokens less likely", real),
-)
-_PENALTIES = (
-    ("--presence-penalty X", "lower the score of every token that the answer has already"),
-    ("--frequency-penalty X", "the same, once for each time that the token occurs"),
 )
 GENERATE_FLAGS = _in_order(
     MODEL_FLAG,
@@ -153,21 +186,40 @@ GENERATE_FLAGS = _in_order(
     DRAFT_VOCAB,
     _CACHE_DIR,
     Flag("--system TEXT", "system message to put before the prompt", nonempty_text),
-    Flag(
-        "--max-tokens N",
-        "most tokens to generate",
-        integer(1, 1 << 31),
+    replace(
+        _MAX_TOKENS,
+        usage="--max-tokens N",
         default_text=f"what the context has room for, at most {ANSWER_TOKENS}",
     ),
     Flag("--stop TEXT", "text that ends the answer", nonempty_text),
     replace(_LOG_LEVEL, usage="--log-level", default="warning"),
-    *(
-        Flag(f"sampling: {name}", help, parse, default_text=_OF_MODEL)
-        for name, help, parse in _SAMPLING
-    ),
-    *(Flag(f"sampling: {name}", help, real, default=0.0) for name, help in _PENALTIES),
+    *_SAMPLING,
+    *_PENALTIES,
     Flag("sampling: --seed N", "the same seed gives the same answer", SEED, default_text="random"),
 )
+_OF_CHAT: dict[str, dict[str, str]] = {
+    "model": {
+        "usage": "model: model MODEL|URL",
+        "help": "a directory, a hub id, a name such as qwen3.6-35b, auto, or the address of a "
+        "running server; also as --model",
+    },
+    "max_tokens": {"default_text": "what the context has room for"},
+}
+CHAT_FLAGS = (
+    *(replace(flag, **_OF_CHAT.get(flag.key, {})) for flag in GENERATE_FLAGS),  # type: ignore[arg-type]
+    Flag("--api-key KEY", "the running server's API key, if it has one", secret),
+)
+CLIENT_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
+COMMAND_FLAGS: Mapping[str, Sequence[Flag]] = {
+    "serve": SERVE_FLAGS,
+    "generate": GENERATE_FLAGS,
+    "chat": CHAT_FLAGS,
+    "launch": (CLIENT_KEY,),
+    "connect": (CLIENT_KEY,),
+    "top": (CLIENT_KEY,),
+    "bench": (CLIENT_KEY,),
+}
+"""The flags of each command that a variable or the settings file may give."""
 _SAMPLED = [flag.key for flag in GENERATE_FLAGS if flag.group == "sampling"]
 SAMPLING = ("max_tokens", "stop", *_SAMPLED)
 """Keys of the flags whose values are fields of a request under the same names."""
@@ -223,13 +275,16 @@ def check_serve(options: argparse.Namespace) -> None:
         if flags:
             values = {"drafts": drafts, "depth": depth, "bits": options.kv_cache_quantization}
             values["host"] = HOST_DRAFTS[names[0]][0] if names else ""
-            raise UsageError(fault.format(flag=flags[0], **values))
+            raise _conflict(options, fault.format(flag=flags[0], **values))
     if options.prefix_cache_dir is None and "prefix_cache_dir_size" in options.given:
-        raise UsageError("--prefix-cache-dir-size needs --prefix-cache-dir, which is not given.")
+        raise _conflict(
+            options, "--prefix-cache-dir-size needs --prefix-cache-dir, which is not given."
+        )
     if options.prefix_cache_dir is not None and options.prefix_cache_dir_size == 0:
-        raise UsageError(
+        raise _conflict(
+            options,
             "--prefix-cache-dir-size 0 leaves no room: leave --prefix-cache-dir out, or give it a "
-            "size."
+            "size.",
         )
 
 
@@ -238,8 +293,9 @@ def check_generate(options: argparse.Namespace, *more: str) -> None:
     in_use = _in_use(options) if options.enable_mtp is False else ()
     for flag in (*_OF_HEAD, *more):
         if flag in in_use:
-            raise UsageError(
-                f"{flag} is for the MTP head's drafts, but MTP is off: leave out --no-enable-mtp."
+            raise _conflict(
+                options,
+                f"{flag} is for the MTP head's drafts, but MTP is off: leave out --no-enable-mtp.",
             )
 
 
@@ -261,6 +317,11 @@ def _in_use(options: argparse.Namespace) -> set[str]:
     return {f"--{key.replace('_', '-')}" for key in given}
 
 
+def is_short_name(name: str | None) -> bool:
+    """True for a MODEL that is neither a hub id, which has a slash, nor a path."""
+    return bool(name) and "/" not in str(name) and not Path(str(name)).expanduser().exists()
+
+
 def model_name(model: str | None) -> str:
     """The default of --served-model-name: the hub id, or the directory's name."""
     if model is None:
@@ -270,3 +331,13 @@ def model_name(model: str | None) -> str:
         return model
     # A name that is not UTF-8 could not be sent.
     return os.path.basename(os.path.abspath(model)).encode(errors="replace").decode()
+
+
+def _conflict(options: argparse.Namespace, message: str) -> UsageError:
+    """The error of flags that exclude each other; says where those not typed are from."""
+    named = {name.replace("-", "_") for name in re.findall(r"--(?:no-)?([a-z-]+)", message)}
+    found = {key: source for key, source in options.given.items() if source and key in named}
+    if found:
+        sources = [f"--{key.replace('_', '-')} is from {source}" for key, source in found.items()]
+        message = f"{message.removesuffix('.')} ({'; '.join(sources)})."
+    return UsageError(message)

@@ -9,7 +9,7 @@ from mlx_mtp.console import one_line, say
 
 _DELAY_SECONDS = 0.5  # shorter work needs no bar
 _LINE_SECONDS = 10.0
-_LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {remaining} left"
+_LINE = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
 
 
 class Bar(tqdm):

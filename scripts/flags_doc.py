@@ -14,24 +14,32 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_mtp.flags import Flag
-from mlx_mtp.options import GENERATE_FLAGS, SERVE_FLAGS
+from mlx_mtp.options import COMMAND_FLAGS
 
 _HEAD = """# Flags
 
 Made from the code by `python scripts/flags_doc.py > docs/flags.md`; `--help` shows the same.
 
-Each flag can also be set by an environment variable: `--port` by `MLX_MTP_PORT`,
-`--mtp-draft-vocab` by `MLX_MTP_MTP_DRAFT_VOCAB`, and so on. The flag wins. A variable for a
-repeatable flag has commas between its values.
-
-## `mlx-mtp serve [MODEL]`
+Each flag below can also be set by an environment variable (`--port` by `MLX_MTP_PORT`,
+`--mtp-draft-vocab` by `MLX_MTP_MTP_DRAFT_VOCAB`, and so on) and in the [settings file](settings.md)
+(by `port`, `mtp-draft-vocab`). What is typed comes first, then the variable, then the file. A
+variable for a repeatable flag has commas between its values.
 """
-_GENERATE = "## `mlx-mtp generate [MODEL] PROMPT`\n\nOne answer, streamed to the terminal.\n"
+_COMMANDS = {
+    "serve": "## `mlx-mtp serve [MODEL]`\n",
+    "generate": "## `mlx-mtp generate [MODEL] PROMPT`\n\nOne answer, streamed to the terminal.\n",
+    "chat": "## `mlx-mtp chat [MODEL|URL]`\n\nA conversation in the terminal.\n",
+}
 
 
 def page() -> str:
     """The whole page, Markdown."""
-    return "\n".join((_HEAD, _tables(SERVE_FLAGS), _GENERATE, _tables(GENERATE_FLAGS)))
+    parts = [
+        part
+        for command, heading in _COMMANDS.items()
+        for part in (heading, _tables(COMMAND_FLAGS[command]))
+    ]
+    return "\n".join((_HEAD, *parts))
 
 
 def _tables(flags: Sequence[Flag]) -> str:

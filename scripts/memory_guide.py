@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.console import size_text
-from mlx_mtp.inspect.models import SHORT_ROW, Published, published
+from mlx_mtp.inspect.models import SHORT_ROW, Published, all_published
 from mlx_mtp.machine import mac_memory
 
 _MACHINES = (16, 24, 36, 64, 128, 512)
@@ -41,22 +41,22 @@ def cell(model: Published, gigabytes: int) -> str:
 
 def tables() -> list[str]:
     """All tables, Markdown."""
-    models = published()
+    models = all_published()
     of_name = {(each.release.name, each.release.bits): each for each in models}
     rows = list[Sequence[str]]()
     for mac, (name, *ends) in _BEGINNERS.items():
         model = of_name[name, 4]
         contexts = dict.fromkeys(cell(model, n).partition(";")[0] for n in ends)
-        size = size_text(model.demand.footprint.weights + model.head_download)
-        rows.append((mac, f"`{model.release.repo_id}`", size, " to ".join(contexts)))
+        size = size_text(model.footprint.weights + model.head_download)
+        rows.append((mac, f"`{model.release}`", size, " to ".join(contexts)))
     parts = [_table(("your Mac", "model", "download", "context, tokens"), rows)]
     shapes = dict[tuple[object, ...], list[Published]]()  # of one shape, and so of one size
     for each in models:
-        shapes.setdefault((each.demand, each.head_download), []).append(each)
+        shapes.setdefault((each.footprint, each.allowed, each.head_download), []).append(each)
     unique = [(_names(same), same[0]) for same in shapes.values()]
     rows = []
     for names, model in unique:
-        shape = model.demand.footprint
+        shape = model.footprint
         kv = 1000 * (shape.caches.kv_per_token + shape.caches.head_kv_per_token)
         sizes = (
             shape.weights,

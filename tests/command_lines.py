@@ -44,7 +44,9 @@ def prepare(folder: Path) -> None:
         (folder / name).mkdir()
         (folder / name).chmod(mode)
     (folder / "LINK").symlink_to(folder / "DIR")
-    for name, text in (("FILE", ""), ("KEYS", "one\nt\two\n")):
+    files = {"FILE": "", "KEYS": "one\nt\two\n", "WRONG": "[serve]\nprot = 1\n"}
+    files["SETTINGS"] = "[models.EMPTY]\nmtp-draft-vocab = 9\n"
+    for name, text in files.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o600)
     for name, text in (("EMPTY", "{}"), ("FOREIGN", '{"model_type": "llama"}'), ("BROKEN", "{")):
@@ -78,7 +80,7 @@ def run_apart(words: list[str], variables: dict[str, str], tree: Path) -> Result
 
 def result_of(line: str, tree: Path | None = None, whole: bool = False) -> str:
     """What a command line gives in the current directory, as the file has it."""
-    words, variables = shlex.split(line), {"MLX_MTP_CACHE_DIR": "cache"}
+    words, variables = shlex.split(line), {"MLX_MTP_CACHE_DIR": "cache", "MLX_MTP_CONFIG": ""}
     while (word := words.pop(0)) != "mlx-mtp":
         name, _, variables[name] = word.partition("=")
     # Other variables than ours are read where libraries are imported.

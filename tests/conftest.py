@@ -17,6 +17,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from mlx_mtp import settings
 from mlx_mtp.cache import layout
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
@@ -34,9 +35,13 @@ hypothesis.settings.load_profile("patient")
 DEMO = Path(backend.__file__).parent / "demo"
 DENSE_DEMO = Path(__file__).parent / "data" / "dense-demo"
 
-# Servers that tests start must keep nothing in the user's own cache directory.
-os.environ["MLX_MTP_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlx-mtp-tests-")
-atexit.register(shutil.rmtree, os.environ["MLX_MTP_CACHE_DIR"], ignore_errors=True)
+# Servers that tests start must keep nothing in the user's own directories.
+for _variable in ("MLX_MTP_CACHE_DIR", "XDG_RUNTIME_DIR"):
+    os.environ[_variable] = tempfile.mkdtemp(prefix="mlx-mtp-tests-")
+    atexit.register(shutil.rmtree, os.environ[_variable], ignore_errors=True)
+# Nor do they have the user's settings.
+os.environ[settings.VARIABLE] = ""
+settings.USER_FILE = Path(os.environ["MLX_MTP_CACHE_DIR"], "none.toml")
 
 
 @pytest.fixture(scope="session")

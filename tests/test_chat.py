@@ -86,6 +86,24 @@ def test_a_conversation(talk):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_triple_quotes_are_around_a_message_of_many_lines(talk):
+    typed = (
+        '"""one',
+        "",
+        " two\\",
+        'three"""',
+        '"""/system x"""',
+        '"""',
+        "/quit",
+        '  """ ',
+        '""""""',
+    )
+    sent, out, _, session = talk(*typed, "/nope\\", "x", answers=[events({"content": "c"})] * 3)
+    asked = [each["content"] for each in sent[-1]["messages"]]
+    assert asked == ["one\n\n two\\\nthree", "c", "/system x", "c", "/quit"]
+    assert session.system is None and "There is no /nope" in out
+
+
 def test_what_goes_wrong_is_one_line_and_the_conversation_goes_on(talk):
     refused = httpx.Response(400, json={"error": {"message": "too long"}})
     failed = events({"content": "a"}, ends=False)
@@ -154,6 +172,24 @@ def test_with_a_server_the_flags_of_a_model_are_refused(mtp_server: Server, caps
     assert "[9 tokens, " in capsys.readouterr().out
 
 
+LIBEDIT = """
+import readline
+readline.__doc__ = "libedit"
+from mlx_mtp.chat.command import _reader
+read = _reader()
+print([read("> "), read("> ")])
+"""
+
+
+def test_pasted_lines_are_one_message_with_libedit_too():
+    """Which has no bracketed paste."""
+    with terminal("-c", LIBEDIT) as shown:
+        shown.wait_for("> ")
+        shown.type("one\n\ntwo\nthree", "three")
+        shown.type(" and more\n", "more\n> ")
+        assert "['one\\n\\ntwo\\nthree and more', 'four']" in shown.type("four\n", "]")
+
+
 def test_in_a_terminal_with_its_own_engine():
     """Typed, stopped by Ctrl-C, ended by Ctrl-D; at 80 columns."""
     with terminal("chat", "--temperature", "0", "--seed", "1") as shown:
@@ -161,6 +197,10 @@ def test_in_a_terminal_with_its_own_engine():
         # A first start drafts nothing before it has measured what a step costs.
         answer = shown.type("Tell me a story.\n", r"(accepted|no drafts)\]\n> ")
         assert " tokens, " in answer
+        # What is pasted is one message, and so is what is between quotes.
+        for typed in ("\x1b[200~Tell me\ra joke.\x1b[201~\n", '"""\nTell me\n\na joke.\n"""\n'):
+            assert shown.type(typed, r"(accepted|no drafts)\]\n> ").count(" tokens, ") == 1
+        assert " tokens, " not in shown.type("/seed 5\n", "The seed is 5")
         shown.type("Write a long story about a brave fox.\n", r"fox\.\s+\w")  # It answers.
         assert "[stopped]" in shown.type("\x03", "\n> ")
         shown.type("\x04", "")

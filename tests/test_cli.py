@@ -24,10 +24,10 @@ from mlx_mtp.cli.banner import answers_text, banner, off_text, prefixes_text
 from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.distributed import own_address
 from mlx_mtp.errors import MissingHeadError, UsageError
-from mlx_mtp.flags import add_flags, resolve
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.options import model_name, wants_exact
+from mlx_mtp.options import SERVE_FLAGS, model_name, wants_exact
 from mlx_mtp.server.serving import bind
+from mlx_mtp.settings import add_settings, resolve
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
 from tests.support.fake_engine import FakeInfo
@@ -37,14 +37,17 @@ COMMAND = [sys.executable, "-m", "mlx_mtp"]
 
 def parse(*argv: str, **environ: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_flags(parser, *cli.SERVE_FLAGS, reads_environment=True)
-    return resolve(parser.parse_args(argv), cli.SERVE_FLAGS, environ)
+    add_settings(parser, *SERVE_FLAGS)
+    options = resolve(parser.parse_args(argv), SERVE_FLAGS, environ)
+    options.given = dict.fromkeys(options.given, "")  # wherever the values are from
+    return options
 
 
 def test_every_flag_also_comes_from_the_environment():
     values = {"--cors-origin": "https://chat.example:7", "--kv-cache-quantization": "8"}
-    values["--mtp-optimistic"] = "0.7"
-    for flag in cli.SERVE_FLAGS:
+    values |= dict.fromkeys(("--mtp-optimistic", "--top-p", "--min-p", "--temperature"), "0.7")
+    values["--chat-template-kwargs"] = '{"preserve_thinking": true}'
+    for flag in SERVE_FLAGS:
         value = flag.parse[-1] if isinstance(flag.parse, tuple) else values.get(flag.name, "7")
         argv = [flag.name, value] if flag.name.startswith("-") else [value]
         if flag.parse is None:
@@ -108,7 +111,10 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
         assert words in done.stdout
 
 
-COMMANDS = "serve generate chat connect top bench selftest inspect models add-mtp-weights convert"
+COMMANDS = (
+    "serve launch generate chat connect config service top bench selftest inspect models pull ls "
+    "rm ps add-mtp-weights convert"
+)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS.split(), "bench latency", "bench offline"])
@@ -355,6 +361,9 @@ def test_a_server_without_files_for_its_clients_is_refused(monkeypatch, capsys):
 def test_generate(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tell me a story.")))
     argv = ["generate", "-", "--max-tokens", "12", "--temperature", "0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+        assert cli.main(argv, {}) == 2 and "The prompt is empty" in capsys.readouterr().err
     assert cli.main([*argv, "--mtp-num-draft-tokens", "2"], {}) == 0
     out, errors = capsys.readouterr()
     assert len(out.split()) > 5

@@ -5,6 +5,7 @@ import ast
 import dis
 import inspect
 import re
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -91,6 +92,18 @@ def test_what_is_used_and_overridden_of_other_packages_exists(
         # A method that nothing of ours calls is there to be called by theirs.
         overriding = own - {node.attr for node in uses if not isinstance(node.value, ast.Call)}
         assert overriding and overriding <= attributes(theirs)
+
+
+def test_serving_installs_no_developers_tools(tmp_path: Path) -> None:
+    def installed(target: str) -> list[str]:
+        argv = ["make", "--dry-run", target, f"VENV={tmp_path}", "EXTRA=cpu"]
+        done = subprocess.run(argv, cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+        # pip shows its progress.
+        return re.findall(r"pip install --disable-pip-version-check --editable '(.*)'", done.stdout)
+
+    assert installed("serve") == [".[cpu]"]
+    assert installed("test") == installed("setup") == [".[cpu]", ".[cpu,dev]"]
+    assert installed("test-full") == [".[cpu]", ".[cpu,dev]", ".[cpu,dev,clients]"]
 
 
 def test_uvicorn_is_used_as_it_is_called() -> None:

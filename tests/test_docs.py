@@ -22,9 +22,6 @@ def text_of(name: str) -> str:
 
 
 FLAGS = {flag.name: flag for flag in SERVE_FLAGS}
-README = dict(
-    re.findall(r"^\| `(--[a-z-]+)(?: [^`]*)?` \| [^|]+ \| (.*?) \|$", text_of("README.md"), re.M)
-)
 # Of the other commands.
 OTHERS = {"--mlx-model-path", "--source-model", "--verify", "--force", "--dry-run"}
 OTHERS |= {"--write", "--offline", "--memory", "--no-enable-mtp"}
@@ -34,12 +31,6 @@ def test_the_page_of_flags_is_made_from_the_flags():
     made = flags_doc.page()
     assert all(f"| `{name}" in made for name in FLAGS if name.startswith("-"))
     assert text_of("docs/flags.md") == made, "run: python scripts/flags_doc.py > docs/flags.md"
-
-
-def test_readmes_table_of_flags():
-    assert len(README) >= 6
-    for name, default in README.items():
-        assert default.strip("`") == (FLAGS[name].shown_default or "off")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/troubleshooting.md", "docs/memory.md"])

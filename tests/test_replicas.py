@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.process import CHAT, MODEL, running
+from tests.support.process import CHAT, MODEL, free_ports, running
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -23,12 +23,6 @@ pytestmark = [
 DOCS = Path(__file__).parent.parent / "docs" / "scale.md"
 CONVERSATIONS, TURNS = 12, 4
 _PATHS = "client_body proxy fastcgi uwsgi scgi"
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in socks]
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from mlx_mtp.flags import (
 from mlx_mtp.options import DRAFT_VOCAB, DTYPE, EXACT, MODEL_FLAG, RANDOMNESS
 
 _MODEL = Flag("--model NAME", "model to ask for", nonempty_text, repeated=True)
-# The key may also come from the environment: others can see a command line.
-API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
+# The key may also be a variable or in the settings file: others can see a command line.
+_API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
 _SEED = Flag("--seed N", "repeat the prompts of another run", integer(0, (1 << 63) - 1))
 _ASKING = (
     Flag("--warmups N", "rounds before them that are not counted", integer(0, 100), default=1),
@@ -94,12 +94,12 @@ def _run_bench(options: argparse.Namespace) -> int:
 
 
 def _add_http(parser: argparse.ArgumentParser, twice: str = "") -> None:
-    first, variable = "the first that the server lists", f"{API_KEY.variable}, if set"
+    first, variable = "the first that the server lists", f"{_API_KEY.variable}, if set"
     silence = "seconds of silence after which a server is given up"
     add_flags(
         parser,
         replace(_MODEL, help=_MODEL.help + twice, default_text=first),
-        replace(API_KEY, help=API_KEY.help + twice, repeated=True, default_text=variable),
+        replace(_API_KEY, help=_API_KEY.help + twice, repeated=True, default_text=variable),
         Flag("--timeout SECONDS", silence, at_least(0.01), default=600.0),
     )
 

@@ -11,12 +11,14 @@ from datetime import UTC, datetime
 
 from mlx_mtp import __version__
 from mlx_mtp.bench import report
-from mlx_mtp.bench.arguments import API_KEY, CALIBRATION_SECONDS
+from mlx_mtp.bench.arguments import CALIBRATION_SECONDS
 from mlx_mtp.bench.client import HttpServer
 from mlx_mtp.bench.measure import Asking, Subject, measure, summarize
 from mlx_mtp.console import hanging, say, width_of
 from mlx_mtp.errors import UsageError
+from mlx_mtp.options import CLIENT_KEY
 from mlx_mtp.prepare import prepare_command
+from mlx_mtp.settings import resolve
 
 _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
@@ -39,9 +41,11 @@ def run_http(options: argparse.Namespace) -> int:
     names = ["A", "B"] if comparing else [None]
     models = _for_each(options.model, urls, "--model")
     keys = options.api_key
-    if keys is None and (variable := options.environ.get(API_KEY.variable)) is not None:
-        keys = [API_KEY.from_text(variable)]
-    keys = _for_each(keys, urls, API_KEY.name)
+    if keys is None:
+        among = argparse.Namespace(command="bench")
+        key = resolve(among, [CLIENT_KEY], options.environ).api_key
+        keys = None if key is None else [key]
+    keys = _for_each(keys, urls, CLIENT_KEY.name)
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(HttpServer(url, asking, name=name, model=model, api_key=key))

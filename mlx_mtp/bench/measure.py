@@ -1,7 +1,6 @@
 """A measurement: subjects get the same prompts in turns, and their answers become figures."""
 
 import contextlib
-import io
 import itertools
 import math
 import sys
@@ -98,14 +97,15 @@ def measure(
 
 @contextlib.contextmanager
 def showing(line: str) -> Iterator[None]:
-    """Show a line at the bottom of a terminal while the context lasts; nothing elsewhere."""
-    terminal = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    say(line, end="", file=terminal)
+    """Show a line at the bottom of a terminal while the context lasts; elsewhere print it."""
+    is_terminal = sys.stderr.isatty()
+    say(line, end="" if is_terminal else "\n", file=sys.stderr)
     try:
         yield
     finally:
-        terminal.write("\r\x1b[K")
-        terminal.flush()
+        if is_terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def summarize(

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from mlx_mtp.cache.layout import most_slots, rounded_capacity
-from mlx_mtp.kernels.gdn_types import GDNShape
-from mlx_mtp.kernels.portable import CHUNK
+from mlx_mtp.kernels.gdn_types import CHUNK, GDNShape
 
 _FLOAT32 = _INT32 = 4
 
@@ -91,6 +91,22 @@ class GatedDeltaSpec:
 
 
 LayerSpec = AttentionSpec | GatedDeltaSpec
+
+
+def hybrid_layers(args: Any) -> list[LayerSpec]:
+    """The layers of Qwen's hybrids, by the sizes of a config.json as attributes."""
+    mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))
+    if getattr(args, "num_experts", 0):
+        used = args.num_experts_per_tok
+        inner = used * args.moe_intermediate_size + args.shared_expert_intermediate_size
+        mlp = MLPSpec(args.hidden_size, inner, args.num_experts, used)
+    heads = args.num_attention_heads, args.num_key_value_heads
+    attention = AttentionSpec(mlp, *heads, args.head_dim)
+    keys = args.linear_num_key_heads, args.linear_key_head_dim
+    values = args.linear_num_value_heads, args.linear_value_head_dim
+    linear = GatedDeltaSpec(mlp, GDNShape(*keys, *values, args.linear_conv_kernel_dim))
+    numbers = range(1, args.num_hidden_layers + 1)
+    return [linear if n % args.full_attention_interval else attention for n in numbers]
 
 
 @dataclass(frozen=True)

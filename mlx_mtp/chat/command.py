@@ -6,54 +6,46 @@ import argparse
 import contextlib
 import os
 import re
+import select
 import sys
+import termios
 import threading
+import tty
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp import backend
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, add_flags, characters, resolve, secret
-from mlx_mtp.options import GENERATE_FLAGS, SAMPLING, SERVE_FLAGS, check_generate
+from mlx_mtp.flags import characters
+from mlx_mtp.options import CHAT_FLAGS, GENERATE_FLAGS, SAMPLING, SERVE_FLAGS, check_generate
 from mlx_mtp.prepare import prepare_command
+from mlx_mtp.settings import add_settings, resolve
 
 if TYPE_CHECKING:
     from mlx_mtp.server.serving import Server
 
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
+_PASTE_SECONDS = 0.05  # between two lines that are pasted
 _OF_ENGINE = ("model", "multi-token prediction")
-
-
-_CHANGES: dict[str, dict[str, Any]] = {
-    "model": {
-        "usage": "model: model MODEL|URL",
-        "help": "a directory, a hub id, or the address of a running server; also as --model",
-    },
-    "max_tokens": {"default_text": "what the context has room for"},
-}
-CHAT_FLAGS = (
-    *(replace(flag, **_CHANGES.get(flag.key, {})) for flag in GENERATE_FLAGS),
-    Flag("--api-key KEY", "the running server's API key, if it has one", secret),
-)
 
 
 def add_terminal(commands: Any) -> None:
     """Register `generate` and `chat`."""
     parser = commands.add_parser("generate", help="stream one answer to the terminal")
-    add_flags(parser, *GENERATE_FLAGS, reads_environment=True)
+    add_settings(parser, *GENERATE_FLAGS)
     prompt_help = "what to ask; - reads it from standard input"
     parser.add_argument("prompt", help=prompt_help, type=characters)
     parser.set_defaults(run=_generate, environ=None)
     parser = commands.add_parser(
         "chat",
+        aliases=["run"],
         help="a conversation in the terminal",
         description="A conversation in the terminal, with a running server or with a model that "
         "is loaded for it. /help lists what can be typed.",
     )
-    add_flags(parser, *CHAT_FLAGS, reads_environment=True)
-    parser.set_defaults(run=_chat, environ=None)
+    add_settings(parser, *CHAT_FLAGS)
+    parser.set_defaults(run=_chat, environ=None, command="chat")  # also as `run`
 
 
 def _generate(given: argparse.Namespace) -> int:
@@ -64,6 +56,8 @@ def _generate(given: argparse.Namespace) -> int:
             options.prompt = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError:
             raise UsageError("Standard input is not valid UTF-8.") from None
+    if not options.prompt.strip():
+        raise UsageError("The prompt is empty: say what to ask, or - to read it from a pipe.")
     prepare_command(options, options.log_level)
     from mlx_mtp.cli.generate import generate
 
@@ -99,7 +93,7 @@ def _chat(given: argparse.Namespace) -> int:
         else:
             if console.is_terminal:
                 console.print("Loading the model. /help lists the commands.", style="dim")
-            url, proxied = stack.enter_context(_own_server(given)), False
+            url, proxied = stack.enter_context(_own_server(options)), False
         more: dict[str, Any] = {"timeout": None, "trust_env": proxied}
         if options.api_key:
             more["headers"] = {b"Authorization": f"Bearer {options.api_key}".encode()}
@@ -111,21 +105,25 @@ def _chat(given: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _own_server(given: argparse.Namespace) -> Iterator[str]:
-    """Serve the model on a thread of this process, with the flags given; yields the base URL."""
+def _own_server(options: argparse.Namespace) -> Iterator[str]:
+    """Serve the model on a thread of this process; yields the base URL.
+
+    With the settings of `chat`, and for flags that it doesn't have those of all commands.
+    """
     backend.prepare()
     from mlx.core import clear_streams
 
     from mlx_mtp.cli.serve import serve
 
-    flags = {flag.key: getattr(given, flag.key) for flag in SERVE_FLAGS if flag.key in given}
-    flags = {"log_level": "warning", **flags, "host": "127.0.0.1", "port": 0, "api_key_file": None}
-    options = resolve(argparse.Namespace(**flags), SERVE_FLAGS, given.environ)
+    shared = {flag.key for flag in SERVE_FLAGS} & set(options.given)
+    values = {key: getattr(options, key) for key in shared} | {"log_level": options.log_level}
+    values |= {"command": "chat", "host": "127.0.0.1", "port": 0, "api_key_file": None}
+    served = resolve(argparse.Namespace(**values), SERVE_FLAGS, options.environ)
     started: Future[tuple[Server, int]] = Future()
 
     def run() -> None:
         try:
-            serve(options, on_ready=lambda *server: started.set_result(server))
+            serve(served, on_ready=lambda *server: started.set_result(server))
         except BaseException as error:
             if started.done():
                 raise
@@ -150,9 +148,31 @@ def _own_server(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _reader() -> Callable[[str], str]:
-    """`input`, with line editing and a history if standard input is a terminal."""
+    """`input`, with line editing, a history and pasted lines as one text in a terminal."""
     if not sys.stdin.isatty():
         return lambda _: input()
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
-    return input
+        import readline
+
+        if "libedit" not in (readline.__doc__ or ""):
+            readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off.
+            return input
+
+    def read(prompt: str) -> str:
+        # Without GNU readline, as with most Pythons of a Mac, a paste is lines that come at once.
+        text = input(prompt)
+        while _more_waits():
+            text += f"\n{input('  ')}"
+        return text
+
+    return read
+
+
+def _more_waits() -> bool:
+    """Whether more has been typed, also if it is no whole line."""
+    mode = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSANOW)
+    try:
+        return bool(select.select([sys.stdin], [], [], _PASTE_SECONDS)[0])
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)

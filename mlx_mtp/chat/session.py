@@ -19,6 +19,7 @@ from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
 from mlx_mtp.flags import hint
 
 _PROMPT, _MORE = "> ", "  "
+_QUOTES = '"""'  # around a message of several lines
 
 
 @dataclass
@@ -36,11 +37,9 @@ class Session:
         """Talk until the input ends; `read` returns a line after showing the prompt given."""
         while True:
             try:
-                text = read(_PROMPT)
-                while text.endswith("\\"):
-                    text = f"{text[:-1]}\n{read(_MORE)}"
+                text, is_quoted = _read_message(read)
                 text.encode()  # Invalid bytes come as halves of surrogate pairs in some locales.
-                if text.startswith("/"):
+                if text.startswith("/") and not is_quoted:
                     word, _, argument = text[1:].partition(" ")
                     if word in ("quit", "exit"):
                         return
@@ -99,6 +98,19 @@ class Session:
             self._say(COMMANDS[word][1](self, argument))
         except (argparse.ArgumentTypeError, UsageError) as error:
             self._say(str(error))
+
+
+def _read_message(read: Callable[[str], str]) -> tuple[str, bool]:
+    """A message of one or several lines, and whether it was in triple quotes."""
+    text = read(_PROMPT)
+    if text.lstrip().startswith(_QUOTES):
+        text = text.lstrip().removeprefix(_QUOTES)
+        while not text.rstrip().endswith(_QUOTES):
+            text += f"\n{read(_MORE)}"
+        return text.rstrip().removesuffix(_QUOTES).rstrip().lstrip("\n"), True
+    while text.endswith("\\"):
+        text = f"{text[:-1]}\n{read(_MORE)}"
+    return text, False
 
 
 def served_models(client: httpx.Client) -> list[str]:
@@ -175,7 +187,8 @@ def _help(_: Session, __: str) -> str:
     rows = [(usage, what) for usage, _, what in COMMANDS.values()]
     rows += [("/quit", "end; Ctrl-D does the same"), ("Ctrl-C", "stop the answer")]
     lines = [f"{usage:<16}{what}" for usage, what in rows]
-    return "\n".join([*lines, "A line that ends with \\ goes on in the next one."])
+    more = "A line that ends with \\ goes on in the next one, and a text between two"
+    return "\n".join([*lines, f"{more} {_QUOTES} may have many lines."])
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Session, str], str], str]] = {

@@ -1,15 +1,19 @@
-"""What `serve` prints when it is ready."""
+"""What `serve` says when it is ready: its banner, and its entry for `mlx-mtp ps`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig
 from mlx_mtp.console import labelled
+from mlx_mtp.running import RunningServer, announced
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineInfo
@@ -19,6 +23,31 @@ _OPTIMISTIC = (
     "drafts with {:g} times the probability of the token drawn are accepted too: answers are not "
     "those of plain decoding"
 )
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches such a host
+
+
+def announced_alone(
+    config: ServerConfig, loaded: LoadedModel, engine: EngineInfo, memory_limit: int
+) -> AbstractContextManager[None]:
+    """Let `mlx-mtp ps` and other commands find a server of one model (`running.announced`)."""
+    return announced(
+        RunningServer(
+            pid=os.getpid(),
+            url=local_url(config.host, config.port),
+            models=[config.model_name, *config.other_names],
+            directories=[str(loaded.path.absolute())],
+            needs_key=bool(config.api_keys),
+            max_model_len=engine.max_model_len,
+            weights=engine.memory["weights"] + engine.memory["head"],
+            memory_limit=memory_limit,
+            started=time.time(),
+        )
+    )
+
+
+def local_url(host: str, port: int) -> str:
+    """The address, without /v1, at which this machine reaches a server that listens at `host`."""
+    return _url(_LOCAL.get(host, host), port)
 
 
 def banner(
@@ -40,7 +69,7 @@ def banner(
     from mlx_mtp.distributed import own_address
 
     unused, depth = ", ".join(loaded.unused_kernels), engine.num_draft_tokens
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    local = _LOCAL.get(config.host, config.host)
     drafts = f"{depth} drafts per step"
     if depth == "auto":
         drafts = "drafts follow measured cost and acceptance"
@@ -77,6 +106,17 @@ def banner(
     return f"\n{labelled(shown, width, '  ')}\n\n{command}\n\n{ready}\n"
 
 
+def router_banner(url: str, models: Sequence[str], keep_alive: float) -> str:
+    """The text that `serve` prints for several models: address, names, what is in memory."""
+    kept = f"{keep_alive:g} s" if keep_alive < float("inf") else "forever"
+    shown = {
+        "address": url,
+        "models": "\n".join(models),
+        "in memory": f"when they are asked for, and {kept} longer, if there is room",
+    }
+    return f"\n{labelled(shown, None, '  ')}\n\nReady. Ctrl-C stops the server.\n"
+
+
 def _url(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -102,9 +142,15 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
 
 
 def off_text(options: argparse.Namespace, source: str) -> str:
-    """A sentence on why a source drafts nothing, if it is off."""
+    """A sentence on why a source drafts nothing, if it is off, and on where that is said."""
     if source not in options.drafts.split(","):
-        return f"off: --drafts {options.drafts}"
-    if source != "mtp":
-        return f"off: --mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
-    return "off: --no-enable-mtp" if options.enable_mtp is False else "off: the model has no head"
+        key, why = "drafts", f"--drafts {options.drafts}"
+    elif source != "mtp":
+        key = "mtp_num_draft_tokens"
+        why = f"--mtp-num-draft-tokens {options.mtp_num_draft_tokens}"
+    elif options.enable_mtp is False:
+        key, why = "enable_mtp", "--no-enable-mtp"
+    else:
+        return "off: the model has no head"
+    place = options.given.get(key)
+    return f"off: {why} (from {place})" if place else f"off: {why}"

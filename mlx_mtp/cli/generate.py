@@ -22,6 +22,7 @@ from mlx_mtp.server.api.openai.protocol import CompletionRequest
 from mlx_mtp.server.generation.inputs import engine_requests, model_defaults, sampling_params
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.text.parsing.answer import PlainParser
+from mlx_mtp.text.stop_strings import StopStrings
 from mlx_mtp.text.stream import Detokenizer, OutputStream
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -56,7 +57,9 @@ def stream_answer(
     if options.max_tokens is None:
         limit = min(request.sampling.max_tokens, ANSWER_TOKENS)
         request = replace(request, sampling=replace(request.sampling, max_tokens=limit))
-    stream = OutputStream(0, Detokenizer(tokenizer.text_bytes, body.stop), PlainParser())
+    stream = OutputStream(
+        0, Detokenizer(tokenizer.text_bytes), PlainParser(), StopStrings(body.stop)
+    )
     # A file or another program gets what the model wrote, to the byte.
     shown = clean if sys.stdout.isatty() else str
     engine.start(lambda _: None)  # Its start is not of the prompt's time.

@@ -7,17 +7,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from mlx_mtp import __version__
-from mlx_mtp.bench.arguments import add_bench
-from mlx_mtp.chat.command import add_terminal
+from mlx_mtp.cli.commands import ADDERS
 from mlx_mtp.cli.serve import CLOSED_PIPE_STATUS, discard
-from mlx_mtp.cli.serve_command import add_serve
-from mlx_mtp.cli.top import add_top
-from mlx_mtp.connect.command import add_connect
-from mlx_mtp.convert.commands import add_convert
 from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
 from mlx_mtp.flags import CommandParser, print_error
-from mlx_mtp.inspect.command import add_inspect
-from mlx_mtp.selftest.arguments import add_selftest
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -61,13 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="mlx-mtp",
         description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
-        epilog="Each flag of serve, generate and chat may also come from an environment variable: "
-        "--port is MLX_MTP_PORT.",
+        epilog="Each flag of serve, generate and chat may also come from an environment variable "
+        "(--port: MLX_MTP_PORT), or from ~/.config/mlx-mtp/config.toml: see mlx-mtp config.",
     )
     parser.add_argument("--version", action="version", version=f"mlx-mtp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    adders = (add_serve, add_terminal, add_connect, add_top, add_bench, add_selftest, add_inspect)
-    for add in (*adders, add_convert):
+    for add in ADDERS:
         add(commands)
     for action in commands._choices_actions:
         command = commands.choices[action.dest]

@@ -1,8 +1,9 @@
-"""The command `mlx-mtp serve`."""
+"""The command `mlx-mtp serve` with one model."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -11,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mlx_mtp.cli.banner import answers_text, banner, off_text, prefixes_text
+from mlx_mtp.cli.banner import announced_alone, answers_text, banner, off_text, prefixes_text
 from mlx_mtp.config import HOST_DRAFTS, ServerConfig, from_options
 from mlx_mtp.console import say, width_of
-from mlx_mtp.options import check_serve, model_name, wants_head
+from mlx_mtp.options import SAMPLING_DEFAULTS, check_serve, model_name, wants_head
 from mlx_mtp.prepare import prepare_command
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def serve(
 
     if (parent := adopted()) is None:  # It has checked its own flags.
         check_serve(options)
+    given = {key: getattr(options, key) for key in SAMPLING_DEFAULTS}
+    sampling = {key: value for key, value in given.items() if value is not None}
     info = prepare_command(options, options.log_level)
 
     from mlx_mtp import build
@@ -58,7 +61,10 @@ def serve(
     if options.log_prompts:
         logger.warning("The log gets the text of every prompt (--log-prompts).")
     # The port comes first: nobody should wait for a long load to learn that it is in use.
-    with parent.sock if parent else bind(options.host, options.port) as sock:
+    with (
+        parent.sock if parent else bind(options.host, options.port) as sock,
+        contextlib.ExitStack() as stack,
+    ):
         loaded, tokenizer = load()
         links = connect_ranks(options, loaded)
         plan = build.plan_engine(loaded, options, links)
@@ -79,6 +85,8 @@ def serve(
             port=0 if parent else sock.getsockname()[1],
             api_keys=keys,
             parent_keys=parent and parent.num_keys,
+            sampling=sampling,
+            model_bytes=sum(f.stat().st_size for f in loaded.path.glob("[!.]*.safetensors")),
             max_held_bytes=memory.bytes_by_use()["texts"] * 8 // 9,
             # The bundled model's files are a part of this program.
             text_workers=loaded.path if options.model or options.request_chat_template else None,
@@ -94,7 +102,13 @@ def serve(
         text = banner(config, loaded, engine.info, str(info), shares, kept, answers, off, width)
 
         def ready() -> None:
-            on_ready(server, config.port) if on_ready else _announce(text)
+            if on_ready is not None:
+                on_ready(server, config.port)
+                return
+            if parent is None:
+                limit = memory.limit.nbytes
+                stack.enter_context(announced_alone(config, loaded, engine.info, limit))
+            _announce(text)
 
         server = make_server(app, log_level=options.log_level, on_ready=ready)
         if not run_server(server, sock, engine.stop):

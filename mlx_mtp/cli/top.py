@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mlx_mtp.bench.answer import timed_events
-from mlx_mtp.connect.command import API_KEY, URL
+from mlx_mtp.connect.command import URL
 from mlx_mtp.console import one_line, say, size_text
 from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
-from mlx_mtp.flags import add_flags, nonempty_text, resolve
+from mlx_mtp.flags import nonempty_text
+from mlx_mtp.options import CLIENT_KEY
+from mlx_mtp.settings import add_settings, resolve
 
 if TYPE_CHECKING:
     import httpx
@@ -37,7 +39,7 @@ def add_top(commands: Any) -> None:
     parser.add_argument(
         "url", metavar="URL", nargs="?", type=nonempty_text, default=URL, help=shown
     )
-    add_flags(parser, API_KEY, reads_environment=True)
+    add_settings(parser, CLIENT_KEY)
     parser.set_defaults(run=_top, environ=None)
 
 
@@ -45,7 +47,7 @@ def _top(given: argparse.Namespace) -> int:
     import httpx
     from rich.console import Console
 
-    key = resolve(given, [API_KEY], given.environ).api_key
+    key = resolve(given, [CLIENT_KEY], given.environ).api_key
     headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
     url = given.url if "//" in given.url else f"http://{given.url}"
     url = url.rstrip("/").removesuffix("/v1")  # with which clients are configured

@@ -48,11 +48,15 @@ class ClientSetup(NamedTuple):
     needed: Mapping[str, Any] = {}  # what a new file must also have
     run: str | None = None  # the command that starts it, if not its name
     key_variable: str = KEY_VARIABLE  # the variable that it reads the key from
+    demands_key: bool = False  # the variable must be set, whether the server has a key or not
     once: Callable[[Served], str] | None = None  # a command for one session that changes no file
 
 
-def look_up(url: str, api_key: str | None) -> Served:
-    """Ask a server for its model; UsageError if no mlx-mtp server answers, or it needs a key."""
+def look_up(url: str, api_key: str | None, model: str | None = None) -> Served:
+    """Ask a server for a model, by default its first; UsageError if no mlx-mtp server answers.
+
+    UsageError also if it doesn't have the model, or needs a key.
+    """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
     except ValueError:  # as of http://[
@@ -77,8 +81,12 @@ def look_up(url: str, api_key: str | None) -> Served:
             f"The server at {base} {fault if api_key is None else 'refuses this API key.'}"
         )
     try:
-        card = response.json()["data"][0]
-        name, context = card["id"], card["max_model_len"]
+        first, *others = response.json()["data"]
+        cards = {card["id"]: card["max_model_len"] for card in (first, *others)}
+        name = first["id"] if model is None else model
+        if name not in cards:
+            raise UsageError(f"The server at {base} has {', '.join(cards)}, and no {name}.")
+        context = cards[name]
         if not (isinstance(name, str) and type(context) is int and 0 < context <= _MOST_CONTEXT):
             raise TypeError
     except UNEXPECTED:
@@ -228,8 +236,8 @@ CLIENTS = {
     "zed": ClientSetup(
         ("XDG_CONFIG_HOME", ".config", "zed/settings.json"),
         _zed,
-        f"The agent's default model is then this server's. Zed wants {KEY_VARIABLE} to be set, to "
-        "anything if the server has no key.",
+        "The agent's default model is then this server's.",
+        demands_key=True,
     ),
 }
 
@@ -275,10 +283,17 @@ TEXTS = {"open-webui": _open_webui, "cline": _cline, "llm": _llm}
 
 
 def key_hint(name: str, served: Served) -> str:
-    """Where to put the server's key for a client; empty if the server has none."""
-    variable = CLIENTS[name].key_variable if name in CLIENTS else KEY_VARIABLE
-    hint = f"Set {variable} to the server's API key where the client runs.\n"
-    return hint if served.wants_key else ""
+    """Where to put the server's key for a client; empty if neither of them has a use for one."""
+    client = CLIENTS.get(name)
+    variable = client.key_variable if client else KEY_VARIABLE
+    if served.wants_key:
+        return f"Set {variable} to the server's API key where the client runs.\n"
+    if client and client.demands_key:
+        return (
+            f"Set {variable} where the client runs, to any text: the server has no key, and the "
+            "client does nothing without one.\n"
+        )
+    return ""
 
 
 def setup_text(name: str, served: Served, path: Path | None = None) -> str:

@@ -8,17 +8,19 @@ from typing import Any
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.console import say
 from mlx_mtp.errors import UsageError
-from mlx_mtp.flags import Flag, add_flags, nonempty_text, resolve, secret
+from mlx_mtp.flags import Flag, add_flags, nonempty_text
+from mlx_mtp.options import CLIENT_KEY
+from mlx_mtp.settings import add_settings, resolve
 
 # The keys of two tables in `clients`, which would be slow to import for --help.
 NAMES = (
     *("opencode", "claude", "codex", "continue", "aider", "qwen", "zed"),
     *("open-webui", "cline", "llm"),
 )
+SESSION_NAMES = ("opencode", "claude", "codex", "aider", "qwen", "llm")  # those of `launch`
 
 _DEFAULTS = ServerConfig(model_name="")
 URL = f"http://{_DEFAULTS.host}:{_DEFAULTS.port}"
-API_KEY = Flag("--api-key KEY", "the server's API key, if it has one", secret)
 
 
 def add_connect(commands: Any) -> None:
@@ -32,7 +34,7 @@ def add_connect(commands: Any) -> None:
         parser,
         Flag("url URL", "the server's address; also as --url", nonempty_text, default_text=URL),
     )
-    add_flags(parser, API_KEY, reads_environment=True)
+    add_settings(parser, CLIENT_KEY)
     parser.add_argument(
         "--write",
         action="store_true",
@@ -46,7 +48,7 @@ def run_connect(given: argparse.Namespace) -> int:
     from mlx_mtp.connect import files
     from mlx_mtp.connect.clients import CLIENTS, key_hint, look_up, setup_text
 
-    served = look_up(given.url or URL, resolve(given, [API_KEY], given.environ).api_key)
+    served = look_up(given.url or URL, resolve(given, [CLIENT_KEY], given.environ).api_key)
     client = CLIENTS.get(given.client)
     if client is None and given.write:
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_mtp import backend
 from mlx_mtp.config import DTYPE_NAMES
-from mlx_mtp.console import say
+from mlx_mtp.console import say_wrapped
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag, add_flags, nonempty_text
 
@@ -84,13 +84,15 @@ def _run_conversion(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     backend.prepare()
     from mlx_mtp.convert.convert import add_head, convert_model
+    from mlx_mtp.inspect.choose import choose_model
 
     if options.command == "convert":
         result = values.pop("output").resolve()
         convert_model(model, result, **values)
     else:
+        model = choose_model(model) or model
         # `serve` gets the same name: the weights of a hub id may not be in the cache yet.
         result = add_head(model, values.pop("source_model"), **values) or model
     if not values.get("dry_run"):
-        say(f"Next: mlx-mtp serve {result}")
+        say_wrapped(f"Next: mlx-mtp serve {result}")
     return 0

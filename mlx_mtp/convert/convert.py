@@ -1,5 +1,6 @@
 """The two conversions: adding a head to an MLX model, and making an MLX model with its head."""
 
+import contextlib
 import shutil
 import tempfile
 import time
@@ -7,25 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_mtp.console import say, size_text
-from mlx_mtp.convert.files import Existing, link_model, new_sidecar
+from mlx_mtp.console import say_wrapped, size_text
+from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, link_model, new_sidecar
 from mlx_mtp.convert.plan import ConversionPlan
 from mlx_mtp.convert.source import (
     HubRepo,
     LocalRepo,
-    base_model,
+    find_source,
     head_of,
     on_hub,
     open_source,
     weight_map_of,
 )
 from mlx_mtp.convert.target import Target
+from mlx_mtp.convert.trunk import convert_trunk
 from mlx_mtp.convert.verify import verify_head
-from mlx_mtp.errors import ConvertError, MlxMtpError
-from mlx_mtp.models.files import shapes_in
-from mlx_mtp.models.head_weights import SIDECAR, Convention
+from mlx_mtp.errors import ConvertError, MlxMtpError, ModelError
+from mlx_mtp.models.files import few_names, shapes_in
+from mlx_mtp.models.head_weights import SIDECAR, Convention, read_sidecar
 from mlx_mtp.models.hub import resolve_model
-from mlx_mtp.models.published import source_of
 from mlx_mtp.models.sizes import check_sizes
 
 
@@ -43,9 +44,8 @@ def add_head(
 ) -> Path | None:
     """Add its head to an MLX model, or print that it has it; an error leaves the model as it was.
 
-    The source defaults to the checkpoint that the model says it was made from. `output` is a
-    directory to create instead of changing the model's. Returns it, or None if the model's own
-    files have the head.
+    The source defaults to what `find_source` finds. `output` is a directory to create instead of
+    changing the model's. Returns it, or None if the model's own files have the head.
     """
     # Otherwise config.json is enough of a model on the hub.
     is_whole = verify or output is not None or not on_hub(model_name)
@@ -54,9 +54,15 @@ def add_head(
     target = Target(model)
     existing = None if force else Existing.find(directory)
     if existing is None and not force and head_of(weight_map_of(LocalRepo(model))):
-        say(f"{model} has its head in its own files: nothing to do (--force adds one).")
+        say_wrapped(f"{model} has its head in its own files: nothing to do (--force adds one).")
         return None
-    source = open_source(source_name or _original(model_name), revision)
+    asked = source_name or flags or output
+    if existing and not asked and _is_foreign_head(directory, existing):
+        say_wrapped(f"{model} came with its head: nothing to do (--force replaces it).")
+        return None
+    source = (
+        open_source(source_name, revision) if source_name else find_source(model_name, revision)
+    )
     target.check_source(source.config, source.name)
     plan = ConversionPlan(target, source, flags or {})
     commit = source.repo.commit_hash
@@ -64,22 +70,23 @@ def add_head(
         missing = source.repo.missing(source.files)
         size = size_text(sum(missing.values()))
         if missing and dry_run:
-            say(f"Would download {size} from {source.name}: {', '.join(source.files)}.", end=" ")
-            say(f"Quantization: {plan.default or 'none'}. Did nothing.")
+            files = f"Would download {size} from {source.name}: {', '.join(source.files)}."
+            say_wrapped(f"{files} Quantization: {plan.default or 'none'}. Did nothing.")
             return output
-        if missing:
+        if missing and isinstance(source.repo, HubRepo):
             which = f"{len(missing)} of {len(source.files)} files from {source.name}"
-            say(f"Downloading {which} at {commit or ''!s:.12}: {size}.")
+            say_wrapped(f"Downloading {which} at {commit or ''!s:.12}: {size}.")
+            source.repo.fetch(list(missing))
         paths = [path for name in source.files if (path := source.repo.file(name))]
         plan.open(paths, mtp_norms)
         if existing is None:
             if dry_run:
-                say(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
+                say_wrapped(f"Would write {size_text(plan.nbytes)} to {directory}; wrote nothing.")
             else:
                 _write_head(plan, model, directory, verify)
             return output
         _check_same(existing, plan, directory)
-    say(f"{directory} already has this head: nothing to do.")
+    say_wrapped(f"{directory} already has this head: nothing to do.")
     if verify:
         verify_head(directory)
     return output
@@ -96,34 +103,24 @@ def convert_model(
     verify: bool,
 ) -> None:
     """Convert trunk and head into a new directory, which appears complete or not at all."""
-    from mlx_lm.convert import convert as mlx_lm_convert
-
     if output.exists():
         raise ConvertError(f"{output} already exists: give --output a new directory.")
     source = open_source(source_name, revision)
-    local = source.repo.path if isinstance(source.repo, LocalRepo) else None
-    shapes = None if local is None else shapes_in(local)
-    check_sizes(source.config, Path(source.name), shapes)
-    method = source.config.get("quantization_config", {}).get("quant_method")
-    if method is not None:
+    table = source.config.get("quantization_config")
+    method = table.get("quant_method", "fp8") if isinstance(table, dict) else "fp8"
+    if method != "fp8":
         raise ConvertError(
-            f"{source.name} is quantized ({method}), which mlx-lm does not convert for this "
-            "family. Convert the BF16 original; a head alone may come from an FP8 source."
+            f"{source.name} is quantized ({method}), which is not converted. Convert the BF16 "
+            f"original or an FP8 release: `mlx-mtp convert ORIGINAL -q --output {output}`."
         )
+    path = resolve_model(source_name, revision)
+    check_sizes(source.config, Path(source.name), shapes_in(path))
     unfinished = output.with_name(f".{output.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        mlx_lm_convert(
-            source.name,
-            mlx_path=str(unfinished),
-            quantize=quantize,
-            q_group_size=flags.get("group_size"),
-            q_bits=flags.get("bits"),
-            q_mode=flags.get("mode", "affine"),
-            dtype=dtype,
-            revision=revision,
-        )
+        hub_id = source_name if on_hub(source_name) else None
+        convert_trunk(path, unfinished, hub_id, quantize=quantize, flags=flags, dtype=dtype)
         add_head(str(unfinished), source_name, revision=revision, verify=verify)
         unfinished.rename(output)
     except MlxMtpError:
@@ -131,24 +128,21 @@ def convert_model(
     except OSError as error:
         raise ConvertError(f"{output} can't be written: {error}. Nothing was changed.") from error
     except Exception as error:
-        raise ConvertError(f"mlx-lm can't convert {source_name}: {error}") from error
+        # Of mlx-lm or mlx, of any kind.
+        why = few_names(f"{error}".split(",\n"))
+        raise ConvertError(
+            f"{source_name} can't be converted: {why:.1000} "
+            f"`mlx-mtp inspect {source_name}` shows what its config.json and files say."
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _original(name: str) -> str:
-    """The checkpoint that a model was made from; ConvertError if the model doesn't say."""
-    original = source_of(name)
-    if original is None:
-        repo = HubRepo(name, None) if on_hub(name) else LocalRepo(Path(name).expanduser())
-        original = base_model(repo.file("README.md"))
-    if original is None:
-        raise ConvertError(
-            f"{name} does not say what it was made from: name the original Hugging Face checkpoint "
-            "with --source-model."
-        )
-    say(f"The source is {original} (--source-model names another).")
-    return original
+def _is_foreign_head(directory: Path, existing: Existing) -> bool:
+    """Whether a sidecar is another program's and can be served as it is."""
+    with contextlib.suppress(ModelError):
+        return FORMAT_VERSION_KEY not in existing.metadata and bool(read_sidecar(directory))
+    return False
 
 
 def _check_same(existing: Existing, plan: ConversionPlan, directory: Path) -> None:
@@ -174,7 +168,7 @@ def _write_head(plan: ConversionPlan, model: Path, directory: Path, verify: bool
         if free < plan.nbytes + (1 << 20):  # with room for the header
             raise ConvertError(f"{directory} has {size_text(free)} free; the head takes {size}.")
         with new_sidecar(directory, plan.like, plan.metadata, plan.converted()) as path:
-            say(f"Converted to {size} in {time.perf_counter() - start:.1f} s.")
+            say_wrapped(f"Converted to {size} in {time.perf_counter() - start:.1f} s.")
             if verify:
                 with tempfile.TemporaryDirectory(prefix="mlx-mtp-view-") as folder:
                     link_model(model, Path(folder))
@@ -185,4 +179,4 @@ def _write_head(plan: ConversionPlan, model: Path, directory: Path, verify: bool
             f"{directory} can't be written: {error.strerror or error}. Nothing was changed; "
             "--output DIR puts the result elsewhere."
         ) from error
-    say(f"Wrote {SIDECAR} beside the model; deleting it undoes this.")
+    say_wrapped(f"Wrote {SIDECAR} beside the model; deleting it undoes this.")

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -108,10 +108,19 @@ class StoredTensor:
         values = mx.array(data).view(TYPES[self.dtype]).reshape(self.shape)
         if self.scales is None:
             return values
-        scales = mx.repeat(self.scales.read().astype(mx.float32), self.block[0], axis=-2)
-        scales = mx.repeat(scales, self.block[1], axis=-1)
-        scales = scales[..., : self.shape[-2], : self.shape[-1]]
-        return (mx.from_fp8(values, dtype=mx.float32) * scales).astype(mx.bfloat16)
+        return dequantize(values, self.scales.read(), self.block, mx.bfloat16)
+
+
+def dequantize(
+    codes: mx.array, scales: mx.array, block: tuple[int, int], dtype: mx.Dtype
+) -> mx.array:
+    """FP8 codes [.., R, C] times their blocks' scales, rounded once."""
+    if codes.ndim > 2:  # an expert at a time, as the scales of all would take much memory
+        return mx.stack([dequantize(*each, block, dtype) for each in zip(codes, scales)])
+    rows, columns = codes.shape
+    scales = mx.repeat(scales.astype(mx.float32), block[0], axis=0)[:rows]
+    scales = mx.repeat(scales, block[1], axis=1)[:, :columns]
+    return (mx.from_fp8(codes, dtype=mx.float32) * scales).astype(dtype)
 
 
 class Existing(NamedTuple):
@@ -148,6 +157,33 @@ def new_sidecar(
 ) -> Iterator[Path]:
     """Write a sidecar and yield its path; at the end of the context it replaces the model's.
 
+    The arguments are those of `write_tensors`.
+    """
+    path = directory / _TEMPORARY.format(os.getpid())
+    _remove_leftovers(directory)
+    try:
+        with path.open("xb") as file:
+            # The lock, if the file system has locks, tells other runs that this is no leftover.
+            with contextlib.suppress(OSError):
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_tensors(file, like, metadata, tensors, "mtp.")
+            file.flush()
+            os.fsync(file.fileno())
+            yield path
+            _publish(path, directory)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def write_tensors(
+    file: BinaryIO,
+    like: Mapping[str, mx.array],
+    metadata: Callable[[], Mapping[str, str]],
+    tensors: Iterable[tuple[int, Mapping[str, mx.array]]],
+    prefix: str = "",
+) -> None:
+    """Write a safetensors file a slice of a tensor at a time, with a prefix before each name.
+
     `like` has the type and shape of each tensor. `tensors` yields slices of their bytes, each with
     its index along the first axis. `metadata` must have the same length before and after that.
     """
@@ -157,34 +193,21 @@ def new_sidecar(
         offsets = (end, end + array.nbytes)
         end += array.nbytes
         dtype = _TYPE_NAMES[array.dtype]
-        entries[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
+        entry = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
+        entries[prefix + name] = entry
     start = len(_header(entries, metadata()))
-    path = directory / _TEMPORARY.format(os.getpid())
-    _remove_leftovers(directory)
-    try:
-        with path.open("xb") as file:
-            # The lock, if the file system has locks, tells other runs that this is no leftover.
-            with contextlib.suppress(OSError):
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for first, arrays in tensors:
-                mx.eval(arrays)
-                for name, array in arrays.items():
-                    skipped = first * (array.nbytes // array.shape[0])
-                    file.seek(start + entries[name]["data_offsets"][0] + skipped)
-                    file.write(np.array(array, copy=False).data)
-            file.seek(0)
-            file.write(_header(entries, metadata()))
-            file.flush()
-            os.fsync(file.fileno())
-            yield path
-            _publish(path, directory)
-    finally:
-        path.unlink(missing_ok=True)
+    for first, arrays in tensors:
+        mx.eval(arrays)
+        for name, array in arrays.items():
+            skipped = first * (array.nbytes // array.shape[0])
+            file.seek(start + entries[prefix + name]["data_offsets"][0] + skipped)
+            file.write(np.array(array, copy=False).data)
+    file.seek(0)
+    file.write(_header(entries, metadata()))
 
 
 def _header(entries: Mapping[str, object], metadata: Mapping[str, str]) -> bytes:
-    tensors = {f"mtp.{name}": entry for name, entry in entries.items()}
-    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

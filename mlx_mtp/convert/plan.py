@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_mtp import __version__
-from mlx_mtp.console import say, size_text
+from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, SafetensorsFile, StoredTensor
 from mlx_mtp.convert.source import Source, norm_convention
 from mlx_mtp.convert.target import UNQUANTIZED, Setting, Target
@@ -68,7 +68,7 @@ class ConversionPlan:
         for name, copy in copies.items():
             equal, text = compare_tied(name, copy, self._target, self._source)
             line = f"mtp.{name} is left out, as the trunk's own is used: {text}."
-            say(line if equal else f"warning: {line}", file=None if equal else sys.stderr)
+            say_wrapped(line if equal else f"warning: {line}", file=None if equal else sys.stderr)
         for file in self._files:
             file.digest = sha256()  # of the tensors to convert, without the copies compared above
 
@@ -76,7 +76,7 @@ class ConversionPlan:
         # The place of an expert in the stack is computed, so all must have one shape and type.
         for name, value in tensors.items():
             match = head_weights.EXPERT_KEY.match(name)
-            first = tensors.get(f"{match[1]}.0.{match[3]}.weight", value) if match else value
+            first = tensors.get(f"{match[1]}.0.{match[3]}", value) if match else value
             if (value.shape, value.dtype) != (first.shape, first.dtype):
                 raise CheckpointError(
                     f"mtp.{name} in {self._source.name} has shape {value.shape} and type "
@@ -105,8 +105,8 @@ class ConversionPlan:
         how = "; ".join([str(self.default or "unquantized"), *others])
         packed = " The source's head is quantized already." if self._packed else ""
         norms = {"hf": "zero-centred in the source, 1 is added", "mlx": "as MLX has them already"}
-        say(f"Head of {self._source.name}: {size}, {how}.{packed}", end=" ")
-        say(f"Norms: {norms[self._convention]}.")
+        head = f"Head of {self._source.name}: {size}, {how}.{packed}"
+        say_wrapped(f"{head} Norms: {norms[self._convention]}.")
 
     def metadata(self) -> dict[str, str]:
         """The whole header, with checksums of the bytes that have been read so far."""
@@ -176,7 +176,7 @@ def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, St
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
         if match := head_weights.EXPERT_KEY.match(name):
-            first = f"{match[1]}.0.{match[3]}.weight"
+            first = f"{match[1]}.0.{match[3]}"
             groups.setdefault((match[1], int(match[2])), {})[first] = tensor
         elif len(tensor.shape) == 3:
             for expert in range(tensor.shape[0]):

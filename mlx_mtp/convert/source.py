@@ -15,22 +15,34 @@ from huggingface_hub import get_hf_file_metadata
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from huggingface_hub.file_download import HfFileMetadata
 
+from mlx_mtp.console import say_wrapped
 from mlx_mtp.convert.files import FP8, SafetensorsFile, StoredTensor
 from mlx_mtp.errors import CheckpointError, ConvertError
 from mlx_mtp.models.files import check_directory, read_index, read_json
 from mlx_mtp.models.head_weights import (
+    CONVOLUTION,
+    FP8_SCALES,
+    NESTED_SIDECAR,
     NORM_CONVENTION_KEY,
     PREFIXES,
     SIDECAR_PATTERN,
     Convention,
     has_router,
-    head_name,
+    head_names,
+    stated_convention,
 )
-from mlx_mtp.models.hub import HUB_ID, explained, use_cache_if_offline
-from mlx_mtp.models.loader import missing_head
+from mlx_mtp.models.hub import (
+    HUB_ID,
+    cached_file,
+    cached_model,
+    explained,
+    fetch_files,
+    use_cache_if_offline,
+)
+from mlx_mtp.models.loader import family_of, refuse_fp8
+from mlx_mtp.models.published import head_repo_of, source_of
 
 INDEX = "model.safetensors.index.json"
-_CONVOLUTION = "conv1d.weight"
 _CARD_CHARACTERS = 1 << 20  # of a model's card that are read
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 
@@ -47,7 +59,8 @@ class LocalRepo:
         return self.path / name if (self.path / name).is_file() else None
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self.path.iterdir())
+        nested = [NESTED_SIDECAR] if self.file(NESTED_SIDECAR) else []
+        return sorted(path.name for path in self.path.iterdir()) + nested
 
     def tensor_names(self, name: str) -> list[str]:
         return list(SafetensorsFile(self.path / name).tensors)
@@ -85,8 +98,13 @@ class HubRepo:
     def file(self, name: str) -> Path | None:
         revision = self._revision if name == "config.json" else self.commit_hash
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
-            return Path(hub.hf_hub_download(self.repo_id, name, revision=revision))
+            return cached_file(self.repo_id, name, revision)
         return None
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Download files, together."""
+        with self._explained(", ".join(names)):
+            fetch_files(self.repo_id, self.commit_hash, names)
 
     def names(self) -> list[str]:
         with self._explained("the list of files"):
@@ -141,7 +159,7 @@ class Source:
 
     @property
     def is_moe(self) -> bool:
-        return has_router(head_name(key) or "" for key in self.file_of)
+        return has_router(head_names(self.file_of).values())
 
     def tensors(self, files: Iterable[SafetensorsFile]) -> dict[str, StoredTensor]:
         """The head's tensors, FP8 ones with their scales, by name without its prefix.
@@ -150,20 +168,28 @@ class Source:
         """
         by_name = {file.path.name: file for file in files}
         tensors: dict[str, StoredTensor] = {}
-        for key, file_name in self.file_of.items():
-            file, name = by_name[file_name], head_name(key) or key
+        for key, name in head_names(self.file_of).items():
+            file = by_name[Path(self.file_of[key]).name]
             if key not in file.tensors:
                 raise CheckpointError(f"{file.path} has no {key}, though {INDEX} says so.")
             if name in tensors:
                 raise CheckpointError(f"There are two heads: {tensors[name].name} and {key}.")
             tensors[name] = file.tensors[key]
-        quantization = self.config.get("quantization_config")
-        block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-        for name, tensor in list(tensors.items()):
-            if tensor.dtype == FP8:
-                scales = tensors.pop(f"{name}_scale_inv", None)
-                tensors[name] = tensor.with_scales(scales, tuple(block or (128, 128)))
-        return tensors
+        return with_scales(tensors, self.config)
+
+
+def with_scales(
+    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """FP8 tensors joined with their scales; CheckpointError if these are missing or don't fit."""
+    quantization = config.get("quantization_config")
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    joined = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype == FP8:
+            scales = joined.pop(f"{name}{FP8_SCALES}", None)
+            joined[name] = tensor.with_scales(scales, tuple(block or (128, 128)))
+    return joined
 
 
 def on_hub(name: str | None) -> TypeGuard[str]:
@@ -188,35 +214,62 @@ def open_source(name: str, revision: str | None = None) -> Source:
     names = _indexed(repo)
     if not head_of(names):
         # The head was added later, or there is no index.
-        names |= _scan(repo, r"[^/.][^/]*\.safetensors", but=set(names.values()))
+        pattern = rf"[^/.][^/]*\.safetensors|{re.escape(NESTED_SIDECAR)}"
+        names |= _scan(repo, pattern, but=set(names.values()))
     if not head_of(names):
         raise ConvertError(
             f"{name} has no MTP head: of its {len(names)} tensors none has a name that begins "
             f"with {', '.join(repr(p) for p in PREFIXES)}. Some models were published without "
             "one, for example Qwen3-Coder-Next, and merged or pruned ones (REAM, REAP) lose it. "
             "Check that --source-model is the original Qwen release that the MLX model was made "
-            f"from, and look for 'mtp' in its {INDEX}."
+            f"from, and look for 'mtp' in its {INDEX}. Without a head, "
+            "`mlx_lm.convert --hf-path ORIGINAL -q` and `mlx-mtp serve mlx_model` work too."
         )
     return Source(repo.repo_id, repo, read_json(config) if config else {}, head_of(names))
 
 
-def check_head_on_hub(name: str | None) -> None:
-    """Raise MissingHeadError if a model on the hub has no head, before it is downloaded."""
-    if not on_hub(name):
+def find_source(model_name: str, revision: str | None = None) -> Source:
+    """The checkpoint that has a model's head, where the user names none; ConvertError without one.
+
+    That is a repository of the head alone, if one is known and is there (it is the smallest
+    download); else the original, by the table of published models or the model's card.
+    """
+    if revision is None and (alone := head_repo_of(model_name)):
+        with contextlib.suppress(ConvertError):
+            source = open_source(alone)
+            say_wrapped(f"The source is {alone}, the head alone (--source-model names another).")
+            return source
+    original = source_of(model_name)
+    if original is None:
+        is_remote = on_hub(model_name)
+        repo = HubRepo(model_name, None) if is_remote else LocalRepo(Path(model_name).expanduser())
+        original = base_model(repo.file("README.md"))
+    if original is None:
+        raise ConvertError(
+            f"{model_name} does not say what it was made from: name the original Hugging Face "
+            "checkpoint with --source-model."
+        )
+    say_wrapped(f"The source is {original} (--source-model names another).")
+    return open_source(original, revision)
+
+
+def check_format_on_hub(name: str | None) -> None:
+    """UnsupportedModelError for a model on the hub that can't be served, before it is downloaded.
+
+    That is one of no known family, an FP8 release, or a head alone.
+    """
+    if not on_hub(name) or cached_model(name):
         return
-    repo = HubRepo(name, None)
-    try:
-        # add-mtp-weights puts a head into the cache, beside the hub's files.
-        if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
-            return
-    except ConvertError:  # The download will explain it, or the model is in the cache.
-        return
-    raise missing_head(name, "Its weights were not downloaded.")
+    with contextlib.suppress(ConvertError):  # The download will explain it.
+        config = read_json(HubRepo(name, None).directory / "config.json")
+        family_of(config, name)
+        refuse_fp8(config, name)
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:
     """The files of a head that was added to the cached copy of a model."""
-    return sorted(repo.directory.glob(SIDECAR_PATTERN))
+    patterns = SIDECAR_PATTERN, NESTED_SIDECAR
+    return sorted(path for pattern in patterns for path in repo.directory.glob(pattern))
 
 
 def remote_sidecar(repo: HubRepo) -> list[str]:
@@ -234,13 +287,20 @@ def base_model(readme: Path | None) -> str | None:
 
 
 def weight_map_of(repo: LocalRepo | HubRepo) -> dict[str, str]:
-    """File of each tensor in a model's own files, by its index or else the files' headers."""
-    return _indexed(repo) or _scan(repo, r"model[^/]*\.safetensors")
+    """File of each tensor in a model's own files, by its index or else the files' headers.
+
+    A head that was added later may be in a file that the index doesn't name.
+    """
+    names = _indexed(repo)
+    if head_of(names):
+        return names
+    pattern = r"model[^/]*mtp[^/]*\.safetensors" if names else r"model[^/]*\.safetensors"
+    return names | _scan(repo, pattern, but=set(names.values()))
 
 
 def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
     """The head's part of a map from tensors to files."""
-    return {key: file for key, file in weight_map.items() if head_name(key) is not None}
+    return {key: weight_map[key] for key in head_names(weight_map)}
 
 
 def norm_convention(
@@ -248,11 +308,10 @@ def norm_convention(
 ) -> Convention:
     """Whether the norms in a head's files are zero-centred ("hf") or not ("mlx").
 
-    The first of these decides, never the norms' values: the file's header; `flag`, the value of
-    --mtp-norms; the layout of a convolution in the same file, which was converted together with
-    the norms ([C, 1, K] in HF files, [C, K, 1] in MLX ones); PyTorch's mark in the header; a
-    convolution elsewhere in the source, if it has HF's layout. ConvertError if none does, or if
-    the files or the flag disagree.
+    The file's header decides; else `flag`, the value of --mtp-norms; else what the file says of
+    its origin (`stated_convention`); else a convolution elsewhere in the source, if it has HF's
+    layout. Never the norms' values. ConvertError if none does, or if the files or the flag
+    disagree.
     """
     names = ", ".join(str(file.path) for file in files)
     stated = {f.metadata.get(NORM_CONVENTION_KEY) for f in files} - {None}
@@ -273,16 +332,12 @@ def norm_convention(
 
 
 def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
-    if (stated := file.metadata.get(NORM_CONVENTION_KEY)) is not None:
-        return "hf" if stated == "hf" else "mlx" if stated == "mlx" else None
-    for name, tensor in file.tensors.items():
-        if name.endswith(_CONVOLUTION) and head_name(name) is None:
-            return "mlx" if tensor.shape[-1] == 1 else "hf"
-    if file.metadata.get("format") == "pt":
-        return "hf"
-    for name, other in weight_map_of(source.repo).items() if not source.repo.commit_hash else ():
-        path = source.repo.file(other)
-        if name.endswith(_CONVOLUTION) and head_name(name) is None and path:
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    stated = stated_convention(file.path, file.metadata, shapes)
+    if stated or NORM_CONVENTION_KEY in file.metadata or source.repo.commit_hash:
+        return stated
+    for name, other in weight_map_of(source.repo).items():
+        if name.endswith(CONVOLUTION) and (path := source.repo.file(other)):
             # An MLX trunk proves nothing: a raw head may lie beside a converted trunk.
             return "hf" if SafetensorsFile(path).tensors[name].shape[-1] != 1 else None
     return None

@@ -10,13 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_mtp.cache.specs import AttentionSpec
-from mlx_mtp.console import say
+from mlx_mtp.console import say_wrapped
 from mlx_mtp.errors import ConvertError, ModelError, UsageError
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.files import read_json
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.head_weights import head_name
-from mlx_mtp.models.loader import family_of
+from mlx_mtp.models.loader import family_of, refuse_fp8
 from mlx_mtp.models.sizes import check_sizes
 
 UNQUANTIZED = 16
@@ -54,6 +54,7 @@ class Target:
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / "config.json")
         self.family = family_of(self.config, str(path))
+        refuse_fp8(self.config, str(path))
         check_sizes(self.config, path)
         model_class, args_class = self.family.classes(self.config)
         try:
@@ -77,8 +78,8 @@ class Target:
         self, head: nn.Module, flags: Mapping[str, Any]
     ) -> tuple[Setting | None, dict[str, Setting]]:
         """The setting of most matrices (None: unquantized), and of each by its module's path."""
-        table = self.config.get("quantization")
-        table = table if isinstance(table, dict) else {}
+        table = self.family.head_quantization or self.config.get("quantization")
+        table = table if isinstance(table, Mapping) else {}
         default = _default(table, flags)
         if default is None:
             return None, {}
@@ -106,7 +107,7 @@ class Target:
                 )
         layers = theirs.get("num_hidden_layers", self.args.num_hidden_layers)
         if layers != self.args.num_hidden_layers:
-            say(
+            say_wrapped(
                 f"warning: {name} has {layers} layers and {self.path} has "
                 f"{self.args.num_hidden_layers}: if they are not versions of one model, the head "
                 "will draft badly (--verify shows it).",

@@ -8,7 +8,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_mtp.build import build_engine, run_requests
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.console import say
+from mlx_mtp.console import say_wrapped
 from mlx_mtp.engine.request import Request
 from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.loader import load_model
@@ -30,12 +30,12 @@ BROKEN = 0.05
 
 def verify_head(directory: Path) -> tuple[int, list[float]]:
     """Load a model, measure its head and print the result; ConvertError for a wrong head."""
-    say("Verifying: loading trunk and head ...")
+    say_wrapped("Verifying: loading trunk and head ...")
     prompts = _prompt_tokens(directory)
     num_steps, rates = measure_head(load_model(directory, enable_mtp=True), prompts)
-    say(f"Drafts accepted, over {num_steps} steps of greedy text:")
+    say_wrapped(f"Drafts accepted, over {num_steps} steps of greedy text:")
     for depth, (rate, (low, high)) in enumerate(zip(rates, HEALTHY, strict=True), 1):
-        say(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
+        say_wrapped(f"  depth {depth}: {rate:6.1%}   (healthy heads: {low:.0%} to {high:.0%})")
     if rates[0] < BROKEN:
         raise ConvertError(
             f"The head is wrong: {rates[0]:.1%} of its first drafts were right, and no working "
@@ -43,7 +43,7 @@ def verify_head(directory: Path) -> tuple[int, list[float]]:
             "and is the norms' convention right (--mtp-norms)?"
         )
     if rates[0] < HEALTHY[0][0]:
-        say(
+        say_wrapped(
             "warning: That is less than with healthy heads: check that the source is the original.",
             file=sys.stderr,
         )

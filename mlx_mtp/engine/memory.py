@@ -1,16 +1,22 @@
 """The memory that serving a model takes, how it is shared out, and which rows fit."""
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlx_mtp.cache.layout import STRIDE
 from mlx_mtp.cache.specs import CacheMemory
+from mlx_mtp.config import EngineConfig
 from mlx_mtp.console import size_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.machine import MemoryLimit, client_text_bytes
-from mlx_mtp.models.model import LoadedModel
+
+if TYPE_CHECKING:
+    from mlx_mtp.models.model import LoadedModel
 
 _COPIES = 2  # of states while rows join or leave
 _WINDOWS = 3  # a row's positions behind its tokens: windows in flight, and the head's drafts
@@ -214,6 +220,19 @@ def least_memory(
         prefix_cache = min(needed // 3 + 1, MOST_PREFIX_CACHE)
     total = footprint.weights + footprint.head + needed + prefix_cache
     return total + client_text_bytes(total + total // 31 + 1)
+
+
+def default_plan(footprint: Footprint, limit: MemoryLimit, allowed: int) -> MemoryPlan:
+    """The memory plan of `serve` without other flags; UsageError if the model doesn't fit."""
+    return plan_memory(
+        footprint,
+        limit,
+        allowed=allowed,
+        max_model_len=None,
+        prefill_step_size=EngineConfig().prefill_step_size,
+        prefix_cache=None,
+        longer_steps=True,
+    )
 
 
 def _as_flag(nbytes: int) -> str:

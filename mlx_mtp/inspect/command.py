@@ -1,17 +1,27 @@
-"""The commands `inspect` and `models`. Heavy imports wait until one of them runs."""
+"""The commands on models and where they are. Heavy imports wait until one of them runs."""
 
 import argparse
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from mlx_mtp import backend
-from mlx_mtp.console import labelled, say, size_text, width_of
-from mlx_mtp.flags import Flag, add_flags, byte_size, gigabytes, integer
+from mlx_mtp.console import columns, labelled, say, size_text, width_of
+from mlx_mtp.flags import Flag, add_flags, byte_size, gigabytes, integer, nonempty_text
 from mlx_mtp.options import DTYPE, MODEL_FLAG
+from mlx_mtp.running import RunningServer, running_servers
+
+_PS_HEADINGS = ("model", "address", "process", "weights of the memory it may use", "since")
+_WIDTH = 120  # of a table where there is no terminal
+_PULL = (
+    "Download a model with its MTP head, or bring it up to date. A download that was interrupted "
+    "goes on. `serve` does it for a model that isn't here."
+)
+_NAME_HELP = "a hub id such as org/name, or a name such as qwen3.6-35b"
 
 
 def add_inspect(subparsers: Any) -> None:
-    """Register `inspect` and `models`."""
+    """Register `inspect`, `models`, `pull`, `ls`, `rm` and `ps`."""
     parser = subparsers.add_parser(
         "inspect",
         help="show whether a model fits this machine and whether it has its MTP head",
@@ -31,23 +41,37 @@ def add_inspect(subparsers: Any) -> None:
     parser.set_defaults(run=run_inspect)
     parser = subparsers.add_parser(
         "models",
-        help="list the published models that fit this machine, and the commands for each",
-        description="List the published models that fit this machine or another Mac: bits, "
-        "context, sizes of the downloads, and the two commands for each. Nothing is downloaded.",
+        help="list the published models that fit this machine",
+        description="List the published models that fit this machine or another Mac: context and "
+        "sizes of the downloads. Nothing is downloaded.",
     )
     of_mac = "list what fits a Mac with this much memory, such as 64GB"
     add_flags(parser, Flag("--memory SIZE", of_mac, gigabytes, default_text="this machine's"))
     parser.set_defaults(run=_run_models)
+    for name, run, help, more in (
+        ("pull", _run_pull, "download a model and its MTP head, or bring it up to date", _PULL),
+        ("ls", _run_ls, "list the models on this machine's disk", ""),
+        ("rm", _run_rm, "remove a model from this machine's disk", ""),
+        ("ps", _run_ps, "list the servers that run on this machine", ""),
+    ):
+        parser = subparsers.add_parser(name, help=help, description=more or None)
+        parser.set_defaults(run=run)
+        if name in ("pull", "rm"):
+            parser.add_argument("model", metavar="NAME", type=nonempty_text, help=_NAME_HELP)
+        if name == "rm":
+            parser.add_argument("--yes", action="store_true", help="don't ask")
 
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Print whether a model fits, and what it is; returns the exit status."""
     backend.prepare()
+    from mlx_mtp.inspect.choose import choose_model
     from mlx_mtp.inspect.found import family, find_model, next_command, quantization
     from mlx_mtp.inspect.memory import fit_rows, memory_demand, memory_rows
     from mlx_mtp.machine import memory_limit
 
-    model, ranks = find_model(options.model), options.ranks
+    name, ranks = choose_model(options.model, options.memory_limit), options.ranks
+    model = find_model(name)
     demand = memory_demand(model, options.dtype, ranks)
     fits = fit_rows(demand, memory_limit(options.memory_limit))
     num_bytes, num_files = model.trunk
@@ -72,4 +96,58 @@ def _run_models(options: argparse.Namespace) -> int:
     from mlx_mtp.inspect.models import models_text
 
     say(models_text(options.memory))
+    return 0
+
+
+def _run_pull(options: argparse.Namespace) -> int:
+    backend.prepare()
+    from mlx_mtp.inspect.disk import pull
+
+    pull(options.model)
+    return 0
+
+
+def _run_ls(_: argparse.Namespace) -> int:
+    backend.prepare()
+    from mlx_mtp.inspect.disk import listing
+
+    say(listing())
+    return 0
+
+
+def _run_rm(options: argparse.Namespace) -> int:
+    backend.prepare()
+    from mlx_mtp.inspect.disk import remove
+
+    remove(options.model, asks=not options.yes)
+    return 0
+
+
+def _shown_models(server: RunningServer) -> str:
+    more = len(server.directories) - 1
+    return f"{server.models[0]} and {more} more" if more > 0 else server.models[0]
+
+
+def _shown_memory(server: RunningServer) -> str:
+    if server.weights is None or server.memory_limit is None:
+        return "while they are asked for"
+    return f"{size_text(server.weights)} of {size_text(server.memory_limit)}"
+
+
+def _run_ps(_: argparse.Namespace) -> int:
+    servers = running_servers()
+    if not servers:
+        say("No server of yours runs on this machine. `mlx-mtp serve` starts one.")
+        return 0
+    rows = [
+        [
+            _shown_models(each),
+            each.url,
+            str(each.pid),
+            _shown_memory(each),
+            f"{datetime.fromtimestamp(each.started):%F %H:%M}",
+        ]
+        for each in servers
+    ]
+    say(columns(_PS_HEADINGS, rows, 2, width_of() or _WIDTH).strip("\n"))
     return 0

@@ -10,6 +10,7 @@ from mlx_mtp.convert import source
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
 from mlx_mtp.convert.target import Target
 from mlx_mtp.models.hub import resolve_model
+from mlx_mtp.models.published import source_of
 
 
 class FoundModel(NamedTuple):
@@ -63,6 +64,8 @@ def next_command(model: FoundModel, ranks: int, *, served: bool) -> str:
     serve = "mlx-mtp serve" if ranks == 1 else f"mlx.launch -n {ranks} -- mlx-mtp serve"
     if model.head:
         return f"{serve} {model.name}"
+    if source.on_hub(model.name) and source_of(model.name):
+        return f"{serve} {model.name} (it fetches the head)"
     adding = f"mlx-mtp add-mtp-weights {model.name}"
     return f"{adding}; or without the head: {serve} {model.name}"
 

@@ -11,7 +11,7 @@ from mlx_mtp.cache.layout import GROWTH
 from mlx_mtp.cache.specs import CacheMemory
 from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS, EngineConfig
 from mlx_mtp.console import size_text
-from mlx_mtp.engine.memory import Footprint, MemoryPlan, footprint, plan_memory
+from mlx_mtp.engine.memory import Footprint, default_plan, footprint
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.inspect.found import FoundModel
 from mlx_mtp.machine import MemoryLimit
@@ -85,25 +85,12 @@ def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
     return DTYPES.get(dtype, mx.bfloat16)
 
 
-def default_plan(demand: Demand, limit: MemoryLimit) -> MemoryPlan:
-    """The memory plan of `serve` without other flags; UsageError if the model doesn't fit."""
-    return plan_memory(
-        demand.footprint,
-        limit,
-        allowed=demand.allowed,
-        max_model_len=None,
-        prefill_step_size=EngineConfig().prefill_step_size,
-        prefix_cache=None,
-        longer_steps=True,
-    )
-
-
 def fit_rows(demand: Demand, limit: MemoryLimit) -> dict[str, str]:
     """Whether the model fits the machine, and up to which context; or why it can't be served."""
     if demand.refusal is not None:
         return {"fits": f"no, it can't be served. {demand.refusal}"}
     try:
-        planned = default_plan(demand, limit)
+        planned = default_plan(demand.footprint, limit, demand.allowed)
     except UsageError as error:
         return {"fits": f"no. {error}"}
     whole = f" of the model's {demand.allowed:,}" if planned.reduced else ""

@@ -1,27 +1,27 @@
-"""The command `mlx-mtp models`: published models that fit a machine, and how to serve them."""
+"""The command `mlx-mtp models`: published models that fit a machine.
+
+Their sizes are in a table: neither mlx-lm nor the hub's library is imported, and no model is built.
+"""
 
 import textwrap
-from functools import cache
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import mlx.core as mx
-import mlx.nn as nn
-
+from mlx_mtp.cache.specs import CacheMemory, hybrid_layers
 from mlx_mtp.config import MAX_HOST_DRAFTS, EngineConfig
 from mlx_mtp.console import size_text
-from mlx_mtp.engine.memory import MemoryPlan, footprint
+from mlx_mtp.engine.memory import Footprint, MemoryPlan, default_plan
 from mlx_mtp.errors import UsageError
-from mlx_mtp.inspect.memory import Demand, default_plan
 from mlx_mtp.machine import MemoryLimit, mac_memory, machine_memory
-from mlx_mtp.models.loader import family_of
-from mlx_mtp.models.model import LoadedModel, module_nbytes
-from mlx_mtp.models.published import GROUP_SIZE, RELEASES, SHAPES, PublishedQuant
+from mlx_mtp.models.published import RELEASES, SHAPES, SIZES, PublishedQuant
 
 SHORT_ROW = 8192
-_ROW = "{:<27} {:>4} {:>8} {:>8} {:>9} {:>9}"
-_HEADINGS = ("model", "bits", "context", "at once", "download", "head")
+_ROW = "{:<32} {:>8} {:>8} {:>9} {:>9}"
+_HEADINGS = ("model", "context", "at once", "download", "head")
 _NOTES = f"""
+Start one:  mlx-mtp serve NAME, such as qwen3.6-35b; it is downloaded with its
+            head. Without -4bit or -8bit the larger that fits is taken.
+
 context   most tokens of one request; at once: how many of {SHORT_ROW:,} tokens
 download  the language model's weights; a repository with a vision tower is
           about 1 GB larger, and that part is not loaded
@@ -33,62 +33,45 @@ that."""
 
 
 class Published(NamedTuple):
-    """A release and its sizes."""
+    """A release and the memory that it takes."""
 
     release: PublishedQuant
-    demand: Demand
+    footprint: Footprint
+    allowed: int  # most tokens that the model allows
     head_download: int  # bytes
 
     def memory_plan(self, limit: MemoryLimit) -> MemoryPlan | None:
         """The memory plan of `serve` on a machine; None if the model doesn't fit."""
         try:
-            return default_plan(self.demand, limit)
+            return default_plan(self.footprint, limit, self.allowed)
         except UsageError:
             return None
 
 
-def published() -> list[Published]:
+def published(release: PublishedQuant, weights: int | None = None) -> Published:
+    """A release with its sizes; `weights` are the bytes of its files, by default the table's."""
+    config, sizes, bits = SHAPES[release.name], SIZES[release.name], release.bits
+    args = SimpleNamespace(**config.get("text_config", config))
+    caches = CacheMemory(tuple(hybrid_layers(args)), has_head=True, itemsize=2)
+    weights = weights or sizes.weights[bits]
+    shape = Footprint(weights, sizes.head[bits], caches, MAX_HOST_DRAFTS, args.vocab_size)
+    return Published(release, shape, args.max_position_embeddings, sizes.bf16_head)
+
+
+def all_published() -> list[Published]:
     """All releases, the smallest first."""
-    models = [Published(each, *_published_sizes(each.name, each.bits)) for each in RELEASES]
-    return sorted(models, key=lambda each: each.demand.footprint.weights)
-
-
-@cache
-def _published_sizes(name: str, bits: int) -> tuple[Demand, int]:
-    """The demand of a published shape with quantized weights, and the bytes of its BF16 head."""
-    config = SHAPES[name]
-    family = family_of(config, name)
-    model_class, args_class = family.classes(config)
-    model = model_class(args_class.from_dict(config))  # type: ignore[attr-defined]
-    args = family.causal_lm(model).args
-    head = family.make_head(args, moe=getattr(args, "num_experts", 0) > 0)
-
-    def quantization(path: str, child: nn.Module) -> bool | dict[str, int]:
-        if not hasattr(child, "to_quantized"):
-            return False
-        router = path.endswith(("mlp.gate", "shared_expert_gate"))  # as mlx-lm converts them
-        return {"group_size": GROUP_SIZE, "bits": 8 if router else bits}
-
-    # mlx allocates arrays when they are evaluated, and these never are.
-    head.set_dtype(mx.bfloat16)
-    in_bf16 = module_nbytes(head)
-    model.set_dtype(mx.bfloat16)
-    for module in (model, head):
-        nn.quantize(module, class_predicate=quantization)
-    model.mtp = head
-    loaded = LoadedModel(Path(), config, {}, model, family, "computed")
-    shape = footprint(loaded, MAX_HOST_DRAFTS)
-    return Demand(shape, loaded.dtype, "as stored", loaded.max_model_len), in_bf16
+    models = map(published, RELEASES)
+    return sorted(models, key=lambda each: (each.footprint.weights, each.release.name))
 
 
 def models_text(gigabytes: int | None) -> str:
-    """The models that fit this machine, or a Mac of so many GB, with the commands for each."""
+    """The models that fit this machine, or a Mac of so many GB."""
     limit = machine_memory() if gigabytes is None else mac_memory(gigabytes)
     lines = [f"Published models that fit {size_text(limit.nbytes)} ({limit.source})\n"]
     lines.append(_ROW.format(*_HEADINGS))
     too_large = dict[str, list[str]]()
-    for each in published():
-        release, weights = each.release, each.demand.footprint.weights
+    for each in all_published():
+        release, weights = each.release, each.footprint.weights
         planned = each.memory_plan(limit)
         if planned is None:
             what = f"{release.bits} bits, {size_text(weights)}"
@@ -96,12 +79,8 @@ def models_text(gigabytes: int | None) -> str:
             continue
         length = min(SHORT_ROW, planned.max_model_len)
         at_once = planned.num_rows(length, EngineConfig().max_num_seqs)
-        cells: list[Any] = [release.name, release.bits, f"{planned.max_model_len:,}", at_once]
-        lines += [
-            _ROW.format(*cells, size_text(weights), size_text(each.head_download)),
-            f"  mlx-mtp add-mtp-weights {release.repo_id}",
-            f"  mlx-mtp serve {release.repo_id}",
-        ]
+        cells: list[Any] = [str(release), f"{planned.max_model_len:,}", at_once]
+        lines.append(_ROW.format(*cells, size_text(weights), size_text(each.head_download)))
     lines.append(_NOTES)
     if too_large:
         models = "; ".join(f"{', '.join(names)} ({what})" for what, names in too_large.items())

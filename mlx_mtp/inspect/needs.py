@@ -1,13 +1,18 @@
-"""What models need, for a process without mlx: `planned` runs this module in another.
+"""What models need, for a process without mlx, which runs this module in another.
 
-The argument is JSON: `models`, and the values of --dtype, --memory-limit, --max-model-len,
---prefill-step-size and --prefix-cache-size. Of the lines of JSON on standard output the first has
-`limit` and `source`, the memory of this machine; each of the others is of a model, by its place.
+The argument is JSON with `memory_limit`, the value of --memory-limit, and `names` or `models`.
+
+For `names`, short names of models (`chosen_models`), the output is a line of JSON: what they stand
+for. `models` (`planned`) are objects with `source`, a directory, a hub id or None, and the values
+of --dtype, --max-model-len, --prefill-step-size and --prefix-cache-size. Of the lines of JSON on
+standard output the first has `limit` and `source`, the memory of this machine; each of the others
+is of a model, by its place.
 """
 
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from fnmatch import fnmatch
@@ -15,9 +20,10 @@ from typing import Any
 
 from mlx_mtp import backend
 from mlx_mtp.console import say
-from mlx_mtp.errors import MlxMtpError
+from mlx_mtp.errors import MlxMtpError, UsageError
 from mlx_mtp.safe_path import command_of
 
+_MODULE = "mlx_mtp.inspect.needs"
 USEFUL_TOKENS = 16_384
 """A model is not loaded into less memory than a request of so many tokens takes."""
 
@@ -38,11 +44,31 @@ def _has_weights(revision: Any) -> bool:
     return "config.json" in names and any(fnmatch(n, "model*.safetensors") for n in names)
 
 
-async def planned(models: Sequence[str | None], options: dict[str, Any]) -> AsyncIterator[Any]:
-    """Yield the lines for models (a directory, a hub id, None: the bundled one); raises OSError."""
+def chosen_models(names: Sequence[str], memory: int | None) -> list[str]:
+    """The hub ids that short names stand for (`choose_model`); raises UsageError.
+
+    `memory` is that of --memory-limit.
+    """
+    done = subprocess.run(
+        [*command_of(_MODULE), json.dumps({"names": names, "memory_limit": memory})],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        cwd="/",
+    )
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        raise UsageError(f"{', '.join(names)}: what it stands for can't be found out.") from None
+    if "refusal" in found:
+        raise UsageError(found["refusal"])
+    return [*found["chosen"]]
+
+
+async def planned(models: Sequence[dict[str, Any]], memory: int | None) -> AsyncIterator[Any]:
+    """Yield the lines for models; `memory` is that of --memory-limit. Raises OSError."""
     process = await asyncio.create_subprocess_exec(
-        *command_of("mlx_mtp.inspect.needs"),
-        json.dumps({**options, "models": models}),
+        *command_of(_MODULE),
+        json.dumps({"models": models, "memory_limit": memory}),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         cwd="/",
@@ -59,19 +85,31 @@ async def planned(models: Sequence[str | None], options: dict[str, Any]) -> Asyn
 
 
 def tell_needs(arguments: str) -> None:
-    """Print the limit, and a line for each model as soon as it is known."""
+    """Print what names stand for, or the limit and a line for each model once it is known."""
     options = json.loads(arguments)
     backend.prepare()
+    if "names" in options:
+        _show(_choice(options["names"], options["memory_limit"]))
+        return
     from mlx_mtp.machine import memory_limit
 
     limit = memory_limit(options["memory_limit"])
     _show({"limit": limit.nbytes, "source": limit.source})
-    for number, name in enumerate(options["models"]):
+    for number, model in enumerate(options["models"]):
         try:
-            found = _need(name, options)
+            found = _need(model["source"], model)
         except MlxMtpError as error:
             found = {"refusal": str(error)}
         _show({"model": number} | found)
+
+
+def _choice(names: list[str], memory: int | None) -> dict[str, Any]:
+    from mlx_mtp.inspect.choose import choose_model
+
+    try:
+        return {"chosen": [choose_model(name, memory) for name in names]}
+    except MlxMtpError as error:
+        return {"refusal": str(error)}
 
 
 def _need(name: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+CHUNK = 64  # positions that the portable form computes together
+
 
 class GDNShape(NamedTuple):
     """Hk, Dk, Hv, Dv of the recurrence, and K of the convolution over queries, keys and values."""

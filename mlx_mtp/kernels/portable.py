@@ -20,9 +20,14 @@ import functools
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
-from mlx_mtp.kernels.gdn_types import GDNProjections, GDNWindow, PendingWindow, ShortConvWeights
+from mlx_mtp.kernels.gdn_types import (
+    CHUNK,
+    GDNProjections,
+    GDNWindow,
+    PendingWindow,
+    ShortConvWeights,
+)
 
-CHUNK = 64
 EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
 
 

@@ -9,9 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 
-from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec, LayerSpec, MLPSpec
+from mlx_mtp.cache.specs import AttentionSpec, LayerSpec, hybrid_layers
 from mlx_mtp.errors import UnsupportedModelError
-from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.layers import RaggedAttention, SplitLayer, WindowedGatedDeltaNet
 
@@ -34,20 +33,11 @@ class Family:
     gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
     # Fixes up tensors of the trunk that mlx-lm's own `sanitize` does not handle.
     prepare_weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights
+    # As in config.json, where the model's own quantization would not do for a head.
+    head_quantization: Mapping[str, Any] | None = None
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
-        mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))
-        if getattr(args, "num_experts", 0):
-            used = args.num_experts_per_tok
-            inner = used * args.moe_intermediate_size + args.shared_expert_intermediate_size
-            mlp = MLPSpec(args.hidden_size, inner, args.num_experts, used)
-        heads = args.num_attention_heads, args.num_key_value_heads
-        attention = AttentionSpec(mlp, *heads, args.head_dim)
-        keys = args.linear_num_key_heads, args.linear_key_head_dim
-        values = args.linear_num_value_heads, args.linear_value_head_dim
-        linear = GatedDeltaSpec(mlp, GDNShape(*keys, *values, args.linear_conv_kernel_dim))
-        numbers = range(1, args.num_hidden_layers + 1)
-        return [linear if n % args.full_attention_interval else attention for n in numbers]
+        return hybrid_layers(args)
 
     def classes(self, config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")

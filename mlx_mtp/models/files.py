@@ -2,6 +2,7 @@
 
 import json
 import stat
+from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ LARGEST = {
 }
 WEIGHTS = "[!.]*.safetensors"
 """Pattern of a model's weights. On some disks macOS puts a file `._NAME` of its own beside NAME."""
+_MOST_NAMES = 5  # of tensors or files in a message
 MAX_ADDED_TOKENS = 8192  # transformers adds them one by one
 _SPECIAL = "additional_special_tokens"
 _TEMPLATES = "additional_chat_templates"
@@ -137,6 +139,13 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
                 )
             shapes[name] = tuple(entry["shape"])
     return shapes
+
+
+def few_names(names: Sequence[str]) -> str:
+    """At most five of these names on one line, and the number of the others."""
+    shown = " ".join(", ".join(names[:_MOST_NAMES]).split())
+    others = len(names) - _MOST_NAMES
+    return f"{shown} and {others:,} others" if others > 0 else shown
 
 
 def check_tokenizer(path: Path) -> None:

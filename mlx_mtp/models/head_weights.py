@@ -1,11 +1,11 @@
 """Finds an MTP head's tensors and gives them the names, layout and convention of `MTPHead`.
 
-Whether norms are zero-centred (Hugging Face stores w, MLX 1 + w) is decided by the kind of file,
-never by the values: real weights fool every threshold.
+Whether norms are zero-centred (Hugging Face stores w, MLX 1 + w) is decided by where a file comes
+from, never by the values: real weights fool every threshold.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,17 +14,25 @@ import mlx.nn as nn
 from mlx_lm.utils import infer_quant_config
 
 from mlx_mtp.errors import CheckpointError
-from mlx_mtp.models.files import read_header, read_index
+from mlx_mtp.models.files import few_names, read_header, read_index
 
 SIDECAR = "mtp.safetensors"
 SIDECAR_INDEX = "mtp.safetensors.index.json"  # written last, when all shards are there
 SIDECAR_PATTERN = "mtp*.safetensors"
+NESTED_SIDECAR = "mtp/weights.safetensors"  # where some MLX programs put one
+FP8_SCALES = "_scale_inv"  # follows the name of the tensor that they belong to
 NORM_CONVENTION_KEY = "norm_convention"
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 
 Convention = Literal["hf", "mlx"]
 _SHARD = re.compile(r"^mtp-\d{5}-of-(\d{5})\.safetensors$")
-EXPERT_KEY = re.compile(r"^(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+EXPERT_KEY = re.compile(
+    r"^(.*\.experts)\.(\d+)\.((?:gate_proj|up_proj|down_proj)\.(?:weight|scales|biases))$"
+)
+CONVOLUTION = "conv1d.weight"
+# A head alone has keys without a prefix; no trunk has one that ends so, or begins so.
+_MARK_OF_HEAD = "pre_fc_norm_hidden.weight"
+_BARE = ("fc.", "norm.", "pre_fc_norm_", "layers.0.")
 NORMS = (
     *("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"),
     *("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
@@ -47,21 +55,58 @@ def head_name(key: str) -> str | None:
     return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), None)
 
 
+def head_names(keys: Iterable[str]) -> dict[str, str]:
+    """A checkpoint's keys that are the head's, each with its name in `MTPHead`.
+
+    They have one of `PREFIXES`, or in a repository of a head alone none.
+    """
+    keys = list(keys)
+    bare = _BARE if _MARK_OF_HEAD in keys else ()
+    names = {key: head_name(key) or (key if key.startswith(bare) else None) for key in keys}
+    return {key: name for key, name in names.items() if name is not None}
+
+
 def split_head(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """Separate a checkpoint's trunk from its head, the head's keys without their prefix."""
-    names = {key: head_name(key) for key in weights}
-    head = {name: weights[key] for key, name in names.items() if name is not None}
-    return {key: weights[key] for key, name in names.items() if name is None}, head
+    names = head_names(weights)
+    head = {name: weights[key] for key, name in names.items()}
+    return {key: value for key, value in weights.items() if key not in names}, head
 
 
-def trunk_convention(trunk: dict[str, mx.array]) -> Convention:
-    """HF or MLX, by the layout of the convolutions: [C, 1, K] or [C, K, 1]."""
-    layouts = {v.shape[-1] != 1 for k, v in trunk.items() if k.endswith("conv1d.weight")}
-    return "hf" if True in layouts else "mlx"
+def trunk_convention(shapes: Mapping[str, tuple[int, ...]]) -> Convention | None:
+    """HF or MLX, by the layout of the trunk's convolutions: [C, 1, K] or [C, K, 1]."""
+    layouts = {
+        shape[-1] != 1
+        for key, shape in shapes.items()
+        if key.endswith(CONVOLUTION) and head_name(key) is None
+    }
+    return None if not layouts else "hf" if True in layouts else "mlx"
+
+
+def stated_convention(
+    file: Path, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> Convention | None:
+    """How a file's norms are stored, by what the file says of its origin; None if it doesn't.
+
+    `norm_convention` in its header decides, else the layout of a convolution of the trunk beside
+    the head, else the header's `format`. What has no `format` is MLX's if its keys have no prefix
+    or if it is a `NESTED_SIDECAR`: only programs for MLX write these, which add the 1.
+    """
+    if (stated := metadata.get(NORM_CONVENTION_KEY)) is not None:
+        return "hf" if stated == "hf" else "mlx" if stated == "mlx" else None
+    if (by_trunk := trunk_convention(shapes)) is not None:
+        return by_trunk
+    made_by = metadata.get("format")
+    if made_by == "pt":
+        return "hf"
+    is_mlx = made_by == "mlx" or _MARK_OF_HEAD in shapes or file.match(NESTED_SIDECAR)
+    return "mlx" if is_mlx else None
 
 
 def sidecar_files(model_path: Path) -> list[Path]:
-    """The sidecar's files: those its index names, `mtp.safetensors`, or a whole set of shards."""
+    """The sidecar's files: those its index names, `mtp.safetensors`, a whole set of shards, or
+    `NESTED_SIDECAR`.
+    """
     index = model_path / SIDECAR_INDEX
     if index.is_file():
         names = sorted(set(read_index(index).values()))
@@ -71,6 +116,8 @@ def sidecar_files(model_path: Path) -> list[Path]:
         counts = [m[1] for f in model_path.glob(SIDECAR_PATTERN) if (m := _SHARD.match(f.name))]
         count = int(counts[0]) if counts else 0
         names = [f"mtp-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+        if not names and (model_path / NESTED_SIDECAR).is_file():
+            names = [NESTED_SIDECAR]
     for name in names:
         if not (model_path / name).is_file():
             raise CheckpointError(f"The sidecar in {model_path} is incomplete: there is no {name}.")
@@ -83,19 +130,20 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
     if not files:
         return None
     tensors: dict[str, mx.array] = {}
-    conventions: set[Any] = set()
+    conventions: set[Convention | None] = set()
     for file in files:
         read_header(file)  # mlx checks less.
         loaded: Any = mx.load(str(file), return_metadata=True)
         tensors.update(loaded[0])
-        conventions.add(loaded[1].get(NORM_CONVENTION_KEY))
+        shapes = {key: value.shape for key, value in loaded[0].items()}
+        conventions.add(stated_convention(file, loaded[1], shapes))
     convention = conventions.pop() if len(conventions) == 1 else None
-    names = ", ".join(f.name for f in files)
-    if convention not in ("hf", "mlx"):
+    names = ", ".join(f.relative_to(model_path).as_posix() for f in files)
+    if convention is None:
         raise CheckpointError(
             f"{names} in {model_path} does not say in its header whether its norms are "
             f"zero-centred (metadata key {NORM_CONVENTION_KEY!r}: 'hf' or 'mlx'). "
-            "Write it again with `mlx-mtp add-mtp-weights --force`."
+            f"Write it again with `mlx-mtp add-mtp-weights {model_path} --force`."
         )
     _, head = split_head(tensors)
     if not head:
@@ -121,7 +169,7 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     for key, value in weights.items():
         match = EXPERT_KEY.match(key)
         if match:
-            name = f"{match[1].removesuffix('experts')}switch_mlp.{match[3]}.weight"
+            name = f"{match[1].removesuffix('experts')}switch_mlp.{match[3]}"
             single.setdefault(name, {})[int(match[2])] = value
         elif key.endswith(".experts.gate_up_proj"):
             base = key.removesuffix("experts.gate_up_proj")
@@ -135,18 +183,22 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     for name, experts in single.items():
         missing = sorted(set(range(max(experts) + 1)) - set(experts))
         if missing:
-            raise CheckpointError(f"{name}: expert {missing[0]} is missing from the checkpoint.")
+            others = f", and so are {len(missing) - 1} others" if missing[1:] else ""
+            raise CheckpointError(
+                f"{name}: expert {missing[0]} is missing from the checkpoint{others}. Download it "
+                "again."
+            )
         out[name] = mx.stack([experts[i] for i in sorted(experts)])
     return out
 
 
 def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
     """Quantize the module where the tensors are, check every shape, and load."""
-    fp8 = [k for k in weights if k.endswith(".weight_scale_inv")]
+    fp8 = [k for k in weights if k.endswith(FP8_SCALES)]
     if fp8:
         raise CheckpointError(
-            f"The head in {source} is stored as FP8 ({fp8[0]}), which MLX can't run. "
-            "Convert it with `mlx-mtp add-mtp-weights`."
+            f"The head in {source} is stored as FP8 ({fp8[0]}), which MLX can't run. Convert it: "
+            "`mlx-mtp add-mtp-weights MODEL --source-model MODEL --force`."
         )
 
     def quantization(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -162,8 +214,8 @@ def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> Non
     try:
         head.load_weights(list(weights.items()))
     except ValueError as error:
-        why = " ".join(str(error).split())
-        raise CheckpointError(f"The head in {source} does not fit: {why:.1000}") from error
+        why = few_names(str(error).split(",\n"))
+        raise CheckpointError(f"The head in {source} does not fit: {why}") from error
     head.eval()
 
 

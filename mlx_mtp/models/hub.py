@@ -1,25 +1,39 @@
 """Where a model's files are: the bundled demo, a local directory, or the Hugging Face hub."""
 
+from __future__ import annotations
+
 import contextlib
+import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from mlx_mtp.errors import ModelError
+from mlx_mtp.models.download import cache_directory, check_content, fetch
 from mlx_mtp.models.files import check_directory
-from mlx_mtp.progress import Bar
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
 # No Python files: nothing that a checkpoint brings is executed.
-_FILES = ["*.json", "model*.safetensors", "mtp*.safetensors", "*.jinja", "*.txt"]
+_WEIGHTS = "model*.safetensors"
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
+_FILES = [*_SMALL_FILES, _WEIGHTS, "mtp*.safetensors"]
 _PATIENCE_SECONDS = 10
 _unreachable = ""  # why the hub can't be reached, once that is known
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
-def resolve_model(name_or_path: str | None) -> Path:
-    """The directory of a model, downloaded if it is a hub id; None is the bundled one."""
+def resolve_model(name_or_path: str | None, revision: str | None = None) -> Path:
+    """The directory of a model, downloaded if it is a hub id; None is the bundled one.
+
+    `revision` is a hub id's branch, tag or commit.
+    """
     if name_or_path is None:
         return BUNDLED_MODEL
     path = Path(name_or_path).expanduser()
@@ -32,13 +46,109 @@ def resolve_model(name_or_path: str | None) -> Path:
             f"{name_or_path!r} is neither an existing directory nor a hub id of the form "
             "organisation/name."
         )
-    # Imported here: it takes a while, and a local model doesn't need it.
-    from huggingface_hub import snapshot_download
+    cached = cached_model(name_or_path, revision)
+    return check_directory(cached or download_model(name_or_path, revision))
+
+
+def cached_model(repo_id: str, revision: str | None = None) -> Path | None:
+    """The cache's directory of a model of which nothing is missing; the hub isn't asked."""
+    if not cache_directory(repo_id).exists():
+        return None
+    # Imported here, as everywhere: it takes a while, and a local model doesn't need it.
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    with contextlib.suppress(CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
+        files = get_cached_repo_tree(repo_id, revision=revision)
+        which = {"revision": revision, "allow_patterns": _FILES}
+        path = Path(snapshot_download(repo_id, local_files_only=True, **which))
+        if all((path / file.path).is_file() for file in files if _matches(file.path, _FILES)):
+            return path
+    return None
+
+
+def download_model(repo_id: str, revision: str | None = None) -> Path:
+    """The cache's directory of the newest version of a model, which is downloaded if need be."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     use_cache_if_offline()
-    with explained(name_or_path, name_or_path, ModelError):
-        path = Path(snapshot_download(name_or_path, allow_patterns=_FILES, tqdm_class=Bar))
-    return check_directory(path)
+    with explained(repo_id, repo_id, ModelError, revision):
+        if not constants.HF_HUB_OFFLINE:
+            commit, files = "", []
+            with contextlib.suppress(HfHubHTTPError):  # snapshot_download fails in the same way.
+                commit = str(HfApi().model_info(repo_id, revision=revision or "main").sha)
+                files = _listed(repo_id, commit)
+            # With small files in place an interrupted download is one of a known model.
+            for patterns in (_SMALL_FILES, _FILES) if files else ():
+                fetch(repo_id, commit, [each for each in files if _matches(each.path, patterns)])
+                link = {"allow_patterns": patterns, "tqdm_class": _NoBar}
+                snapshot_download(repo_id, revision=commit, **link)
+        which = {"revision": revision, "allow_patterns": _FILES, "tqdm_class": _NoBar}
+        return Path(snapshot_download(repo_id, **which))
+
+
+def fetch_files(repo_id: str, commit: str, names: Container[str]) -> None:
+    """Bring files of a repository into the cache; raises what `fetch` raises."""
+    files = _listed(repo_id, commit)
+    fetch(repo_id, commit, [file for file in files if file.path in names])
+
+
+def cached_file(repo_id: str, name: str, revision: str | None) -> Path:
+    """The cache's path of a file, which is downloaded if need be; raises what `fetch` raises.
+
+    What has just been fetched is only linked.
+    """
+    from huggingface_hub import hf_hub_download
+
+    path = Path(hf_hub_download(repo_id, name, revision=revision, tqdm_class=_NoBar))
+    blob = path.resolve()
+    if path.suffix != ".safetensors":  # Those were fetched, and take long.
+        try:
+            check_content(blob, blob.name, name)
+        except ModelError:
+            path.unlink(missing_ok=True)
+            raise
+    return path
+
+
+def repository_size(repo_id: str) -> int | None:
+    """Bytes of a repository's weights, 0 if there is no such repository; None if unknown."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    use_cache_if_offline()
+    try:
+        files = _listed(repo_id, "main")
+    except RepositoryNotFoundError:
+        return 0
+    except Exception:  # of any HTTP client
+        return None
+    return sum(file.size for file in files if fnmatch.fnmatch(file.path, _WEIGHTS)) or None
+
+
+def weights_size(path: Path) -> int:
+    """Bytes of the weights in a model's directory, without a head beside them."""
+    return sum(file.stat().st_size for file in path.glob(_WEIGHTS))
+
+
+def _listed(repo_id: str, revision: str) -> list[RepoFile]:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    entries = HfApi().list_repo_tree(repo_id, recursive=True, revision=revision)
+    return [entry for entry in entries if isinstance(entry, RepoFile)]
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    # As in huggingface_hub, where * takes slashes too.
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+class _NoBar(tqdm):
+    """For the library's own bars, which would stay empty: `fetch` shows one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"disable": True})
 
 
 def use_cache_if_offline() -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,16 @@ from mlx_mtp.errors import (
 from mlx_mtp.machine import machine_memory
 from mlx_mtp.models import head_weights
 from mlx_mtp.models.family import Family, text_config
-from mlx_mtp.models.files import read_index, read_json, shapes_in
-from mlx_mtp.models.head_weights import PREFIXES, SIDECAR_PATTERN, HeadTensors
+from mlx_mtp.models.files import few_names, read_index, read_json, shapes_in
+from mlx_mtp.models.head_weights import (
+    FP8_SCALES,
+    PREFIXES,
+    SIDECAR_PATTERN,
+    HeadTensors,
+    head_name,
+)
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.models.qwen3_5 import QWEN3_5
+from mlx_mtp.models.qwen3_5 import PRISM_HADAMARD, QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
 from mlx_mtp.models.sizes import check_sizes
 from mlx_mtp.models.tensor_parallel import shard
@@ -34,8 +40,11 @@ from mlx_mtp.models.tensor_parallel import shard
 logger = logging.getLogger(__name__)
 
 FAMILIES: dict[str, Family] = {
-    model_type: family for family in (QWEN3_NEXT, QWEN3_5) for model_type in family.model_types
+    model_type: family
+    for family in (QWEN3_NEXT, QWEN3_5, PRISM_HADAMARD)
+    for model_type in family.model_types
 }
+HEAD_ALONE = "qwen3_5_mtp"  # model_type of repositories of a head alone, of all families
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 _DEQUANTIZED_SHARE = 0.5  # of memory that a model expanded to float32 may take
 _FINAL_NORMS = ("model.norm.weight", "language_model.norm.weight")
@@ -65,6 +74,7 @@ def load_model(
     generation_config = read_json(path / "generation_config.json", default={})
     family = family_of(config, str(path))
     shapes = shapes_in(path)
+    refuse_fp8(config, str(path), shapes)
     if not shapes:
         raise CheckpointError(f"{path} has no model*.safetensors file{_unread_formats(path)}.")
     try:
@@ -74,15 +84,14 @@ def load_model(
         raise
     except Exception as error:
         if absent := _absent(path):
-            others = f" and {len(absent) - 1} others" if absent[1:] else ""
             raise CheckpointError(
-                f"{path} has no {absent[0]}{others}, which its index names. Download it again."
+                f"{path} lacks {few_names(absent)}, named by its index. Download it again."
             ) from error
         if isinstance(error, MlxMtpError):
             raise
         # Whatever mlx-lm and mlx raise, these files can't be used.
         logger.debug("Why %s can't be loaded", path, exc_info=True)
-        what = f"{type(error).__name__}: {error}"
+        what = few_names(f"{type(error).__name__}: {error}".split(",\n"))
         raise CheckpointError(f"{path} can't be loaded: {what:.1000}") from error
     files = config, generation_config
     loaded = LoadedModel(path, *files, model, family, head_source, part[1])
@@ -102,7 +111,7 @@ def _build_model(
     enable_mtp: bool,
 ) -> tuple[nn.Module, str | None]:
     """The patched model with its head, whose weights are not read yet, and the head's source."""
-    model, head, stored_dtype = _load_trunk(path, family)
+    model, head, stored_dtype = load_trunk(path, family)
     family.patch(model)
     _check_rope(family.causal_lm(model).model.layers)
     head_source = None
@@ -141,12 +150,34 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     """The family that serves a config.json; else UnsupportedModelError."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if model_type == HEAD_ALONE:
+        raise UnsupportedModelError(
+            f"{where} is an MTP head alone, which drafts for a model and can't be served by "
+            "itself. Give it to its model, and serve that: `mlx-mtp add-mtp-weights MODEL "
+            f"--source-model {where}`."
+        )
     if family is None:
         raise UnsupportedModelError(
             f"{where} has model_type {model_type!r}, which mlx-mtp does not serve. "
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     return family
+
+
+def refuse_fp8(config: Mapping[str, Any], where: str, names: Iterable[str] = ()) -> None:
+    """UnsupportedModelError for an FP8 release, by its config.json or the names of its tensors.
+
+    The message has the command that makes a model of it.
+    """
+    tables = (part.get("quantization_config") for part in (config, text_config(config)))
+    stated = any(isinstance(t, dict) and t.get("quant_method") == "fp8" for t in tables)
+    if stated or any(name.endswith(FP8_SCALES) for name in names if head_name(name) is None):
+        name = Path(where).name.removesuffix("-FP8")
+        raise UnsupportedModelError(
+            f"{where} is an FP8 release: its weights are 8-bit floats with a scale for each block, "
+            "which MLX can't run. Make a model of it that can be served, in 4 bits, with its head: "
+            f"`mlx-mtp convert {where} -q --output {name}-4bit`."
+        )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -165,8 +196,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | None, mx.Dtype]:
-    """mlx-lm's model, the head in model*.safetensors if any, and the type of activations."""
+def load_trunk(
+    path: Path,
+    family: Family,
+    prepare: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights,
+) -> tuple[nn.Module, HeadTensors | None, mx.Dtype]:
+    """mlx-lm's model, the head in model*.safetensors if any, and the type of activations.
+
+    No weight is read. `prepare` may change the trunk's tensors before the family does.
+    """
     seen: dict[str, Any] = {}
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -175,8 +213,9 @@ def _load_trunk(path: Path, family: Family) -> tuple[nn.Module, HeadTensors | No
         class Model(base):  # type: ignore[misc, valid-type]
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
                 trunk, seen["head"] = head_weights.split_head(weights)
-                seen["convention"] = head_weights.trunk_convention(trunk)
-                trunk = family.prepare_weights(trunk)
+                shapes = {key: value.shape for key, value in trunk.items()}
+                seen["convention"] = head_weights.trunk_convention(shapes) or "mlx"
+                trunk = family.prepare_weights(prepare(trunk))
                 # Activations have the type of the final norm, however the matrices are packed.
                 types = (v.dtype for k, v in trunk.items() if k.endswith(_FINAL_NORMS))
                 seen["dtype"] = next(types, mx.bfloat16)

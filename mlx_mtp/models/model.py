@@ -22,7 +22,7 @@ from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels.attention import is_batch_invariant
 from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, decode_pass, refused
 from mlx_mtp.models.family import Family, text_config
-from mlx_mtp.models.gemm.measure import choose_routes, kernel_takes_all_weights
+from mlx_mtp.models.gemm.measure import all_routable, choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 
@@ -132,6 +132,7 @@ class LoadedModel:
         """Whether a token's bits can depend on its own text alone, whatever else is computed."""
         attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
         alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
+        alone = alone and all_routable(self.model)
         return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
     def resolve_exact(self, exact: bool | None = None) -> bool:
@@ -184,7 +185,8 @@ class LoadedModel:
         return all_gather(logits) if layer is None else logits
 
     def embed(self, tokens: mx.array) -> mx.array:
-        return self.causal_lm.model.embed_tokens(tokens)
+        # Embeddings of packs with a Hadamard rotation are float16, whatever the model's type is.
+        return self.causal_lm.model.embed_tokens(tokens).astype(self.dtype)
 
 
 class DraftVocabulary:

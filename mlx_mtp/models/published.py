@@ -1,9 +1,11 @@
-"""Published models of the supported families: names on the hub and shapes, no weights.
+"""Published models of the supported families: their names, here and on the hub, and their sizes.
 
 Shapes come from the originals' config.json files, names from public programs that load them. They
 were not looked up on the hub; `mlx-mtp inspect NAME` does that.
 """
 
+import difflib
+import re
 from typing import Any, NamedTuple
 
 GROUP_SIZE = 64
@@ -70,22 +72,68 @@ _NEXT_80B: dict[str, Any] = {
     "intermediate_size": 5120,
 }
 SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen3.5-0.8B": _qwen3_5(1024, 24, (8, 2), 16, intermediate_size=3584, **_TIED),
-    "Qwen3.5-2B": _qwen3_5(2048, 24, (8, 2), 16, intermediate_size=6144, **_TIED),
-    "Qwen3.5-4B": _qwen3_5(2560, 32, (16, 4), 32, intermediate_size=9216, **_TIED),
-    "Qwen3.5-9B": _qwen3_5(4096, 32, (16, 4), 32, intermediate_size=12288),
-    "Qwen3.5-27B": _DENSE_27B,
-    "Qwen3.6-27B": _DENSE_27B,
-    "Qwen3.8-27B": _DENSE_27B,
-    "Qwen3.5-35B-A3B": _MOE_35B,
+    "Qwen3.5-397B-A17B": _qwen3_5(4096, 60, (32, 2), 64, **_expert_fields(512, 10, 1024)),
+    "Qwen3.5-122B-A10B": _qwen3_5(3072, 48, (32, 2), 64, **_expert_fields(256, 8, 1024)),
     "Qwen3.6-35B-A3B": _MOE_35B,
+    "Qwen3.8-27B": _DENSE_27B,
+    "Qwen3.6-27B": _DENSE_27B,
+    "Qwen3.5-35B-A3B": _MOE_35B,
+    "Qwen3.5-27B": _DENSE_27B,
     "Qwen3-Next-80B-A3B-Instruct": _NEXT_80B,
     "Qwen3-Next-80B-A3B-Thinking": _NEXT_80B,
-    "Qwen3.5-122B-A10B": _qwen3_5(3072, 48, (32, 2), 64, **_expert_fields(256, 8, 1024)),
-    "Qwen3.5-397B-A17B": _qwen3_5(4096, 60, (32, 2), 64, **_expert_fields(512, 10, 1024)),
+    "Qwen3.5-9B": _qwen3_5(4096, 32, (16, 4), 32, intermediate_size=12288),
+    "Qwen3.5-4B": _qwen3_5(2560, 32, (16, 4), 32, intermediate_size=9216, **_TIED),
+    "Qwen3.5-2B": _qwen3_5(2048, 24, (8, 2), 16, intermediate_size=6144, **_TIED),
+    "Qwen3.5-0.8B": _qwen3_5(1024, 24, (8, 2), 16, intermediate_size=3584, **_TIED),
 }
-"""config.json by name, smallest model first."""
+"""config.json by name, in the order in which `auto` prefers the models: the best first."""
 _INFIX = {name: "MLX-" for name in SHAPES if name.endswith(("-0.8B", "-2B", "-4B", "-9B"))}
+
+
+class PublishedSizes(NamedTuple):
+    """Bytes of a model and its head; tests/inspect/test_models.py computes them from the shape."""
+
+    bf16_head: int
+    weights: dict[int, int]  # by bits
+    head: dict[int, int]
+
+
+_27B = PublishedSizes(
+    849_398_784, {4: 15_132_802_048, 8: 28_579_478_528}, {4: 238_930_944, 8: 451_267_584}
+)
+_35B = PublishedSizes(
+    1_689_281_536, {4: 19_508_787_456, 8: 36_827_986_176}, {4: 475_389_056, 8: 897_440_896}
+)
+_80B = PublishedSizes(
+    3_300_942_848, {4: 44_844_060_160, 8: 84_655_345_152}, {4: 928_930_944, 8: 1_753_635_968}
+)
+SIZES = {
+    "Qwen3.5-397B-A17B": PublishedSizes(
+        13_191_136_256,
+        {4: 223_011_779_072, 8: 421_120_553_472},
+        {4: 3_711_087_872, 8: 7_007_810_816},
+    ),
+    "Qwen3.5-122B-A10B": PublishedSizes(
+        5_047_358_464,
+        {4: 68_709_676_032, 8: 129_745_449_984},
+        {4: 1_419_987_136, 8: 2_681_424_064},
+    ),
+    **dict.fromkeys(("Qwen3.6-35B-A3B", "Qwen3.5-35B-A3B"), _35B),
+    **dict.fromkeys(("Qwen3.8-27B", "Qwen3.6-27B", "Qwen3.5-27B"), _27B),
+    **dict.fromkeys(("Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B-Thinking"), _80B),
+    "Qwen3.5-9B": PublishedSizes(
+        486_581_248, {4: 5_038_040_064, 8: 9_514_411_008}, {4: 136_881_152, 8: 258_515_968}
+    ),
+    "Qwen3.5-4B": PublishedSizes(
+        241_199_104, {4: 2_367_117_312, 8: 4_469_512_192}, {4: 67_856_384, 8: 128_149_504}
+    ),
+    "Qwen3.5-2B": PublishedSizes(
+        121_656_320, {4: 1_059_315_328, 8: 1_999_953_536}, {4: 34_231_296, 8: 64_640_000}
+    ),
+    "Qwen3.5-0.8B": PublishedSizes(
+        40_905_728, {4: 423_937_664, 8: 799_884_928}, {4: 11_512_832, 8: 21_736_448}
+    ),
+}
 
 
 class PublishedQuant(NamedTuple):
@@ -94,18 +142,64 @@ class PublishedQuant(NamedTuple):
     name: str  # of its original, without the organisation
     bits: int
 
+    def __str__(self) -> str:
+        return f"{self.name}-{self.bits}bit"
+
     @property
     def repo_id(self) -> str:
         return f"mlx-community/{self.name}-{_INFIX.get(self.name, '')}{self.bits}bit"
 
-    @property
-    def original(self) -> str:
-        """The original, which has the head."""
-        return f"Qwen/{self.name}"
+
+RELEASES = tuple(PublishedQuant(name, bits) for name in SHAPES for bits in reversed(BITS))
+_DERIVED = {"prism-ml/Ternary-Bonsai-2-27B-mlx-2bit": "Qwen3.8-27B"}
+_WITH_HEAD_ALONE = (
+    *("Qwen3.5-4B", "Qwen3.5-9B"),
+    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B"),
+)
+_NAMES = {each.repo_id: each.name for each in RELEASES} | _DERIVED
 
 
-RELEASES = tuple(PublishedQuant(name, bits) for name in SHAPES for bits in BITS)
+source_of = {repo_id: f"Qwen/{name}" for repo_id, name in _NAMES.items()}.get
+"""The original of a published quantization or derivative; None if it isn't in the table."""
+head_repo_of = {
+    repo_id: f"mlx-community/{name}-MTP-bf16"
+    for repo_id, name in _NAMES.items()
+    if name in _WITH_HEAD_ALONE
+}.get
+"""The repository of its head alone, unquantized; None if it isn't known to have one."""
 
 
-source_of = {each.repo_id: each.original for each in RELEASES}.get
-"""The original of a published quantization; None if it isn't in the table."""
+def _short_names(name: str) -> list[str]:
+    full = name.lower()
+    default = full.removesuffix("-instruct")
+    brief = re.sub(r"-a[0-9]+b", "", default)
+    return [full, default, brief, re.sub(r"-[0-9.]+b", "", brief)]
+
+
+_MODELS_NAMED: dict[str, list[str]] = {"auto": list(SHAPES)}
+for _model in SHAPES:
+    for _short in dict.fromkeys(_short_names(_model)):
+        _MODELS_NAMED.setdefault(_short, []).append(_model)
+
+
+def releases_named(text: str) -> list[PublishedQuant]:
+    """The quantizations that a short name may mean, in the order of preference; [] if unknown.
+
+    Case, `:` and `-` are alike. With -4bit or -8bit at its end a name means that one alone.
+    """
+    name, bits = _split(text)
+    models = _MODELS_NAMED.get(name, [])
+    return [each for each in RELEASES if each.name in models and bits in ("", str(each.bits))]
+
+
+def nearest_names(text: str, count: int = 3) -> list[str]:
+    """The known short names that are most like a mistyped one."""
+    return difflib.get_close_matches(_split(text)[0], _MODELS_NAMED, n=count, cutoff=0)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """A short name, and the bits at its end; they may be empty."""
+    name, _, ending = re.sub("[:_-]+", "-", text.lower()).rpartition("-")
+    if match := re.fullmatch("([0-9]+)bit", ending):
+        return name.removesuffix("-mlx"), match[1]
+    return f"{name}-{ending}" if name else ending, ""

@@ -1,6 +1,7 @@
-"""Qwen3.5, 3.6 and 3.8-27B: the text part, dense or mixture of experts."""
+"""Qwen3.5, 3.6 and 3.8-27B: the text part, dense or mixture of experts; and their derivatives."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
@@ -39,3 +40,9 @@ class _Layer(SplitLayer, DecoderLayer):
 
 # The two differ in the MLP alone. mlx-lm's class knows no experts that are stored one by one.
 QWEN3_5 = Family(("qwen3_5", "qwen3_5_moe"), _Layer, _GatedDeltaNet, stack_experts)
+# Packs such as Ternary Bonsai 2: 2 bits are enough only for weights that were trained for them.
+PRISM_HADAMARD = replace(
+    QWEN3_5,
+    model_types=("prism_hadamard_qwen35",),
+    head_quantization={"bits": 4, "group_size": 64},
+)

@@ -67,6 +67,8 @@ class _Split(NamedTuple):
         for units, _ in self.blocks:
             if units % size and not (self.repeated and size % units == 0):
                 return f"{units:,} {self.unit}"
+        if self.axis == _INPUTS and "signs" in self.module:
+            return "a Hadamard rotation of its inputs"
         length = self.length
         for key, array in self.tensors.items() if self.axis == _INPUTS else ():
             stored = array.shape[-1]

@@ -14,6 +14,7 @@ from pathlib import Path
 from mlx_mtp.flags import PREFIX
 from mlx_mtp.logs import log_again
 from mlx_mtp.server.adopted import PARENT
+from mlx_mtp.settings import VARIABLE
 from mlx_mtp.unix_http import BROKEN, ask
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Child:
     @classmethod
     async def start(cls, name: str, path: Path, command: Sequence[str], num_keys: int) -> Child:
         """Start a process that listens on the path; raises OSError."""
-        # What variables say for this process, the command says for that one.
+        # What variables and the settings file say, the command says for that process.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(os.fspath(path))
@@ -45,7 +46,7 @@ class Child:
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=[sock.fileno()],
-                env={**kept, PARENT: f"{sock.fileno()} {num_keys}"},
+                env={**kept, VARIABLE: "", PARENT: f"{sock.fileno()} {num_keys}"},
                 cwd=path.parent,
                 limit=_MAX_LINE,
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on.

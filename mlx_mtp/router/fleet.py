@@ -37,6 +37,7 @@ class ServedModel(Resident):
 
     names: tuple[str, ...] = ()  # that requests may give; the first is `name`
     source: str | None = None  # a directory or a hub id; None: the bundled model
+    given: str = ""  # as the user wrote it
     is_found: bool = False  # on the disk, not named by the user
     plan: dict[str, Any] = field(default_factory=dict)  # its line of `Plans`
     card: dict[str, Any] = field(default_factory=dict)  # its own, in /v1/models

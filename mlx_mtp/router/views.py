@@ -41,8 +41,8 @@ def _card(state: RouterState, model: ServedModel) -> dict[str, Any]:
 
 def _ollama_card(state: RouterState, model: ServedModel, **more: Any) -> dict[str, Any]:
     size, kind = model.plan.get("weights", 0), model.plan.get("kind", "")
-    more |= {"size": size, "state": model.shown_state}
-    return cards.ollama_card(model.name, state.created, kind, **more)
+    more |= {"state": model.shown_state}
+    return cards.ollama_card(model.name, state.created, kind, size, **more)
 
 
 async def models_of_all(request: Request) -> Response:

@@ -29,13 +29,13 @@ def model_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": cards, **cursor}
 
 
-def ollama_card(name: str, created: datetime, kind: str, **more: Any) -> dict[str, Any]:
-    """A model in Ollama's form; `kind` is its model_type."""
+def ollama_card(name: str, created: datetime, kind: str, size: int, **more: Any) -> dict[str, Any]:
+    """A model in Ollama's form; `kind` is its model_type, `size` its bytes on the disk."""
     return {
         "name": name,
         "model": name,
         "modified_at": created.isoformat(),
-        "size": 0,  # unknown
+        "size": size,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": model_details(kind),
         **more,

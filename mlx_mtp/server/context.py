@@ -18,7 +18,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
 from mlx_mtp.server.cards import model_card
 from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
-from mlx_mtp.server.generation.inputs import model_defaults
+from mlx_mtp.server.generation.inputs import model_defaults, with_flags
 from mlx_mtp.server.generation.prompting import Prompter
 from mlx_mtp.server.grammar.grammars import Grammars
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
@@ -42,7 +42,9 @@ class Context:
     ) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.model_names = (config.model_name, *config.other_names)
-        self.defaults = replace(model_defaults(defaults), optimistic=config.optimistic)
+        self.defaults = replace(
+            with_flags(model_defaults(defaults), config.sampling), optimistic=config.optimistic
+        )
         self.prompter = Prompter(tokenizer, config)
         self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format

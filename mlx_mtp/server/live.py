@@ -36,12 +36,11 @@ MOST_WATCHERS = 64
 STATUS_SECONDS = 10.0
 PREFILL_SECONDS = 5.0
 _STATUS = (
-    "%(running)d running, %(waiting)d waiting; prompts %(prompt_tokens_per_second).1f tokens/s, "
-    "answers %(tokens_per_second).1f tokens/s, %(drafts)s, KV %(kv_usage).1f%%"
+    "%(running)d running, %(waiting)d waiting, "
+    "%(prompt_tokens_per_second).0f+%(tokens_per_second).1f tokens/s, %(drafts)s, "
+    "KV %(kv_usage).0f%%"
 )
-_PREFILL = (
-    "%(id)s: prefill of %(total)d tokens, %(done)d (%(percent).0f%%) done after %(seconds).0f s"
-)
+_PREFILL = "prefill of %(total)d tokens: %(percent).0f%% after %(seconds).0f s"
 
 
 class ProgressLog:
@@ -80,7 +79,7 @@ class ProgressLog:
             "waiting": stats.num_requests_waiting,
             "prompt_tokens_per_second": prompts / seconds,
             "tokens_per_second": answers / seconds,
-            "drafts": f"{accepted / drafts:.0%} of drafts accepted" if drafts else "no drafts",
+            "drafts": f"{accepted / drafts:.0%} accepted" if drafts else "no drafts",
             "kv_usage": 100 * stats.kv_usage,
         }
 

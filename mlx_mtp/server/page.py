@@ -56,7 +56,7 @@ def page_files() -> dict[str, _PageFile]:
     """Read and compress the page's files; the keys are their paths."""
     files = {}
     for path in FOLDER.rglob("[!.]*.*"):
-        if path.suffix not in _TYPES:
+        if path.suffix not in _TYPES or not path.is_file():
             continue  # The Finder, editors and package managers leave files of theirs everywhere.
         content, tag = path.read_bytes(), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         packed = gzip.compress(content, 9, mtime=0)

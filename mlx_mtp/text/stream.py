@@ -10,7 +10,8 @@ from typing import NamedTuple
 from mlx_mtp.engine.request import RequestOutput, TokenLogprobs
 from mlx_mtp.errors import EngineError
 from mlx_mtp.text.parsing.answer import AnswerParser
-from mlx_mtp.text.parsing.events import Event, OutputToken, Text, ToolBroken, ToolCut, merge_texts
+from mlx_mtp.text.parsing.events import Event, OutputToken, Text, merge_texts
+from mlx_mtp.text.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,63 +25,24 @@ class Delta:
 
 
 class Detokenizer:
-    """Returns one sequence's text as soon as it is certain.
+    """Returns one sequence's text as soon as its characters are complete."""
 
-    The bytes of an unfinished character are held until the character is complete, and text that may
-    begin one of `stops` until it does or doesn't. Nothing after a stop string is returned, and the
-    string itself only if `include_stop`. Stop strings within the first `min_tokens` don't count.
-    """
-
-    def __init__(
-        self,
-        text_bytes: Callable[[int], bytes],
-        stops: Sequence[str] = (),
-        min_tokens: int = 0,
-        include_stop: bool = False,
-    ) -> None:
-        self.include_stop = include_stop
+    def __init__(self, text_bytes: Callable[[int], bytes]) -> None:
         self._text_bytes = text_bytes
-        self._too_early = min_tokens  # how many more tokens can't complete a stop string
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._stops = tuple(stops)
-        self._held = ""
-        self.num_decoded = 0  # characters, those held included
-        self.stop: str | None = None  # the stop string that ended the text
+        self.num_decoded = 0  # characters
 
     def push(self, token_id: int) -> str:
-        """Read one token; return the text that is now certain."""
-        self._too_early -= 1
-        return self._release(self._utf8.decode(self._text_bytes(token_id)))
+        """Read one token; return the characters that are now complete."""
+        return self._counted(self._utf8.decode(self._text_bytes(token_id)))
 
     def flush(self) -> str:
-        """End the sequence; return what was held, with U+FFFD for an unfinished character."""
-        text = self._release(self._utf8.decode(b"", final=True))
-        if self.stop is None:
-            text += self._held
-            self._held = ""
-        return text
+        """End the sequence; return U+FFFD for an unfinished character."""
+        return self._counted(self._utf8.decode(b"", final=True))
 
-    def _release(self, new: str) -> str:
-        if self.stop is not None:
-            return ""
-        self.num_decoded += len(new)
-        text = self._held + new
-        # The match that ends first does not depend on how the text came in chunks; of two that end
-        # together the longer one hides more.
-        stops = self._stops if self._too_early < 0 else ()
-        matches = [
-            (at + len(stop), at, stop)
-            for stop in stops
-            # A match that ended before this text was too early.
-            if (at := text.find(stop, max(len(self._held) - len(stop) + 1, 0))) >= 0
-        ]
-        if matches:
-            end, start, self.stop = min(matches)
-            self._held = ""
-            return text[: end if self.include_stop else start]
-        sure = len(text) - max((_begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[sure:]
-        return text[:sure]
+    def _counted(self, text: str) -> str:
+        self.num_decoded += len(text)
+        return text
 
 
 class Echo(NamedTuple):
@@ -108,17 +70,16 @@ def echo_of(
     return Echo(text, token_ids, ends) if with_tokens else Echo(text)
 
 
-def _begun(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)
-
-
 class OutputStream:
     """Detokenizes and parses one sequence and counts its tokens, however many a step brings."""
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, parser: AnswerParser, echo: Echo | None = None
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        parser: AnswerParser,
+        stops: StopStrings,
+        echo: Echo | None = None,
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []  # read so far, a stop token included
@@ -132,7 +93,7 @@ class OutputStream:
         self.steps: list[RequestOutput] = []  # read so far, if a trace was asked for
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all tokens but the first
-        self._detokenizer, self._parser = detokenizer, parser
+        self._detokenizer, self._parser, self._stops = detokenizer, parser, stops
         self._echo, self._has_begun = echo, False
         # Tokens whose text has not been emitted as content, and the end of the content so far.
         self._waiting: deque[OutputToken] = deque()
@@ -154,7 +115,7 @@ class OutputStream:
                 )
         before = len(self.token_ids)
         events = [] if self._has_begun else self._begin(output.prompt_logprobs)
-        shows_all = output.finish_reason != "stop" or self._detokenizer.include_stop
+        shows_all = output.finish_reason != "stop" or self._stops.include
         hidden = None if shows_all else len(output.token_ids) - 1
         for position, token in enumerate(output.token_ids):
             self.token_ids.append(token)
@@ -186,17 +147,20 @@ class OutputStream:
 
     def _begin(self, prompt_logprobs: Sequence[TokenLogprobs]) -> list[Event]:
         self.prompt_logprobs, self._has_begun = prompt_logprobs, True
-        if self._echo is None:
-            return []
-        text, token_ids, ends = self._echo
-        logprobs, starts = (None, *prompt_logprobs), (0, *ends)
-        self._waiting += map(OutputToken, token_ids, logprobs, starts, ends)
-        self._detokenizer.num_decoded = len(text)
-        return self._parser.feed(text)
+        events: list[Event] = []
+        if self._echo is not None:
+            text, token_ids, ends = self._echo
+            logprobs, starts = (None, *prompt_logprobs), (0, *ends)
+            self._waiting += map(OutputToken, token_ids, logprobs, starts, ends)
+            self._detokenizer.num_decoded = len(text)
+            events = self._parser.feed(text)
+        self._parser.stops = self._stops  # They are for what comes behind the prompt.
+        return events
 
     def _take_token(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
         start = self._detokenizer.num_decoded
         text = self._detokenizer.push(token)
+        self._stops.count_token()
         if logprobs:
             end = self._detokenizer.num_decoded
             self._waiting.append(OutputToken(token, logprobs[0], start, end))
@@ -211,7 +175,7 @@ class OutputStream:
 
     @property
     def stop_text(self) -> str | None:
-        return self._detokenizer.stop
+        return self._stops.found
 
     @property
     def _ended_early(self) -> bool:
@@ -219,12 +183,12 @@ class OutputStream:
 
     def _finish(self, reason: str, events: list[Event]) -> Delta:
         events += self._parser.feed(self._detokenizer.flush())
-        events += self._parser.finish()
+        is_cut = reason == "length" or self.stop_text is not None
+        events += self._parser.finish(cut=is_cut)
         if self.stop_text is not None:
             reason = "stop"  # The text that was held has completed a stop string.
         # A client must not act on half a call, nor on the calls before it as if they were all.
-        is_cut = any(isinstance(event, ToolCut) for event in events)
-        if reason == "stop" and self._parser.num_calls and not is_cut:
+        if reason == "stop" and self._parser.num_calls and not self._parser.ends_in_call:
             reason = "tool_calls"
         self.finish_reason = reason
         events = self._with_tokens(events)
@@ -238,13 +202,13 @@ class OutputStream:
         joined = merge_texts(events)
         for number, event in enumerate(joined):
             self._in_content = False
-            if isinstance(event, Text | ToolBroken):
+            if isinstance(event, Text):
                 self._in_content, self._emitted = True, event.start + len(event.text)
                 if self._waiting:
                     joined[number] = replace(event, tokens=self._tokens_of(event))
         return joined
 
-    def _tokens_of(self, event: Text | ToolBroken) -> tuple[OutputToken, ...]:
+    def _tokens_of(self, event: Text) -> tuple[OutputToken, ...]:
         waiting = self._waiting
         while waiting and waiting[0].start < event.start >= waiting[0].end:
             waiting.popleft()  # A token of reasoning or of a call.

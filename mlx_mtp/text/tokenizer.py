@@ -66,8 +66,11 @@ class Tokenizer:
             )
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer in a model's directory; ModelError if none there can be used."""
+    def load(cls, path: Path, template: str | None = None) -> Tokenizer:
+        """Read the tokenizer in a model's directory; ModelError if none there can be used.
+
+        `template` replaces the model's own chat template.
+        """
         # transformers makes an empty tokenizer for some types of model.
         if not any((path / name).is_file() for name in _VOCABULARIES):
             raise ModelError(
@@ -85,11 +88,14 @@ class Tokenizer:
                 f"{file} can't be used" if file else f"{path} has no tokenizer that can be loaded"
             )
             raise ModelError(f"{fault}: {_one_line(error)}") from error
+        if template is not None:
+            tokenizer.chat_template = template
         loaded = cls(tokenizer, str(path))
         try:
             _syntax_of(loaded.template)
         except (TemplateSyntaxError, RecursionError) as error:
-            raise ModelError(f"{path}: the chat template is wrong: {_one_line(error)}") from error
+            which = f"{path}: the" if template is None else "The given"
+            raise ModelError(f"{which} chat template is wrong: {_one_line(error)}") from error
         return loaded
 
     @cached_property

@@ -31,7 +31,7 @@ def make(sent, times, tokens=(), **more) -> TimedAnswer:
     return TimedAnswer(**fields | {"num_events": len(times)} | more)
 
 
-def test_all_are_asked_the_same_in_turns():
+def test_all_are_asked_the_same_in_turns(capsys):
     log = []
     waves = measure([Scripted(name, log) for name in "ABC"], CELLS, 2, 1, seed=7)
     assert len(log) == 3 * 2 * 3
@@ -47,6 +47,10 @@ def test_all_are_asked_the_same_in_turns():
     assert len(set(texts)) == len(texts) == 3 * (1 + 4)
     assert len(waves) == 2 * 2 * 3
     assert {wave.round for wave in waves} == {0, 1}
+    # Without a terminal each of them is a line.
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(log) and "\x1b" not in "".join(told)
+    assert told[0].startswith("warming up: ") and told[-1].startswith("round 2 of 2: ")
 
 
 def test_a_subject_that_says_nothing_is_named():

@@ -66,7 +66,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Configure an agent for the server at `url` with `connect --write`, and ask it something."""
     work = home / "project"
-    work.mkdir(parents=True)
+    work.mkdir(parents=True, exist_ok=True)
     environ = environment(place, home, **agent.variables)
     connect = [sys.executable, "-m", "mlx_mtp", "connect", agent.name, "--url", url, "--write"]
     quietly = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "env": environ}

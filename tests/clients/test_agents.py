@@ -1,10 +1,12 @@
 """opencode, Claude Code, Codex and Continue themselves, as npm has them."""
 
 import asyncio
+import base64
 import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 LINE = "echo sum-$((40+2))"
 PRINTED = "sum-42"
 GOODBYE = "The command printed it."
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +75,34 @@ def test_a_tool_is_run_and_its_result_comes_back(
     asked = [(sent, status) for sent, status in exchanges if sent.method == "POST"]
     assert {status for _, status in asked} == {200}
     asyncio.run(captures.keep(agent.name, agent.version, [sent for sent, _ in asked]))
+
+
+def test_claude_code_goes_on_after_a_screenshot(
+    serve: Serve, tokenizer: Tokenizer, place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """What it reads of a picture is an image in a tool's result, in each further request."""
+    home = tmp_path / "home"
+    picture = home / "project" / "shot.png"
+    picture.parent.mkdir(parents=True)
+    picture.write_bytes(PIXEL)
+    read = {"name": "Read", "arguments": {"file_path": str(picture)}}
+
+    def script(request: Request) -> Iterator[Output]:
+        prompt = tokenizer.text_of(request.prompt_token_ids)
+        text = "A title"
+        if "[image left out" in prompt:
+            text = GOODBYE
+        elif '"name": "Read"' in prompt:
+            text = f"<tool_call>\n{json.dumps(read)}\n</tool_call>"
+        return answer(tokenizer.encode(text), sizes=(3,))(request)
+
+    claude = next(agent for agent in AGENTS if agent.name == "claude")
+    reads = replace(claude, command=lambda q: ["claude", "-p", q, "--allowedTools", "Read"])
+    exchanges = captures.recording(monkeypatch)
+    with serve(FakeEngine(script, FakeInfo(max_model_len=262_144))) as client:
+        outcome = run(reads, place, str(client.base_url), home, "What is on shot.png?")
+    assert outcome.returncode == 0 and GOODBYE in outcome.stdout, outcome.stderr[-2000:]
+    asked = [(sent, status) for sent, status in exchanges if sent.method == "POST"]
+    assert {status for _, status in asked} == {200}
+    bodies = [asyncio.run(sent.body()) for sent, _ in asked]
+    assert any(b'"image"' in body for body in bodies)

@@ -48,7 +48,8 @@ def test_four_chats_and_their_counts(server: Server) -> None:
     def one(body: dict[str, Any]) -> dict[str, Any]:
         return read(httpx.post(f"{server.url}{CHAT}", json=body, headers=HEADERS, timeout=60))
 
-    asked = [chat(SENTENCE.question) for _ in range(3)]
+    # Its slider of max_tokens goes from -2 to 131,072, beyond the context.
+    asked = [chat(SENTENCE.question, max_tokens=limit) for limit in (-2, 100, 131_072)]
     with_tool = chat(weather_question(CITIES[0]), tools=[WEATHER])
     with_tool["messages"].pop(0)
     with ThreadPoolExecutor(4) as pool:

@@ -45,7 +45,7 @@ class Pair:
     def run(self, **options: object) -> str:
         """Run the converter; what it printed."""
         self._capsys.readouterr()
-        add_head(str(self.target), str(self.source), **options)
+        add_head(str(self.target), self.source and str(self.source), **options)
         captured = self._capsys.readouterr()
         return captured.out + captured.err
 

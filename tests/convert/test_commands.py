@@ -8,7 +8,6 @@ from mlx_mtp.cli import main as cli
 from mlx_mtp.convert import commands
 from mlx_mtp.models.loader import load_model
 from tests.conftest import DEMO
-from tests.convert.conftest import LAYOUT
 from tests.support.checkpoints import read_file, write_source
 from tests.support.tiny_models import Layout
 
@@ -51,13 +50,6 @@ def test_convert_makes_a_model_with_its_head_in_one_go(run, tmp_path):
 def test_convert_refuses_before_the_trunk_is_converted_and_leaves_nothing(run, tmp_path):
     options = ["--output", tmp_path / "made"]
     assert "need --quantize" in run("convert", DEMO, *options, "--bits", 4, status=2)
-    sources = {
-        "has no MTP head": (Layout("qwen3_next", with_head=False), "BF16"),
-        "quantized (fp8)": (LAYOUT, "FP8"),
-        # mlx-lm knows the experts of this family's trunk only when they are stacked.
-        "mlx-lm can't convert": (Layout("qwen3_5_moe"), "BF16"),
-    }
-    for words, (layout, storage) in sources.items():
-        write_source(tmp_path / "source", layout, storage)
-        assert words in run("convert", tmp_path / "source", *options, status=2)
-        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    write_source(tmp_path / "source", Layout("qwen3_next", with_head=False))
+    assert "has no MTP head" in run("convert", tmp_path / "source", *options, status=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

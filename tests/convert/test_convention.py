@@ -46,6 +46,8 @@ def check(got, norms):
         # Whoever wrote it turned both or neither; that counts before a mark in the header.
         *[(c, {"format": mark}, {"beside": c}) for c in ("hf", "mlx") for mark in ("mlx", "pt")],
         ("hf", {"format": "pt"}, {}),
+        ("mlx", {"format": "mlx"}, {}),
+        ("mlx", {"format": "mlx"}, {"elsewhere": "hf"}),
         ("hf", {}, {"elsewhere": "hf"}),
     ],
 )
@@ -56,7 +58,7 @@ def test_the_files_say(pair, head, convention, metadata, where):
     assert pair.metadata()["norm_convention"] == "mlx"
 
 
-@pytest.mark.parametrize("metadata", [{}, {"format": "mlx"}, {"norm_convention": "other"}])
+@pytest.mark.parametrize("metadata", [{}, {"norm_convention": "other"}])
 @pytest.mark.parametrize("where", [{}, {"elsewhere": "mlx"}], ids=["alone", "beside an MLX trunk"])
 def test_without_a_statement_the_flag_decides(pair, head, metadata, where):
     """Even beside a converted trunk: raw heads are put there too."""

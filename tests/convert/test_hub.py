@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
-from mlx_mtp.convert.source import check_head_on_hub
+from mlx_mtp.convert.provide import check_head_on_hub
 from mlx_mtp.errors import ConvertError
 from tests.support.checkpoints import read_file, write_source
 from tests.support.fake_hub import COMMIT, FakeHub

@@ -12,11 +12,13 @@ from mlx.utils import tree_flatten
 from mlx_mtp.build import plan_engine
 from mlx_mtp.cli import main as cli
 from mlx_mtp.console import size_text
-from mlx_mtp.flags import resolve
+from mlx_mtp.engine.memory import default_plan
 from mlx_mtp.inspect.found import find_model
-from mlx_mtp.inspect.memory import default_plan, memory_demand
+from mlx_mtp.inspect.memory import memory_demand
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.loader import load_model
+from mlx_mtp.options import SERVE_FLAGS
+from mlx_mtp.settings import resolve
 from tests.conftest import DEMO
 from tests.support.checkpoints import write_source
 from tests.support.fake_hub import FakeHub
@@ -105,10 +107,10 @@ def test_a_models_files_do_not_steer_the_terminal(tmp_path, capfd, every):
 
 @pytest.mark.parametrize("nbytes", [300 * 10**6, 1_700 * 10**6, 8 * 10**9])
 def test_the_plan_is_that_of_serve(nbytes):
-    options = resolve(argparse.Namespace(memory_limit=nbytes), cli.SERVE_FLAGS, {})
+    options = resolve(argparse.Namespace(memory_limit=nbytes), SERVE_FLAGS, {})
     loaded = load_model(DEMO, enable_mtp=True, lazy=True)
     demand = memory_demand(find_model(None), "auto")
-    ours = default_plan(demand, MemoryLimit(nbytes, "--memory-limit"))
+    ours = default_plan(demand.footprint, MemoryLimit(nbytes, "--memory-limit"), demand.allowed)
     assert ours == plan_engine(loaded, options).memory
 
 

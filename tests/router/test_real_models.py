@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.running import running_servers
 from tests.router.conftest import is_gone
 from tests.support.process import CHAT, running
 from tests.support.waiting import wait_until
@@ -159,6 +160,9 @@ def test_processes_end_with_the_parent_and_after_a_signal(folders: dict[str, Pat
             answer = server.http.post(CHAT, json=body("fox", model="one"))
             assert answer.status_code == 200
             (child,) = children(server.process.pid)
+            (found,) = (each for each in running_servers() if each.pid == server.process.pid)
+            assert (found.url, found.models) == (server.url, ["one"])
+            assert child not in {each.pid for each in running_servers()}
             with asked_stream(server) as stream, contextlib.suppress(httpx.HTTPError):
                 lines = stream.iter_lines()
                 next(lines)

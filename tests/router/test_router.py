@@ -118,7 +118,7 @@ def test_too_many_or_too_long_waiting_requests_are_refused_with_numbers() -> Non
     options: dict[str, Any] = {"limit": 1, "max_queue": 1, "model_timeout": 1.5}
     with routed("a", "b", needs={"b": 1}, **options) as client, ThreadPoolExecutor() as pool:
         client.chat("a")
-        pool.submit(client.chat, "a", pause=3.0)
+        pool.submit(client.chat, "a", pause=2.0)
         wait_until(lambda: client.states()["a"] == "busy")
         waits = pool.submit(client.chat, "b")
         wait_until(lambda: bool(client.model("b").waiting))
@@ -307,6 +307,7 @@ with routed("a") as client:
 """
 
 
+@pytest.mark.full
 def test_processes_end_with_their_parent() -> None:
     root = str(Path(__file__).parents[2])
     with subprocess.Popen(
@@ -319,6 +320,7 @@ def test_processes_end_with_their_parent() -> None:
     wait_until(lambda: is_gone(pid))
 
 
+@pytest.mark.full
 def test_random_models_and_cancels_lose_nothing() -> None:
     with routed("a", "b", "c", switch_after=0.2) as client, ThreadPoolExecutor(16) as pool:
         most, done = [0], threading.Event()

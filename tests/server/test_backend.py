@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 
@@ -19,9 +20,9 @@ ON_LINUX_CPU = platform.system() == "Linux" and backend._installed_version("mlx-
         ("Linux", ("mlx", "mlx-cpu"), "CPU", []),
         ("Linux", ("mlx", "mlx-cuda-12"), "CUDA", []),
         ("Darwin", ("mlx",), "Metal", []),
-        ("Linux", ("mlx",), None, ["no backend", ".[cpu]", ".[cuda]", "never both"]),
-        ("Linux", (), None, ["not installed", ".[cpu]"]),
-        ("Darwin", (), None, ["not installed", "Apple silicon", "pip install ."]),
+        ("Linux", ("mlx",), None, ["no backend", "has no NVIDIA", "'mlx-mtp[cpu]'", "'.[cpu]'"]),
+        ("Linux", ("nvidia-smi",), None, ["not installed", "has an NVIDIA", "'mlx-mtp[cuda]'"]),
+        ("Darwin", (), None, ["not installed", "Apple silicon", "pip install mlx-mtp"]),
         ("Linux", ("mlx", "mlx-cpu", "mlx-cuda-13"), None, ["overwrites", "mlx-cuda-13", "Unin"]),
     ],
 )
@@ -32,6 +33,7 @@ def test_one_backend_is_found_and_none_and_two_are_refused_with_advice(
     monkeypatch.setattr(
         backend, "_installed_version", lambda name: "0.32" if name in installed else None
     )
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
     monkeypatch.setattr(backend, "_fast_blas", lambda: "some BLAS")
     prepare = backend.prepare.__wrapped__  # What is prepared stays so for the other tests.
     if device is None:

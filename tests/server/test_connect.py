@@ -93,7 +93,7 @@ def test_a_new_file(connect, home, client, urls):
     said = connect(client, "--write", url=f"{url}/v1/")
     text, config = path.read_text(), load(path)
     before, _, body = printed.partition(f"# {path}\n")
-    assert body.strip() == text.strip()
+    assert body.partition("Set MLX_MTP_API_KEY")[0].strip() == text.strip()
     assert bool(before) == (client == "claude")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     found = set(re.findall(r'http://[^"]+', json.dumps(config)))
@@ -169,6 +169,9 @@ def test_keys_are_never_written(urls, connect):
         assert KEY not in said and "none" not in said
         assert said.count(variable) >= (1 if name in ("aider", "zed") else 2)
         assert not re.search(r"\{\}|None", said)
+    # It does nothing without a key.
+    for more in ((), ("--write",)):
+        assert "Set MLX_MTP_API_KEY where the client runs, to any text" in connect("zed", *more)
 
 
 def test_what_is_typed_for_llm_works_in_a_shell(connect, tmp_path):

@@ -129,8 +129,10 @@ def test_a_malformed_call_is_told_once(path: str, tokenizer: Tokenizer) -> None:
         body = GOOD[path] | TOOLS[path] | {"temperature": 0}
         whole = client.post(path, json=body).text
         streamed = client.post(path, json=body | {"stream": True}).text
-    text = r"<tool_call>\n{\"name\": \"get_weather\", \"arguments\": {\"city\": Rome}}"
-    assert whole.count("Rome") == whole.count(text) == 1
+    begun = (
+        r'"arguments":"{\"city\": "' if path != MESSAGES else r"\"arguments\": {\"city\": Rome}}"
+    )
+    assert whole.count("Rome") == whole.count(begun) == 1
     data = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
     pieces: list[str] = []
     for each in data:

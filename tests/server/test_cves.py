@@ -36,6 +36,7 @@ from tests.support.in_process import (
     COUNT,
     GOOD,
     HI,
+    IGNORED,
     MESSAGES,
     RESPONSES,
     TEXT,
@@ -109,7 +110,10 @@ def test_cve_2025_62426_vllm_template_kwargs_that_steer_the_library(client: http
     for name in sorted(names | {"messages", "self", "raise_exception", "__class__", "range"}):
         for path, body in ((CHAT, GOOD[CHAT]), (TOKENIZE, {"messages": HI})):
             response = client.post(path, json=body | {"chat_template_kwargs": {name: True}})
-            assert name in error_of(response, path, 400)
+            if name == "__class__":  # which steers nothing: the template has no such variable
+                assert name in response.headers[IGNORED]
+            else:
+                assert name in error_of(response, path, 400)
 
 
 TEMPLATES = [

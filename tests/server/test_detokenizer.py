@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.text.stop_strings import StopStrings
 from mlx_mtp.text.stream import Detokenizer
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -52,14 +53,16 @@ def test_stop_strings_cut_at_the_same_place_whatever_the_borders(
     text: str, stops: list[str], borders: list[int], min_tokens: int, include: bool
 ) -> None:
     pieces = pieces_of(text, borders)
-    detokenizer = Detokenizer(pieces.__getitem__, stops, min_tokens, include)
+    detokenizer, strings = Detokenizer(pieces.__getitem__), StopStrings(stops, min_tokens, include)
     begin = len(b"".join(pieces[:min_tokens]).decode(errors="ignore"))
     out, expected = "", cut_at_stop(text, stops, begin, include)
     for index in range(len(pieces)):
-        out += detokenizer.push(index)
+        strings.count_token()
+        out += strings.release(detokenizer.push(index))
         # No more is held than could begin a stop string, or is half a character.
         come = b"".join(pieces[: index + 1]).decode(errors="ignore")
         held = come[len(out) :]
-        assert detokenizer.stop or not held or any(stop.startswith(held) for stop in stops)
-    assert out + detokenizer.flush() == (text if expected is None else expected)
-    assert (detokenizer.stop is None) == (expected is None)
+        assert strings.found or not held or any(stop.startswith(held) for stop in stops)
+    out += strings.release(detokenizer.flush()) + strings.flush()
+    assert out == (text if expected is None else expected)
+    assert (strings.found is None) == (expected is None)

@@ -12,6 +12,7 @@ import pytest
 from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.sampling.grammar import JSON_WHITESPACE
 from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.server.conftest import library_tokenizer
@@ -24,6 +25,7 @@ from tests.support.in_process import (
     GENERATING,
     GOOD,
     HI,
+    IGNORED,
     MESSAGES,
     RESPONSES,
     TEXT,
@@ -32,7 +34,6 @@ from tests.support.in_process import (
 )
 from tests.support.wire_help import WEATHER, joined
 
-IGNORED = "x-mlx-mtp-ignored"
 Fields = dict[str, Any]
 
 
@@ -291,17 +292,19 @@ def test_grammars_by_any_name(
 
 
 def test_schemas_by_the_letter(client: httpx.Client, engine: FakeEngine) -> None:
-    for given, expected in (
-        ({"disable_additional_properties": False}, SCHEMA),
-        ({"disable_any_whitespace": True}, {**SCHEMA, "additionalProperties": False}),
-        ({"whitespace_pattern": "[ ]?"}, {**SCHEMA, "additionalProperties": False}),
+    closed = {**SCHEMA, "additionalProperties": False}
+    for given, expected, whitespace in (
+        ({"disable_additional_properties": False}, SCHEMA, JSON_WHITESPACE),
+        ({"disable_any_whitespace": False}, closed, JSON_WHITESPACE),
+        ({"disable_any_whitespace": True}, closed, None),
+        ({"whitespace_pattern": "[ ]?"}, closed, "[ ]?"),
     ):
         body = GOOD[CHAT] | {"structured_outputs": {"json": SCHEMA, **given}}
         assert client.post(CHAT, json=body).status_code == 200
         asked = json.loads(engine.submitted[-1].sampling.grammar.value)
         options = asked.pop("x-guidance")
         assert asked == expected
-        assert options.get("whitespace_pattern", "[ ]?") == "[ ]?"
+        assert options.get("whitespace_pattern") == whitespace
 
 
 OPEN_WEBUI = {
@@ -355,6 +358,8 @@ ASKED: list[Fields] = [
     {"continue_final_message": True, "messages": [*HI, {"role": "assistant", "content": "The"}]},
     {"chat_template": TEMPLATE},
     {"repeat_penalty": 1.3, "mirostat": 0, "mood": "x"},
+    # Thinking has many a space, and runs on.
+    {"reasoning": {"max_tokens": 20}, "stop": [" "]},
     {},
 ]
 
@@ -378,3 +383,4 @@ def test_the_same_tokens_with_mtp_and_without(
         found.append([each["choices"][0]["message"] for each in answers])
     assert found[0] == found[1]
     assert json.loads(found[0][0]["content"]).keys() == {"a"}
+    assert " " in found[0][-2]["reasoning_content"] and " " not in found[0][-2]["content"]

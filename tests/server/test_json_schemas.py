@@ -81,21 +81,20 @@ ITEM = {
     "properties": {"a": {"type": "integer"}, "b": {"items": {"type": "integer"}}},
 }
 TEXTS = {
-    '{"a":1,"b":[1,2]}': ("default", "any", "none", "open"),
-    '{"a": 1, "b": [1, 2]}': ("default", "any", "open"),
-    '{"a":1, "b":[1,2]}': ("default", "any", "open"),
-    '{ "a": 1 }': ("any",),
-    '{"a" : 1}': ("any",),
-    '{"a":\n1}': ("any",),
-    '{"b": [1,\n2]}': ("any",),
-    '{"b": [ 1]}': ("any",),
+    '{"a":1,"b":[1,2]}': ("default", "none", "open"),
+    '{"a": 1, "b": [1, 2]}': ("default", "open"),
+    '{"a":1, "b":[1,2]}': ("default", "open"),
+    '{ "a": 1 }': ("default", "open"),
+    '{"a" : 1}': ("default", "open"),
+    '{"a":\n1}': ("default", "open"),
+    '{"b": [1,\n2]}': ("default", "open"),
+    '{"b": [ 1]}': ("default", "open"),
     '{"a":  1}': (),
-    '{\n  "a": 1\n}': ("any",),
+    '{\n  "a": 1\n}': ("default", "open"),
     '{"a":1,"c":2}': ("open",),
 }
 STYLES: dict[str, dict[str, Any]] = {
     "default": {},
-    "any": {"no_whitespace": False},
     "none": {"no_whitespace": True},
     "open": {"closed": False},
 }

@@ -108,7 +108,7 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (TEXT, INVALID, {"prompt": ["a"] * 129}, "prompt", "128"),
     (TEXT, INVALID, {"guided_regex": "a" * (1 << 18) + "b"}, "guided_regex", "at most 262144"),
     (TEXT, "invalid_grammar", {"guided_regex": "((("}, "guided_regex", "can't be enforced"),
-    (TEXT, CONTEXT, {"prompt": [5] * 1000, "max_tokens": 30}, "max_tokens", "tokens, but 1030"),
+    (TEXT, CONTEXT, {"prompt": [5] * 1024, "max_tokens": 30}, None, "1024 tokens"),
     (TEXT, CONTEXT, {"prompt": "hello " * 400_000}, None, "more than 2048 tokens > 1023 maximum"),
     (COUNT, INVALID, {"messages": HI * 4097}, None, "at most 4096"),
     (RESPONSES, "invalid_grammar", {"text": HUGE}, "text.format", "out of range"),

@@ -135,7 +135,7 @@ def test_places_come_back_from_requests_that_fail_or_leave(serve: Serve) -> None
     engine = small(valve)
     with serve(engine, max_queue=1) as client:
         for turn in range(1, 4):
-            assert post(client, n=2, max_tokens=5000).status_code == 400
+            assert post(client, n=2, min_tokens=5000).status_code == 400
             assert post(client, n=2, stop=["x"] * 999).status_code == 400
             leaving = json.dumps(GOOD[CHAT] | {"n": 2}).encode()
             with socket.create_connection(client.address, timeout=30) as raw:

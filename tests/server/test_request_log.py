@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -62,8 +63,10 @@ def test_an_answer_ends_with_one_line(path: str, lines: Callable[[], list[dict[s
             assert line["prompt_tokens"] > line["cached_tokens"] == 0
             assert line["seconds"] >= line["first_token_seconds"] > 0
             assert line["tokens_per_second"] > 0 and "reason" not in line
-            for value in (line["id"], " in (0 cached)", "drafts accepted"):
-                assert value in line["message"]
+            tokens = f"{line['prompt_tokens']}+{line['completion_tokens']} tokens"
+            message = rf"{re.escape(path)}/?  200 [\d.]+ s, {re.escape(tokens)}, [\d.]+/s, "
+            message += rf"{line['accepted_percent']}% accepted"
+            assert re.fullmatch(message.replace("  ", " "), line["message"])
 
 
 def broken(request: Any) -> Iterator[Any]:
@@ -98,6 +101,8 @@ def test_a_failure_says_its_reason(
         client.request(method, path, **more)
         (line,) = lines()
         assert line["status"] == status and reason in line["reason"]
+        assert line["message"].endswith(f", {line['id']}: {line['reason']}")
+        assert line["message"].startswith(f"{method} " if method != "POST" else path)
         assert line["message"].endswith(line["reason"])
         assert (line["level"] == "warning") == ("step failed" in reason)
 
@@ -228,11 +233,8 @@ def test_progress_every_ten_seconds_while_there_is_work() -> None:
         return [text % fields for text, fields in progress.lines(stats, now)]
 
     assert told(busy, 9.0) == []
-    assert told(busy, 10.0) == [
-        "2 running, 1 waiting; prompts 100.0 tokens/s, answers 5.0 tokens/s, 75% of drafts "
-        "accepted, KV 50.0%"
-    ]
-    assert "prompts 0.0 tokens/s" in told(busy, 21.0)[0] and told(busy, 22.0) == []
+    assert told(busy, 10.0) == ["2 running, 1 waiting, 100+5.0 tokens/s, 75% accepted, KV 50%"]
+    assert ", 0+0.0 tokens/s" in told(busy, 21.0)[0] and told(busy, 22.0) == []
     assert told(EngineStats(prompt_tokens=1000, generation_tokens=50), 40.0) == []
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
+from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError, UsageError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.server.api.openai.protocol import ChatRequest, CompletionRequest
 from mlx_mtp.server.api.schema import SAMPLING, Float
@@ -15,6 +15,7 @@ from mlx_mtp.server.generation.inputs import (
     engine_requests,
     model_defaults,
     sampling_params,
+    with_flags,
 )
 from tests.support.fake_engine import FakeEngine, FakeInfo, answer
 from tests.support.in_process import GOOD, MESSAGES, RESPONSES, in_process
@@ -44,7 +45,8 @@ def test_explicit_nulls_mean_absent_everywhere() -> None:
     assert chat(messages=[message], **nulls) == chat()
     tool = {"type": "function", "function": {"name": "f", "strict": None, "parameters": None}}
     (tool,) = chat(tools=[tool]).conversation().offered_tools
-    assert tool.for_template() == {"type": "function", "function": {"name": "f"}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    assert tool.for_template() == {"type": "function", "function": function}
 
 
 def test_every_sampling_parameter_is_a_field_and_reaches_the_sampler() -> None:
@@ -75,7 +77,16 @@ def test_the_models_defaults_apply_and_the_request_wins() -> None:
     params = sampled(chat(top_k=5, temperature=0), model_defaults(config))
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.95, 5, 0.0)
     assert model_defaults({"do_sample": False, "temperature": 0.6}).temperature == 0.0
-    assert model_defaults({}) == SamplingParams(max_tokens=1)
+    assert model_defaults({}) == SamplingParams(max_tokens=1 << 31)
+    # A server's flags are between the two.
+    served = with_flags(model_defaults(config), {"top_k": -1, "top_p": 0.5, "max_tokens": 9})
+    assert (served.temperature, served.top_p, served.top_k) == (0.6, 0.5, 0)
+    assert (sampled(chat(), served).max_tokens, sampled(chat(max_tokens=3), served).max_tokens) == (
+        9,
+        3,
+    )
+    with pytest.raises(UsageError, match=r"--top-p: top_p is 0.0"):
+        with_flags(NEUTRAL, {"top_p": 0.0})
     # vLLM's way to say "all".
     assert sampled(chat(top_k=-1), model_defaults(config)).top_k == 0
     assert model_defaults({"top_k": -1}).top_k == 0
@@ -89,20 +100,16 @@ def test_defaults_that_make_no_sense_are_an_error_of_the_model(config: dict[str,
         model_defaults(config)
 
 
-def room(prompt_tokens: int, *, cut: bool = False, **sampling: int) -> int:
-    params = SamplingParams(**{"max_tokens": 1} | sampling)
-    options = AnswerOptions(sampling, cut_to_context=cut)
-    (request,) = engine_requests("", [(1,) * prompt_tokens], params, options, 10)
+def room(prompt_tokens: int, **sampling: int) -> int:
+    params = SamplingParams(**{"max_tokens": 1 << 31} | sampling)
+    (request,) = engine_requests("", [(1,) * prompt_tokens], params, AnswerOptions(), 10)
     return request.sampling.max_tokens
 
 
 def test_the_answer_gets_the_room_that_is_left() -> None:
-    assert (room(3), room(3, max_tokens=7)) == (7, 7)
-    assert (room(3, cut=True, max_tokens=9), room(3, cut=True, max_tokens=6)) == (7, 6)
-    with pytest.raises(ContextLengthError, match=r"10 tokens, but 11 .* 3 .* 8"):
-        room(3, max_tokens=8)
+    assert [room(3), *(room(3, max_tokens=n) for n in (6, 7, 8))] == [7, 6, 7, 7]
     for sampling in ({"min_tokens": 8}, {"min_tokens": 4, "max_tokens": 3}):
         with pytest.raises(InvalidRequestError, match=r"min_tokens is \d, but .* [73] tokens"):
             room(3, **sampling)
     with pytest.raises(ContextLengthError, match=r"10 tokens.*10 tokens"):
-        room(10, cut=True)
+        room(10)

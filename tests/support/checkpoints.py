@@ -37,11 +37,12 @@ def to_fp8(values: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def write_file(path: Path, tensors: Tensors, metadata: Mapping[str, str] = PT) -> None:
-    """A safetensors file; codes with scales beside them are written as FP8."""
+    """A safetensors file; bytes are FP8, but for the scales of some of mlx's modes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    data = b""
+    data = bytearray()  # which grows in place
     for name, value in tensors.items():
-        dtype = _NAMES[value.dtype] if f"{name}_scale_inv" not in tensors else "F8_E4M3"
+        is_fp8 = value.dtype == mx.uint8 and not name.endswith(".scales")
+        dtype = "F8_E4M3" if is_fp8 else _NAMES[value.dtype]
         own = np.array(mx.contiguous(value).view(mx.uint8)).tobytes()
         offsets = [len(data), len(data) + len(own)]
         header[name] = {"dtype": dtype, "shape": value.shape, "data_offsets": offsets}
@@ -57,17 +58,18 @@ def read_file(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 
 
 def encode_all(
-    tensors: Mapping[str, np.ndarray], storage: str = "BF16"
+    tensors: Mapping[str, np.ndarray], storage: str = "BF16", bf16: tuple[str, ...] = ()
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
     """A checkpoint's tensors as a file has them, and the float32 values that they stand for.
 
-    With `storage` "FP8" (else "BF16", "F16", "F32"), norms and routers are BF16 as published.
+    With `storage` "FP8" (else "BF16", "F16", "F32"), norms and routers are BF16 as published, and
+    so are names that end with one of `bf16`.
     """
     stored: dict[str, mx.array] = {}
     meant: dict[str, mx.array] = {}
     for name, values in tensors.items():
         plain = values.ndim < 2 or name.endswith(("mlp.gate.weight", "expert_gate.weight"))
-        if storage == "FP8" and not plain and "conv1d" not in name:
+        if storage == "FP8" and not plain and "conv1d" not in name and not name.endswith(bf16):
             stored[name], stored[f"{name}_scale_inv"], meant[name] = to_fp8(values)
         else:
             stored[name] = mx.array(values).astype(TYPES[storage])
@@ -76,7 +78,13 @@ def encode_all(
 
 
 def write_source(
-    path: Path, layout: Layout, storage: str = "BF16", *, shards: int = 1, **change: Any
+    path: Path,
+    layout: Layout,
+    storage: str = "BF16",
+    *,
+    shards: int = 1,
+    bf16: tuple[str, ...] = (),
+    **change: Any,
 ) -> dict[str, mx.array]:
     """A Hugging Face checkpoint; returns what its tensors stand for, in float32.
 
@@ -87,7 +95,7 @@ def write_source(
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": BLOCK}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
-    stored, meant = encode_all(hf_tensors(layout), storage)
+    stored, meant = encode_all(hf_tensors(layout), storage, bf16)
     if shards == 1:
         write_file(path / "model.safetensors", stored)
         return meant

@@ -1,4 +1,4 @@
-"""A hub on loopback: one repository's files by HEAD and (ranged) GET, and a log of the requests."""
+"""A hub on loopback: repositories' files by HEAD and (ranged) GET, and a log of the requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -22,9 +22,15 @@ class FakeHub:
     """What is served (`files`), how it fails, and what was asked for."""
 
     def __init__(self, repo_id: str, files: dict[str, bytes]) -> None:
-        self.repo_id, self.files = repo_id, files
+        self.repo_id, self.files, self.commit = repo_id, files, COMMIT
         self.trouble: dict[str, tuple[int, str]] = {}  # Status and code by file or repository.
         self.log: list[tuple[str, str, str | None]] = []  # Method, file and range, but of listings.
+        self.num_requests = 0  # with the listings
+        self.others: dict[str, dict[str, bytes]] = {}  # Files of further repositories.
+        self.damaged: dict[str, bytes] = {}  # What is sent in a file's place, with its hash.
+        # Called with a file's name and its content, from where it was asked for: the pieces that
+        # are sent of it before the connection ends.
+        self.pieces: Callable[[str, bytes], Iterable[bytes]] = lambda _, content: (content,)
 
     @classmethod
     def of(cls, repo_id: str, directory: Path) -> FakeHub:
@@ -71,51 +77,76 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.hub, self.path.partition("?")[0]
-        if path.startswith(f"/api/models/{hub.repo_id}/"):
-            self._send(200, json.dumps(self._listing("/tree/" in path)).encode())
+        hub.num_requests += 1
+        # /owner/name/resolve/REVISION/FILE, or /api/models/owner/name/(tree|revision)/REVISION
+        parts = path.removeprefix("/api/models").split("/", 5)[1:]
+        repo, revision, name = "/".join(parts[:2]), *[*parts[3:], "", ""][:2]
+        files = {hub.repo_id: hub.files, **hub.others}.get(repo)
+        if files is None:
+            self._fail(*hub.trouble.get(repo, (404, "RepoNotFound")))
             return
-        repo, _, rest = path.removeprefix("/api/models").partition("/re")
-        revision, _, name = rest.partition("/")[2].partition("/")
-        if repo != f"/{hub.repo_id}":
-            self._fail(*hub.trouble.get(repo[1:], (404, "RepoNotFound")))
+        if path.startswith("/api/"):
+            self._send(
+                200, json.dumps(_listing(repo, files, hub.commit, parts[2] == "tree")).encode()
+            )
             return
         hub.log.append((self.command, name, self.headers["Range"]))
-        if revision not in ("main", "v1", COMMIT):
+        if revision not in ("main", "v1", hub.commit):
             self._fail(404, "RevisionNotFound")
-        elif name not in hub.files:
+        elif name not in files:
             self._fail(404, "EntryNotFound")
         elif self.command == "GET" and name in hub.trouble:
             self._fail(*hub.trouble[name])
         else:
-            self._send_file(hub.files[name])
+            self._send_file(name, files[name])
 
-    def _listing(self, with_sizes: bool) -> object:
-        files = self.hub.files
-        if with_sizes:
-            fixed = {"type": "file", "oid": "0" * 40}
-            return [{**fixed, "path": name, "size": len(data)} for name, data in files.items()]
-        siblings = [{"rfilename": name} for name in files]
-        return {"_id": "1", "id": self.hub.repo_id, "sha": COMMIT, "siblings": siblings}
-
-    def _send_file(self, content: bytes) -> None:
-        etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+    def _send_file(self, name: str, content: bytes) -> None:
+        headers = {"ETag": f'"{content_hash(name, content)}"', "X-Repo-Commit": self.hub.commit}
+        headers["Accept-Ranges"] = "bytes"
+        content = self.hub.damaged.get(name, content)
         asked = self.headers["Range"]
         if not asked:
-            self._send(200, content, headers)
+            self._send(200, content, headers, name)
             return
         first, _, last = asked.removeprefix("bytes=").partition("-")
         part = content[int(first) : int(last or len(content)) + 1]
         headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
-        self._send(206, part, headers)
+        self._send(206, part, headers, name)
 
     def _fail(self, status: int, code: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": "Restricted"})
 
-    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+    def _send(
+        self, status: int, content: bytes, headers: dict[str, str] | None = None, name: str = ""
+    ) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
-            self.send_header(name, value)
+        for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            left = len(content)
+            for piece in self.hub.pieces(name, content):
+                self.wfile.write(piece)
+                left -= len(piece)
+            self.close_connection |= left > 0
+
+
+def content_hash(name: str, content: bytes) -> str:
+    """The hash by which the hub names a content: git's, but for weights."""
+    if name.endswith(".safetensors"):
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _listing(repo: str, files: dict[str, bytes], commit: str, with_sizes: bool) -> object:
+    if not with_sizes:
+        siblings = [{"rfilename": name} for name in files]
+        return {"_id": "1", "id": repo, "sha": commit, "siblings": siblings}
+    entries = list[dict[str, object]]()
+    for name, data in files.items():
+        digest = content_hash(name, data)
+        entry = {"type": "file", "path": name, "size": len(data), "oid": digest[:40]}
+        if len(digest) == 64:
+            entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 100}
+        entries.append(entry)
+    return entries

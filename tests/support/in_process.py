@@ -18,6 +18,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 OLLAMA_CHAT, OLLAMA_TEXT = "/api/chat", "/api/generate"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+IGNORED = "x-mlx-mtp-ignored"
 HI = [{"role": "user", "content": "hi"}]
 # A good body for each route that takes one.
 GOOD: dict[str, dict[str, Any]] = {

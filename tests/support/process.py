@@ -89,8 +89,8 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
     """
     arguments = ["serve", *([] if "--port" in flags else ["--port", "0"]), *flags]
     run = f"{code}\nimport sys\nfrom mlx_mtp.__main__ import main\nsys.exit(main({arguments!r}))"
-    kept = "MLX_MTP_CACHE_DIR"
-    environment = {k: v for k, v in os.environ.items() if k == kept or not k.startswith("MLX_MTP_")}
+    kept = ("MLX_MTP_CACHE_DIR", "MLX_MTP_CONFIG")
+    environment = {k: v for k, v in os.environ.items() if k in kept or k[:8] != "MLX_MTP_"}
     argv = [sys.executable, *(["-c", run] if code else ["-m", "mlx_mtp", *arguments])]
     with (
         subprocess.Popen(
@@ -117,6 +117,13 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
         server = Server(address[1], process)
         with server.client, server.http:
             yield server
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nothing listens on now."""
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in socks]
 
 
 def start_ranks(folder: Path, commands: Many[Many[str]]) -> list[subprocess.Popen[str]]:

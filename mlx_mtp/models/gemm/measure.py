@@ -95,6 +95,11 @@ def kernel_takes_all_weights(model: nn.Module, dtype: mx.Dtype) -> bool:
     return all(skinny_kernel().applies(weight_of(part), dtype) for part in parts)
 
 
+def all_routable(model: nn.Module) -> bool:
+    """Whether all quantized weights are of layers whose operations this module chooses."""
+    return all(mlx_class(module) in _STORING for module in model.modules() if "scales" in module)
+
+
 def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
     """Numbers of tokens for which the kernel is made, each band by the number to time it with.
 

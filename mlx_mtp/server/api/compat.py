@@ -20,13 +20,13 @@ _NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((ANY,), "dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent"),
     ((ANY,), "smoothing_curve"),
     # The whole context, and no limit (llama.cpp, Ollama, LM Studio).
-    ((-1,), "repeat_last_n max_tokens max_completion_tokens max_output_tokens n_predict"),
-    ((-1,), "num_predict"),
+    ((-1,), "repeat_last_n thinking_budget_tokens thinking_token_budget"),
+    ((-1, -2), "max_tokens max_completion_tokens max_output_tokens n_predict num_predict"),
     # Features that are turned off, or that every answer has.
     (([],), "functions mcp_servers tools documents lora logits_processors transforms plugins"),
     (([],), "messages[].images"),
     (({},), "extra_body"),
-    (("",), "suffix grammar"),
+    (("",), "suffix grammar format"),
     (("medium",), "verbosity text.verbosity"),
     (("disabled",), "truncation"),
     (("standard",), "speed"),
@@ -110,5 +110,6 @@ _SAME = (
         *("n_predict", "num_predict", "max_new_tokens"),
     ),
     ("stop", "stop_sequences"),
+    ("thinking_budget", "thinking_budget_tokens", "thinking_token_budget"),
 )
 SYNONYMS = {name: names for names in _SAME for name in names}

@@ -2,23 +2,25 @@
 
 import json
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
     BeforeValidator,
+    Discriminator,
     FailFast,
     Field,
     PrivateAttr,
+    Tag,
     model_validator,
 )
 
 from mlx_mtp.bounded_json import unique_names
 from mlx_mtp.sampling.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.api.schema import WireModel, at_most, few_values, refusal
-from mlx_mtp.server.generation.inputs import Effort
+from mlx_mtp.server.api.schema import FORM, WireModel, at_most, few_values, refusal
+from mlx_mtp.server.generation.inputs import EFFORTS, Effort
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.text.parsing.json_reader import loads
 
@@ -150,6 +152,26 @@ def _from_tgi(value: object) -> object:
     return {kind: inner} if kind in ("json", "regex") else value
 
 
+def either(kind: type) -> Discriminator:
+    """Tell a union of this type and of words, by the tags `kind` and `word`."""
+    return Discriminator(lambda value: FORM + ("kind" if isinstance(value, kind) else "word"))
+
+
+JsonOrSchema = Annotated[
+    Annotated[AnswerSchema, Tag(FORM + "kind")]
+    | Annotated[Literal["", "json"], Tag(FORM + "word")],
+    either(dict),
+]
+"""Ollama's form of an answer: any JSON, a schema, or "" for text."""
+
+
+def json_grammar(form: dict[str, Any] | str) -> GrammarSpec | None:
+    """The grammar of answers in a form of Ollama's."""
+    if isinstance(form, dict):
+        return schema_grammar(form)
+    return GrammarSpec("json_object") if form else None
+
+
 class GuidedFields(WireModel):
     """All fields for the form of an answer that OpenAI's two endpoints know."""
 
@@ -163,16 +185,29 @@ class GuidedFields(WireModel):
     regex: GrammarText | None = None  # SGLang, outlines
     ebnf: GrammarText | None = None  # SGLang
     grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
+    format: JsonOrSchema | None = None  # Ollama's, which Open WebUI sends here too
+
+    _forms: list[str] = PrivateAttr()  # those that were given
+
+    @model_validator(mode="after")
+    def _forms_agree(self) -> Self:
+        self._forms = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
+        for field in self._forms[1:]:
+            if self._form(field) != self._form(self._forms[0]):
+                raise refusal(f"can't be combined with {self._forms[0]}", field=field)
+        return self
 
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
         """The name of the field that was given, and its grammar; None if none was given."""
-        fields = filter(self.model_fields_set.__contains__, GuidedFields.model_fields)
-        if (field := next(fields, None)) is None:
-            return None
+        return (self._forms[0], self._form(self._forms[0])) if self._forms else None
+
+    def _form(self, field: str) -> GrammarSpec | None:
         value = getattr(self, field)
         if isinstance(value, ResponseFormat | StructuredOutputs):
-            return field, value.spec()
-        return field, _spec(field.removeprefix("guided_"), value)
+            return value.spec()
+        if field == "format":
+            return json_grammar(value)
+        return _spec(field.removeprefix("guided_"), value)
 
 
 def _spec(kind: str, value: Any) -> GrammarSpec:
@@ -210,18 +245,17 @@ def _as_wish(value: object) -> object:
         return {"enabled": value}
     if isinstance(value, int) and 0 <= value < 1 << 31:
         return {"max_tokens": value}
-    if value in _EFFORTS:
+    if value in EFFORTS:
         return {"effort": value}
     if isinstance(value, dict):
         return value
     raise refusal(
-        f"must be true, false, an effort ({', '.join(_EFFORTS)}), a number of tokens below 2^31 or "
+        f"must be true, false, an effort ({', '.join(EFFORTS)}), a number of tokens below 2^31 or "
         "an object",
         unsupported=isinstance(value, str),
     )
 
 
-_EFFORTS = get_args(Effort)
 _ThinkingField = Annotated[_ThinkingWish, BeforeValidator(_as_wish)]
 
 

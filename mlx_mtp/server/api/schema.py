@@ -17,6 +17,8 @@ from pydantic import (
     Field,
     Tag,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     create_model,
     model_validator,
 )
@@ -246,6 +248,33 @@ def known_only(*kinds: str) -> BeforeValidator:
     return BeforeValidator(known)
 
 
+def unless_dropped(is_dropped: Callable[[str], object]) -> WrapValidator:
+    """None, noted, for a tool of these types, which the model is not shown."""
+
+    def tool_or_none(
+        value: object, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or not is_dropped(kind):
+            return validate(value)
+        if info.context is not None:
+            note_ignored(info.context, f"tools[].{kind}")
+        return None
+
+    return WrapValidator(tool_or_none)
+
+
+without_none = AfterValidator(lambda items: [item for item in items if item is not None])
+
+
+def _without_empty(value: list[object], info: ValidationInfo) -> list[object]:
+    # Empty texts of a form's field; no text could end with one and be none.
+    if "" not in value or info.context is None:
+        return value
+    note_ignored(info.context, info.field_name or "")
+    return [each for each in value if each != ""]
+
+
 def only(neutral: object) -> AfterValidator:
     """Refuse all values but the one that changes nothing."""
 
@@ -283,7 +312,12 @@ Float = Annotated[float, Field(allow_inf_nan=False)]
 ModelName = Annotated[str, Field(max_length=256)]  # "" means the served model
 CacheSalt = Annotated[str, Field(min_length=1, max_length=256)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Stops = Annotated[list[_Stop], at_most(MAX_STOPS), text_or_list("strings", str)]
+Stops = Annotated[
+    list[_Stop],
+    BeforeValidator(_without_empty),
+    at_most(MAX_STOPS),
+    text_or_list("strings", str),
+]
 StopTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_STOP_TOKEN_IDS)]
 AllowedTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_ALLOWED_TOKEN_IDS)]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]

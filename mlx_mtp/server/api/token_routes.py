@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -11,9 +12,11 @@ from starlette.responses import Response
 
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.api import schema
+from mlx_mtp.server.api.history import readable
 from mlx_mtp.server.api.openai.protocol import OpenAIMessage, OpenAITool, TemplateFields
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.inputs import Conversation
+from mlx_mtp.server.generation.job import chat_prompt
 from mlx_mtp.server.generation.writer import packed_json, packed_slowly
 from mlx_mtp.server.http.body import read_request, until_disconnect
 from mlx_mtp.server.http.record import client_of, record_of
@@ -27,7 +30,7 @@ class TokenizeRequest(TemplateFields):
     model: schema.ModelName = ""
     prompt: str | None = None
     content: str | None = None
-    messages: schema.Many[OpenAIMessage] = Field([])
+    messages: Annotated[schema.Many[OpenAIMessage], readable] = Field([])
     tools: schema.ManyTools[OpenAITool] = Field([])
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -50,7 +53,7 @@ class TokenizeRequest(TemplateFields):
             messages=[message.message() for message in self.messages],
             tools=[tool.function.tool() for tool in self.tools],
             **self.template_fields(),
-        )
+        ).with_template_kwargs(self.chat_template_kwargs)
 
 
 def _ids_only(tokens: list[Any]) -> list[int]:
@@ -75,19 +78,21 @@ async def tokenize(request: Request) -> Response:
     prompter, scope = context.prompter, request.scope
     text = body.content if body.prompt is None else body.prompt
 
-    def encode() -> tuple[int, ...]:
-        if text is None:
-            return prompter.prompt(body.conversation(), schema.MAX_PROMPT_IDS).token_ids
-        return prompter.text.encode(
-            text,
-            param="content" if body.prompt is None else "prompt",
-            limit=schema.MAX_PROMPT_IDS,
-            add_special_tokens=body.add_special_tokens,
-        )
-
+    limit, client = schema.MAX_PROMPT_IDS, client_of(scope)
     async with context.in_time(scope):
-        size = record_of(scope).body_bytes
-        ids = await prompter.executor.run_by_size(size, client_of(scope), encode)
+        if text is None:
+            prompt = await chat_prompt(context, scope, body.conversation(), limit, client)
+            ids = prompt.token_ids
+        else:
+            encode = partial(
+                prompter.text.encode,
+                text,
+                param="content" if body.prompt is None else "prompt",
+                limit=limit,
+                add_special_tokens=body.add_special_tokens,
+            )
+            size = record_of(scope).body_bytes
+            ids = await prompter.executor.run_by_size(size, client, encode)
 
     def content() -> str:
         fields = {

@@ -8,17 +8,18 @@ import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mlx_mtp.engine.request import Request, RequestOptions, check_num_draft_tokens, prompt_too_long
 from mlx_mtp.engine.stats import EngineInfo
-from mlx_mtp.errors import ContextLengthError, InvalidRequestError, ModelError
+from mlx_mtp.errors import InvalidRequestError, ModelError, UsageError
 from mlx_mtp.sampling.bad_words import BadWords
 from mlx_mtp.sampling.grammar import Grammar
 from mlx_mtp.sampling.params import RANGES, GrammarSpec, Range, SamplingParams
 
 Role = Literal["system", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
 BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
 """Most tokens to think at an effort; at higher ones the model thinks as long as it likes."""
@@ -28,6 +29,10 @@ _MARK = "mlx-mtp:"
 _SEED_BITS = 53  # of seeds that the server draws: exact in clients whose numbers are doubles
 MAX_SEQUENCES = 128  # prompts times choices of one request
 ALL_TOKENS = -1  # vLLM's top_k that keeps all tokens, which is 0 here and in transformers
+_NO_LIMIT = int(RANGES["max_tokens"].high)
+THINKING, EFFORT, BUDGET = "enable_thinking", "reasoning_effort", "thinking_budget"
+"""Names of `chat_template_kwargs`; the last is the server's, the others templates' variables."""
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,14 @@ class Tool:
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as the client described it, with its fields in the usual order."""
+        """The tool as the client described it, with its fields in the usual order.
+
+        Some templates need a schema of parameters.
+        """
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
-        if self.parameters is not None:
-            function["parameters"] = self.parameters
+        function["parameters"] = self.parameters or _NO_PARAMETERS
         return {"type": "function", "function": function}
 
 
@@ -124,6 +131,13 @@ class Conversation:
         names = self.tool_choice.names
         return [tool for tool in self.tools if names is None or tool.name in names]
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the client says of the template's variables, in fields of their own too."""
+        levels = {THINKING: self.thinking, EFFORT: self.effort}
+        given = {key: value for key, value in levels.items() if value is not None}
+        return {**given, **self.template_kwargs}
+
     def with_effort(self, effort: Effort | None) -> Conversation:
         """The same chat with as much thinking as OpenAI's `reasoning_effort` asks for."""
         if effort is None:
@@ -131,16 +145,39 @@ class Conversation:
         budget = BUDGETS.get(effort) if self.thinking_budget is None else self.thinking_budget
         return replace(self, thinking=effort != "none", thinking_budget=budget, effort=effort)
 
+    def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> Conversation:
+        """The same chat with a client's variables of the template.
+
+        The server heeds `thinking_budget`, no template; InvalidRequestError: it is no number.
+        """
+        rest = dict(kwargs)
+        budget = rest.pop(BUDGET, self.thinking_budget)
+        if budget is not None and (type(budget) is not int or not 0 <= budget < 1 << 31):
+            field = f"chat_template_kwargs.{BUDGET}"
+            message = f"{field} must be a number of tokens, 0 or more."
+            raise InvalidRequestError(message, param=field)
+        return replace(self, template_kwargs=rest, thinking_budget=budget)
+
+    def with_defaults(self, kwargs: Mapping[str, Any]) -> Conversation:
+        """The same chat with the server's values for what the client leaves open."""
+        budget = kwargs.get(BUDGET) if self.thinking_budget is None else self.thinking_budget
+        own = self.variables if budget is None else {**self.variables, BUDGET: budget}
+        return self.with_template_kwargs({**kwargs, **own})
+
 
 def folded(messages: Iterable[Message]) -> list[Message]:
-    """The same chat with at most one message of role system, the first.
+    """The same chat with at most one message of role system, the first, and one of role user.
 
-    Agents send more of them, and Qwen's templates take no other. A later one becomes a part of the
-    user's message before it, or a user's message: if the first message changed with each turn, no
-    prefix could be reused.
+    Agents send more of the first, and Qwen's templates take no other. A later one becomes a part of
+    the user's message before it, or a user's message: if the first message changed with each turn,
+    no prefix could be reused. Without a user's message, which some templates need, the last system
+    message is one.
     """
-    chat: list[Message] = []
-    for message in messages:
+    given, chat = list(messages), list[Message]()
+    systems = [n for n, message in enumerate(given) if message.role == "system"]
+    if systems and not any(message.role == "user" for message in given):
+        given[systems[-1]] = replace(given[systems[-1]], role="user")
+    for message in given:
         if message.role != "system" or not chat:
             chat.append(message)
         elif chat[-1].role in ("system", "user"):
@@ -185,7 +222,6 @@ class AnswerOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     engine: RequestOptions = field(default_factory=RequestOptions)  # `admit` adds client and salt
     max_tokens_field: str = "max_tokens"  # the API's name for the most tokens of an answer
-    cut_to_context: bool = False  # where `max_tokens` don't fit the context, fewer will do
     num_prompts: int = 1
     n: int = 1  # choices for each prompt
     echo: bool = False  # each choice begins with its prompt
@@ -209,10 +245,22 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     try:
         if not isinstance(given.get("top_k", 0), int):
             raise TypeError(f"top_k is {given['top_k']!r}, which is not an integer")
-        params = SamplingParams(max_tokens=1, **given)
+        params = SamplingParams(max_tokens=_NO_LIMIT, **given)
         params.validate(vocab_size=1)
     except (InvalidRequestError, TypeError) as error:
         raise ModelError(f"The model's generation_config.json can't be used: {error}") from error
+    return params
+
+
+def with_flags(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """The values of flags over the model's own; raises UsageError for one out of range."""
+    if given.get("top_k") == ALL_TOKENS:
+        given = {**given, "top_k": 0}
+    params = replace(defaults, **given)
+    try:
+        params.validate(vocab_size=1)
+    except InvalidRequestError as error:
+        raise UsageError(f"--{(error.param or '').replace('_', '-')}: {error}") from None
     return params
 
 
@@ -223,7 +271,7 @@ def sampling_params(
     info: EngineInfo,
     max_choices: int = 1,
 ) -> SamplingParams:
-    """The client's values over the model's defaults; InvalidRequestError: an option is wrong."""
+    """The client's values over the defaults; InvalidRequestError: an option is wrong."""
     n, values = options.n, dict(options.sampling)
     if not 1 <= n <= max_choices:
         raise InvalidRequestError(f"n is {n}, but must be 1 to {max_choices}.", param="n")
@@ -264,10 +312,10 @@ def engine_requests(
 ) -> list[Request]:
     """One engine request for each prompt and choice, in the order of the answer's choices.
 
-    Raises ContextLengthError or InvalidRequestError if a prompt leaves too little room.
+    `params.max_tokens` is cut to what the context has left. Raises ContextLengthError for a prompt
+    that leaves nothing, and InvalidRequestError where the rest is too little.
     """
     requests: list[Request] = []
-    max_tokens = options.sampling.get("max_tokens")
     for prompt in prompts:
         if not prompt:
             raise InvalidRequestError("The prompt has no tokens.")
@@ -275,13 +323,8 @@ def engine_requests(
         left = max_model_len - size
         if left <= 0:
             raise prompt_too_long(size, max_model_len, ", the answer included")
-        if max_tokens is not None and max_tokens > left and not options.cut_to_context:
-            raise ContextLengthError(
-                f"This model's maximum context length is {max_model_len} tokens, but "
-                f"{size + max_tokens} were asked for: {size} of prompt and {max_tokens} of answer.",
-                param=options.max_tokens_field,
-            )
-        room = left if max_tokens is None else min(max_tokens, left)
+        # Clients ask for more than fits small contexts, and agents compact a chat that is refused.
+        room = min(params.max_tokens, left)
         if params.min_tokens > room:
             message = f"min_tokens is {params.min_tokens}, but the answer can have {room} tokens"
             raise InvalidRequestError(f"{message} at most.", param="min_tokens")

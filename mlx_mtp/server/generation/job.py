@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
-from mlx_mtp.server.api.schema import AnswerRequest
+from mlx_mtp.server.api.schema import AnswerRequest, note_ignored
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.inputs import (
@@ -21,10 +21,12 @@ from mlx_mtp.server.generation.inputs import (
     engine_requests,
     sampling_params,
 )
+from mlx_mtp.server.generation.prompting import ChatPrompt
 from mlx_mtp.server.grammar.answer_grammar import check_tools, max_calls
 from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.text.parsing.answer import AnswerParser, PlainParser
+from mlx_mtp.text.stop_strings import StopStrings
 from mlx_mtp.text.stream import Detokenizer, Echo, OutputStream, echo_of
 
 Body = TypeVar("Body", bound=AnswerRequest)
@@ -46,10 +48,11 @@ class Job(Generic[Body]):
         if conversation.tools or choice.names or choice.mode == "required":
             check_tools(conversation, context.output_format)
         limit, tools = context.engine.info.max_model_len, conversation.offered_tools
-        work = partial(context.prompter.prompt, conversation, limit, with_grammar=True)
+        client = self.options.engine.client
         async with context.in_time(self.scope):
-            size, client = record_of(self.scope).body_bytes, self.options.engine.client
-            prompt = await context.prompter.executor.run_by_size(size, client, work)
+            prompt = await chat_prompt(
+                context, self.scope, conversation, limit, client, with_grammar=True
+            )
             make_parser = partial(
                 context.output_format.parser,
                 thinking=prompt.thinking,
@@ -124,8 +127,9 @@ class Job(Generic[Body]):
         streams = [
             OutputStream(
                 index,
-                Detokenizer(shown, options.stop, params.min_tokens, options.include_stop),
+                Detokenizer(shown),
                 make_parser(),
+                StopStrings(options.stop, params.min_tokens, options.include_stop),
                 echoes[index // options.n],
             )
             for index in range(len(requests))
@@ -139,6 +143,24 @@ class Job(Generic[Body]):
             context.config.request_timeout,
             record_of(self.scope).began,
         )
+
+
+async def chat_prompt(
+    context: Context,
+    scope: Scope,
+    conversation: Conversation,
+    limit: int,
+    client: tuple[str, ...],
+    *,
+    with_grammar: bool = False,
+) -> ChatPrompt:
+    """Render and encode a chat in its client's turn, and note what its template doesn't read."""
+    record, prompter = record_of(scope), context.prompter
+    work = partial(prompter.prompt, conversation, limit, with_grammar=with_grammar)
+    prompt = await prompter.executor.run_by_size(record.body_bytes, client, work)
+    for name in prompt.ignored:
+        note_ignored(record.ignored, name)
+    return prompt
 
 
 async def admit(request: Request, model: type[Body], prefix: str) -> Job[Body]:

@@ -1,24 +1,26 @@
 """From a conversation to the tokens that the model reads, on a thread beside the event loop."""
 
+import logging
+from functools import cache
 from typing import Any, NamedTuple
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError, UsageError
 from mlx_mtp.sampling.params import GrammarSpec
-from mlx_mtp.server.generation.inputs import Conversation, folded
+from mlx_mtp.server.generation.inputs import BUDGET, EFFORT, EFFORTS, Conversation, Message, folded
 from mlx_mtp.server.grammar.answer_grammar import answer_grammar
 from mlx_mtp.server.http.admission import FairExecutor
 from mlx_mtp.text.parsing.formats import QWEN3, QWEN3_CODER, OutputFormat
-from mlx_mtp.text.parsing.qwen import OPEN
+from mlx_mtp.text.parsing.tags import OPEN
 from mlx_mtp.text.plain_text import marked
 from mlx_mtp.text.sandbox.text_worker import NUM_WORKERS, TextWorkers
 from mlx_mtp.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 LARGE_AT_ONCE = 1
 """Long prompts that are encoded at the same time: each may take hundreds of megabytes, and a core
 for seconds."""
-_THINKING = "enable_thinking"
-_EFFORT = "reasoning_effort"
 
 
 class ChatPrompt(NamedTuple):
@@ -27,6 +29,7 @@ class ChatPrompt(NamedTuple):
     token_ids: tuple[int, ...]
     thinking: bool  # whether it ends within a think block
     grammar: GrammarSpec | None  # of the answer; None leaves it free
+    ignored: tuple[str, ...]  # the client's fields that the template doesn't read
 
 
 class Prompter:
@@ -43,11 +46,16 @@ class Prompter:
         self.workers: TextWorkers | None = None
         self.executor = FairExecutor(LARGE_AT_ONCE)
         if config.text_workers is not None:
-            self.workers = TextWorkers(config.text_workers, config.template_seconds)
+            self.workers = TextWorkers(
+                config.text_workers, config.template_seconds, config.chat_template
+            )
             self.executor = FairExecutor(NUM_WORKERS, small=-1)
         self.text = self.workers or tokenizer
         self._as_standard = config.json_schemas == "standard"
         self._request_templates = config.request_chat_template
+        self._is_strict = config.unknown_parameters == "error"
+        self._kwargs = config.chat_template_kwargs or {}
+        self._takes = cache(self._takes_effort)
         self._special_as_text = config.special_tokens_in_messages == "text"
         if self._special_as_text and (names := tokenizer.hidden_names):
             raise UsageError(
@@ -55,12 +63,25 @@ class Prompter:
                 f"may make {len(names)} of its tokens of other texts than their names, such as "
                 f"{names[0]!r}."
             )
+        try:
+            Conversation(()).with_template_kwargs(self._kwargs)
+        except InvalidRequestError as error:
+            raise UsageError(f"--chat-template-kwargs: {error}") from None
+        for key in self._kwargs:
+            if key in tokenizer.closed_kwargs:
+                raise UsageError(f"--chat-template-kwargs may not set {key}.")
+            if key != BUDGET and key not in self.text.variables():
+                logger.warning("The chat template has no %s (--chat-template-kwargs).", key)
 
     def prompt(
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> ChatPrompt:
         """The prompt, of at most `limit` tokens, up to where the answer begins."""
+        asked = conversation
+        if self._kwargs:
+            conversation = conversation.with_defaults(self._kwargs)
         text, mark = self.render(conversation)
+        ignored = self._ignored(asked) if asked.template_kwargs else ()
         token_ids = self.text.encode(
             text, param="messages", limit=limit, add_special_tokens=False, mark=mark
         )
@@ -76,7 +97,7 @@ class Prompter:
                 thinking=thinking,
                 as_standard=self._as_standard,
             )
-        return ChatPrompt(token_ids, thinking, spec)
+        return ChatPrompt(token_ids, thinking, spec, ignored)
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
         """Return the chat as the template writes it, and the mark of `plain_text.marked`, if any.
@@ -94,26 +115,17 @@ class Prompter:
                 "This server takes no chat templates of requests (--request-chat-template).",
                 param="chat_template",
             )
-        kwargs = dict(conversation.template_kwargs)
-        levels = {_THINKING: conversation.thinking, _EFFORT: conversation.effort}
-        given = {key: value for key, value in levels.items() if value is not None}
-        known: frozenset[str] = frozenset()
-        if tools or kwargs or given:
-            known = self.text.variables(template)
+        kwargs = conversation.variables
+        known = self.text.variables(template) if tools or kwargs else frozenset()
         if tools and "tools" not in known:
             raise UnsupportedParameterError(
                 "This model's chat template does not support tools.", param="tools"
             )
-        if kwargs.get(_THINKING) is False and _THINKING not in known:
-            del kwargs[_THINKING]  # A model that never thinks needs no flag.
-        for key in kwargs:
-            # `render_chat` refuses the closed ones, whether the template has them or not.
-            if key not in known and key not in self.tokenizer.closed_kwargs:
-                raise UnsupportedParameterError(
-                    f"This model's chat template has no {key}.",
-                    param=f"chat_template_kwargs.{key}",
-                )
-        kwargs = {key: value for key, value in given.items() if key in known} | kwargs
+        # `render_chat` refuses the closed ones, whether the template has them or not.
+        closed = self.tokenizer.closed_kwargs if kwargs else frozenset()
+        kwargs = {key: value for key, value in kwargs.items() if key in known | closed}
+        if template is None and kwargs.get(EFFORT) in EFFORTS:
+            self._fit_effort(kwargs)
         if conversation.continue_final and not (chat and chat[-1].role == "assistant"):
             raise InvalidRequestError(
                 "continue_final_message needs a last message of role assistant.",
@@ -130,3 +142,31 @@ class Prompter:
             continue_final=conversation.continue_final,
         )
         return text, mark
+
+    def _ignored(self, conversation: Conversation) -> tuple[str, ...]:
+        """Names of the client's `template_kwargs` that the template doesn't read.
+
+        UnsupportedParameterError: there are some, and unknown parameters are refused.
+        """
+        known = self.text.variables(conversation.template) | self.tokenizer.closed_kwargs
+        unread = [key for key in conversation.template_kwargs if key not in known]
+        names = tuple(f"chat_template_kwargs.{key}" for key in unread)
+        if names and self._is_strict:
+            raise UnsupportedParameterError(
+                f"This model's chat template has no {unread[0]}.", param=names[0]
+            )
+        return names
+
+    def _fit_effort(self, kwargs: dict[str, Any]) -> None:
+        """Replace an effort by the nearest that the template takes: some raise for others."""
+        at = EFFORTS.index(kwargs[EFFORT])
+        near = sorted(EFFORTS, key=lambda effort: abs(EFFORTS.index(effort) - at))
+        kwargs[EFFORT] = next(filter(self._takes, near), kwargs[EFFORT])
+
+    def _takes_effort(self, effort: str) -> bool:
+        chat = [Message("user", "-").for_template()]
+        try:
+            self.text.render_chat(chat, template_kwargs={EFFORT: effort})
+        except InvalidRequestError:
+            return False
+        return True

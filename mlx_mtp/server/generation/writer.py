@@ -32,7 +32,7 @@ T = TypeVar("T")
 StoreAnswer = Callable[[dict[str, Any]], Awaitable[None]]
 """Called with the whole answer at its end, streamed or not."""
 BlockKind = Literal["text", "reasoning", "call"]
-BlockState = Literal["open", "complete", "cut", "broken"]
+BlockState = Literal["open", "complete", "cut"]
 _KINDS: Mapping[type, BlockKind]
 _KINDS = {events.Text: "text", events.Reasoning: "reasoning", events.ToolArguments: "call"}
 Content = events.Text | events.Reasoning | events.ToolArguments
@@ -49,9 +49,8 @@ class Block:
     number: int = 0  # of a call, among the choice's calls
     pieces: list[str] = field(default_factory=list)  # text, or the JSON text of a call's arguments
     tokens: list[events.OutputToken] = field(default_factory=list)  # if logprobs were asked for
-    # "cut": the answer ended within the block; "broken": the text is no call after all.
     state: BlockState = "open"
-    raw: str = ""  # all of a call that is cut or broken, as the model wrote it
+    raw: str = ""  # all of a call that is cut, as the model wrote it
 
     @property
     def text(self) -> str:
@@ -98,9 +97,6 @@ class Writer(ABC):
                         written += self._stop(delta, "complete")
                     case events.ToolCut():
                         written += self._stop(delta, "cut", event.text)
-                    case events.ToolBroken():
-                        # A stream has sent it as a call, which breaks off; in `whole` it is text.
-                        written += self._stop(delta, "broken", event.text, event.tokens)
                     case _:
                         written += self._extend(delta, _KINDS[type(event)], event)
             if delta.finish_reason is not None:
@@ -111,11 +107,10 @@ class Writer(ABC):
         return written
 
     def whole_blocks(self, choice: int) -> list[Block]:
-        """A choice's blocks, where a broken call is text, and joined with the texts around it."""
-        states = ("broken", "cut") if self.cut_calls_are_text else ("broken",)
+        """A choice's blocks, where a cut call may be text, and joined with the texts around it."""
         blocks: list[Block] = []
         for block in self.blocks[choice]:
-            if block.kind == "call" and block.state in states:
+            if self.cut_calls_are_text and block.kind == "call" and block.state == "cut":
                 pieces = [block.raw or block.text]
                 block = replace(block, kind="text", pieces=pieces, state="complete")
             if blocks and blocks[-1].kind == block.kind == "text":
@@ -147,18 +142,11 @@ class Writer(ABC):
         self.blocks[delta.index].append(block)
         return written + self.block_start(block) if self.streams else []
 
-    def _stop(
-        self,
-        delta: Delta,
-        state: BlockState,
-        raw: str = "",
-        tokens: Sequence[events.OutputToken] = (),
-    ) -> list[bytes]:
+    def _stop(self, delta: Delta, state: BlockState, raw: str = "") -> list[bytes]:
         block = self._open(delta.index)
         if block is None:
             return []
         block.state, block.raw = state, raw
-        block.tokens += tokens
         return self.block_stop(block) if self.streams else []
 
     def opening(self) -> list[bytes]:

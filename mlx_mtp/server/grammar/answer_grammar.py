@@ -16,7 +16,7 @@ from mlx_mtp.server.grammar import xml_values
 from mlx_mtp.server.grammar.json_schemas import styled
 from mlx_mtp.text.parsing.bare_values import as_list
 from mlx_mtp.text.parsing.formats import HERMES, NONE, QWEN3_CODER, OutputFormat
-from mlx_mtp.text.parsing.qwen import CALL, CALL_END, CLOSE, OPEN
+from mlx_mtp.text.parsing.tags import CALL, CALL_END, CLOSE, OPEN
 
 _ENFORCED = (HERMES, QWEN3_CODER)
 _VALUE_END = r"/\n<\/parameter>\n/"

@@ -1,4 +1,4 @@
-"""JSON schemas as clients mean them: no properties but those listed, and JSON on one line."""
+"""JSON schemas as clients mean them: no properties but those listed, and bounded white space."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,12 +8,6 @@ from mlx_mtp.text.parsing.bare_values import resolved
 
 OPTIONS = "x-guidance"
 """The key of llguidance's options in a schema. A schema that has them is left as it is."""
-_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-_WHITESPACE: Mapping[bool | None, dict[str, Any]] = {
-    None: _ONE_LINE,
-    True: {"whitespace_flexible": False},
-    False: {"whitespace_pattern": JSON_WHITESPACE},
-}
 # Keywords whose schemas apply to the same value as the schema that they are in.
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")
 # Those whose schema is the value's only one if no other keyword stands beside them.
@@ -41,21 +35,20 @@ def styled(
     as_standard: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """The schema with llguidance's options; None for `closed` and `no_whitespace` is the default.
+    """The schema with llguidance's options; None for `closed` is the default.
 
-    By default objects are closed, and a space may follow a colon or comma; if `as_standard`, they
-    are open, and there may be other whitespace. `whitespace` is a client's pattern for it.
+    By default objects are closed, or open if `as_standard`. `whitespace` is a client's pattern for
+    what may be between two parts of the JSON. JSON that has to be on one line makes more answers
+    endless: a model that would end a value with a line break goes on with the value.
     """
     if OPTIONS in schema:
         return dict(schema)
     if closed is None:
         closed = not as_standard
-    if no_whitespace is None and as_standard:
-        no_whitespace = False
-    spaces = (
-        _WHITESPACE[no_whitespace] if whitespace is None else {"whitespace_pattern": whitespace}
-    )
-    form = {**spaces, **options}
+    form: dict[str, Any] = {"whitespace_pattern": whitespace or JSON_WHITESPACE}
+    if no_whitespace and whitespace is None:
+        form = {"whitespace_flexible": False}
+    form |= options
     return {**(close_objects(schema) if closed else schema), OPTIONS: form}
 
 

@@ -24,25 +24,21 @@ logger = logging.getLogger(__name__)
 
 LEFT = 499  # nginx's status for a client that did not wait for the answer
 IGNORED, REQUEST_ID = "x-mlx-mtp-ignored", "x-request-id"  # headers of responses
-# The parts of a line, by field; those of unknown fields are left out. JSON has the fields by name.
+# The parts of a line, by field; those of unknown fields are left out. JSON has all fields by name.
 _PARTS = {
-    "client": "%(client)s",
-    "method": " %(method)s",
-    "path": " %(path)s",
+    "client": "%(client)s ",
+    "method": "%(method)s ",
+    "path": "%(path)s",
     "status": " %(status)d",
-    "seconds": " in %(seconds).2f s",
-    "prompt_tokens": ", tokens: %(prompt_tokens)d in",
-    "cached_tokens": " (%(cached_tokens)d cached)",
-    "completion_tokens": ", %(completion_tokens)d out",
-    "first_token_seconds": ", first token after %(first_token_seconds).2f s",
-    "tokens_per_second": ", %(tokens_per_second).1f tokens/s",
-    "draft_tokens": ", %(accepted_tokens)d of %(draft_tokens)d drafts accepted",
-    "draft_sources": " (%(draft_sources)s)",
-    "optimistic_tokens": ", %(optimistic_tokens)d of them optimistically",
+    "seconds": " %(seconds).1f s",
+    "completion_tokens": ", %(prompt_tokens)d+%(completion_tokens)d tokens",
+    "tokens_per_second": ", %(tokens_per_second).1f/s",
+    "accepted_percent": ", %(accepted_percent)d%% accepted",
     "ignored": ", ignored: %(ignored)s",
-    "id": ", %(id)s",
-    "reason": ": %(reason)s",
+    "reason": ", %(id)s: %(reason)s",
 }
+# What a line doesn't say, as it is so for most.
+_USUAL = {"method": ("POST",), "client": ("127.0.0.1", "::1")}
 # Routes of OpenAI's, Cohere's and Ollama's APIs that are no 404, as LiteLLM's proxy takes a server
 # out of service on that.
 _NOT_OFFERED = {
@@ -125,6 +121,7 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
         if times["draft_n"]:
             fields["draft_tokens"] = times["draft_n"]
             fields["accepted_tokens"] = times["draft_n_accepted"]
+            fields["accepted_percent"] = round(100 * times["draft_n_accepted"] / times["draft_n"])
             fields["optimistic_tokens"] = times.get("draft_n_optimistic") or None
             fields["draft_sources"] = ", ".join(
                 f"{source} {sum(counts['draft_n_accepted'])} of {sum(counts['draft_n'])}"
@@ -137,7 +134,8 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
     fields["reason"] = reason
     fields = {name: value for name, value in fields.items() if value is not None}
     failed = status >= 500 or (generation is not None and generation.error is not None)
-    text = "".join(part for name, part in _PARTS.items() if name in fields)
+    shown = {name for name, value in fields.items() if value not in _USUAL.get(name, ())}
+    text = "".join(part for name, part in _PARTS.items() if name in shown)
     logger.log(logging.WARNING if failed else logging.INFO, text, fields)
 
 

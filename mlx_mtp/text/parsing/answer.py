@@ -4,12 +4,12 @@ Patterns are those of the `regex` module, which also finds a text that only begi
 pattern must not match more once more text has come: it ends with a tag or looks ahead.
 """
 
-import contextlib
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 from mlx_mtp.text.parsing import events
 from mlx_mtp.text.parsing.events import Event, Reasoning, Text
+from mlx_mtp.text.stop_strings import StopStrings
 
 _Result = TypeVar("_Result")
 Reader = Generator[None, None, _Result]
@@ -17,7 +17,10 @@ Reader = Generator[None, None, _Result]
 
 
 class BrokenCall(Exception):  # noqa: N818 - not an error: the text is content after all
-    """What looked like a call is none; the next character is read again as content."""
+    """No call goes on like this; the next character is read again as content.
+
+    What has been read is content too, unless the call has begun: then it stays unfinished.
+    """
 
 
 class AnswerOver(Exception):  # noqa: N818 - not an error: raised where a reader needs more text
@@ -42,13 +45,18 @@ class AnswerParser:
     ) -> None:
         self.think = think
         self.in_reasoning = think and opened  # where the next character is
+        self.in_answer = not think  # whether text that arrives passes `stops`
+        self.stops = StopStrings()
         self.num_calls = 0  # complete ones
+        self.num_begun = 0
         self.with_tools = schemas is not None
         self.schemas = schemas or {}
         self.text, self.pos, self.over = "", 0, False
-        self._dropped = 0  # characters of the answer before `text`
+        self.cut = False  # whether the answer ended where the model would have gone on
+        self.ends_in_call = False  # and is not finished
+        self.dropped = 0  # characters of the answer before `text`
+        self.texts: list[str] = []  # content, since the last call if there may be one
         self._max_calls = max_calls
-        self._num_started = 0
         self._call: int | None = None  # the one that has begun and is not complete
         self._call_at: int | None = None  # what a broken call gives back begins here
         self._events: list[Event] = []
@@ -60,19 +68,30 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Event]:
         """Read some more text; return what is certain now."""
-        self.text += text
-        with contextlib.suppress(StopIteration, AnswerOver):
+        self.text += self.stops.release(text) if self.in_answer else text
+        try:  # noqa: SIM105 - it takes half of the time
             next(self._reading)
+        except (StopIteration, AnswerOver):
+            pass
         if self._call_at is None:
-            self._dropped += self.pos
-            self.text, self.pos = self.rest, 0
+            self.dropped += self.pos
+            self.text, self.pos = self.text[self.pos :], 0
         emitted, self._events = self._events, []
         return emitted
 
-    def finish(self) -> list[Event]:
-        """The answer is over: return what was held back."""
-        self.over = True
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """The answer is over, by the model's choice or `cut`: return what was held back."""
+        self.over, self.cut = True, cut
+        self.text += self.stops.flush()
         return self.feed("")
+
+    def begin_answer(self) -> None:
+        """No reasoning comes next: stop strings count from here on."""
+        if not self.in_answer:
+            self.in_answer = True
+            self.text = self.text[: self.pos] + self.stops.release(self.rest)
+            if self.over:
+                self.text += self.stops.flush()
 
     def read_answer(self) -> Reader[None]:
         """Read the answer: all that is left is text."""
@@ -89,7 +108,7 @@ class AnswerParser:
     @property
     def position(self) -> int:
         """Characters of the answer before the next one."""
-        return self._dropped + self.pos
+        return self.dropped + self.pos
 
     def match(self, pattern: Any) -> Reader[Any]:
         """Read what matches a pattern and stands next; None: nothing that does."""
@@ -101,8 +120,17 @@ class AnswerParser:
             self.pos = match.end()
         return match
 
+    def look(self, pattern: Any) -> Reader[Any]:
+        """The same, but where the model ended the answer, nothing more follows."""
+        try:
+            return (yield from self.match(pattern))
+        except AnswerOver:
+            if self.cut:
+                raise
+            return None
+
     def expect(self, pattern: Any) -> Reader[Any]:
-        """The same, but anything else breaks the call."""
+        """As `match`, but anything else breaks the call."""
         match = yield from self.match(pattern)
         if not match:
             raise BrokenCall
@@ -124,12 +152,21 @@ class AnswerParser:
         """The text up to an index is reasoning or content."""
         if end > self.pos:
             text = self.text[self.pos : end]
-            self.emit(Reasoning(text) if self.in_reasoning else Text(text, self.position))
+            if self.in_reasoning:
+                self.emit(Reasoning(text))
+            else:
+                self.emit_content(text, self.dropped + self.pos)
             self.pos = end
 
+    def emit_content(self, text: str, start: int) -> None:
+        self._events.append(Text(text, start))
+        if self.with_tools:
+            self.texts.append(text)
+
     def begin_call(self, name: str) -> None:
-        self._call = self._num_started
-        self._num_started += 1
+        self._call = self.num_begun
+        self.texts.clear()
+        self.num_begun += 1
         self.emit(events.ToolStart(self._call, name))
 
     def emit_arguments(self, text: str) -> None:
@@ -147,23 +184,24 @@ class AnswerParser:
             raise AnswerOver
 
     def read_call(self, call: Reader[None], start: int) -> Reader[None]:
-        """Read a call, of which the text from `start` on has been read; a broken one is content."""
+        """Read a call, of which the text from `start` on has been read."""
         self._call_at, num_calls = start, self.num_calls
         try:
             yield from call
         except BrokenCall:
-            raw = self.text[self._call_at - self._dropped : self.pos]
+            raw = self.text[self._call_at - self.dropped : self.pos]
             if self._call is not None:
-                self.emit(events.ToolBroken(self._call, raw, self._call_at))
+                self.emit(events.ToolCut(self._call, raw, self._call_at))
             elif raw:
-                self.emit(Text(raw, self._call_at))
+                self.emit_content(raw, self._call_at)
         except AnswerOver:
             self.pos = len(self.text)
-            raw = self.text[self._call_at - self._dropped :]
+            raw = self.text[self._call_at - self.dropped :]
             if self._call is not None:
-                self.emit(events.ToolCut(self._call, raw))
+                self.emit(events.ToolCut(self._call, raw, self._call_at))
+                self.ends_in_call = True
             elif self.num_calls == num_calls:
-                self.emit(Text(raw, self._call_at))
+                self.emit_content(raw, self._call_at)
             raise
         finally:
             self._call = self._call_at = None

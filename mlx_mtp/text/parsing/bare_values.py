@@ -1,12 +1,10 @@
 """Values as bare text to JSON, for formats that leave a value's type to the tool's schema."""
 
-import ast
-import json
-import warnings
 from collections.abc import Iterator, Mapping
+from json.encoder import encode_basestring
 from typing import Any
 
-from mlx_mtp.text.parsing.json_reader import begun_value, loads
+from mlx_mtp.text.parsing.json_reader import begun_value, loads, whole_value
 
 MOST_PARTS = 1024  # schemas within a value's schema that are looked at
 _TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -88,9 +86,9 @@ def json_text(text: str, types: frozenset[str]) -> str:
         return "null"
     if kind == "number" and "integer" in types and float(bare).is_integer():
         return str(int(float(bare)))
-    containers = types & {"object", "array"}
-    literal = _python_literal(bare) if containers and bare[:1] in ("{", "[") else ""
-    return literal if _type_of_text(literal) in containers else begun_string(text) + '"'
+    if (mended := _mended(bare, types)) is not None:
+        return mended
+    return begun_string(text) + '"'
 
 
 def _type_of_text(text: str) -> str:
@@ -100,14 +98,23 @@ def _type_of_text(text: str) -> str:
         return "string"
 
 
-def _python_literal(text: str) -> str:
-    """A Python literal such as {'a': True}, which some models write, as JSON; "" for others."""
+def _mended(text: str, types: frozenset[str]) -> str | None:
+    """An object or a list that is no valid JSON, or a list as one JSON value a line."""
+    value = whole_value(text) if text[:1] in ("{", "[") else None
+    if value is not None and _type_of_text(value) in types:
+        return value
+    if "array" not in types or "string" in types:
+        return None
+    values = [_json_of(line.strip().rstrip(",")) for line in text.splitlines() if line.strip()]
+    return f"[{', '.join(map(str, values))}]" if values and None not in values else None
+
+
+def _json_of(line: str) -> str | None:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in the model's text
-            return json.dumps(ast.literal_eval(text), allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return ""
+        loads(line)
+    except ValueError:
+        return whole_value(line)
+    return line
 
 
 def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
@@ -121,4 +128,4 @@ def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
 
 def begun_string(text: str) -> str:
     """The JSON text of a string, without its closing quote."""
-    return json.dumps(text, ensure_ascii=False)[:-1]
+    return encode_basestring(text)[:-1]

@@ -57,23 +57,17 @@ class ToolEnd:
 
 @dataclass(frozen=True, slots=True)
 class ToolCut:
-    """The answer ended within a call; `text` is all of the call as the model wrote it."""
+    """A call that has begun stays unfinished: the answer ends within it, or it goes on as no call.
 
-    call: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolBroken:
-    """A call that had begun is no call; all of its text is content, with fields as in `Text`."""
+    `text` is all of the call as the model wrote it, from `start` on, counted as in `Text`.
+    """
 
     call: int
     text: str
     start: int
-    tokens: tuple[OutputToken, ...] = ()
 
 
-Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut | ToolBroken
+Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut
 
 
 def merge_texts(events: Iterable[Event]) -> list[Event]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from mlx_mtp.text.parsing.answer import AnswerParser
 from mlx_mtp.text.parsing.harmony import MARKERS, HarmonyParser
-from mlx_mtp.text.parsing.qwen import CALL, CALL_END, CLOSE, OPEN, HermesParser, QwenParser
-from mlx_mtp.text.parsing.qwen_xml import QwenXmlParser
+from mlx_mtp.text.parsing.qwen import QwenParser
+from mlx_mtp.text.parsing.tags import CALL, CALL_END, CLOSE, OPEN
 
 AUTO = "auto"
 NONE = "none"
@@ -17,8 +17,6 @@ GPT_OSS = "gpt_oss"
 QWEN3 = "qwen3"
 HERMES = "hermes"
 QWEN3_CODER = "qwen3_coder"
-
-_PARSERS = {HERMES: HermesParser, QWEN3_CODER: QwenXmlParser, NONE: QwenParser}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +52,6 @@ class OutputFormat:
         """A parser for one answer, which begins within a think block if `thinking`."""
         if self.reasoning == GPT_OSS:
             return HarmonyParser(schemas=schemas, max_calls=max_calls)
-        return _PARSERS[self.tools](
+        return QwenParser(
             think=self.reasoning == QWEN3, opened=thinking, schemas=schemas, max_calls=max_calls
         )

@@ -68,6 +68,11 @@ class HarmonyParser(AnswerParser):
             yield from self.read_call(self._read_arguments(recipient[1]), start)
         elif not recipient:
             self.in_reasoning = channel is not None and channel[1] == "analysis"
+        if self.in_reasoning:
+            self.text += self.stops.flush()
+            self.in_answer = False
+        else:
+            self.begin_answer()
 
     def _read_arguments(self, name: str) -> Reader[None]:
         self.begin_call(name)

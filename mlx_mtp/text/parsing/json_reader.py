@@ -1,4 +1,8 @@
-"""JSON as it arrives: what is emitted always is the beginning of a valid JSON text."""
+"""JSON as it arrives: what is emitted always is the beginning of a valid JSON text.
+
+What models get wrong is mended: quotation marks, constants and commas as in Python or JavaScript,
+control characters and escapes in strings, and closing brackets that are missing.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,24 +13,64 @@ from pydantic_core import from_json
 
 from mlx_mtp.bounded_json import MAX_LEVELS, check_value
 from mlx_mtp.text.parsing.answer import AnswerOver, AnswerParser, BrokenCall, PlainParser, Reader
+from mlx_mtp.text.parsing.tags import CALL_END, MAX_NAME
 
 Emit = Callable[[str], object]
 
 _SPACE = r"[ \t\r\n]*"
-_SCALAR = r"true|false|null|-?(?:0|[1-9][0-9]{0,400})(?:\.[0-9]{1,400})?(?:[eE][+-]?[0-9]{1,9})?"
+_NUMBER = r"-?(?:0|[1-9][0-9]{0,400})(?:\.[0-9]{1,400})?(?:[eE][+-]?[0-9]{1,9})?"
 # Lone surrogates, such as \ud800, can't be passed on.
 _ESCAPE = (
     r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
+# A backslash that begins none, and so stands for itself.
+_BACKSLASH = (
+    r"\\(?=[^\"'\\/bfnrtu]|u(?:[0-9a-fA-F]{0,3}[^0-9a-fA-F]|[dD][c-fC-F]"
+    r"|[dD][89abAB][0-9a-fA-F]{2}(?:[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])))"
+)
 _BLANK = regex.compile(_SPACE)
-_VALUE = regex.compile(rf'{_SPACE}(?:["{{[]|(?P<scalar>{_SCALAR})(?=[\s,}}\]]))')
+_VALUE = regex.compile(
+    rf"{_SPACE}(?:[\"{{[]|(?P<single>')"
+    rf"|(?:(?P<scalar>true|false|null|{_NUMBER})|(?P<python>True|False|None))(?=[\s,}}\]]))"
+)
+_KEY = regex.compile(
+    rf"{_SPACE}(?:\"|(?P<single>')|(?P<bare>[A-Za-z_$][\w$]{{0,255}})(?={_SPACE}:))"
+)
 # "<" by itself: it may begin a tag, which ends the text.
-_IN_STRING = regex.compile(rf'(?:[^"\\<\x00-\x1f]|{_ESCAPE})+|<|(?P<control>[\x00-\x1f])|"')
-_KEY = regex.compile(rf'{_SPACE}"')
+_ANY = rf"\x00-\x1f]|{_ESCAPE})+|<|(?P<control>[\x00-\x1f])|(?P<backslash>{_BACKSLASH})"
+_IN_STRING = {
+    '"': regex.compile(rf"(?:[^\"\\<{_ANY}|(?P<apostrophe>\\')|(?P<end>\")"),
+    "'": regex.compile(
+        rf"(?:[^'\"\\<{_ANY}|(?P<quote>\")|(?P<end>'(?={_SPACE}[,:}}\]]))"
+        rf"|(?P<apostrophe>\\'|'(?={_SPACE}[^\s,:}}\]]))"
+    ),
+}
 _COLON = regex.compile(rf"{_SPACE}:")
-_CLOSING = {bracket: regex.compile(f"{_SPACE}\\{bracket}") for bracket in "]}"}
+# A bracket that is missing: what closes something around it follows.
+_CLOSING = {
+    "[": regex.compile(rf"{_SPACE}(?P<list>\]|(?=\}}|{CALL_END}))"),
+    "{": regex.compile(rf"{_SPACE}(?P<object>\}}|(?={CALL_END}))"),
+}
 _COMMA = regex.compile(f"{_SPACE},")
+# Line breaks in strings are escaped, so a tag that ends its line is no part of one: the string's
+# closing quotation mark is missing.
+_SHUT = regex.compile(
+    rf"(?=</?(?:tool_call|function|parameter)(?:=[^<>\n]{{0,{MAX_NAME}}})?>[ \t]*[\r\n])"
+)
+
+_WRITTEN: dict[str, Callable[[str], str]] = {
+    "control": lambda text: json.dumps(text)[1:-1],
+    "backslash": lambda text: text * 2,
+    "apostrophe": lambda text: text[-1],
+    "quote": lambda text: "\\" + text,
+    "end": lambda text: text.replace("'", '"'),
+    "single": lambda text: text.replace("'", '"'),
+    "bare": lambda text: json.dumps(text.strip()),
+    "python": lambda text: text.replace("None", "null").lower(),
+    "list": lambda text: text.rstrip("]") + "]",
+    "object": lambda text: text.rstrip("}") + "}",
+}
 
 
 def loads(text: str) -> Any:
@@ -51,30 +95,51 @@ def loaded(text: str) -> Any:
 def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
     """Read a value and `emit` it in pieces; a text that is no JSON breaks the call."""
     match = yield from _read_token(parser, emit, _VALUE)
-    if match["scalar"]:
-        return
     opening = match[0][-1]
-    if opening == '"':
-        return (yield from _read_string(parser, emit))
-    if depth == MAX_LEVELS:  # Arguments may come back in a chat.
-        raise BrokenCall
-    closing = _CLOSING["}" if opening == "{" else "]"]
-    comma = None
+    if opening in _IN_STRING:
+        yield from _read_string(parser, emit, opening)
+    elif opening in _CLOSING:
+        if depth == MAX_LEVELS:  # Arguments may come back in a chat.
+            raise BrokenCall
+        yield from _read_parts(parser, emit, opening, depth)
+
+
+def _read_parts(parser: AnswerParser, emit: Emit, opening: str, depth: int) -> Reader[None]:
+    """Read the rest of an object or a list."""
+    is_first, closing = True, _CLOSING[opening]
     while not (yield from _read_token(parser, emit, closing, optional=True)):
-        if comma:
-            yield from _read_token(parser, emit, comma)
-        comma = _COMMA
+        if not is_first:
+            comma = yield from _read_token(parser, lambda _: None, _COMMA)
+            if (yield from _read_token(parser, emit, closing, optional=True)):
+                return
+            emit(comma[0])
+        is_first = False
         if opening == "{":
-            yield from _read_token(parser, emit, _KEY)
-            yield from _read_string(parser, emit)
+            key = yield from _read_token(parser, emit, _KEY)
+            if key.lastgroup != "bare":
+                yield from _read_string(parser, emit, key[0][-1])
             yield from _read_token(parser, emit, _COLON)
         yield from read_value(parser, emit, depth + 1)
 
 
-def _read_string(parser: AnswerParser, emit: Emit) -> Reader[None]:
+def _read_string(parser: AnswerParser, emit: Emit, quote: str) -> Reader[None]:
     """Read the rest of a string, in which control characters are escaped."""
-    while (yield from _read_token(parser, emit, _IN_STRING))[0] != '"':
-        pass
+    pattern = _IN_STRING[quote]
+    while True:
+        while parser.pos == len(parser.text):
+            if parser.over:
+                raise AnswerOver
+            yield
+        if parser.text[parser.pos] == "<":
+            if (yield from parser.match(_SHUT)):
+                raise BrokenCall
+        elif (plain := pattern.match(parser.text, parser.pos)) and plain.lastgroup is None:
+            emit(plain[0])  # The usual case without the detours of others.
+            parser.pos = plain.end()
+            continue
+        match = yield from _read_token(parser, emit, pattern)
+        if match.lastgroup == "end":
+            return
 
 
 def _read_token(
@@ -84,12 +149,15 @@ def _read_token(
     try:
         match = yield from parser.match(pattern)
     except AnswerOver:
-        emit(parser.rest)
+        # Only what begins a token as it is emitted.
+        begun = parser.rest if pattern is not _KEY else _BLANK.match(parser.rest)[0]
+        emit("" if begun.lstrip()[:1] in ("'", "T", "F", "N") else begun)
         raise
     if match:
         if match.lastgroup == "scalar":
             loaded(match["scalar"])
-        emit(json.dumps(match[0])[1:-1] if match.lastgroup == "control" else match[0])
+        written = _WRITTEN.get(match.lastgroup)
+        emit(written(match[0]) if written else match[0])
     elif not optional:
         space = _BLANK.match(parser.text, parser.pos)
         parser.pos = space.end()
@@ -100,13 +168,22 @@ def _read_token(
 
 def begun_value(text: str) -> str | None:
     """The text as the beginning of a JSON value; None if no JSON value begins so."""
+    return _value_of(text, whole=False)
+
+
+def whole_value(text: str) -> str | None:
+    """The text as a JSON object or list, mended; None if it is none."""
+    return _value_of(text, whole=True)
+
+
+def _value_of(text: str, *, whole: bool) -> str | None:
     read: list[str] = []
     parser = PlainParser()
     parser.text, parser.over = text, True
     try:
         next(read_value(parser, read.append), None)
     except AnswerOver:
-        return "".join(read)
+        return None if whole else "".join(read) or None
     except BrokenCall:
         return None
-    return None if parser.rest else "".join(read)
+    return None if parser.rest.strip() else "".join(read)

@@ -1,128 +1,171 @@
 """Answers of Qwen's models: a think block, then text with tool calls in it; either may be missing.
 
 Newlines next to the block's tags and white space next to a call belong to the template and are
-dropped; everything else is kept.
+dropped; everything else is kept. docs/calls.md has the grammar of calls.
 """
 
 import contextlib
-import json
+from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import regex
 
 from mlx_mtp.text.parsing.answer import AnswerOver, AnswerParser, BrokenCall, Reader
-from mlx_mtp.text.parsing.json_reader import loaded, read_value
+from mlx_mtp.text.parsing.events import Event, Text, ToolArguments, ToolCut, ToolStart
+from mlx_mtp.text.parsing.qwen_json import OBJECT, read_calls
+from mlx_mtp.text.parsing.qwen_xml import CLOSING, read_function, read_name
+from mlx_mtp.text.parsing.tags import CALL, CLOSE, FUNCTION, MAX_NAME
 
-OPEN, CLOSE = "<think>", "</think>"
-CALL, CALL_END = "<tool_call>", "</tool_call>"
-MAX_NAME = 256
 _NAME = regex.compile(rf"[\w./:@-]{{1,{MAX_NAME}}}")
-_OPEN = regex.compile(rf"\s*{OPEN}")
+_THINK = regex.compile(r"\s*+<(?P<closes>/)?think>")
 _NEWLINES = regex.compile(r"\n*(?=[^\n])")
-# All newlines before a tag or none: `\n*` alone would be tried from each of them.
-_BEFORE = r"(?:\G|(?<!\n))\n*"
-_CLOSE = regex.compile(_BEFORE + CLOSE)
-# Some models call a tool without closing the block first. Only what looks like a call all through
-# counts: a model may well think about the tag.
-_CLOSE_OR_CALL = regex.compile(rf'{_BEFORE}(?:{CLOSE}|(?P<call>{CALL}\s*(?:<function=|\{{\s*")))')
-_FIRST = regex.compile(r'\s*\{\s*(?=["}])')
-_NEXT = regex.compile(r'\s*,\s*(?=")')
-_LAST = regex.compile(r"[\s,]*\}")
-# Small models close too many braces, or none.
-_END = regex.compile(rf"[\s,}}]*{CALL_END}")
-_COLON = regex.compile(r"\s*:\s*(?=\S)")
-_OBJECT = regex.compile(r"(?=\{)")
-_ARGUMENTS = ("arguments", "parameters")
+# All of it before a tag or none: by itself it would be tried from each character.
+_SPACE, _LINES = r"(?:\G|(?<!\s))\s*+", r"(?:\G|(?<!\n))\n*+"
+_FUNCTION = regex.compile(rf"\s*{FUNCTION}")
+_TICKS = regex.compile("`+")
+_FENCE = regex.compile("[ \t]*(`{3,})[^`]*")
 
 
-class QwenParser(AnswerParser):
-    """The base of both formats of calls; by itself it reads none."""
-
-    def openers(self) -> list[str]:
-        return [CALL]
-
-    def read_body(self, opener: str) -> Reader[None]:
-        """Read a call behind its opener."""
-        raise NotImplementedError
+class CallParser(AnswerParser):
+    """Text with calls in both forms, JSON and tags, whichever the template teaches."""
 
     def begin_call(self, name: str) -> None:
         if name not in self.schemas and not _NAME.fullmatch(name):
             raise BrokenCall
         super().begin_call(name)
 
+    @cached_property
+    def openers(self) -> str:
+        """A pattern of the tags that open a call; bare, only a tool that exists makes one."""
+        names = "|".join(map(regex.escape, self.schemas)) or "(?!)"
+        return rf"(?P<opener>{CALL}|{FUNCTION}(?P<name>{names})>)"
+
     def read_answer(self) -> Reader[None]:
-        if self.think:
-            with contextlib.suppress(AnswerOver):
-                # A model may repeat the tag that the prompt ended with.
-                self.in_reasoning |= bool((yield from self.match(_OPEN)))
-        if self.in_reasoning:
-            yield from self._read_reasoning()
-        yield from self._read_calls() if self.with_tools else super().read_answer()
-
-    def _read_reasoning(self) -> Reader[None]:
-        yield from self.match(_NEWLINES)
-        end = _CLOSE_OR_CALL if self.with_tools else _CLOSE
-        match = yield from self.until(end, self.emit_text)
-        if match.partial:
-            self.emit_text(len(self.text))
-            raise AnswerOver
-        is_call = match.lastgroup == "call"
-        self.pos, self.in_reasoning = match.start("call") if is_call else match.end(), False
-        yield from self.match(_NEWLINES)
-
-    def _read_calls(self) -> Reader[None]:
-        tags = "|".join(map(regex.escape, self.openers()))
-        opener = regex.compile(rf"(?:\G|(?<!\s))\s*({tags})")
+        opener = regex.compile(_SPACE + self.openers)
         while True:
             match = yield from self.until(opener, self.emit_text)
             if match.partial:
                 if self.rest.strip() or not self.num_calls:
                     self.emit_text(len(self.text))
                 return
-            # With the white space before it: if the call breaks, all of it is content.
-            start, self.pos = self.position, match.end()
-            yield from self.read_call(self.read_body(match[1]), start)
+            yield from self.read_from(match)
+
+    def read_from(self, match: Any) -> Reader[None]:
+        """Read a call from its opening tag on."""
+        # With the white space before it: if it is none, all of it is content.
+        start, self.pos, num_begun = self.position, match.end(), self.num_begun
+        yield from self.read_call(self._read_body(match["name"]), start)
+        while self.num_begun > num_begun and (yield from self.match(CLOSING)):
+            pass  # Tags that it has closed already, or that it breaks off at.
+
+    def _read_body(self, name: str | None) -> Reader[None]:
+        if name is None:
+            if (yield from self.match(OBJECT)):
+                return (yield from read_calls(self))
+            yield from self.expect(_FUNCTION)
+            name = yield from read_name(self)
+        yield from read_function(self, name)
 
 
-class HermesParser(QwenParser):
-    """Calls as Qwen3 writes them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+class QwenParser(CallParser):
+    """A whole answer, in which calls may also be thought of, or shown as code."""
 
-    def read_body(self, opener: str) -> Reader[None]:
-        fields: dict[str, Any] = {}
-        last = _LAST
-        yield from self.expect(_FIRST)
-        while not (yield from self.match(last)):
-            if fields:
-                yield from self.expect(_NEXT)
-            key = yield from self._read_json()
-            yield from self.expect(_COLON)
-            name = fields.get("name")
-            is_call = last is _LAST and isinstance(name, str) and key in _ARGUMENTS
-            if is_call and (yield from self.match(_OBJECT)):
-                self.begin_call(str(name))
-                yield from read_value(self, self.emit_arguments)
-                # A client may act on it from here on: whatever follows, this is a call.
-                self.end_call()
-                last = _END
-            else:
-                fields[key] = yield from self._read_json()
-        if last is _LAST:
-            self._call_late(fields)
-            yield from self.match(_END)
+    _fence = ""  # the ticks that began a block of code
+    _line = ""  # the last one before `texts`
 
-    def _read_json(self) -> Reader[Any]:
-        read: list[str] = []
-        yield from read_value(self, read.append)
-        return loaded("".join(read))
+    def begin_call(self, name: str) -> None:
+        super().begin_call(name)
+        self._fence = self._line = ""
 
-    def _call_late(self, fields: dict[str, Any]) -> None:
-        """A call whose name came last, or whose arguments are no plain object."""
-        name = fields.get("name")
-        given = next((fields[key] for key in _ARGUMENTS if key in fields), None)
-        if isinstance(given, str):
-            given = loaded(given) if given.strip() else None
-        if not isinstance(given, dict | None) or not isinstance(name, str):
-            raise BrokenCall
-        self.begin_call(name)
-        self.emit_arguments(json.dumps(given or {}))
-        self.end_call()
+    def read_answer(self) -> Reader[None]:
+        if self.think:
+            with contextlib.suppress(AnswerOver):
+                # A model may repeat the tag that the prompt ended with.
+                if tag := (yield from self.match(_THINK)):
+                    self.in_reasoning = True
+                    self.pos = tag.start("closes") - 1 if tag["closes"] else tag.end()
+        if self.in_reasoning:
+            yield from self._read_reasoning()
+        self.begin_answer()
+        yield from super().read_answer() if self.with_tools else AnswerParser.read_answer(self)
+
+    def read_from(self, match: Any) -> Reader[None]:
+        end = self._end_of_code(match[0].removesuffix(match["opener"]))
+        if end:
+            after = yield from self._hold(regex.compile(f"{_LINES}(?:{end})"))
+            self.emit_text(after.end())
+            self._fence = self._line = ""
+            self.texts.clear()
+        else:
+            yield from super().read_from(match)
+
+    def _end_of_code(self, space: str) -> str:
+        """A pattern of what ends the code that is open behind all texts and `space`, if any."""
+        *lines, self._line = "".join((self._line, *self.texts, space)).split("\n")
+        self.texts.clear()
+        for line in lines:
+            fence = _FENCE.fullmatch(line)
+            if fence and not self._fence:
+                self._fence = fence[1]
+            elif fence and line.strip(" \t`") == "" and len(fence[1]) >= len(self._fence):
+                self._fence = ""
+        if self._fence:
+            return rf"(?<=\n)[ \t]*{self._fence}`*[ \t]*(?=[\n<])"
+        # Code in a line has more lines if a call is in its first one.
+        return r"`+(?=[^`])|(?<=\n\n)" if len(_TICKS.findall(self._line)) % 2 else ""
+
+    def _read_reasoning(self) -> Reader[None]:
+        yield from self.match(_NEWLINES)
+        openers = self.openers if self.with_tools else "(?P<opener>(?!))"
+        end = yield from self.until(regex.compile(f"{_LINES}(?:{CLOSE}|{openers})"), self.emit_text)
+        if end.partial:
+            self.emit_text(len(self.text))
+            raise AnswerOver
+        if end["opener"]:
+            end = yield from self._hold(regex.compile(_LINES + CLOSE))
+        self.pos, self.in_reasoning = end.end(), False
+        yield from self.match(_NEWLINES)
+
+    def _hold(self, end: Any) -> Reader[Any]:
+        """Read up to the end of a part in which calls are only thought of or shown; return it.
+
+        A call is held until something else follows. Where the end never comes, complete calls that
+        end the answer are calls nevertheless.
+        """
+        inner, held = CallParser(schemas=self.schemas), list[Event]()
+        start = given = self.position
+
+        def take(events: Iterable[Event]) -> None:
+            for event in events:
+                if isinstance(event, Text | ToolCut):
+                    held.clear()
+                    self.emit_text(start + event.start + len(event.text) - self.dropped)
+                else:
+                    held.append(event)
+
+        while True:
+            at = given - self.dropped
+            match = end.search(self.text, at, partial=True)
+            take(inner.feed(self.text[at : match.start()]))
+            given = self.dropped + match.start()
+            if not match.partial:
+                self.emit_text(match.start())
+                return match
+            if self.over:
+                break
+            yield
+        take(inner.feed(self.text[match.start() :]))
+        take(inner.finish(cut=self.cut))
+        if held and not self.cut:
+            self.in_reasoning, self.pos = False, len(self.text)
+        self.emit_text(len(self.text))
+        for event in () if self.cut else held:
+            match event:
+                case ToolStart():
+                    self.begin_call(event.name)
+                case ToolArguments():
+                    self.emit_arguments(event.text)
+                case _:
+                    self.end_call()
+        raise AnswerOver

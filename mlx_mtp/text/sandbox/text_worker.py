@@ -33,8 +33,8 @@ _RETRY_SECONDS = 1.0
 class TextWorkers:
     """The processes, with `Tokenizer`'s interface; `NUM_WORKERS` threads may call it at once."""
 
-    def __init__(self, path: Path, template_seconds: float) -> None:
-        header = [str(path.absolute()), MAX_WORKER_BYTES]
+    def __init__(self, path: Path, template_seconds: float, template: str | None = None) -> None:
+        header = [str(path.absolute()), MAX_WORKER_BYTES, template]
         self._template_seconds = template_seconds
         # As `Tokenizer.variables`, which is asked only for a template that is new.
         self.variables = lru_cache(maxsize=16)(self._variables_of)
@@ -120,9 +120,9 @@ class TextWorkers:
             helper.close()
 
 
-def _answers(header: tuple[str, int]) -> Callable[[Any], Any]:
-    path, most_bytes = header
-    tokenizer = Tokenizer.load(Path(path))
+def _answers(header: tuple[str, int, str | None]) -> Callable[[Any], Any]:
+    path, most_bytes, template = header
+    tokenizer = Tokenizer.load(Path(path), template)
     _bound_memory(most_bytes)
     tokenizer.encode("a")  # Even this may take all memory, if a normalizer multiplies text.
 

@@ -10,7 +10,6 @@ from mlx_mtp.text.parsing.events import (
     Reasoning,
     Text,
     ToolArguments,
-    ToolBroken,
     ToolCut,
     ToolEnd,
     ToolStart,
@@ -18,12 +17,12 @@ from mlx_mtp.text.parsing.events import (
 )
 
 
-def events_of(parser: AnswerParser, pieces: Iterable[str]) -> list[Event]:
-    """All events of an answer that comes in these pieces."""
+def events_of(parser: AnswerParser, pieces: Iterable[str], *, cut: bool = False) -> list[Event]:
+    """All events of an answer that comes in these pieces, and may be cut at its end."""
     events: list[Event] = []
     for piece in pieces:
         events.extend(parser.feed(piece))
-    events.extend(parser.finish())
+    events.extend(parser.finish(cut=cut))
     return merge_texts(events)
 
 
@@ -31,7 +30,7 @@ def summary(events: Iterable[Event]) -> list[Any]:
     """Events in a short form: ("text", ...), ("think", ...), ("call", name, arguments)."""
     short: list[Any] = []
     calls: dict[int, list[str]] = {}
-    kinds = {Text: "text", Reasoning: "think", ToolBroken: "broken", ToolEnd: "call"}
+    kinds = {Text: "text", Reasoning: "think", ToolEnd: "call"}
     for event in events:
         if isinstance(event, ToolStart):
             calls[event.call] = [event.name, ""]
@@ -41,8 +40,6 @@ def summary(events: Iterable[Event]) -> list[Any]:
             short.append((kinds.get(type(event), "cut"), *calls.pop(event.call)))
         else:
             short.append((kinds[type(event)], event.text))
-            if isinstance(event, ToolBroken):
-                calls.pop(event.call)
     assert not calls, "a call neither ended nor broke, nor was it cut"
     return short
 

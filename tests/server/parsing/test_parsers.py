@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.text.parsing.answer import AnswerParser
-from mlx_mtp.text.parsing.events import ToolArguments, ToolEnd
+from mlx_mtp.text.parsing.events import Text, ToolArguments, ToolCut, ToolEnd
 from mlx_mtp.text.parsing.formats import OutputFormat
 from mlx_mtp.text.parsing.harmony import MARKERS
 from tests.server.parsing.pieces import events_of, hermes, summary, xml
@@ -73,7 +73,6 @@ ROME = '{"city": "Rome"}'
 CALL, DONE = hermes("f", ROME), ("call", "f", ROME)
 EMPTY = ("call", "f", "{}")
 OPENED = '<tool_call>{"name": "f", "arguments": {"a": '
-BROKEN = '<tool_call>\n{"name": "f", "arguments": {'
 CLOSED = "}}\n</tool_call>"
 TIGHT = '{"a":[1,{"b":"}"}]}'
 TAGS = '{"a": "</tool_call> <tool_call> \\" {"}'
@@ -103,8 +102,8 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (hermes("a b", "{}"), [text(hermes("a b", "{}"))]),
     (hermes("\\ud800", "{}"), [text(hermes("\\ud800", "{}"))]),
     (hermes("f", "[1]"), [text(hermes("f", "[1]"))]),
-    (hermes("f", "{a: 1}"), [("broken", BROKEN), text("a: 1" + CLOSED)]),
-    (hermes("f", '{"a": 1,}'), [("broken", BROKEN + '"a": 1,'), text(CLOSED)]),
+    # A call that has begun stays one, unfinished.
+    (hermes("f", '{"a": 1 2}'), [("cut", "f", '{"a": 1'), text("2" + CLOSED)]),
     ('x <tool_call>{"name": "f', [text('x <tool_call>{"name": "f')]),
     (CALL[: CALL.index('me"}')], [("cut", "f", '{"city": "Ro')]),
     (f"{OPENED}-1.5e", [("cut", "f", '{"a": -1.5e')]),
@@ -122,7 +121,7 @@ XML_CASES: list[tuple[str, list[Any]]] = [
     (xml("f", **{'a"b': "x"}), [("call", "f", '{"a\\"b": "x"}')]),
     ("Write <function=f or so>.", [text("Write <function=f or so>.")]),
     ("<tool_call>\n{}", [text("<tool_call>\n{}")]),
-    (f"{FUNCTION}oops</function>", [("broken", FUNCTION), text("oops</function>")]),
+    (f"{FUNCTION}oops</function>", [text(f"{FUNCTION}oops</function>")]),
     (f"so {PARAMETER}", [text("so"), ("cut", "f", '{"a": "xy')]),
     (f"{PARAMETER}\n</parameter>\n<parameter=bc", [("cut", "f", '{"a": "xy", "bc')]),
 ]
@@ -142,10 +141,10 @@ HARMONY_CASES: list[tuple[str, list[Any]]] = [
     (f"<|channel|>commentary<|message|>I look.<|end|>{NEXT}{ONE}", [text("I look."), ONE_DONE]),
     (f"{THOUGHT}{NEXT}<|c", [think("Let me see."), text(NEXT + "<|c")]),
     (ONE[:-1], [("cut", "f", '{"a": 1')]),
-    (ONE.replace(": 1", " 1") + "<|call|>", [("broken", TO_F + '{"a" '), text("1}")]),
+    (ONE.replace(": 1", " 1") + "<|call|>", [("cut", "f", '{"a" '), text("1}")]),
     # A marker within a call breaks it, whether it ends anything or not.
-    (TO_F + '{"<|end|>x', [("broken", TO_F + '{"'), text("x")]),
-    (TO_F + '{"<|message|><|call|>', [("broken", TO_F + '{"<|message|>')]),
+    (TO_F + '{"<|end|>x', [("cut", "f", '{"'), text("x")]),
+    (TO_F + '{"<|message|><|call|>', [("cut", "f", '{"<|message|>')]),
 ]
 IN_BLOCK = "I should call it: <tool_call> first."
 
@@ -188,7 +187,7 @@ CUT_VALUES = {
     "city": [("", '"'), ("Ro\n", '"Ro\\n'), ("a <", '"a <'), ("a\n</para", '"a\\n</para')],
     "days": [("1\n</param", "1"), ("1\n</parameter>", "1"), ("one", '"one'), ("5,", '"5,')],
     "exact": [("tr", "tr"), ("Tr", '"Tr'), ("true\n</parameter>\n</fun", "true")],
-    "near": [('["a", "b', '["a", "b'), ('["</par', '["</par'), ("['a', 'b", "\"['a', 'b")],
+    "near": [('["a", "b', '["a", "b'), ('["</par', '["'), ("['a', 'b", '["a", "b')],
     "options": [('{"a": 1}\n</', '{"a": 1}')],
     "note": [("nul", '"nul'), ("", "")],
     "level": [("-", "-")],
@@ -204,7 +203,7 @@ def test_values_of_tags(key: str) -> None:
     for written, kind, value in read + cut:
         said = f"<tool_call>\n<function=get_weather>\n<parameter={key}>\n{written}"
         for pieces in ([said], said):
-            (found,) = summary(events_of(XML(), pieces))
+            (found,) = summary(events_of(XML(), pieces, cut=kind == "cut"))
             assert found == (kind, "get_weather", f'{{"{key}": {value}')
 
 
@@ -218,9 +217,9 @@ def test_arguments_come_in_pieces() -> None:
 def test_hostile_depths_and_numbers_break_a_call() -> None:
     for value in ("[" * 100_000, '{"a":' * 1000, "9" * 5000, "1e999"):
         said = hermes("f", f'{{"a": {value}}}')
-        events = summary(events_of(HERMES(), [said]))
-        assert {kind for kind, *_ in events} == {"broken", "text"}
-        assert "".join(part for _, part in events) == said
+        *_, cut, text = events_of(HERMES(), [said])
+        assert isinstance(cut, ToolCut) and isinstance(text, Text)
+        assert cut.text + text.text == said
 
 
 steady = settings(deadline=None, max_examples=200)

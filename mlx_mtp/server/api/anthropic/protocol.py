@@ -1,6 +1,7 @@
 """The bodies of /v1/messages and of its count_tokens."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
 
@@ -8,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model
 
 from mlx_mtp.server.api import schema as fields
 from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
+from mlx_mtp.server.api.history import readable
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.generation import inputs
 from mlx_mtp.server.generation.inputs import BUDGETS, AnswerOptions, Conversation, ToolCall, unwrap
@@ -127,6 +129,10 @@ class _AnthropicTool(fields.Function):
     eager_input_streaming: bool | None = None
 
 
+# Tools that Anthropic's servers run; those of clients have a schema.
+_OF_VENDOR = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+)_\d{8}")
+
+
 def _client_tool(value: object) -> object:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in (None, "custom"):
@@ -204,15 +210,25 @@ class CountRequest(WireModel):
     """POST /v1/messages/count_tokens."""
 
     model: fields.ModelName = ""
-    messages: OneOrMore[_AnthropicMessage]
+    messages: Annotated[OneOrMore[_AnthropicMessage], readable]
     system: _Texts = Field([])
-    tools: ManyTools[Annotated[_AnthropicTool, BeforeValidator(_client_tool)]] = Field([])
+    tools: Annotated[
+        ManyTools[
+            Annotated[
+                _AnthropicTool,
+                BeforeValidator(_client_tool),
+                fields.unless_dropped(_OF_VENDOR.fullmatch),
+            ]
+        ],
+        fields.without_none,
+    ] = Field([])
     tool_choice: _AnthropicToolChoice = Field(_AnthropicToolChoice(type="auto"))
     thinking: _ThinkingOptions = Field(_ThinkingOptions(type="disabled"))
     output_config: _OutputConfig = Field(default_factory=_OutputConfig)
     output_format: _AnthropicFormat | None = None
     context_management: _ContextManagement | None = None
     cache_control: _CacheControl | None = None
+    chat_template_kwargs: fields.TemplateKwargs = Field({})
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:
@@ -229,7 +245,7 @@ class CountRequest(WireModel):
             messages.insert(0, inputs.Message("system", system))
         thinking, budget = self.thinking, BUDGETS.get(self.output_config.effort or "")
         form = self.output_config.format or self.output_format
-        return Conversation(
+        chat = Conversation(
             messages=messages,
             tools=[tool.tool() for tool in self.tools],
             tool_choice=self.tool_choice.choice(),
@@ -238,8 +254,10 @@ class CountRequest(WireModel):
             thinking_budget=budget if thinking.budget_tokens is None else thinking.budget_tokens,
             response=None if form is None else schema_grammar(form.schema_),
             response_field="output_format" if self.output_format else "output_config.format",
+            effort=self.output_config.effort,
             continue_final=bool(messages) and messages[-1].role == "assistant",
         )
+        return chat.with_template_kwargs(self.chat_template_kwargs)
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
@@ -254,8 +272,6 @@ class MessagesRequest(CountRequest, fields.AnswerRequest):
     def options(self) -> AnswerOptions:
         return AnswerOptions(
             sampling=self.sampling(),
-            # An "absolute maximum": agents ask for more than fits small contexts.
-            cut_to_context=True,
             stop=self.stop_sequences,
             user=self.metadata.user_id,
         )

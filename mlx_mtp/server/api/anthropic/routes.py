@@ -1,7 +1,6 @@
 """Anthropic's routes, for any `anthropic-version`, and how their answers are worded."""
 
 import json
-from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -11,11 +10,11 @@ from mlx_mtp.server.api.anthropic.protocol import CountRequest, MessagesRequest
 from mlx_mtp.server.api.schema import MAX_PROMPT_IDS
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.inputs import wrap
-from mlx_mtp.server.generation.job import admit
+from mlx_mtp.server.generation.job import admit, chat_prompt
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, event, respond
 from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import anthropic_error_body
-from mlx_mtp.server.http.record import client_of, record_of
+from mlx_mtp.server.http.record import client_of
 
 # Clients send thinking blocks back only if they have a signature, whatever it is.
 _SIGNATURE = "mlx-mtp"
@@ -126,9 +125,9 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
     context, body = await read_request(request, CountRequest)
-    scope, prompter = request.scope, context.prompter
-    work = partial(prompter.prompt, body.conversation(), MAX_PROMPT_IDS)
+    scope = request.scope
     async with context.in_time(scope):
-        size = record_of(scope).body_bytes
-        prompt = await prompter.executor.run_by_size(size, client_of(scope), work)
+        prompt = await chat_prompt(
+            context, scope, body.conversation(), MAX_PROMPT_IDS, client_of(scope)
+        )
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

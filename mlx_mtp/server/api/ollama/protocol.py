@@ -5,11 +5,12 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, Tag, model_validator
 
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api import schema
-from mlx_mtp.server.api.forms import AnswerSchema, schema_grammar
+from mlx_mtp.server.api.forms import JsonOrSchema, either, json_grammar
+from mlx_mtp.server.api.history import readable
 from mlx_mtp.server.api.openai import protocol as openai
 from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most, refusal
 from mlx_mtp.server.generation import inputs
@@ -25,19 +26,9 @@ def _text_only(value: object) -> object:
 _NoImages = Annotated[list[Any], BeforeValidator(_text_only)]
 
 
-def _either(kind: type) -> Discriminator:
-    return Discriminator(lambda value: FORM + ("kind" if isinstance(value, kind) else "word"))
-
-
-_OllamaFormat = Annotated[
-    Annotated[AnswerSchema, Tag(FORM + "kind")]
-    | Annotated[Literal["", "json"], Tag(FORM + "word")],
-    _either(dict),
-]
 _OllamaThink = Annotated[
-    Annotated[bool, Tag(FORM + "kind")]
-    | Annotated[Literal["low", "medium", "high", "max"], Tag(FORM + "word")],
-    _either(bool),
+    Annotated[bool, Tag(FORM + "kind")] | Annotated[inputs.Effort, Tag(FORM + "word")],
+    either(bool),
 ]
 
 
@@ -86,13 +77,14 @@ class _OllamaTool(openai.OpenAITool):
 @schema.sampled(*(name for name in schema.SAMPLING if name != "max_tokens"))
 class _OllamaRequest(schema.AnswerRequest):
     stream: bool = True
-    format: _OllamaFormat = ""
+    format: JsonOrSchema = ""
     think: _OllamaThink | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
     # Those of `options` that other APIs don't have; `max_tokens` is a synonym of num_predict.
     num_predict: schema.Int = -1
     stop: schema.Stops = Field([])
+    chat_template_kwargs: schema.TemplateKwargs = Field({})
 
     @model_validator(mode="before")
     @classmethod
@@ -106,15 +98,14 @@ class _OllamaRequest(schema.AnswerRequest):
             max_tokens=self.num_predict if self.num_predict > 0 else None,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
-        return AnswerOptions(sampling, cut_to_context=True, stop=self.stop)
+        return AnswerOptions(sampling, stop=self.stop)
 
     def grammar(self) -> GrammarSpec | None:
-        if isinstance(self.format, dict):
-            return schema_grammar(self.format)
-        return GrammarSpec("json_object") if self.format else None
+        return json_grammar(self.format)
 
     def conversation(self) -> Conversation:
         chat = replace(self.plain_conversation(), response=self.grammar(), response_field="format")
+        chat = chat.with_template_kwargs(self.chat_template_kwargs)
         if isinstance(self.think, bool):
             return replace(chat, thinking=self.think)
         return chat.with_effort(self.think)
@@ -126,7 +117,7 @@ class _OllamaRequest(schema.AnswerRequest):
 class OllamaChat(_OllamaRequest):
     """POST /api/chat."""
 
-    messages: Many[_OllamaMessage] = Field([])
+    messages: Annotated[Many[_OllamaMessage], readable] = Field([])
     tools: ManyTools[_OllamaTool] = Field([])
 
     def plain_conversation(self) -> Conversation:

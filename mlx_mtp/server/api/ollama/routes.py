@@ -4,7 +4,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,7 +14,7 @@ from mlx_mtp.server.api.openai.tokens import logprob_entries
 from mlx_mtp.server.cards import ollama_card, ollama_show
 from mlx_mtp.server.context import Context, context_of
 from mlx_mtp.server.generation.job import admit
-from mlx_mtp.server.generation.writer import Block, Content, Writer, packed_json, respond
+from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, packed_json, respond
 from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import ollama_error_body
 from mlx_mtp.text.parsing.events import OutputToken
@@ -25,6 +25,7 @@ _FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
 class _OllamaWriter(Writer):
     media_type = "application/x-ndjson"
     cut_calls_are_text = True
+    prefixes: ClassVar[dict[BlockKind, str]] = {"call": "call_"}
     keep_alive = b" "  # a part of the next line: clients take an empty line for an error
 
     @abstractmethod
@@ -148,7 +149,9 @@ async def tags(request: Request) -> Response:
 async def processes(request: Request) -> Response:
     """GET /api/ps: the models that are loaded."""
     context = context_of(request)
+    memory = context.engine.info.memory
     more = {"expires_at": _FOREVER, "size_vram": 0}
+    more |= {"size": memory.get("weights", 0) + memory.get("head", 0)}
     more |= {"context_length": context.max_model_len}
     return JSONResponse({"models": [card | more for card in _cards(context)]})
 
@@ -167,4 +170,4 @@ async def show(request: Request) -> Response:
 def _cards(context: Context) -> Iterable[dict[str, Any]]:
     kind = context.engine.info.model_type
     for name in context.model_names:
-        yield ollama_card(name, context.created, kind)
+        yield ollama_card(name, context.created, kind, context.config.model_bytes)

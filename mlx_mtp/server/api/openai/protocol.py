@@ -12,12 +12,12 @@ from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.sampling.params import MAX_TOP_LOGPROBS
 from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.forms import GuidedFields, ThinkingFields
+from mlx_mtp.server.api.history import readable
 from mlx_mtp.server.api.schema import ManyTools, OneOrMore, WireModel, at_most, refusal
 from mlx_mtp.server.generation import inputs
 from mlx_mtp.server.generation.inputs import MAX_SEQUENCES, AnswerOptions, Conversation
 
 MAX_TEMPLATE = 1 << 16  # characters
-_BUDGET = "thinking_budget"
 
 
 _join = schema.joined_text("text", of_assistants=("refusal",))
@@ -148,9 +148,6 @@ class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, GuidedFields):
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Self:
-        forms = [name for name in GuidedFields.model_fields if name in self.model_fields_set]
-        if len(forms) > 1:
-            raise refusal(f"can't be combined with {forms[0]}", field=forms[1])
         if "stream_options" in self.model_fields_set and not self.stream:
             raise refusal("needs stream: true", field="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -189,21 +186,13 @@ class TemplateFields(WireModel):
     continue_final_message: bool = False
 
     def template_fields(self) -> dict[str, Any]:
-        """The same as fields of a `Conversation`; the server heeds the budget, no template."""
+        """The same as fields of a `Conversation`, but for the variables."""
         both = {field := "continue_final_message", "add_generation_prompt"} <= self.model_fields_set
         if both and self.continue_final_message and self.add_generation_prompt:
             message = f"{field}: can't be combined with add_generation_prompt: true."
             raise InvalidRequestError(message, param=field)
-        kwargs = dict(self.chat_template_kwargs)
-        budget, limit = kwargs.pop(_BUDGET, None), 1 << 31
-        if budget is not None and not (schema.is_id(budget) and 0 <= budget < limit):
-            field = f"chat_template_kwargs.{_BUDGET}"
-            message = f"{field} must be a number of tokens, 0 or more."
-            raise InvalidRequestError(message, param=field)
         return {
             "template": self.chat_template,
-            "template_kwargs": kwargs,
-            "thinking_budget": budget,
             "generation_prompt": self.add_generation_prompt,
             "continue_final": self.continue_final_message,
         }
@@ -212,7 +201,7 @@ class TemplateFields(WireModel):
 class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
     """POST /v1/chat/completions."""
 
-    messages: OneOrMore[OpenAIMessage]
+    messages: Annotated[OneOrMore[OpenAIMessage], readable]
     max_completion_tokens: schema.Int | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
@@ -239,19 +228,19 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
 
     def conversation(self) -> Conversation:
         field, response = self.guided() or ("response_format", None)
-        wish, given = self._wish, self.template_fields()
-        if given["thinking_budget"] is None:
-            given["thinking_budget"] = wish.get("budget")
-        return Conversation(
+        wish = self._wish
+        chat = Conversation(
             messages=[message.message() for message in self.messages],
             tools=[tool.function.tool() for tool in self.tools],
             tool_choice=schema.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             thinking=wish.get("thinking"),
+            thinking_budget=wish.get("budget"),
             response=response,
             response_field=field,
-            **given,
-        ).with_effort(wish.get("effort"))
+            **self.template_fields(),
+        )
+        return chat.with_template_kwargs(self.chat_template_kwargs).with_effort(wish.get("effort"))
 
 
 def _as_prompts(value: object) -> object:

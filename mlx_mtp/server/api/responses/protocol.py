@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
-    AfterValidator,
     AliasChoices,
     BeforeValidator,
     FailFast,
@@ -12,15 +11,14 @@ from pydantic import (
     Tag,
     TypeAdapter,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.api import schema as fields
 from mlx_mtp.server.api.forms import AnswerSchema, AnswerType, type_grammar
-from mlx_mtp.server.api.schema import FORM, ManyTools, OneOrMore, WireModel, at_most, refusal
+from mlx_mtp.server.api.history import readable
+from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most, refusal
 from mlx_mtp.server.generation.inputs import (
     AnswerOptions,
     Conversation,
@@ -31,8 +29,11 @@ from mlx_mtp.server.generation.inputs import (
 )
 from mlx_mtp.server.http.errors import from_validation
 
-# Codex sends these to every server; the prompt describes only tools that the client runs.
-_IGNORED_TOOLS = ("web_search", "web_search_preview", "namespace", "image_generation")
+# Codex sends these to every server; the prompt describes functions only.
+_IGNORED_TOOLS = {
+    *("custom", "local_shell", "tool_search", "web_search", "web_search_preview"),
+    *("namespace", "image_generation"),
+}
 ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
@@ -173,11 +174,6 @@ def _continues(turn: Sequence[Message], part: Message) -> bool:
     return part.reasoning is None or not any(earlier.content for earlier in turn)
 
 
-def _unless_ignored(value: object, validate: ValidatorFunctionWrapHandler) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return None if kind in _IGNORED_TOOLS else validate(value)
-
-
 class _ResponsesNamedTool(WireModel):
     type: Literal["function"]
     name: str
@@ -228,14 +224,14 @@ class _StreamOptions(WireModel):
 class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     """POST /v1/responses."""
 
-    input: Annotated[OneOrMore[InputItem], _as_items]
+    input: Annotated[Many[InputItem], readable, _as_items]
     instructions: str | None = None
     stream_options: _StreamOptions | None = None
     max_output_tokens: fields.Int | None = None
     top_logprobs: fields.Int | None = None
     tools: Annotated[
-        ManyTools[Annotated[_FunctionTool, WrapValidator(_unless_ignored)]],
-        AfterValidator(lambda tools: [tool for tool in tools if tool is not None]),
+        ManyTools[Annotated[_FunctionTool, fields.unless_dropped(_IGNORED_TOOLS.__contains__)]],
+        fields.without_none,
     ] = Field([])
     tool_choice: fields.OpenAIToolChoice[_ResponsesNamedTool, _ResponsesAllowedTools] = "auto"
     parallel_tool_calls: bool = True
@@ -248,6 +244,7 @@ class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     previous_response_id: str | None = None
     conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
     max_tool_calls: fields.Int | None = None  # without effect: of tools that a server runs
+    chat_template_kwargs: fields.TemplateKwargs = Field({})
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 
     def options(self) -> AnswerOptions:
@@ -271,11 +268,16 @@ class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
         messages = _messages((*earlier, *self.input))
         if self.instructions:
             messages.insert(0, Message("system", self.instructions))
-        return Conversation(
+        if not messages:
+            raise InvalidRequestError("input must not be empty.", param="input")
+        chat = Conversation(
             messages=messages,
             tools=[tool.tool() for tool in self.tools],
             tool_choice=fields.tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response=type_grammar(self.text.format.type, self.text.format.schema_),
             response_field="text.format",
-        ).with_effort(self.reasoning.effort)
+        )
+        return chat.with_template_kwargs(self.chat_template_kwargs).with_effort(
+            self.reasoning.effort
+        )

@@ -21,7 +21,7 @@ from mlx_mtp.server.http.errors import error_body
 from mlx_mtp.text.parsing.events import OutputToken
 
 _DONE, _CUT = "completed", "incomplete"
-_STATUS = {"open": "in_progress", "complete": _DONE, "cut": _CUT, "broken": _CUT}
+_STATUS = {"open": "in_progress", "complete": _DONE, "cut": _CUT}
 _TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
 
 

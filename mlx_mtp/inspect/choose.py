@@ -1,0 +1,82 @@
+"""What a short name such as qwen3.6-35b stands for on this machine."""
+
+import os
+import sys
+
+from mlx_mtp.console import say, size_text
+from mlx_mtp.errors import UsageError
+from mlx_mtp.inspect.models import published
+from mlx_mtp.machine import MemoryLimit, memory_limit
+from mlx_mtp.models.hub import cached_model, repository_size, weights_size
+from mlx_mtp.models.published import SHAPES, PublishedQuant, nearest_names, releases_named
+from mlx_mtp.options import is_short_name
+
+_ROOM = 32_768  # tokens of context that a model should have room for, if one of the name has
+
+
+def choose_model(name: str | None, memory: int | None = None) -> str | None:
+    """The directory or hub id that MODEL stands for; of a short name's releases the one that fits.
+
+    What is in the cache comes before what is not, then more bits before fewer. `memory` is that of
+    --memory-limit. What was chosen, and why, is a line of standard error. UsageError for a name
+    that is not known, or of which nothing fits.
+    """
+    if name is None or not is_short_name(name):
+        return name
+    if "MLX_RANK" in os.environ:
+        raise UsageError(
+            f"{name!r} would be chosen by each rank for its own memory: give a directory or a hub "
+            "id (organisation/name)."
+        )
+    releases, limit = known_releases(name), memory_limit(memory)
+    cached = {each: weights_size(path) for each in releases if (path := cached_model(each.repo_id))}
+    order = sorted(releases, key=lambda each: (list(SHAPES).index(each.name), each not in cached))
+    absent = list[str]()
+    for room in (_ROOM, 1):
+        for each in order:
+            # The hub isn't asked about what is too large by the table.
+            if _context(each, None, limit) < room or each.repo_id in absent:
+                continue
+            size = cached[each] if each in cached else repository_size(each.repo_id)
+            if size == 0:
+                absent.append(each.repo_id)
+            elif (context := _context(each, size, limit)) >= room:
+                why = f"the best of {name!r} that fits"
+                if each in cached:
+                    why = "it is in the cache and fits"
+                say(
+                    f"Model: {each.repo_id}, {size_text(size or _weights(each))}: {why} "
+                    f"{size_text(limit.nbytes)} ({limit.source}), with a context of {context:,} "
+                    "tokens.",
+                    file=sys.stderr,
+                )
+                return each.repo_id
+    if absent:
+        raise UsageError(f"The hub has none of these that would fit: {', '.join(absent)}.")
+    smallest = sorted(releases, key=_weights)[:3]
+    sizes = ", ".join(f"{each} takes {size_text(_weights(each))}" for each in smallest)
+    raise UsageError(
+        f"Nothing of {name!r} fits {size_text(limit.nbytes)} ({limit.source}): {sizes}, "
+        "without room for answers. `mlx-mtp models` lists what fits."
+    )
+
+
+def known_releases(name: str) -> list[PublishedQuant]:
+    """The releases of a short name; UsageError, with the nearest names, if it is not known."""
+    if releases := releases_named(name):
+        return releases
+    raise UsageError(
+        f"{name!r} is no directory, no hub id (organisation/name) and no known name. The nearest "
+        f"are {', '.join(nearest_names(name))}, each also with -4bit or -8bit at its end; "
+        "`mlx-mtp models` lists what fits this machine."
+    )
+
+
+def _weights(release: PublishedQuant) -> int:
+    return published(release).footprint.weights
+
+
+def _context(release: PublishedQuant, weights: int | None, limit: MemoryLimit) -> int:
+    """The longest context on a machine; 0 if the release doesn't fit."""
+    planned = published(release, weights).memory_plan(limit)
+    return 0 if planned is None else planned.max_model_len
