@@ -13,7 +13,7 @@ import pytest
 
 from mlx_mtp.connect.clients import Served
 from mlx_mtp.connect.command import SESSION_NAMES
-from mlx_mtp.connect.sessions import LAUNCHERS, Start
+from mlx_mtp.connect.sessions import LAUNCHERS, SessionStart
 from mlx_mtp.running import running_servers
 from tests.clients.agents import FOLDER
 from tests.clients.npm import environment, installed
@@ -124,7 +124,7 @@ def test_each_client_is_told_address_model_key_and_context(tmp_path: Path) -> No
     for name, launcher in LAUNCHERS.items():
         folder = tmp_path / name
         folder.mkdir()
-        session = launcher.session(Start(SERVED, "the-key", folder))
+        session = launcher.session(SessionStart(SERVED, "the-key", folder))
         written = "".join(path.read_text() for path in folder.iterdir())
         told = json.dumps([*session.variables.values(), *session.arguments, written])
         assert SERVED.url in told and SERVED.model in told, name
@@ -135,7 +135,7 @@ def test_each_client_is_told_address_model_key_and_context(tmp_path: Path) -> No
 
 
 def test_codex_reads_its_flags_as_toml(tmp_path: Path) -> None:
-    words = LAUNCHERS["codex"].session(Start(SERVED, "the-key", tmp_path)).arguments
+    words = LAUNCHERS["codex"].session(SessionStart(SERVED, "the-key", tmp_path)).arguments
     settings = tomllib.loads("\n".join(words[1::2]))
     assert settings["model"] == SERVED.model
     assert settings["model_providers"]["mlx-mtp"]["base_url"] == SERVED.openai_url

@@ -15,7 +15,8 @@ from mlx_mtp.options import COMMAND_FLAGS, check_serve
 from mlx_mtp.settings import read_settings, resolve, settings_path
 
 TEXTS = {"--cors-origin": "https://chat.example:7", "--kv-cache-quantization": "8"}
-TEXTS |= {"--mtp-optimistic": "0.7", "--top-p": "0.7"}
+TEXTS |= {"--mtp-optimistic": "0.7", "--top-p": "0.7", "--min-p": "0.7"}
+TEXTS["--chat-template-kwargs"] = '{"preserve_thinking": true}'
 
 
 def toml_of(flag: Flag) -> tuple[str, str]:
@@ -23,7 +24,7 @@ def toml_of(flag: Flag) -> tuple[str, str]:
     if flag.parse is None:
         return ("false", "false") if flag.default else ("true", "true")
     text = flag.parse[-1] if isinstance(flag.parse, tuple) else TEXTS.get(flag.name, "7")
-    quoted = f'"{text}"' if isinstance(flag.convert(text), str | Path) else text
+    quoted = f"'{text}'" if isinstance(flag.convert(text), str | Path | dict) else text
     return text, f"[{quoted}]" if flag.repeated else quoted
 
 
@@ -128,7 +129,10 @@ def test_a_flag_without_effect_beside_a_setting_says_where_that_is(written):
         ("prot = 1", "config.toml: can't have a setting 'prot'; did you mean port?"),
         ("[serv]\nport = 1", "can't have a setting 'serv'; did you mean serve?"),
         ("[serve]\nmax_model_len = 5", "[serve] can't have a setting 'max_model_len'; did you"),
-        ("[serve]\ntop-p = 1", "[serve] can't have a setting 'top-p'; generate and chat can have"),
+        (
+            "[serve]\nstop = 'x'",
+            "[serve] can't have a setting 'stop'; generate and chat can have it",
+        ),
         ("[connect]\nport = 1", "[connect] can't have a setting 'port'; serve can have it."),
         ("[models.x]\nmodel = 'y'", "[models.x] can't have a setting 'model'"),
         ("[models.'a/b'.chat]\nprot = 1", "[models.\"a/b\".chat] can't have a setting 'prot'."),

@@ -50,7 +50,7 @@ def add_launch(commands: Any) -> None:
 def run_launch(given: argparse.Namespace) -> int:
     """Run a client to its end; returns its exit status."""
     from mlx_mtp.connect.clients import look_up
-    from mlx_mtp.connect.sessions import LAUNCHERS, NO_KEY, Start
+    from mlx_mtp.connect.sessions import LAUNCHERS, NO_KEY, SessionStart
 
     launcher = LAUNCHERS[given.client]
     if shutil.which(launcher.program) is None:
@@ -65,7 +65,7 @@ def run_launch(given: argparse.Namespace) -> int:
             url, model = _find(model) or stack.enter_context(_started(model, given.environ))
         served = look_up(url, key, model)
         folder = stack.enter_context(TemporaryDirectory(prefix="mlx-mtp-"))
-        own = launcher.session(Start(served, key or NO_KEY, Path(folder)))
+        own = launcher.session(SessionStart(served, key or NO_KEY, Path(folder)))
         say(f"{given.client} uses {served.model} at {served.url}.", file=sys.stderr)
         command = [launcher.program, *own.arguments, *given.passed_on]
         return _run(command, {**given.environ, **own.variables})

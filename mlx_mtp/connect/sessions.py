@@ -10,7 +10,7 @@ from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, NAME, Served
 NO_KEY = "none"  # for clients that demand some key
 
 
-class Start(NamedTuple):
+class SessionStart(NamedTuple):
     """What a client is to be set up for."""
 
     served: Served
@@ -18,7 +18,7 @@ class Start(NamedTuple):
     folder: Path  # empty, and lasts as long as the session
 
 
-class Session(NamedTuple):
+class SessionSetup(NamedTuple):
     """What a client is started with."""
 
     variables: Mapping[str, str]
@@ -30,23 +30,23 @@ class Launcher(NamedTuple):
 
     program: str
     install: str  # the command that installs it
-    session: Callable[[Start], Session]
+    session: Callable[[SessionStart], SessionSetup]
 
 
-def _opencode(start: Start) -> Session:
+def _opencode(start: SessionStart) -> SessionSetup:
     config = json.dumps(CLIENTS["opencode"].config(start.served))
-    return Session({"OPENCODE_CONFIG_CONTENT": config, KEY_VARIABLE: start.key}, ())
+    return SessionSetup({"OPENCODE_CONFIG_CONTENT": config, KEY_VARIABLE: start.key}, ())
 
 
-def _claude(start: Start) -> Session:
+def _claude(start: SessionStart) -> SessionSetup:
     variables = dict(CLIENTS["claude"].config(start.served)["env"])
     # The user's own settings would take precedence over the environment, but not over this flag.
     variables.pop("ANTHROPIC_AUTH_TOKEN", None)
     settings = json.dumps({"env": variables})
-    return Session({**variables, "ANTHROPIC_AUTH_TOKEN": start.key}, ("--settings", settings))
+    return SessionSetup({**variables, "ANTHROPIC_AUTH_TOKEN": start.key}, ("--settings", settings))
 
 
-def _codex(start: Start) -> Session:
+def _codex(start: SessionStart) -> SessionSetup:
     config = CLIENTS["codex"].config(start.served)
     provider = config.pop("model_providers")[NAME]
     # A string of JSON is one of TOML, too.
@@ -54,31 +54,31 @@ def _codex(start: Start) -> Session:
     settings = {name: json.dumps(value) for name, value in config.items()}
     settings[f"model_providers.{NAME}"] = f"{{{table}}}"
     words = [word for each in settings.items() for word in ("-c", "=".join(each))]
-    return Session({KEY_VARIABLE: start.key}, tuple(words))
+    return SessionSetup({KEY_VARIABLE: start.key}, tuple(words))
 
 
-def _aider(start: Start) -> Session:
+def _aider(start: SessionStart) -> SessionSetup:
     served, known = start.served, start.folder / "models.json"
     model = f"openai/{served.model}"
     limits = {"max_input_tokens": served.context, "max_output_tokens": served.answer_tokens}
     facts = {"litellm_provider": "openai", "mode": "chat"}
     known.write_text(json.dumps({model: {**limits, **facts}}))
     variables = {"OPENAI_API_BASE": served.openai_url, "OPENAI_API_KEY": start.key}
-    return Session(variables, ("--model", model, "--model-metadata-file", str(known)))
+    return SessionSetup(variables, ("--model", model, "--model-metadata-file", str(known)))
 
 
-def _qwen(start: Start) -> Session:
+def _qwen(start: SessionStart) -> SessionSetup:
     variables = {"OPENAI_BASE_URL": start.served.openai_url, "OPENAI_API_KEY": start.key}
-    return Session(variables, ("--auth-type", "openai", "--model", start.served.model))
+    return SessionSetup(variables, ("--auth-type", "openai", "--model", start.served.model))
 
 
-def _llm(start: Start) -> Session:
+def _llm(start: SessionStart) -> SessionSetup:
     served = start.served
     model = {"model_id": NAME, "model_name": served.model, "api_base": served.openai_url}
     # A list of JSON is one of YAML, too.
     (start.folder / "extra-openai-models.yaml").write_text(json.dumps([model]))
     variables = {"LLM_USER_PATH": str(start.folder), "OPENAI_API_KEY": start.key}
-    return Session(variables, ("chat", "-m", NAME))
+    return SessionSetup(variables, ("chat", "-m", NAME))
 
 
 def _npm(package: str) -> str:

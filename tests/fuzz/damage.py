@@ -208,7 +208,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "overlap": (header(_overlap), "damaged"),
     "duplicate": (header(_duplicate), "twice"),
     "duplicate in another file": (_twice, "twice"),
-    "one of two files": (_one_of_two_files, "has no model-2.safetensors"),
+    "one of two files": (_one_of_two_files, "lacks model-2.safetensors"),
 }
 
 

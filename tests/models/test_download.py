@@ -77,7 +77,7 @@ def test_an_ended_process(hub: FakeHub, repository: Path, number: signal.Signals
             time.sleep(0.02)
         process.send_signal(number)
         # A stalled connection is not waited for longer than its silence is tolerated.
-        gone.set() if number == signal.SIGKILL else threading.Timer(0.2, gone.set).start()
+        gone.set() if number == signal.SIGKILL else threading.Timer(1.0, gone.set).start()
         assert process.wait(60) != 0
     hub.pieces = lambda _, content: (content,)
     assert not (repository / "snapshots" / COMMIT / SHARD).exists()

@@ -52,14 +52,14 @@ class Layout:
     seed: int = 0
     tied: bool = False  # no lm_head of its own
     vocab: int = VOCAB
-    hidden_size: int = _SHARED["hidden_size"]
-    intermediate_size: int = _SHARED["intermediate_size"]
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
 
 
 def text_config(layout: Layout) -> dict[str, Any]:
     config = dict(_SHARED, tie_word_embeddings=layout.tied, vocab_size=layout.vocab)
     for name in ("hidden_size", "intermediate_size"):
-        config[name] = getattr(layout, name)
+        config[name] = getattr(layout, name) or config[name]
     if layout.family == "qwen3_next":
         return {**config, **_MOE, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     rope = {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
