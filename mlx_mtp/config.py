@@ -386,7 +386,7 @@ class RouterConfig:
     """How several models share one address, each in a process of its own (`mlx_mtp.router`)."""
 
     models: tuple[str, ...] = setting(
-        "model: models MODEL",
+        "model: models MODELS",
         "more models for the same address, each in a process of its own that starts when it is "
         "asked for; NAME=MODEL gives one a name",
         nonempty_text,

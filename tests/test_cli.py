@@ -49,7 +49,7 @@ def test_every_flag_also_comes_from_the_environment():
     values["--chat-template-kwargs"] = '{"preserve_thinking": true}'
     for flag in SERVE_FLAGS:
         value = flag.parse[-1] if isinstance(flag.parse, tuple) else values.get(flag.name, "7")
-        argv = [flag.name, value] if flag.name.startswith("-") else [value]
+        argv = [f"--{flag.name.lstrip('-')}", value]
         if flag.parse is None:
             argv, value = [flag.name], "TRUE"
         if flag.name == "model":
@@ -70,7 +70,7 @@ def test_every_flag_also_comes_from_the_environment():
     [
         ((), {"MLX_MTP_API_KEY": "\udcff"}, "variable MLX_MTP_API_KEY is wrong: the key is not"),
         (("--api-key", "\n"), {}, "must not begin or end with white space"),
-        (("a", "b\nc"), {}, "unrecognized arguments: b c"),
+        (("a", "--b\nc"), {}, "unrecognized arguments: --b c"),
         (("\udcff\udcfe",), {}, "is not valid UTF-8"),
     ],
 )

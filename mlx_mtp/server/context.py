@@ -41,6 +41,7 @@ class Context:
         defaults: Mapping[str, Any],
     ) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.has_several_keys = config.num_keys > 1
         self.model_names = (config.model_name, *config.other_names)
         self.defaults = replace(
             with_flags(model_defaults(defaults), config.sampling), optimistic=config.optimistic
