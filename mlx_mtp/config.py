@@ -11,6 +11,7 @@ from mlx_mtp.flags import (
     Flag,
     at_least,
     byte_size,
+    duration,
     host_name,
     integer,
     nonempty_text,
@@ -93,6 +94,9 @@ def host_source_names(drafts: str) -> tuple[str, ...]:
 
 def _bits(value: str) -> int | None:
     return None if word_of("none", "8", "4")(value) == "none" else int(value)
+
+
+SEEING_BODY_BYTES = 64 << 20  # --max-body-size of a model that sees images
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +230,8 @@ class ServerConfig:
     )
     # From --api-key and --api-key-file. If there are any, all routes but /health and / need one.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    # If a parent process, which checks access, passes the requests on: the number of its keys.
+    parent_keys: int | None = None
     allowed_hosts: tuple[str, ...] = setting(
         "security: --allowed-host NAME",
         "another name that clients may use for this server, such as host.docker.internal; * "
@@ -386,3 +392,55 @@ class ServerConfig:
     # more. `serve` sets it from the memory plan.
     max_held_bytes: int = 512 << 20
     max_connections: int = 512
+
+    @property
+    def num_keys(self) -> int:
+        """How many API keys tell the clients apart."""
+        return len(self.api_keys) if self.parent_keys is None else self.parent_keys
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How several models share one address, each in a process of its own (`mlx_mtp.router`)."""
+
+    models: tuple[str, ...] = setting(
+        "model: models MODELS",
+        "more models for the same address, each in a process of its own that starts when it is "
+        "asked for; NAME=MODEL gives one a name",
+        nonempty_text,
+        default=(),
+        repeated=True,
+    )
+    every: bool = setting(
+        "model: --all",
+        "serve every model of the Hugging Face cache that can be served, as if it were named",
+        default=False,
+    )
+    keep_alive: float = setting(
+        "model: --keep-alive TIME",
+        "how long a model stays in memory when nobody asks for it, such as 10m, 0 or forever; one "
+        "model alone then starts when it is asked for, too",
+        duration,
+        default_text="10m with several models; one model alone stays",
+        program_default=600.0,
+    )
+    pinned: tuple[str, ...] = setting(
+        "model: --pinned MODEL",
+        "one of several models that starts at once and stays in memory (repeatable)",
+        nonempty_text,
+        default=(),
+        repeated=True,
+    )
+    switch_after: float = setting(
+        "limits: --switch-after SECONDS",
+        "seconds that a request waits for room beside models that answer, before the one of them "
+        "that was not asked for longest takes no more requests and makes room",
+        _SECONDS,
+        default=30.0,
+    )
+    model_timeout: float = setting(
+        "limits: --model-timeout SECONDS",
+        "most seconds that a request waits for its model, and that a model may take to load",
+        at_least(1.0),
+        default=600.0,
+    )

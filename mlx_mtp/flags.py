@@ -21,6 +21,9 @@ _NUMBER = re.compile(r"[+-]?[0-9]+")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[hms])+|[0-9]+(?:\.[0-9]+)?")
+_DURATION_PART = re.compile(r"([0-9.]+)([hms]?)")
+_SECONDS_OF = {"h": 3600.0, "m": 60.0, "s": 1.0, "": 1.0}
 _HOST = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]{0,251}[a-z0-9_])?")
 # Desktop applications and browser extensions have schemes of their own.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:[a-z0-9_.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
@@ -188,9 +191,27 @@ def add_flags(parser: argparse.ArgumentParser, *flags: Flag, grouped: bool = Fal
         if not grouped:
             parser.set_defaults(**{flag.key: flag.default})
         options["default"] = argparse.SUPPRESS
-        groups[group].add_argument(flag.name, nargs="?", **options)
+        of_flag = options.pop("action", "store")
+        groups[group].add_argument(flag.name, nargs="*" if flag.repeated else "?", **options)
+        options |= {"action": of_flag}
         options["help"] = argparse.SUPPRESS
         groups[group].add_argument(f"--{flag.name}", **options)
+
+
+def arguments_of(options: argparse.Namespace, flags: Iterable[Flag]) -> list[str]:
+    """A command line that gives those of the flags that `options` were given (`resolve`)."""
+    words = []
+    for flag in flags:
+        if flag.key not in options.given:
+            continue
+        value, name = getattr(options, flag.key), f"--{flag.name.lstrip('-')}"
+        if flag.parse is None:
+            words.append(name if value else f"--no-{flag.name.lstrip('-')}")
+        else:
+            for each in value if flag.repeated else [value]:
+                text = json.dumps(each) if isinstance(each, dict) else each
+                words.append(f"{name}={'none' if text is None else text}")
+    return words
 
 
 # Parsers of values, which raise ArgumentTypeError with an explanation.
@@ -247,6 +268,16 @@ def byte_size(text: str) -> int:
     if value >= 1 << 60:
         raise ArgumentTypeError(f"{text} is more than any machine has")
     return int(value)
+
+
+def duration(text: str) -> float:
+    """Seconds: 10m, 90s, 1h30m, a plain number of them; forever, or a negative number: `inf`."""
+    if text == "forever" or (text.startswith("-") and duration(text[1:]) >= 0):
+        return math.inf
+    parts = _DURATION_PART.findall(text)
+    if not _DURATION.fullmatch(text):
+        raise ArgumentTypeError(f"{text!r} is not a time such as 10m, 90s, 0 or forever")
+    return float(sum(float(value) * _SECONDS_OF[unit] for value, unit in parts))
 
 
 def gigabytes(text: str) -> int:

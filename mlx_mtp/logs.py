@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import partial
 from logging.handlers import RotatingFileHandler
+from typing import Any
 
 from mlx_mtp.console import hanging, one_line, width_of
-from mlx_mtp.errors import UsageError
+from mlx_mtp.errors import UNEXPECTED, UsageError
 
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
@@ -95,6 +96,25 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str).replace("\x7f", r"\u007f")
+
+
+def log_again(logger: logging.Logger, line: str, model: str) -> str:
+    """Log a line of a model's process with the model's name; return the text without it.
+
+    Lines of `JsonFormatter` keep their level and fields; others are of level info.
+    """
+    fields: dict[str, Any] = {"message": line, "level": "info"}
+    with contextlib.suppress(*UNEXPECTED):
+        fields |= json.loads(line)
+    text = str(fields.pop("message")).strip()
+    if exception := fields.get("exception"):
+        text += f"\n{exception}"
+    level = logging.getLevelNamesMapping().get(str(fields.pop("level")).upper(), logging.INFO)
+    values = {"model": model, **fields}
+    values.pop("time", None)
+    if text:  # It is formatted with the values, and must not look like a format itself.
+        logger.log(level, f"{model}: {text}".replace("%", "%%"), values)
+    return text
 
 
 class TerminalHandler(logging.Handler):

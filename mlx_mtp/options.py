@@ -1,15 +1,18 @@
 """The flags of the commands that settings are for, and which flags exclude each other."""
 
 import argparse
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from mlx_mtp.config import (
     DTYPE_NAMES,
     HOST_DRAFTS,
     SEED,
     EngineConfig,
+    RouterConfig,
     ServerConfig,
     flags_of,
     host_source_names,
@@ -161,6 +164,7 @@ SERVE_FLAGS = _in_order(
     ),
     *flags_of(ServerConfig),
     *_DEFAULTS,
+    *flags_of(RouterConfig),
     _LOG_LEVEL,
     _LOG_FORMAT,
     _LOG_FILE,
@@ -311,6 +315,22 @@ def wants_exact(options: argparse.Namespace) -> bool | None:
 def _in_use(options: argparse.Namespace) -> set[str]:
     given = (key for key in options.given if getattr(options, key) not in (None, 0))
     return {f"--{key.replace('_', '-')}" for key in given}
+
+
+def is_short_name(name: str | None) -> bool:
+    """True for a MODEL that is neither a hub id, which has a slash, nor a path."""
+    return bool(name) and "/" not in str(name) and not Path(str(name)).expanduser().exists()
+
+
+def model_name(model: str | None) -> str:
+    """The default of --served-model-name: the hub id, or the directory's name."""
+    if model is None:
+        return BUNDLED_NAME
+    # A link is not resolved: the user chose its name.
+    if not os.path.isdir(model):
+        return model
+    # A name that is not UTF-8 could not be sent.
+    return os.path.basename(os.path.abspath(model)).encode(errors="replace").decode()
 
 
 def _conflict(options: argparse.Namespace, message: str) -> UsageError:

@@ -30,12 +30,13 @@ class RunningServer:
     pid: int
     url: str  # for clients on this machine, without /v1
     models: list[str]  # the names that requests may ask for
-    directory: str  # of the model's files
+    directories: list[str]  # of the models' files
     needs_key: bool
-    max_model_len: int  # tokens of prompt and answer together
-    weights: int  # bytes in memory, with the head's
-    memory_limit: int  # most bytes that the server plans with
     started: float  # seconds since the epoch
+    # None: several models, in memory while they are asked for
+    max_model_len: int | None = None  # tokens of prompt and answer together
+    weights: int | None = None  # bytes in memory, with the head's
+    memory_limit: int | None = None  # most bytes that the server plans with
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ _BOOT = """if True:
     spec = importlib.util.spec_from_file_location("mlx_mtp", init)
     sys.modules["mlx_mtp"] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 

@@ -20,6 +20,7 @@ from mlx_mtp.options import BUNDLED_NAME, COMMAND_FLAGS
 VARIABLE = "MLX_MTP_CONFIG"
 USER_FILE = Unix("mlx-mtp").user_config_path / "config.toml"  # below ~/.config on a Mac, too
 _Scope = tuple[str | None, str | None]  # a model and a command; None: any
+_WHICH = ("model", "models", "all")  # which models there are: not for a model's table
 _COMMANDS = tuple(COMMAND_FLAGS)
 _OF_MODEL = tuple(
     name for name, flags in COMMAND_FLAGS.items() if any(flag.key == "model" for flag in flags)
@@ -123,7 +124,7 @@ def _tables(path: Path, content: dict[str, Any]) -> Iterator[tuple[_Scope, str, 
         settings = {key: value for key, value in table.items() if key not in inner}
         known: dict[str, list[Flag]] = {}
         for flag in _flags_of(scope[1], _OF_MODEL if scope[0] else _COMMANDS):
-            if not (scope[0] and flag.key == "model"):
+            if not (scope[0] and flag.key in _WHICH):
                 known.setdefault(flag.toml_key, []).append(flag)
         for key, value in settings.items():
             if key not in known:

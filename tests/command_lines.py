@@ -83,8 +83,8 @@ def result_of(line: str, tree: Path | None = None, whole: bool = False) -> str:
     words, variables = shlex.split(line), {"MLX_MTP_CACHE_DIR": "cache", "MLX_MTP_CONFIG": ""}
     while (word := words.pop(0)) != "mlx-mtp":
         name, _, variables[name] = word.partition("=")
-    # Other variables than ours are read where libraries are imported.
-    here, tree = tree is None and not line.startswith("HF_"), tree or TREE
+    # Libraries read other variables than ours, some of them when they are imported.
+    here, tree = tree is None and not line.startswith(("HF_", "XDG_")), tree or TREE
     result = run_here(words, variables) if here else run_apart(words, variables, tree)
     masks = [(re.escape(str(tree)), "TREE"), (re.escape(os.getcwd()), "FOLDER"), *MASKS]
     for pattern, mask in masks:

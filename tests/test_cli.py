@@ -20,13 +20,13 @@ import pytest
 
 from mlx_mtp import __version__, build
 from mlx_mtp.cli import main as cli
-from mlx_mtp.cli.serve import answers_text, banner, model_name, off_text, prefixes_text
+from mlx_mtp.cli.banner import answers_text, banner, off_text, prefixes_text
 from mlx_mtp.config import EngineConfig, ServerConfig
 from mlx_mtp.distributed import own_address
 from mlx_mtp.errors import MissingHeadError, UsageError
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.options import SERVE_FLAGS, wants_exact
-from mlx_mtp.server.app import bind
+from mlx_mtp.options import SERVE_FLAGS, model_name, wants_exact
+from mlx_mtp.server.serving import bind
 from mlx_mtp.settings import add_settings, resolve
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.conftest import DEMO
@@ -49,7 +49,7 @@ def test_every_flag_also_comes_from_the_environment():
     values["--chat-template-kwargs"] = '{"preserve_thinking": true}'
     for flag in SERVE_FLAGS:
         value = flag.parse[-1] if isinstance(flag.parse, tuple) else values.get(flag.name, "7")
-        argv = [flag.name, value] if flag.name.startswith("-") else [value]
+        argv = [f"--{flag.name.lstrip('-')}", value]
         if flag.parse is None:
             argv, value = [flag.name], "TRUE"
         if flag.name == "model":
@@ -70,7 +70,7 @@ def test_every_flag_also_comes_from_the_environment():
     [
         ((), {"MLX_MTP_API_KEY": "\udcff"}, "variable MLX_MTP_API_KEY is wrong: the key is not"),
         (("--api-key", "\n"), {}, "must not begin or end with white space"),
-        (("a", "b\nc"), {}, "unrecognized arguments: b c"),
+        (("a", "--b\nc"), {}, "unrecognized arguments: --b c"),
         (("\udcff\udcfe",), {}, "is not valid UTF-8"),
     ],
 )

@@ -19,8 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 import mlx_mtp
 from mlx_mtp.flags import CommandParser
-from mlx_mtp.server.app import Server
 from mlx_mtp.server.http import protocol
+from mlx_mtp.server.serving import Server
 
 PACKAGE = Path(mlx_mtp.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlx_mtp.server.app import bind
+from mlx_mtp.server.serving import bind
 from tests.support.process import CHAT, MODEL, running
 
 # Prometheus keeps colons for recording rules; vLLM, whose dashboards these are for, uses them too.

@@ -18,7 +18,7 @@ SERVER = RunningServer(
     pid=1,
     url="http://127.0.0.1:8000",
     models=["org/name"],
-    directory="/models/name",
+    directories=["/models/name"],
     needs_key=True,
     max_model_len=4096,
     weights=20_400_000_000,
@@ -46,6 +46,11 @@ def test_a_server_is_found_while_it_runs(folder, capsys):
         for word in (SERVER.url, *SERVER.models, "20.4 GB of 51.5 GB"):
             assert word in shown
     assert running_servers() == [] == list(folder.iterdir())
+    several = RunningServer(1, SERVER.url, ["org/a", "org/b", "a"], ["/a", "/b"], False, 1.0)
+    with announced(several):
+        assert running_servers() == [several]
+        assert cli.main(["ps"], {}) == 0
+        assert "org/a and 1 more" in capsys.readouterr().out
 
 
 def test_a_killed_servers_file_is_removed(folder):
@@ -91,7 +96,7 @@ def test_a_real_server(mtp_server: Server):
     assert found.pid == mtp_server.process.pid and not found.needs_key
     assert 10**6 < found.weights < found.memory_limit
     (listed,) = mtp_server.http.get("/api/tags").json()["models"]
-    files = Path(found.directory).glob("*.safetensors")
+    files = Path(*found.directories).glob("*.safetensors")
     assert listed["size"] == sum(each.stat().st_size for each in files)
     (loaded,) = mtp_server.http.get("/api/ps").json()["models"]
     assert loaded["size"] == found.weights

@@ -7,8 +7,8 @@ from pathlib import Path
 import flags_doc
 import pytest
 
+from mlx_mtp.cli.banner import off_text
 from mlx_mtp.cli.main import main
-from mlx_mtp.cli.serve import off_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.flags import Flag
 from mlx_mtp.options import COMMAND_FLAGS, check_serve
@@ -51,8 +51,9 @@ def test_each_flag_comes_from_a_variable_and_from_each_table(command, written):
         text, value = toml_of(flag)
         expected = getattr(resolved(command, {flag.variable: text}), flag.key)
         assert expected != flag.default
-        tables = ["", f"[{command}]"]
-        if flag.key != "model" and command in ("serve", "generate", "chat"):
+        # At the top `models` has the models' tables.
+        tables = ["", f"[{command}]"][flag.key == "models" :]
+        if flag.key not in ("model", "models", "all") and command in ("serve", "generate", "chat"):
             tables += ["[models.mlx-mtp-demo]", f"[models.mlx-mtp-demo.{command}]"]
         for heading in tables:
             environ = written(f"{heading}\n{flag.toml_key} = {value}\n")

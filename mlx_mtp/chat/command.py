@@ -23,7 +23,7 @@ from mlx_mtp.prepare import prepare_command
 from mlx_mtp.settings import add_settings, resolve
 
 if TYPE_CHECKING:
-    from mlx_mtp.server.app import Server
+    from mlx_mtp.server.serving import Server
 
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
 _PASTE_SECONDS = 0.05  # between two lines that are pasted

@@ -4,7 +4,7 @@ from mlx_mtp.bench.arguments import add_bench
 from mlx_mtp.chat.command import add_terminal
 from mlx_mtp.cli.config import add_config
 from mlx_mtp.cli.launch import add_launch
-from mlx_mtp.cli.serve import add_serve
+from mlx_mtp.cli.serve_command import add_serve
 from mlx_mtp.cli.service import add_service
 from mlx_mtp.cli.top import add_top
 from mlx_mtp.connect.command import add_connect

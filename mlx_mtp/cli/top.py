@@ -129,8 +129,10 @@ def _screen(state: LiveState, last: LiveState | None) -> RenderableType:
         f"{source:<8}{' '.join(map(_percent, counts['accepted'], counts['tried']))}"
         for source, counts in drafts["sources"].items()
     ]
+    states = server.get("states", {})  # of several models at one address
+    models = ", ".join(f"{name} ({state})" for name, state in states.items())
     sections = {
-        f"{server['models'][0]}, mlx-mtp {server['version']}": [_state_line(state, last)],
+        f"{models or server['models'][0]}, mlx-mtp {server['version']}": [_state_line(state, last)],
         "Drafts accepted, by their position in a step": accepted or ["nothing drafted yet"],
         "Why so many drafts": [_why(drafts["choice"])],
         "Memory": _memory(state),
@@ -152,7 +154,8 @@ def _row_table(rows: list[LiveState]) -> RenderableType:
     if not rows:
         return Text("No answer is running.\n")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, (title, _) in enumerate(_COLUMNS):
+    columns = ((("Model", "model"),) if "model" in rows[0] else ()) + _COLUMNS
+    for number, (title, _) in enumerate(columns):
         table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
     for row in rows:
         values = row | {
@@ -161,7 +164,7 @@ def _row_table(rows: list[LiveState]) -> RenderableType:
             "tokens_per_second": f"{row['tokens_per_second']:.1f}",
             "accepted": _percent(row["accepted"], row["drafts"]),
         }
-        table.add_row(*(Text(one_line(str(values[name]))) for _, name in _COLUMNS))
+        table.add_row(*(Text(one_line(str(values[name]))) for _, name in columns))
     return table
 
 

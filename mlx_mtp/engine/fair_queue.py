@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from mlx_mtp.engine.sequence import Sequence
+if TYPE_CHECKING:
+    from mlx_mtp.engine.sequence import Sequence
 
 QUANTUM = 1024  # tokens of one turn
 FLAT_COST = 128  # tokens per request beside its prompt, for the row that its answer takes

@@ -181,9 +181,9 @@ def plan_memory(
     if fitting is None or (max_model_len is not None and fitting < max_model_len):
         length = tokens if fitting else least
         needed = need(length)
-        cache = min(needed // 3 + 1, MOST_PREFIX_CACHE) if is_default else prefix_cache
-        total = fixed + needed + cache
-        total += client_text_bytes(total + total // 31 + 1)
+        total = least_memory(
+            footprint, length, prefill_step_size, None if is_default else prefix_cache
+        )
         more = f"--memory-limit {_as_flag(total)} if the machine has that"
         used = f"Of {size_text(limit.nbytes)} ({limit.source}) the weights take {size_text(fixed)}"
         if left <= 0:
@@ -221,6 +221,17 @@ def plan_memory(
         max_model_len=fitting,
         reduced=fitting < tokens,
     )
+
+
+def least_memory(
+    footprint: Footprint, tokens: int, prefill_step_size: int, prefix_cache: int | None
+) -> int:
+    """The smallest limit, in bytes, for which `plan_memory` has room for a request of `tokens`."""
+    needed = footprint.chunk_bytes(prefill_step_size, tokens) + footprint.row_bytes(tokens)
+    if prefix_cache is None:
+        prefix_cache = min(needed // 3 + 1, MOST_PREFIX_CACHE)
+    total = footprint.weights + footprint.head + needed + prefix_cache
+    return total + client_text_bytes(total + total // 31 + 1)
 
 
 def default_plan(footprint: Footprint, limit: MemoryLimit, allowed: int) -> MemoryPlan:

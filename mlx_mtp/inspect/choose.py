@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 from mlx_mtp.console import say, size_text
 from mlx_mtp.errors import UsageError
@@ -10,13 +9,9 @@ from mlx_mtp.inspect.models import published
 from mlx_mtp.machine import MemoryLimit, memory_limit
 from mlx_mtp.models.hub import cached_model, repository_size, weights_size
 from mlx_mtp.models.published import SHAPES, PublishedQuant, nearest_names, releases_named
+from mlx_mtp.options import is_short_name
 
 _ROOM = 32_768  # tokens of context that a model should have room for, if one of the name has
-
-
-def is_short_name(name: str | None) -> bool:
-    """True for a MODEL that is neither a hub id, which has a slash, nor a path."""
-    return bool(name) and "/" not in str(name) and not Path(str(name)).expanduser().exists()
 
 
 def choose_model(name: str | None, memory: int | None = None) -> str | None:

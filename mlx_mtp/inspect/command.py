@@ -9,7 +9,7 @@ from mlx_mtp import backend
 from mlx_mtp.console import columns, labelled, say, size_text, width_of
 from mlx_mtp.flags import Flag, add_flags, byte_size, gigabytes, integer, nonempty_text
 from mlx_mtp.options import DTYPE, MODEL_FLAG
-from mlx_mtp.running import running_servers
+from mlx_mtp.running import RunningServer, running_servers
 
 _PS_HEADINGS = ("model", "address", "process", "weights of the memory it may use", "since")
 _WIDTH = 120  # of a table where there is no terminal
@@ -124,6 +124,17 @@ def _run_rm(options: argparse.Namespace) -> int:
     return 0
 
 
+def _shown_models(server: RunningServer) -> str:
+    more = len(server.directories) - 1
+    return f"{server.models[0]} and {more} more" if more > 0 else server.models[0]
+
+
+def _shown_memory(server: RunningServer) -> str:
+    if server.weights is None or server.memory_limit is None:
+        return "while they are asked for"
+    return f"{size_text(server.weights)} of {size_text(server.memory_limit)}"
+
+
 def _run_ps(_: argparse.Namespace) -> int:
     servers = running_servers()
     if not servers:
@@ -131,10 +142,10 @@ def _run_ps(_: argparse.Namespace) -> int:
         return 0
     rows = [
         [
-            each.models[0],
+            _shown_models(each),
             each.url,
             str(each.pid),
-            f"{size_text(each.weights)} of {size_text(each.memory_limit)}",
+            _shown_memory(each),
             f"{datetime.fromtimestamp(each.started):%F %H:%M}",
         ]
         for each in servers

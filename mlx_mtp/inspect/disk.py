@@ -14,10 +14,11 @@ from mlx_mtp.console import columns, say, size_text, width_of
 from mlx_mtp.convert.provide import has_head, provide_head
 from mlx_mtp.convert.source import LocalRepo, on_hub, weight_map_of
 from mlx_mtp.errors import MissingHeadError, ModelError, UsageError
-from mlx_mtp.inspect.choose import choose_model, is_short_name, known_releases
+from mlx_mtp.inspect.choose import choose_model, known_releases
 from mlx_mtp.models.files import read_json
 from mlx_mtp.models.hub import cached_model, download_model
 from mlx_mtp.models.loader import FAMILIES
+from mlx_mtp.options import is_short_name
 from mlx_mtp.running import running_servers
 
 _WIDTH = 100  # of a table where there is no terminal
@@ -106,7 +107,8 @@ def remove(name: str, *, asks: bool) -> None:
     (model,) = found
     path = model.repository.repo_path
     for server in running_servers():
-        if Path(server.directory).resolve().is_relative_to(path.resolve()):
+        used = (Path(each).resolve() for each in server.directories)
+        if any(each.is_relative_to(path.resolve()) for each in used):
             raise UsageError(
                 f"{model.name} is being served at {server.url}: end that server first."
             )

@@ -1,6 +1,6 @@
 // Requests to the server that this page came from: its key, errors in words, streams, who waits.
 
-export const state = { locked: false, refused: false, lost: "", models: null, sources: [] };
+export const state = { locked: false, refused: false, lost: "", models: null, model: null, states: null, sources: [] };
 
 const listeners = new Set();
 export const onChange = (listener) => (listeners.add(listener), () => listeners.delete(listener));
@@ -77,11 +77,20 @@ async function lost(why) {
   }
 }
 
+/** Ask another model from now on. */
+export function choose(model) {
+  set({ model });
+  return connect();
+}
+
 /** Learn the model's name and what is drafted for it; without the right key the page shows nothing but its question for it. */
 export async function connect() {
   try {
     const { data } = await (await api("/v1/models")).json();
-    set({ models: data.map((model) => model.id), sources: data[0].draft_sources, locked: false, refused: false });
+    const card = data.find((each) => each.id === state.model) ?? data[0];
+    // Only a server of several models says which of them are loaded.
+    const states = card.state ? data.map((each) => each.state) : null;
+    set({ models: data.map((each) => each.id), model: card.id, states, sources: card.draft_sources, locked: false, refused: false });
   } catch {
     // Said where it was noticed.
   }

@@ -2,7 +2,7 @@
 
 import { render } from "./vendor/preact.js";
 import { useEffect, useState } from "./vendor/hooks.js";
-import { connect, onChange, setKey, state } from "./api.js";
+import { choose, connect, onChange, setKey, state } from "./api.js";
 import { Chat } from "./chat.js";
 import { Clients } from "./clients.js";
 import { Live } from "./live.js";
@@ -25,6 +25,12 @@ function Key() {
   </form>`;
 }
 
+function Picker() {
+  return html`<select class="model" aria-label="Model" onFocus=${connect} onChange=${(event) => choose(event.target.value)}>
+    ${state.models.map((each, place) => html`<option key=${each} value=${each} selected=${each === state.model}>${each} (${state.states[place]})</option>`)}
+  </select>`;
+}
+
 function App() {
   useRedraw(onChange);
   const [name, setName] = useState(location.hash.slice(1));
@@ -41,7 +47,7 @@ function App() {
       <h1>mlx-mtp</h1>
       ${!state.locked && html`<nav aria-label="Views">${Object.entries(VIEWS).map(([each, [label]]) =>
         html`<a key=${each} href="#${each}" aria-current=${isShown(each) ? "page" : undefined}>${label}</a>`)}</nav>
-      <span class="model" title=${state.models?.join(", ")}>${state.models?.[0]}</span>`}
+      ${state.states ? html`<${Picker} />` : html`<span class="model" title=${state.models?.join(", ")}>${state.model}</span>`}`}
     </header>
     <div role="status">${state.lost && html`<p class="notice">${state.lost} This page goes on by itself when the server is back.</p>`}</div>
     <main id="main" tabindex="0">${state.locked ? html`<${Key} />` : html`<${View} />`}</main>`;

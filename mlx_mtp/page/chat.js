@@ -159,7 +159,7 @@ function Answer({ chat, node, isLast, onSettings }) {
   const live = store.running.has(node.id);
   const traced = node.steps?.length > 0;
   return html`<article class="message assistant" aria-busy=${live}>
-    <h3>${state.models?.[0] ?? "The model"}</h3>
+    <h3>${state.model ?? "The model"}</h3>
     ${live && waiting(node) && html`<p class="hint waiting">${waiting(node)}</p>`}
     ${view.drafts && traced
       ? html`<${Drafts} steps=${node.steps} />`
@@ -244,7 +244,7 @@ export function Chat() {
         <button type="button" aria-expanded=${panel === "settings"} onClick=${() => toggle("settings")}>Settings</button>
       </div>
       <div class="messages" ref=${bottom} tabindex="0" role="log" aria-label="Messages" aria-live="off">
-        ${nodes.length === 0 && html`<div class="empty"><h2>Ask ${state.models?.[0] ?? "the model"} something</h2>
+        ${nodes.length === 0 && html`<div class="empty"><h2>Ask ${state.model ?? "the model"} something</h2>
           <p>“Show the drafts” colours an answer by where its tokens came from: drawn by the model, or drafted and accepted. The answer is the same either way.</p></div>`}
         ${nodes.map((node, index) => node.role === "assistant"
           ? html`<${Answer} key=${node.id} chat=${chat} node=${node} isLast=${index === nodes.length - 1} onSettings=${() => setPanel("settings")} />`

@@ -78,6 +78,7 @@ function requestBody(chat, before) {
   const body = { messages: said.map(message), stream: true, stream_options: { include_usage: true, include_progress: true } };
   if (given.system?.trim()) body.messages.unshift({ role: "system", content: given.system });
   body.mtp = { trace: true };
+  if (state.states) body.model = state.model;
   for (const setting of offered()) {
     const text = given[setting.name];
     if (setting.name === "drafts" && text && text in setting.choices) body.mtp.num_draft_tokens = Number(text);

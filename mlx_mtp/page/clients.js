@@ -19,7 +19,7 @@ export function Clients() {
   return html`<div class="clients">
     <dl><dt>Address (OpenAI)</dt><dd><${Code} text="${location.origin}/v1" /></dd>
       <dt>Address (Anthropic, Ollama)</dt><dd><${Code} text=${location.origin} /></dd>
-      <dt>Model</dt><dd><${Code} text=${state.models?.[0] ?? ""} /></dd></dl>
+      <dt>Model</dt><dd><${Code} text=${state.model ?? ""} /></dd></dl>
     <div class="names" role="group" aria-label="Client">${clients.map((each) => html`<button type="button" key=${each.name}
       aria-pressed=${each === chosen} onClick=${() => setName(each.name)}>${each.name}</button>`)}</div>
     <${Code} text=${text} name=${chosen.name} />

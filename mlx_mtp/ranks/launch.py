@@ -20,7 +20,7 @@ from mlx_mtp.errors import RankError
 from mlx_mtp.machine import memory_limit
 from mlx_mtp.models.files import WEIGHTS, read_header
 from mlx_mtp.ranks.links import Link, Links, connect
-from mlx_mtp.server.app import give_up
+from mlx_mtp.server.serving import give_up
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine

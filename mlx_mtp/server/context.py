@@ -16,6 +16,7 @@ from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
+from mlx_mtp.server.cards import model_card
 from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
 from mlx_mtp.server.generation.inputs import model_defaults, with_flags
 from mlx_mtp.server.generation.prompting import Prompter
@@ -40,6 +41,7 @@ class Context:
         defaults: Mapping[str, Any],
     ) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.has_several_keys = config.num_keys > 1
         self.model_names = (config.model_name, *config.other_names)
         self.defaults = replace(
             with_flags(model_defaults(defaults), config.sampling), optimistic=config.optimistic
@@ -78,6 +80,14 @@ class Context:
         reason = self.engine.unhealthy_reason or self.engine.hang_reason
         return reason or (None if self.workers is None else self.workers.fault)
 
+    def end_all(self) -> None:
+        """End all open requests with an error."""
+        self.dispatcher.end_all()
+
+    def resume(self) -> None:
+        """Go on after the process was stopped and continued."""
+        self.engine.resume()
+
     def close(self) -> None:
         self.grammars.close()
         if self.workers is not None:
@@ -108,21 +118,13 @@ class Context:
         return tuple(token_ids)
 
     def model_card(self, name: str) -> dict[str, Any]:
-        length = self.engine.info.max_model_len
-        return {
-            "id": name,
-            "object": "model",
-            "created": int(self.created.timestamp()),
-            "owned_by": "mlx-mtp",
-            "max_model_len": length,
-            "type": "model",
-            "display_name": name,
-            "created_at": self.created.isoformat(),
-            "lifecycle": "active",
-            "max_input_tokens": length,
-            "draft_sources": self.engine.info.draft_sources,  # for the page
-            **({} if self.engine.info.images is None else {"images": True}),
-        }
+        sources = self.engine.info.draft_sources  # for the page
+        more = {} if self.engine.info.images is None else {"images": True}
+        return model_card(name, self.created, self.max_model_len, draft_sources=sources, **more)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.info.max_model_len
 
 
 def context_of(request: Request) -> Context:

@@ -1,10 +1,12 @@
-"""The page at /, its files, and the routes that only the page and `mlx-mtp top` use."""
+"""The page at /, its files, and the routes that ask no model anything."""
+
+from __future__ import annotations
 
 import gzip
 import hashlib
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -13,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 from mlx_mtp.connect.clients import Served, setup_text
 from mlx_mtp.connect.command import NAMES
 from mlx_mtp.errors import NotFoundError
-from mlx_mtp.server.context import context_of
 from mlx_mtp.server.http.record import record_of
-from mlx_mtp.server.live import Live
+
+if TYPE_CHECKING:
+    from mlx_mtp.server.context import Context
+    from mlx_mtp.server.live import Live
 
 FOLDER = Path(__file__).parents[1] / "page"
 _TYPES = {
@@ -25,6 +29,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
+_OLLAMA_VERSION = "0.12.11"  # clients check that it is new enough
 HEADERS = {
     # Nothing inline, nothing from elsewhere, in nobody's frame; and no text ever becomes HTML.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -75,7 +80,7 @@ def _file_response(request: Request, name: str) -> Response:
 
 async def root(request: Request) -> Response:
     """GET /: the page to a browser, and JSON to everybody else."""
-    if context_of(request).config.page and "text/html" in request.headers.get("accept", ""):
+    if request.app.state.context.config.page and "text/html" in request.headers.get("accept", ""):
         return _file_response(request, "index.html")
     # Agents look whether there is a server. No version: everybody can read this.
     return JSONResponse({"name": "mlx-mtp"}, headers={"Vary": "Accept"})
@@ -83,18 +88,33 @@ async def root(request: Request) -> Response:
 
 async def page_file(request: Request) -> Response:
     """GET /page/..: one of the page's files."""
-    if not context_of(request).config.page:
+    if not request.app.state.context.config.page:
         raise NotFoundError("The page is turned off (--no-page).")
     return _file_response(request, request.path_params["name"].rstrip("/"))
 
 
+async def health(request: Request) -> Response:
+    """GET /health."""
+    context: Context = request.app.state.context
+    if context.limiter.draining:
+        reason = f"the server is shutting down; {context.limiter.held} answers are not finished"
+        return JSONResponse({"status": "draining", "reason": reason}, 503)
+    if context.fault is not None:
+        return JSONResponse({"status": "unhealthy", "reason": context.fault}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+async def ollama_version(_: Request) -> Response:
+    """GET /api/version."""
+    return JSONResponse({"version": _OLLAMA_VERSION})
+
+
 async def clients(request: Request) -> Response:
     """GET /clients: how to set up each client that `mlx-mtp connect` knows."""
-    context = context_of(request)
+    context: Context = request.app.state.context
     url, keys = f"http://{request.headers.get('host', '')}", context.config.api_keys
-    info = context.engine.info
-    sees = info.images is not None
-    served = Served(url, context.model_names[0], info.max_model_len, bool(keys), sees)
+    sees = context.engine.info.images is not None
+    served = Served(url, context.model_names[0], context.max_model_len, bool(keys), sees)
     return JSONResponse([{"name": name, "text": setup_text(name, served)} for name in NAMES])
 
 

@@ -14,7 +14,8 @@ from llguidance import LLTokenizer
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.sampling import grammar
-from mlx_mtp.server.app import Server, bind, create_app, make_server
+from mlx_mtp.server.app import create_app
+from mlx_mtp.server.serving import Server, bind, make_server
 from mlx_mtp.text.sandbox import text_worker
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from mlx_mtp.engine.request import Request
-from mlx_mtp.server import app as serve_module
+from mlx_mtp.server import serving
 from mlx_mtp.server.http import protocol
 from tests.server.conftest import Serve, Served
 from tests.server.test_metrics import samples
@@ -265,7 +265,7 @@ def test_bodies_that_do_not_end_are_bounded_in_all(serve: Serve) -> None:
     begun = request_bytes("POST", CHAT, {"Content-Length": str(4 << 20)}) + b" " * (1 << 20)
     settings = {"max_held_bytes": 8 << 20, "max_connections": 100}
     with serve(FakeEngine(answer([300])), **settings) as client:
-        held = client.server._context.held
+        held = client.server.context.held
         with contextlib.ExitStack() as stack:
             crowd = [stack.enter_context(connect(client)) for _ in range(5)]
             for raw in crowd:
@@ -283,7 +283,7 @@ def test_bodies_that_do_not_end_are_bounded_in_all(serve: Serve) -> None:
 def test_answers_that_nobody_reads_are_bounded_in_all(serve: Serve) -> None:
     body = json.dumps({"tokens": [300] * (1 << 16)}).encode()
     with serve(FakeEngine(answer([300])), max_held_bytes=8 << 20) as client:
-        held = client.server._context.held
+        held = client.server.context.held
         with contextlib.ExitStack() as stack:
             statuses = []
             for _ in range(12):
@@ -372,7 +372,7 @@ def test_a_burst_of_silent_connections_is_accepted_as_it_can_be_closed(
             began.set()
             go_on.wait(30)
 
-        client.server._context.dispatcher._loop.call_soon_threadsafe(stand_still)
+        client.server.context.dispatcher._loop.call_soon_threadsafe(stand_still)
         assert began.wait(30)
         crowd = [stack.enter_context(connect(client)) for _ in range(300)]
         go_on.set()
@@ -392,7 +392,7 @@ def test_without_files_connections_wait_and_the_log_says_so_once(
             raise OSError(errno.EMFILE, "Too many open files")
         return accept(self)
 
-    monkeypatch.setattr(serve_module, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(serving, "_PAUSE_SECONDS", 0.05)
     with serve(small(answer([300]))) as client:
         monkeypatch.setattr(socket.socket, "accept", refused)
         for _ in range(3):
@@ -415,7 +415,7 @@ def test_a_connection_that_cannot_be_begun_costs_no_other(
             raise OSError(errno.EINVAL, "Invalid argument")
         begin(sock)
 
-    monkeypatch.setattr(serve_module, "_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr(serving, "_PAUSE_SECONDS", 600.0)
     monkeypatch.setattr(asyncio.selector_events.base_events, "_set_nodelay", reset)
     with serve(small(answer([300]))) as client, contextlib.ExitStack() as stack:
         for _ in range(3):

@@ -74,7 +74,7 @@ def test_nothing_is_written_for_a_client_that_left_while_it_waited(
 
     monkeypatch.setattr(Tokenizer, "token_bytes", noted)
     with serve(FakeEngine(answer([300]))) as client:
-        context = client.server._context
+        context = client.server.context
         packing = context.limiter.packing
         packing._free = 0  # Another client's work takes the turn.
         body = json.dumps({"tokens": MANY_IDS}).encode()

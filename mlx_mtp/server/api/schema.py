@@ -36,6 +36,8 @@ from mlx_mtp.sampling.params import (
 from mlx_mtp.server.api.compat import ANY, MAX_IGNORED, MAX_NAME, NEUTRAL, REFUSED, SYNONYMS
 from mlx_mtp.server.generation import inputs, pictures
 from mlx_mtp.server.generation.inputs import AnswerOptions
+from mlx_mtp.server.http.errors import FORM as FORM
+from mlx_mtp.server.http.errors import UNSUPPORTED
 
 MAX_MESSAGES = 4096  # of a chat, and parts of a message: far more than fit a context
 MAX_TOOLS = 1024  # of a chat, and tool calls of a message
@@ -45,9 +47,6 @@ MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LABEL_CHARACTERS = 512
 MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
-
-FORM = "\0"  # begins the tag of a union's form, which pydantic puts among field names in errors
-UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
 
 
 def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:

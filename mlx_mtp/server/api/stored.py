@@ -100,7 +100,7 @@ def _store(request: Request) -> Store:
     context = context_of(request)
     config = context.config
     most = min(MAX_STORED_BYTES, config.max_held_bytes // 8)
-    share = most // max(1, len(config.api_keys))
+    share = most // max(1, config.num_keys)
     empty = Store(config.max_stored_completions, share)
     store: Store = context.stored.setdefault(record_of(request.scope).key, empty)
     return store

@@ -17,8 +17,8 @@ from mlx_mtp.server.api.openai.protocol import OpenAIMessage, OpenAITool, Templa
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.inputs import Conversation
 from mlx_mtp.server.generation.job import chat_prompt
-from mlx_mtp.server.generation.writer import packed_json, packed_slowly, until_disconnect
-from mlx_mtp.server.http.body import read_request
+from mlx_mtp.server.generation.writer import packed_json, packed_slowly
+from mlx_mtp.server.http.body import read_request, until_disconnect
 from mlx_mtp.server.http.record import client_of, record_of
 
 _TOKEN_CHARACTERS = 8  # that an answer has per token, about

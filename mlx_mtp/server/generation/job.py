@@ -179,7 +179,7 @@ async def admit(request: Request, model: type[Body], prefix: str) -> Job[Body]:
     )
     context.limiter.reserve(scope, options.n * options.num_prompts)
     salt = body.cache_salt or ""
-    if len(config.api_keys) > 1 and not config.share_prefixes:
+    if context.has_several_keys and not config.share_prefixes:
         salt = f"{record_of(scope).key} {salt}"
     engine = replace(options.engine, client=client_of(scope, options.user), cache_salt=salt)
     answer_id = prefix + uuid.uuid4().hex[:24]

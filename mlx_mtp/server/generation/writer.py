@@ -7,7 +7,7 @@ import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
@@ -21,6 +21,7 @@ from mlx_mtp.logs import Later
 from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.generation import Generation
 from mlx_mtp.server.generation.job import Job
+from mlx_mtp.server.http.body import until_disconnect
 from mlx_mtp.server.http.record import client_of, record_of
 from mlx_mtp.text.parsing import events
 from mlx_mtp.text.stream import Delta
@@ -210,25 +211,6 @@ async def respond(request: Request, writer: Writer, keep: StoreAnswer | None = N
     client = client_of(request.scope)
     content = await context.limiter.packing.run(client, partial(packed_slowly, answer))
     return Response(content, media_type="application/json")
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
-
-    async def disconnected() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _collect_response(writer: Writer, patience: float) -> dict[str, Any]:

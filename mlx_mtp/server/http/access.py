@@ -11,6 +11,7 @@ import logging
 import re
 import socket
 import stat
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from mlx_mtp.server.http.record import record_of
 logger = logging.getLogger(__name__)
 
 ANY = "*"
+CLIENT = "x-mlx-mtp-client"
+"""Header from a parent process: the key's SHA-256, the address, and the seconds since the request
+came, with slashes between them; the first two may be empty."""
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -93,6 +97,24 @@ def check_key(digests: Collection[bytes], scope: Scope) -> None:
     if not record.key:
         header = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
         raise AuthenticationError(f"This server requires its API key, as the header {header}.")
+
+
+def client_header(scope: Scope) -> tuple[bytes, bytes]:
+    """The header by which a parent process says whose request it passes on."""
+    record, address = record_of(scope), scope["client"][0] if scope.get("client") else ""
+    seconds = time.perf_counter() - record.began
+    return CLIENT.encode(), f"{record.key}/{address}/{seconds:.4f}".encode()
+
+
+def take_client(scope: Scope) -> None:
+    """Take the client's key and address from the parent process, which alone can connect."""
+    record = record_of(scope)
+    if (given := Headers(scope=scope).get(CLIENT)) is None:  # The parent asks for itself.
+        record.route = record.route._replace(is_logged=False)
+        return
+    record.key, address, seconds = given.split("/")
+    record.began -= float(seconds)
+    scope["client"] = (address, 0) if address else None
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:

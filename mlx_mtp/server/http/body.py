@@ -4,17 +4,22 @@ The JSON parser lets no other thread run: it takes 10 ms for eight million bytes
 second for as many of empty lists. So a body's parts are counted before it is parsed.
 """
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import json
 import math
 import threading
+from argparse import ArgumentTypeError
+from collections.abc import Coroutine
 from email.message import Message
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from pydantic import ValidationError
-from starlette.requests import Request
+from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from mlx_mtp.bounded_json import (
     DuplicateNameError,
@@ -31,12 +36,17 @@ from mlx_mtp.errors import (
     PayloadTooLargeError,
     UnsupportedMediaTypeError,
 )
-from mlx_mtp.server.api.schema import Model as Model
-from mlx_mtp.server.context import Context, context_of
+from mlx_mtp.flags import duration
 from mlx_mtp.server.http.admission import BODY_BYTES, OBJECT_BYTES, HeldBytes
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.server.http.record import client_of, record_of
 
+if TYPE_CHECKING:
+    from mlx_mtp.server.context import Context
+    from mlx_mtp.server.serving import ServerState
+
+T = TypeVar("T")
+BodyModel = TypeVar("BodyModel", bound=BaseModel)
 LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included
 MAX_PARTS = 1 << 17  # objects, lists and strings, names included; agents send thousands
@@ -47,23 +57,38 @@ _SMALL = 64 << 10  # characters that are parsed without switching off garbage co
 _one_at_a_time = threading.Lock()
 
 
-async def read_request(request: Request, model: type[Model]) -> tuple[Context, Model]:
+class RoutedBody(BaseModel):
+    """What the parent of several models reads of a body, all of which goes to a model's process."""
+
+    model: str = Field("", max_length=256)
+    name: str = Field("", max_length=256)  # Ollama's older word for it
+    stream: Any = None
+    keep_alive: Any = None  # of Ollama's API: seconds, or a text such as 10m
+    messages: Any = None
+    prompt: Any = None
+
+    def seconds(self) -> float | None:
+        """`keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
+        if self.keep_alive is None:
+            return None
+        try:
+            return duration(str(self.keep_alive))
+        except ArgumentTypeError as error:
+            raise InvalidRequestError(f"keep_alive: {error}.", param="keep_alive") from None
+
+
+async def read_request(request: Request, model: type[BodyModel]) -> tuple[Context, BodyModel]:
     """Return the application's parts and the validated body; raises RequestError.
 
     Of bodies that name a model, the name is checked, and the first served one stands in for none.
     """
-    context, record = context_of(request), record_of(request.scope)
+    context: Context = request.app.state.context
     context.engine.expect_request()
-    content = await _read(request, context.config, context.held)
-    record.body_bytes = len(content)
     has_model = "model" in model.model_fields
-    record.ignored.sees = context.engine.info.images is not None
+    ignored = record_of(request.scope).ignored
+    ignored.sees = context.engine.info.images is not None
     lenient = has_model and context.config.unknown_parameters == "warn"
-    parse = partial(parse_body, content, model, record.ignored if lenient else None)
-    if len(content) > LARGE_BODY:
-        body = await context.limiter.parsing.run(client_of(request.scope), parse)
-    else:
-        body = parse()
+    _, body = await read_body(request, context, model, ignored if lenient else None)
     if has_model:
         name = getattr(body, "model", "")
         served = context.served_name(name)
@@ -71,7 +96,23 @@ async def read_request(request: Request, model: type[Model]) -> tuple[Context, M
     return context, body
 
 
-async def _read(request: Request, config: ServerConfig, held: HeldBytes) -> bytes:
+async def read_body(
+    request: Request, state: ServerState, model: type[BodyModel], ignored: list[str] | None = None
+) -> tuple[bytes, BodyModel]:
+    """Return the body, as it came and validated; raises RequestError.
+
+    `ignored` is that of `parse_body`.
+    """
+    content = await read_bytes(request, state.config, state.held)
+    record_of(request.scope).body_bytes = len(content)
+    parse = partial(parse_body, content, model, ignored)
+    if len(content) > LARGE_BODY:
+        return content, await state.limiter.parsing.run(client_of(request.scope), parse)
+    return content, parse()
+
+
+async def read_bytes(request: Request, config: ServerConfig, held: HeldBytes) -> bytes:
+    """Return the body within the limits of size and time; raises RequestError."""
     max_bytes, max_seconds = config.max_body_bytes, config.body_timeout
     headers = request.headers
     encoding = headers.get("content-encoding", "identity").strip().lower()
@@ -113,7 +154,7 @@ def _too_long(max_bytes: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(message)
 
 
-def parse_body(body: bytes, model: type[Model], ignored: list[str] | None) -> Model:
+def parse_body(body: bytes, model: type[BodyModel], ignored: list[str] | None) -> BodyModel:
     """Parse and validate a body within the bounds above; raises RequestError.
 
     Unknown parameters are an error, or, if `ignored` is a list, added to it.
@@ -173,3 +214,22 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(
     parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=unique_names
 )
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)

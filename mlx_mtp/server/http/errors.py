@@ -1,5 +1,7 @@
 """Errors as HTTP responses, in the form of each API."""
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,8 +10,10 @@ from starlette.responses import JSONResponse
 
 from mlx_mtp import errors
 from mlx_mtp.bounded_json import shortened
-from mlx_mtp.server.api.schema import FORM, UNSUPPORTED
 
+FORM = "\0"  # begins the tag of a union's form, which pydantic puts among field names in errors
+UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
+_NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _CLOSE = {"Connection": "close"}
 _HEADERS: dict[type[Exception], dict[str, str]] = {
     errors.BytesLimitError: _CLOSE,
@@ -82,3 +86,41 @@ def public(error: Exception) -> errors.MlxMtpError:
     if isinstance(error, errors.MlxMtpError):
         return error
     return errors.MlxMtpError("The server failed; see its log.")
+
+
+class StreamForm:
+    """How the streams of an API say that they go on, and that they have failed."""
+
+    def __init__(self, path: str, body: Callable[[Exception], dict[str, Any]]) -> None:
+        """`body` is the API's form of an error."""
+        self.is_ollama = body is ollama_error_body
+        self._is_anthropic = body is anthropic_error_body
+        self._is_responses = path.rstrip("/").endswith("/responses")
+        kind = b"application/x-ndjson" if self.is_ollama else b"text/event-stream; charset=utf-8"
+        fixed = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        self.headers = [(b"content-type", kind), *fixed]
+        self.keep_alive = b" " if self.is_ollama else b": keep-alive\n\n"
+        self.body = body
+
+    def wants_stream(self, stream: object) -> bool:
+        """Whether a body with this value of `stream` asks for a stream; None: it has none."""
+        return stream is not False if self.is_ollama else stream is True
+
+    def failure(self, error: Mapping[str, Any], last: bytes) -> bytes:
+        """An error's JSON as the end of a stream of which `last` came before.
+
+        Empty if the stream broke off within an event.
+        """
+        text = json.dumps(error).encode()
+        if self.is_ollama:
+            return b"" if last.rpartition(b"\n")[2].strip() else text + b"\n"
+        if last and not last.endswith(b"\n\n"):
+            return b""
+        if self._is_responses:
+            numbers = _NUMBER.findall(last)
+            number = int(numbers[-1]) + 1 if numbers else 0
+            event = error["error"] | {"type": "error", "sequence_number": number}
+            text = json.dumps(event).encode()
+        if self._is_responses or self._is_anthropic:
+            return b"event: error\ndata: " + text + b"\n\n"
+        return b"data: " + text + b"\n\ndata: [DONE]\n\n"

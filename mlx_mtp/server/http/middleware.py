@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,7 +19,6 @@ from mlx_mtp.bounded_json import shortened
 from mlx_mtp.server.http.admission import PIECE, HeldBytes, RequestLimiter
 from mlx_mtp.server.http.errors import error_response, public
 from mlx_mtp.server.http.record import Route, record_of
-from mlx_mtp.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,16 @@ _NOT_OFFERED = {
     *("search", "threads", "uploads", "vector_stores", "videos"),
     *("copy", "create", "delete", "embed", "pull", "push"),
 }
+
+
+class RequestCounts(Protocol):
+    """What counts requests: the server's metrics."""
+
+    def count(self, name: str, *labels: str) -> None: ...
+
+    def count_ignored(self, names: Iterable[str]) -> None: ...
+
+
 Check = Callable[[Scope], None]
 """Raises the MlxMtpError of a request that is refused."""
 
@@ -55,7 +64,9 @@ Check = Callable[[Scope], None]
 class RequestLog:
     """The outermost middleware: finds each request's route, names, counts and logs it."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, find_route: Callable[[str], Route]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: RequestCounts, find_route: Callable[[str], Route]
+    ) -> None:
         self._app, self._metrics, self._find_route = app, metrics, find_route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

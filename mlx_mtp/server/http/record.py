@@ -25,12 +25,15 @@ _RECORD = "mlx_mtp.record"
 _API = re.compile(r"(/v1)?/[^/]*")  # The start of a path, which tells the APIs apart.
 
 
+Handler = Callable[[Request], Awaitable[Response]]
+
+
 class Route(NamedTuple):
     """A row of the table. Rows with the same path differ in methods, handler and `generates`."""
 
     methods: str  # GET includes HEAD.
     path: str
-    handler: Callable[[Request], Awaitable[Response]]
+    handler: Handler
     generates: bool = False  # a POST takes slots of the engine
     needs_key: bool = True  # on a server with API keys
     while_draining: bool = False  # answered while the server is shutting down

@@ -1,6 +1,5 @@
 """Ollama's routes, and how their answers are worded."""
 
-import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.ollama.protocol import OllamaChat, OllamaShow, OllamaText
 from mlx_mtp.server.api.openai.tokens import logprob_entries
+from mlx_mtp.server.cards import ollama_card, ollama_show
 from mlx_mtp.server.context import Context, context_of
 from mlx_mtp.server.generation.job import admit
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, packed_json, respond
@@ -19,7 +19,6 @@ from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import ollama_error_body
 from mlx_mtp.text.parsing.events import OutputToken
 
-_VERSION = "0.12.11"  # of Ollama; clients check that it is new enough
 _FOREVER = datetime(9999, 1, 1, tzinfo=UTC).isoformat()
 
 
@@ -142,11 +141,6 @@ def _model_is_loaded(model: str, **answer: Any) -> Response:
     return JSONResponse(fields | {"done": True, "done_reason": "load"})
 
 
-async def version(_: Request) -> Response:
-    """GET /api/version."""
-    return JSONResponse({"version": _VERSION})
-
-
 async def tags(request: Request) -> Response:
     """GET /api/tags: the models."""
     return JSONResponse({"models": list(_cards(context_of(request)))})
@@ -158,44 +152,23 @@ async def processes(request: Request) -> Response:
     memory = context.engine.info.memory
     more = {"expires_at": _FOREVER, "size_vram": 0}
     more |= {"size": memory.get("weights", 0) + memory.get("head", 0)}
-    more |= {"context_length": context.engine.info.max_model_len}
+    more |= {"context_length": context.max_model_len}
     return JSONResponse({"models": [card | more for card in _cards(context)]})
 
 
 async def show(request: Request) -> Response:
     """POST /api/show: what the model can do."""
     context, _ = await read_request(request, OllamaShow)
-    info, form = context.engine.info, context.output_format
+    form, kind = context.output_format, context.engine.info.model_type
     able = {"tools": form.tools, "thinking": form.reasoning}
-    able["vision"] = "images" if info.images else "none"
-    kind = info.model_type
-    length = {"general.architecture": kind, f"{kind}.context_length": info.max_model_len}
-    return JSONResponse(
-        {
-            "modelfile": "",
-            "parameters": "",
-            "template": context.tokenizer.template,
-            "details": _details(context),
-            "model_info": length,
-            "capabilities": ["completion", *(name for name in able if able[name] != "none")],
-            "modified_at": context.created.isoformat(),
-        }
-    )
+    able["vision"] = "images" if context.engine.info.images else "none"
+    names = ["completion", *(name for name in able if able[name] != "none")]
+    template = context.tokenizer.template
+    shown = ollama_show(kind, context.max_model_len, context.created, names, template)
+    return JSONResponse(shown)
 
 
 def _cards(context: Context) -> Iterable[dict[str, Any]]:
-    for name in context.model_names:
-        yield {
-            "name": name,
-            "model": name,
-            "modified_at": context.created.isoformat(),
-            "size": context.config.model_bytes,
-            "digest": hashlib.sha256(name.encode()).hexdigest(),
-            "details": _details(context),
-        }
-
-
-def _details(context: Context) -> dict[str, Any]:
     kind = context.engine.info.model_type
-    fields = {"parent_model": "", "format": "safetensors", "family": kind, "families": [kind]}
-    return fields | {"parameter_size": "", "quantization_level": ""}
+    for name in context.model_names:
+        yield ollama_card(name, context.created, kind, context.config.model_bytes)

@@ -1,0 +1,151 @@
+"""A model's process that has no model: `python fake_child.py NAME [SECONDS_TO_LOAD|fail]`.
+
+It only sends, for the tests and the benchmark of `mlx_mtp.router`. A request's body may have,
+beside `stream`: `chunks`, `pause` (seconds before each), `size` (of one), `die` (after so many of
+them), `status`, and `hang`. Needs nothing but Python.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+NAME = sys.argv[1] if __name__ == "__main__" else ""
+SSE = "text/event-stream"
+counts = {"open": 0, "cancelled": 0, "finished": 0}
+draining = asyncio.Event()
+
+
+def event(fields: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+class Answer:
+    """One response."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    def head(self, status: int, kind: str, length: int | None) -> None:
+        size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+        head = f"HTTP/1.1 {status} Fake\r\nContent-Type: {kind}\r\nX-Request-Id: id-{NAME}\r\n"
+        self._writer.write(f"{head}{size}\r\nConnection: close\r\n\r\n".encode())
+
+    def whole(self, fields: Any, status: int = 200, kind: str = "application/json") -> None:
+        body = fields.encode() if isinstance(fields, str) else json.dumps(fields).encode()
+        self.head(status, kind, len(body))
+        self._writer.write(body)
+
+    async def chunk(self, data: bytes) -> None:
+        self._writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+        await self._writer.drain()
+
+
+async def generate(answer: Answer, body: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Send what the body asks for."""
+    if body.get("hang"):
+        await asyncio.sleep(3600)
+    if (status := body.get("status", 200)) != 200:
+        error = {"message": "as asked", "type": "fake", "param": None, "code": "fake"}
+        answer.whole({"error": error}, status)
+        return
+    if not body.get("stream"):
+        if body.get("die") == 0:
+            os._exit(9)
+        await asyncio.sleep(body.get("pause", 0))
+        answer.whole(seen)
+        return
+    answer.head(200, SSE, None)
+    await answer.chunk(event(seen))
+    pause = body.get("pause", 0)
+    began, text = time.monotonic(), "x" * body.get("size", 100)
+    for number in range(body.get("chunks", 3)):
+        if number == body.get("die"):
+            await asyncio.sleep(0.1)
+            os._exit(9)
+        # By the clock: a sleep lasts longer than it should.
+        await asyncio.sleep(max(0.0, began + pause * (number + 1) - time.monotonic()))
+        await answer.chunk(event({"number": number, "sent": time.perf_counter(), "text": text}))
+    await answer.chunk(b"data: [DONE]\n\n")
+    await answer.chunk(b"")
+
+
+async def route(answer: Answer, path: str, seen: dict[str, Any], body: dict[str, Any]) -> None:
+    """Answer one request."""
+    if path == "/health":
+        answer.whole({"status": "ok"})
+    elif path == "/v1/models":
+        answer.whole({"data": [{"max_model_len": 1000, "draft_sources": ["mtp"]}]})
+    elif path == "/metrics":
+        lines = [
+            f"# HELP fake_{key} x\n# TYPE fake_{key} gauge\nfake_{key} {n}\n"
+            for key, n in counts.items()
+        ]
+        answer.whole("".join(lines), kind="text/plain")
+    elif path.startswith("/v1/responses/"):
+        answer.whole(seen if NAME in path else {"error": {}}, 200 if NAME in path else 404)
+    else:
+        await generate(answer, body, seen)
+
+
+async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve one connection, which has one request."""
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        fields = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
+        text = await reader.readexactly(int(fields.get("content-length", 0)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return
+    path, body = head[0].split(" ")[1], json.loads(text or "{}")
+    seen = {"model": NAME, "pid": os.getpid(), "path": path, "headers": fields, "body": body}
+    counts["open"] += 1
+    work = asyncio.ensure_future(route(Answer(writer), path, seen, body))
+    left = asyncio.ensure_future(reader.read(1))
+    await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+    with contextlib.suppress(ConnectionError):
+        counts["finished" if work.done() else "cancelled"] += path not in ("/health", "/metrics")
+        if work.done() and not work.exception():
+            await writer.drain()
+    for each in (work, left):
+        each.cancel()
+    counts["open"] -= 1
+    writer.close()
+
+
+def end_with_parent() -> None:
+    """Wait for the parent's end."""
+    while os.read(0, 100):
+        pass
+    os._exit(1)
+
+
+async def main() -> None:
+    """Load, that is wait, and then serve until a signal."""
+    how = sys.argv[2] if len(sys.argv) > 2 else "0"
+    if how == "fail":
+        sys.exit(f"{NAME} is broken")
+    time.sleep(float(how))
+    sock = socket.socket(fileno=int(os.environ["MLX_MTP_PARENT"].split()[0]))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(
+            number, lambda: sys.exit(1) if draining.is_set() else draining.set()
+        )
+    server = await asyncio.start_unix_server(connected, sock=sock)
+    print(json.dumps({"level": "info", "message": f"{NAME} is up"}), file=sys.stderr, flush=True)
+    await draining.wait()
+    server.close()
+    while counts["open"]:
+        await asyncio.sleep(0.01)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    asyncio.run(main())

@@ -1,0 +1,149 @@
+"""What models need, for a process without mlx, which runs this module in another.
+
+The argument is JSON with `memory_limit`, the value of --memory-limit, and `names` or `models`.
+
+For `names`, short names of models (`chosen_models`), the output is a line of JSON: what they stand
+for. `models` (`planned`) are objects with `source`, a directory, a hub id or None, and the values
+of --dtype, --max-model-len, --prefill-step-size and --prefix-cache-size. Of the lines of JSON on
+standard output the first has `limit` and `source`, the memory of this machine; each of the others
+is of a model, by its place.
+"""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from mlx_mtp import backend
+from mlx_mtp.console import say
+from mlx_mtp.errors import MlxMtpError, UsageError
+from mlx_mtp.safe_path import command_of
+
+_MODULE = "mlx_mtp.inspect.needs"
+USEFUL_TOKENS = 16_384
+"""A model is not loaded into less memory than a request of so many tokens takes."""
+
+
+def cached_models() -> list[str]:
+    """Hub ids of the models in the Hugging Face cache that have weights."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with contextlib.suppress(CacheNotFound):
+        repos = [each for each in scan_cache_dir().repos if each.repo_type == "model"]
+        return sorted(each.repo_id for each in repos if any(map(_has_weights, each.revisions)))
+    return []
+
+
+def _has_weights(revision: Any) -> bool:
+    names = {file.file_name for file in revision.files}
+    return "config.json" in names and any(fnmatch(n, "model*.safetensors") for n in names)
+
+
+def chosen_models(names: Sequence[str], memory: int | None) -> list[str]:
+    """The hub ids that short names stand for (`choose_model`); raises UsageError.
+
+    `memory` is that of --memory-limit.
+    """
+    done = subprocess.run(
+        [*command_of(_MODULE), json.dumps({"names": names, "memory_limit": memory})],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        cwd="/",
+    )
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        raise UsageError(f"{', '.join(names)}: what it stands for can't be found out.") from None
+    if "refusal" in found:
+        raise UsageError(found["refusal"])
+    return [*found["chosen"]]
+
+
+async def planned(models: Sequence[dict[str, Any]], memory: int | None) -> AsyncIterator[Any]:
+    """Yield the lines for models; `memory` is that of --memory-limit. Raises OSError."""
+    process = await asyncio.create_subprocess_exec(
+        *command_of(_MODULE),
+        json.dumps({"models": models, "memory_limit": memory}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        cwd="/",
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            yield json.loads(line)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def tell_needs(arguments: str) -> None:
+    """Print what names stand for, or the limit and a line for each model once it is known."""
+    options = json.loads(arguments)
+    backend.prepare()
+    if "names" in options:
+        _show(_choice(options["names"], options["memory_limit"]))
+        return
+    from mlx_mtp.machine import memory_limit
+
+    limit = memory_limit(options["memory_limit"])
+    _show({"limit": limit.nbytes, "source": limit.source})
+    for number, model in enumerate(options["models"]):
+        try:
+            found = _need(model["source"], model)
+        except MlxMtpError as error:
+            found = {"refusal": str(error)}
+        _show({"model": number} | found)
+
+
+def _choice(names: list[str], memory: int | None) -> dict[str, Any]:
+    from mlx_mtp.inspect.choose import choose_model
+
+    try:
+        return {"chosen": [choose_model(name, memory) for name in names]}
+    except MlxMtpError as error:
+        return {"refusal": str(error)}
+
+
+def _need(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    from mlx_mtp.config import EngineConfig
+    from mlx_mtp.engine.memory import least_memory
+    from mlx_mtp.inspect.found import find_model
+    from mlx_mtp.inspect.memory import memory_demand
+    from mlx_mtp.text.parsing.formats import OutputFormat
+    from mlx_mtp.text.tokenizer import Tokenizer
+
+    model = find_model(name)
+    demand = memory_demand(model, options["dtype"])
+    if demand.refusal is not None:
+        return {"refusal": demand.refusal}
+    tokens = min(demand.allowed, options["max_model_len"] or USEFUL_TOKENS)
+    step = options["prefill_step_size"] or EngineConfig().prefill_step_size
+    able = ["completion"]
+    if model.directory is not None:
+        form = OutputFormat.of_template(Tokenizer.load(model.directory).template, "auto", "auto")
+        offered = {"tools": form.tools, "thinking": form.reasoning}
+        able += [name for name, kind in offered.items() if kind != "none"]
+    return {
+        "refusal": None,
+        "nbytes": least_memory(demand.footprint, tokens, step, options["prefix_cache_size"]),
+        "weights": model.trunk[0] + model.head_bytes,
+        "context": min(demand.allowed, options["max_model_len"] or demand.allowed),
+        "kind": model.target.config["model_type"],
+        "able": able,
+    }
+
+
+def _show(fields: dict[str, Any]) -> None:
+    say(json.dumps(fields))
+
+
+if __name__ == "__main__":
+    tell_needs(sys.argv[1])

@@ -1,0 +1,115 @@
+"""The application of the parent: the routes of a model's server, most of them passed on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from mlx_mtp.config import ServerConfig
+from mlx_mtp.router import views
+from mlx_mtp.router.fleet import EVENTS, Fleet
+from mlx_mtp.router.forward import forward
+from mlx_mtp.server import page
+from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
+from mlx_mtp.server.http.record import route_finder
+from mlx_mtp.server.serving import make_app
+from mlx_mtp.server.table import route_table
+
+_FORWARDED = "chat_completions completions responses messages count_tokens tokenize detokenize"
+_FORWARDED += " ollama_chat ollama_generate"
+_OF_ONE = "stored_chat label_chat delete_chat stored_messages stored_response delete_response"
+_OF_ONE += " stored_items cancel"
+_OF_ALL = "list_chats show tags processes models model metrics"
+_OWN = "health live clients page_file root ollama_version"
+ROUTES = route_table(
+    {
+        **dict.fromkeys(_FORWARDED.split(), forward),
+        **dict.fromkeys(_OF_ONE.split(), views.of_one),
+        **{name: getattr(views, f"{name}_of_all") for name in _OF_ALL.split()},
+        **{name: getattr(page, name) for name in _OWN.split()},
+    }
+)
+
+
+class RouterMetrics:
+    """What the parent counts; the processes have the rest."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._requests = fleet, Counter[tuple[str, ...]]()
+
+    def count(self, name: str, *labels: str) -> None:
+        if name == "http_requests":
+            self._requests[labels] += 1
+
+    def count_ignored(self, names: Iterable[str]) -> None:
+        """The processes do that."""
+
+    def render(self) -> str:
+        registry: Any = self  # `collect` is all that is asked of it.
+        return generate_latest(registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        counts, models = self._fleet.counts, self._fleet.models
+        by_model = {event: [counts[event, m.name] for m in models] for event in EVENTS}
+        by_model |= {"memory_bytes": [m.share for m in models]}
+        by_model |= {"waiting": [len(m.waiting) for m in models]}
+        samples = {name: zip([[m.name] for m in models], of) for name, of in by_model.items()}
+        for name, rows in {"requests": self._requests.items(), **samples}.items():
+            kind: Any = CounterMetricFamily if name in ("requests", *EVENTS) else GaugeMetricFamily
+            labels = ["route", "status"] if name == "requests" else ["model"]
+            family = kind(f"mlx_mtp:router_{name}", name.replace("_", " "), labels=labels)
+            for values, number in rows:
+                family.add_metric(values, number)
+            yield family
+
+
+class RouterState:
+    """The parts of the application: what `serving.ServerState` asks for, and the models."""
+
+    fault = None  # A process that fails is started again.
+
+    def __init__(self, config: ServerConfig, fleet: Fleet) -> None:
+        self.config, self.fleet = config, fleet
+        info = SimpleNamespace(max_num_seqs=config.max_connections)  # They are the bound here.
+        engine: Any = SimpleNamespace(info=info, unhealthy_reason=None, hang_reason=None)
+        self.limiter = RequestLimiter(engine, config.max_queue)
+        self.held = HeldBytes(config.max_held_bytes, self.limiter.rejected)
+        self.metrics = RouterMetrics(fleet)
+        self.created = datetime.now(UTC).replace(microsecond=0)
+        self.end_all = fleet.end_all
+
+    def resume(self) -> None:
+        """The processes have terminals of their own: none was stopped."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return tuple(model.name for model in self.fleet.models)
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self.fleet.find("").plan.get("context", 0))
+
+
+def create_router(config: ServerConfig, fleet: Fleet) -> FastAPI:
+    """Build the application; its lifespan starts and ends the models' processes."""
+    state = RouterState(config, fleet)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        fleet.start()
+        try:
+            yield
+        finally:
+            await fleet.stop()
+
+    app = make_app(state, ROUTES, route_finder(ROUTES), lifespan)
+    app.state.live = views.LiveFeed(state)
+    return app

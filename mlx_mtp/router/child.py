@@ -1,0 +1,93 @@
+"""A model's process: a server on a Unix socket that only this process can reach, and its log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_mtp.flags import PREFIX
+from mlx_mtp.logs import log_again
+from mlx_mtp.server.adopted import PARENT
+from mlx_mtp.settings import VARIABLE
+from mlx_mtp.unix_http import BROKEN, ask
+
+logger = logging.getLogger(__name__)
+
+_MAX_LINE = 1 << 24  # bytes of a line of the log
+
+
+class Child:
+    """One process. It exits by itself when this process ends, as its standard input does then."""
+
+    def __init__(self, name: str, path: Path, process: asyncio.subprocess.Process) -> None:
+        self.name, self.path, self._process = name, path, process
+        self.last_lines: deque[str] = deque(maxlen=10)  # of its log
+        self._num_signals = 0
+        self._log = asyncio.create_task(self._read_log())
+
+    @classmethod
+    async def start(cls, name: str, path: Path, command: Sequence[str], num_keys: int) -> Child:
+        """Start a process that listens on the path; raises OSError."""
+        # What variables and the settings file say, the command says for that process.
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(os.fspath(path))
+            # Requests can be sent from now on: they wait until it is ready.
+            sock.listen(2048)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=[sock.fileno()],
+                env={**kept, VARIABLE: "", PARENT: f"{sock.fileno()} {num_keys}"},
+                cwd=path.parent,
+                limit=_MAX_LINE,
+                start_new_session=True,  # Ctrl-C is for this process, which passes it on.
+            )
+        return cls(name, path, process)
+
+    async def wait(self) -> int:
+        """Wait for the end of the process and of its log; return its exit status."""
+        status = await self._process.wait()
+        with contextlib.suppress(TimeoutError):  # A process of its own may still have the pipe.
+            await asyncio.wait_for(self._log, 1.0)
+        self.path.unlink(missing_ok=True)
+        return status
+
+    def terminate(self, most: int) -> None:
+        """Send one signal more, of at most so many.
+
+        By the first it finishes its answers, by the second it ends them with an error.
+        """
+        if self._num_signals < most:
+            self._num_signals += 1
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def is_healthy(self) -> bool:
+        """Ask it; may take for ever."""
+        try:
+            async with ask(self.path, "GET", "/health") as answer:
+                return answer.status == 200
+        except BROKEN:
+            return False
+
+    async def _read_log(self) -> None:
+        assert self._process.stderr is not None
+        line = b"-"
+        while line:
+            with contextlib.suppress(ValueError):  # A line that is longer is lost.
+                line = await self._process.stderr.readline()
+                text = log_again(logger, line.decode(errors="replace"), self.name)
+                self.last_lines += [text] if text else []

@@ -1,0 +1,151 @@
+"""Passes a request on to its model's process, and the answer back as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mlx_mtp.errors import UNEXPECTED, MlxMtpError, UnavailableError
+from mlx_mtp.router.child import Child
+from mlx_mtp.server.cards import ollama_unloaded
+from mlx_mtp.server.http.access import CLIENT, client_header
+from mlx_mtp.server.http.body import RoutedBody, read_body, until_disconnect
+from mlx_mtp.server.http.errors import StreamForm, public
+from mlx_mtp.server.http.middleware import REQUEST_ID, refuse
+from mlx_mtp.server.http.record import record_of
+from mlx_mtp.unix_http import BROKEN, HOP_BY_HOP, SocketAnswer, ask
+
+if TYPE_CHECKING:
+    from mlx_mtp.router.app import RouterState
+    from mlx_mtp.router.fleet import ServedModel
+
+# Headers that are not passed on: a connection's own, keys, and what a process would believe.
+_OWN = {*HOP_BY_HOP, b"content-length", b"expect", b"authorization", b"x-api-key", CLIENT.encode()}
+_ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05  # to reach a process that has ended a moment ago
+_OF_ANSWER = {*HOP_BY_HOP, b"date", REQUEST_ID.encode()}
+
+
+async def forward(request: Request) -> Response:
+    """Pass a request with a body on to the model that it names."""
+    state: RouterState = request.app.state.context
+    content, body = await read_body(request, state, RoutedBody)
+    model = state.fleet.find(body.model)
+    form = StreamForm(request.url.path, record_of(request.scope).route.error_body)
+    if form.is_ollama:
+        seconds = body.seconds()
+        state.fleet.keep(model, seconds)
+        if seconds == 0 and not (body.messages or body.prompt):  # It is how a model is ended.
+            return JSONResponse(ollama_unloaded(body.model))
+    state.limiter.reserve(request.scope, 1)
+    return Forwarded(state, form, model, content, form.wants_stream(body.stream))
+
+
+class Forwarded(Response):
+    """A model's answer, whoever makes it: the process, or errors of having none."""
+
+    def __init__(
+        self, state: RouterState, form: StreamForm, model: ServedModel, body: bytes, streams: bool
+    ) -> None:
+        super().__init__()
+        self._state, self._form, self._model = state, form, model
+        self._content, self._streams = body, streams
+        self._begun, self._last = False, b""  # of what the client gets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnect):
+            await until_disconnect(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record, error = record_of(scope), None
+        route = record.route
+        try:
+            error = await self._pass_on(scope, send)
+        except (MlxMtpError, *BROKEN) as fault:
+            if not isinstance(fault, MlxMtpError):
+                message = f"The process of the model {self._model.name!r} ended before its answer."
+                fault = UnavailableError(message)
+            record.route = route
+            if not self._begun:
+                await refuse(scope, fault)(scope, receive, send)
+                return
+            error, record.reason = self._form.body(fault), str(public(fault))
+        end = b"" if error is None else self._form.failure(error, self._last)
+        if error is None or (end and self._streams):
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+        # Otherwise the connection is closed in the middle of what was sent.
+
+    async def _pass_on(self, scope: Scope, send: Send) -> Mapping[str, Any] | None:
+        """Have the process answer; return its error if that comes too late for a status."""
+        attempts = _ATTEMPTS
+        while True:
+            try:
+                async with self._child(send) as child:
+                    asked = scope["method"], *child_request(scope), self._content
+                    async with ask(child.path, *asked) as answer:
+                        del asked  # Nothing is kept of the body from here on.
+                        self._content = b""
+                        self._state.held.release(scope)
+                        return await self._copy(scope, send, answer)
+            except ConnectionRefusedError:  # It has ended, which will be noticed at once.
+                if (attempts := attempts - 1) == 0:
+                    raise
+                await asyncio.sleep(_ATTEMPT_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def _child(self, send: Send) -> AsyncIterator[Child]:
+        """Wait for the model's process; a stream gets signs of life meanwhile."""
+        settings, waits = self._state.fleet.config, contextlib.AsyncExitStack()
+        limit = min(settings.model_timeout, self._state.config.request_timeout or float("inf"))
+        entering = asyncio.ensure_future(
+            waits.enter_async_context(self._state.fleet.using(self._model, limit))
+        )
+        try:
+            patience = self._state.config.keep_alive_seconds if self._streams else None
+            while not (await asyncio.wait({entering}, timeout=patience))[0]:
+                await self._begin(send, 200, self._form.headers)
+                await self._send(send, self._form.keep_alive)
+            yield entering.result()
+        finally:
+            entering.cancel()
+            await asyncio.gather(entering, return_exceptions=True)
+            await waits.aclose()
+
+    async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        self._last = piece
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _copy(
+        self, scope: Scope, send: Send, answer: SocketAnswer
+    ) -> Mapping[str, Any] | None:
+        """Send what the process answers; return its error if that comes too late for a status."""
+        if self._begun and answer.status != 200:
+            with contextlib.suppress(*UNEXPECTED):
+                return dict(json.loads(await answer.body()))
+            return self._form.body(UnavailableError("The model's process gave no answer."))
+        record = record_of(scope)
+        record.route = record.route._replace(is_logged=False)  # The process writes the line.
+        record.id = dict(answer.headers).get(REQUEST_ID.encode(), record.id.encode()).decode()
+        headers = [each for each in answer.headers if each[0] not in _OF_ANSWER]
+        await self._begin(send, answer.status, headers)
+        async for piece in answer.pieces():
+            await self._send(send, piece)
+        return None
+
+
+def child_request(scope: Scope) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """The target and the headers of a request as the process gets them."""
+    query = b"?" + scope["query_string"] if scope["query_string"] else b""
+    kept = [each for each in scope["headers"] if each[0] not in _OWN]
+    return scope["raw_path"] + query, [*kept, client_header(scope)]

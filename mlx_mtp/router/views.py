@@ -1,0 +1,163 @@
+"""What is asked of all models at once: their list, their state, metrics, and stored answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_mtp import __version__
+from mlx_mtp.errors import InvalidRequestError, NotFoundError
+from mlx_mtp.router.forward import child_request
+from mlx_mtp.server import cards
+from mlx_mtp.server.http.body import RoutedBody, read_body, read_bytes
+from mlx_mtp.server.merged import merged_metrics, merged_stream
+from mlx_mtp.unix_http import BROKEN, ask
+
+if TYPE_CHECKING:
+    from mlx_mtp.router.app import RouterState
+    from mlx_mtp.router.fleet import ServedModel
+
+
+def _state(request: Request) -> RouterState:
+    state: RouterState = request.app.state.context
+    return state
+
+
+def _card(state: RouterState, model: ServedModel) -> dict[str, Any]:
+    plan = model.plan
+    own = {"state": model.shown_state, "size": plan.get("weights", 0)}
+    made = cards.model_card(model.name, state.created, plan.get("context", 0), draft_sources=[])
+    return made | model.card | {"id": model.name, "display_name": model.name} | own
+
+
+def _ollama_card(state: RouterState, model: ServedModel, **more: Any) -> dict[str, Any]:
+    size, kind = model.plan.get("weights", 0), model.plan.get("kind", "")
+    more |= {"state": model.shown_state}
+    return cards.ollama_card(model.name, state.created, kind, size, **more)
+
+
+async def models_of_all(request: Request) -> Response:
+    """GET /v1/models."""
+    state = _state(request)
+    return JSONResponse(cards.model_list([_card(state, each) for each in state.fleet.models]))
+
+
+async def model_of_all(request: Request) -> Response:
+    """GET /v1/models/ID."""
+    state, name = _state(request), request.path_params["model_id"].rstrip("/")
+    return JSONResponse(_card(state, state.fleet.find(name)) | {"id": name, "display_name": name})
+
+
+async def tags_of_all(request: Request) -> Response:
+    """GET /api/tags: all models."""
+    state = _state(request)
+    return JSONResponse({"models": [_ollama_card(state, each) for each in state.fleet.models]})
+
+
+async def processes_of_all(request: Request) -> Response:
+    """GET /api/ps: the models in memory."""
+    state, listed = _state(request), []
+    for each in state.fleet.models:
+        if each.share:
+            left = min(state.fleet.seconds_left(each), 1e10)  # within the years of a date
+            until = datetime.fromtimestamp(time.time() + left, UTC).isoformat()
+            length = _card(state, each)["max_model_len"]
+            more = {"expires_at": until, "size_vram": each.share, "context_length": length}
+            listed.append(_ollama_card(state, each, **more))
+    return JSONResponse({"models": listed})
+
+
+async def show_of_all(request: Request) -> Response:
+    """POST /api/show; no model is loaded for it, as clients ask it of each."""
+    state = _state(request)
+    content, body = await read_body(request, state, RoutedBody)
+    each = state.fleet.find(body.model or body.name)
+    if each.is_ready:
+        return await _answer_of(request, each, content)
+    kind, length = each.plan.get("kind", ""), each.plan.get("context", 0)
+    able = each.plan.get("able", ["completion"])
+    return JSONResponse(cards.ollama_show(kind, length, state.created, able))
+
+
+async def of_one(request: Request) -> Response:
+    """Ask the processes one after the other for what only one of them has."""
+    state = _state(request)
+    content = await read_bytes(request, state.config, state.held)
+    answer = None
+    for each in state.fleet.running:
+        with contextlib.suppress(*BROKEN):
+            answer = await _answer_of(request, each, content)
+            if answer.status_code != NotFoundError.status:
+                return answer
+    if answer is None:
+        raise NotFoundError("No model is loaded; what one has stored goes when it is unloaded.")
+    return answer
+
+
+async def list_chats_of_all(request: Request) -> Response:
+    """GET /v1/chat/completions, of one model."""
+    fleet, name = _state(request).fleet, request.query_params.get("model", "")
+    asked = [each for each in fleet.running if not name or each is fleet.find(name)]
+    if len(asked) == 1:
+        return await _answer_of(request, asked[0], b"")
+    if asked:
+        names = ", ".join(each.name for each in asked)
+        raise InvalidRequestError(f"model: give one of {names}.", param="model")
+    return JSONResponse(cards.model_list([]))
+
+
+async def _answer_of(request: Request, model: ServedModel, content: bytes) -> Response:
+    scope, child = request.scope, model.child
+    if child is None:
+        raise ConnectionRefusedError("The model's process has ended a moment ago.")
+    asked = scope["method"], *child_request(scope), content
+    async with ask(child.path, *asked) as answer:
+        kind = dict(answer.headers).get(b"content-type", b"application/json").decode()
+        return Response(await answer.body(), answer.status, media_type=kind)
+
+
+async def metrics_of_all(request: Request) -> Response:
+    """GET /metrics: those of this process and of all others, with the label `model`."""
+    state, texts = _state(request), {}
+    for each in state.fleet.running:
+        with contextlib.suppress(*BROKEN):
+            texts[each.name] = bytes((await _answer_of(request, each, b"")).body).decode()
+    return Response(merged_metrics(state.metrics.render(), texts), media_type=CONTENT_TYPE_LATEST)
+
+
+class LiveFeed:
+    """The state of all models in one message, as the page and `mlx-mtp top` show it."""
+
+    watching = contextlib.nullcontext  # The processes bound the number of watchers.
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+
+    async def event_stream(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events, made of those of the processes."""
+        state, limiter = self._state, self._state.limiter
+
+        def paths() -> dict[str, Path]:
+            return {each.name: each.child.path for each in state.fleet.running if each.child}
+
+        async for message in merged_stream(paths):
+            message["server"] |= {
+                "models": state.model_names,
+                "states": {each.name: each.shown_state for each in state.fleet.models},
+                "version": __version__,
+                "state": "stopping" if limiter.draining else "ready",
+                "reason": None,
+                "uptime": time.time() - state.created.timestamp(),
+            }
+            yield b"data: " + json.dumps(message).encode() + b"\n\n"
+            if limiter.draining and limiter.held == 0:
+                return

@@ -1,0 +1,70 @@
+"""What the APIs' lists of models say about each."""
+
+import hashlib
+from datetime import UTC, datetime
+from typing import Any
+
+
+def model_card(name: str, created: datetime, max_model_len: int, **more: Any) -> dict[str, Any]:
+    """A model in OpenAI's form and Anthropic's in one: no field has two meanings."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(created.timestamp()),
+        "owned_by": "mlx-mtp",
+        "max_model_len": max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": created.isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": max_model_len,
+        **more,
+    }
+
+
+def model_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answer of /v1/models."""
+    first, last = (cards[0]["id"], cards[-1]["id"]) if cards else ("", "")
+    cursor = {"first_id": first, "last_id": last, "has_more": False}
+    return {"object": "list", "data": cards, **cursor}
+
+
+def ollama_card(name: str, created: datetime, kind: str, size: int, **more: Any) -> dict[str, Any]:
+    """A model in Ollama's form; `kind` is its model_type, `size` its bytes on the disk."""
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": created.isoformat(),
+        "size": size,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": model_details(kind),
+        **more,
+    }
+
+
+def ollama_unloaded(name: str) -> dict[str, Any]:
+    """The answer to a request that only ends a model."""
+    done = {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": True}
+    empty = {"response": "", "message": {"role": "assistant", "content": ""}}
+    return done | empty | {"done_reason": "unload"}
+
+
+def model_details(kind: str) -> dict[str, Any]:
+    """What Ollama says about a model's file."""
+    fields = {"parent_model": "", "format": "safetensors", "family": kind, "families": [kind]}
+    return fields | {"parameter_size": "", "quantization_level": ""}
+
+
+def ollama_show(
+    kind: str, max_model_len: int, created: datetime, able: list[str], template: str = ""
+) -> dict[str, Any]:
+    """The answer of Ollama's /api/show; `able` are its capabilities."""
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": template,
+        "details": model_details(kind),
+        "model_info": {"general.architecture": kind, f"{kind}.context_length": max_model_len},
+        "capabilities": able,
+        "modified_at": created.isoformat(),
+    }

@@ -1,0 +1,125 @@
+"""Unix sockets: where they are, and a client of HTTP/1.1 on them, with answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import h11
+
+from mlx_mtp.errors import UsageError
+
+BROKEN = (OSError, h11.RemoteProtocolError)
+"""Errors of asking a process that has ended."""
+_PIECE = 1 << 16
+_PATH_BYTES = 100  # that a socket's path may have on a Mac
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade".split()
+)
+"""Headers that are of one connection."""
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class SocketAnswer:
+    """A response, whose body is read as it comes. h11 reads the head: of each chunk it is slow."""
+
+    def __init__(
+        self, connection: h11.Connection, reader: asyncio.StreamReader, method: str
+    ) -> None:
+        self._connection, self._reader, self._method = connection, reader, method
+        self.status, self.headers = 0, list[tuple[bytes, bytes]]()
+
+    async def begin(self) -> None:
+        """Read the head; raises what `BROKEN` lists."""
+        while True:
+            event = self._connection.next_event()
+            if event is h11.NEED_DATA:
+                self._connection.receive_data(await self._reader.read(_PIECE))
+            elif isinstance(event, h11.Response):
+                self.status, self.headers = event.status_code, [*event.headers]
+                self._rest, _ = self._connection.trailing_data
+                return
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield what comes, as soon as it comes; raises what `BROKEN` lists."""
+        headers = dict(self.headers)
+        if self._method == "HEAD" or self.status in (204, 304):
+            return
+        if b"transfer-encoding" in headers:
+            async for piece in self._chunks():
+                yield piece
+            return
+        left = int(headers.get(b"content-length", 0))
+        while left:
+            piece = (self._rest or await self._more())[:left]
+            self._rest, left = b"", left - len(piece)
+            yield piece
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        """Yield the chunks that have come, together."""
+        data, left = self._rest, 0  # bytes of the current chunk, with the line's end behind it
+        while True:
+            at, taken = 0, list[bytes]()
+            while at < len(data):
+                if not left:
+                    if (end := data.find(b"\r\n", at)) < 0:
+                        break
+                    left = int(data[at:end].partition(b";")[0], 16) + 2
+                    at = end + 2
+                    if left == 2:
+                        if taken:
+                            yield b"".join(taken)
+                        return
+                here = min(left, len(data) - at)
+                taken.append(data[at : at + min(here, max(left - 2, 0))])
+                at, left = at + here, left - here
+            if taken:
+                yield b"".join(taken)
+            data = data[at:] + await self._more()
+
+    async def body(self) -> bytes:
+        return b"".join([piece async for piece in self.pieces()])
+
+    async def _more(self) -> bytes:
+        if not (data := await self._reader.read(_PIECE)):
+            raise ConnectionResetError("The server ended within its answer.")
+        return data
+
+
+@contextlib.asynccontextmanager
+async def ask(
+    path: Path, method: str, target: bytes | str, headers: Headers = (), body: bytes = b""
+) -> AsyncIterator[SocketAnswer]:
+    """Send a request on a connection of its own, which is closed with the block.
+
+    Closing it cancels the answer. Raises what `BROKEN` lists.
+    """
+    reader, writer = await asyncio.open_unix_connection(os.fspath(path))
+    try:
+        connection = h11.Connection(h11.CLIENT)
+        fixed = [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+        host = [] if any(name == b"host" for name, _ in headers) else [(b"host", b"localhost")]
+        head = h11.Request(method=method, target=target, headers=[*headers, *host, *fixed])
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            writer.write(connection.send(event) or b"")
+        with contextlib.suppress(OSError):  # It may have answered before it read everything.
+            await writer.drain()
+        answer = SocketAnswer(connection, reader, method)
+        await answer.begin()
+        yield answer
+    finally:
+        writer.transport.abort()
+
+
+def private_folder() -> Path:
+    """Make a directory for sockets that only this user can enter; raises UsageError."""
+    for base in (None, "/tmp"):
+        folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base))  # of mode 0700
+        if len(os.fsencode(folder)) + len("/999999") <= _PATH_BYTES:
+            return folder
+        folder.rmdir()
+    raise UsageError(f"The path of the directory for temporary files is too long: {folder}.")

@@ -1,0 +1,78 @@
+"""Bodies as they come on a Unix socket, cut anywhere."""
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_mtp.unix_http import BROKEN, ask, private_folder
+
+
+async def answered(sent: bytes, cuts: list[int], method: str = "GET") -> tuple[int, list[bytes]]:
+    """What a server answers that sends these bytes in pieces, and then hangs up."""
+    folder = private_folder()
+    path = folder / "s"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for start, end in zip([0, *cuts], [*cuts, len(sent)]):
+            writer.write(sent[start:end])
+            await asyncio.sleep(0)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        done.set()
+
+    done = asyncio.Event()
+    server = await asyncio.start_unix_server(serve, os.fspath(path))
+    try:
+        async with ask(path, method, "/") as answer:
+            return answer.status, [piece async for piece in answer.pieces()]
+    finally:
+        await done.wait()
+        server.close()
+        path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.binary(min_size=1, max_size=40)), st.data())
+def test_a_chunked_body_is_whole_wherever_it_is_cut(
+    chunks: list[bytes], data: st.DataObject
+) -> None:
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in [*chunks, b""])
+    sent = CHUNKED + body
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=8)))
+    status, pieces = asyncio.run(answered(sent, cuts))
+    assert (status, b"".join(pieces)) == (200, b"".join(chunks))
+    cut = data.draw(st.integers(1, len(sent) - 3))  # Before the last chunk's size.
+    with pytest.raises(BROKEN):
+        asyncio.run(answered(sent[:cut], []))
+
+
+def test_bodies_of_a_length_or_of_none() -> None:
+    head = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\n"
+    status, pieces = asyncio.run(answered(head + b"hello", [50]))
+    assert (status, b"".join(pieces)) == (404, b"hello")
+    assert asyncio.run(answered(head, [], "HEAD")) == (404, [])
+    with pytest.raises(BROKEN):
+        asyncio.run(answered(head + b"hell", []))
+
+
+def test_sockets_are_in_a_directory_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    folder = private_folder()
+    folder.rmdir()
+    assert str(folder).startswith("/tmp/")
+    assert [*long.iterdir()] == []
