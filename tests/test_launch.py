@@ -94,7 +94,9 @@ def test_a_server_is_started_and_ends_with_its_client(home: Path) -> None:
     assert not list((home / "XDG_STATE_HOME").rglob("*.log"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGHUP]
+)
 def test_a_closed_terminal_ends_client_and_server(home: Path, number: int) -> None:
     (home / "stay").touch()
     process = launch("aider", str(DEMO))

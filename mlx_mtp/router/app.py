@@ -97,6 +97,10 @@ class RouterState:
     def max_model_len(self) -> int:
         return int(self.fleet.find("").plan.get("context", 0))
 
+    @property
+    def sees_images(self) -> bool:
+        return self.fleet.find("").card.get("images") is True
+
 
 def create_router(config: ServerConfig, fleet: Fleet) -> FastAPI:
     """Build the application; its lifespan starts and ends the models' processes."""

@@ -119,8 +119,12 @@ class Context:
 
     def model_card(self, name: str) -> dict[str, Any]:
         sources = self.engine.info.draft_sources  # for the page
-        more = {} if self.engine.info.images is None else {"images": True}
+        more = {"images": True} if self.sees_images else {}
         return model_card(name, self.created, self.max_model_len, draft_sources=sources, **more)
+
+    @property
+    def sees_images(self) -> bool:
+        return self.engine.info.images is not None
 
     @property
     def max_model_len(self) -> int:

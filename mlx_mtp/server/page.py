@@ -113,7 +113,7 @@ async def clients(request: Request) -> Response:
     """GET /clients: how to set up each client that `mlx-mtp connect` knows."""
     context: Context = request.app.state.context
     url, keys = f"http://{request.headers.get('host', '')}", context.config.api_keys
-    sees = context.engine.info.images is not None
+    sees = context.sees_images
     served = Served(url, context.model_names[0], context.max_model_len, bool(keys), sees)
     return JSONResponse([{"name": name, "text": setup_text(name, served)} for name in NAMES])
 

@@ -63,7 +63,11 @@ def test_an_ended_process(hub: FakeHub, repository: Path, number: signal.Signals
             gone.wait()
 
     hub.pieces = pieces
-    code = f"from mlx_mtp.models.hub import resolve_model; resolve_model({REPO!r})"
+    # A shell's background jobs ignore SIGINT, and so would their children.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"from mlx_mtp.models.hub import resolve_model; resolve_model({REPO!r})"
+    )
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(repository.parent)}
     argv = [sys.executable, "-c", code]
     with subprocess.Popen(argv, env=environment, stderr=subprocess.DEVNULL) as process:

@@ -86,7 +86,7 @@ async def read_request(request: Request, model: type[BodyModel]) -> tuple[Contex
     context.engine.expect_request()
     has_model = "model" in model.model_fields
     ignored = record_of(request.scope).ignored
-    ignored.sees = context.engine.info.images is not None
+    ignored.sees = context.sees_images
     lenient = has_model and context.config.unknown_parameters == "warn"
     _, body = await read_body(request, context, model, ignored if lenient else None)
     if has_model:
