@@ -107,6 +107,19 @@ def test_a_closed_terminal_ends_client_and_server(home: Path, number: int) -> No
     assert running_servers() == []
 
 
+def test_a_terminal_that_is_closed_while_a_model_loads_leaves_no_server(home: Path) -> None:
+    (home / "model").symlink_to(DEMO)
+    process = launch("aider", str(home / "model"))
+    assert process.stderr is not None
+    while "Starting a server" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.5)  # The server's process is there, and not yet ready.
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGHUP
+    assert subprocess.run(["pgrep", "-f", f"serve {home / 'model'}"]).returncode == 1
+
+
 def test_errors_say_what_to_do(home: Path) -> None:
     missing = launch("codex")
     assert "npm install --global @openai/codex" in missing.communicate()[1]

@@ -21,6 +21,7 @@ from mlx_mtp.options import CLIENT_KEY, SERVE_FLAGS
 from mlx_mtp.settings import add_settings, resolve
 
 _END_SECONDS = 30.0  # a server that takes longer to end is killed
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 20  # of the log of a server that did not start
 
 
@@ -59,6 +60,9 @@ def run_launch(given: argparse.Namespace) -> int:
             f"`{launcher.install}`, or as its own documentation says."
         )
     key = resolve(given, [CLIENT_KEY], given.environ).api_key
+    # A terminal that is closed while a model loads ends its server, too.
+    for number in _ENDING:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
         url, model = given.url, given.model
         if url is None:
@@ -137,7 +141,7 @@ def _run(command: list[str], environ: dict[str, str]) -> int:
     # (A signal that is ignored would be ignored by the client as well.)
     before = signal.signal(signal.SIGINT, lambda *_: None)
     client = subprocess.Popen(command, env=environ)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING:
         signal.signal(number, lambda *_: client.terminate())
     try:
         status = client.wait()

@@ -226,7 +226,7 @@ def pid_of(client: Routed, name: str) -> int:
 
 
 def test_a_process_that_is_killed_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 0.6)
+    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 2.0)
     with routed("a", how={"a": "0.5"}) as client, ThreadPoolExecutor() as pool:
         first = pid_of(client, "a")
         os.kill(first, signal.SIGKILL)  # while it is idle
