@@ -4,7 +4,6 @@ import contextlib
 import logging
 import subprocess
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from benchmarks import fake_child
 from mlx_mtp.config import RouterConfig, ServerConfig
 from mlx_mtp.router.app import create_router
 from mlx_mtp.router.fleet import Fleet, ServedModel
-from mlx_mtp.server.serving import bind, make_server
-from tests.server.conftest import Served
+from tests.server.conftest import Served, listening
 
 FAKE = str(Path(fake_child.__file__).resolve())
 
@@ -76,20 +74,10 @@ def routed(
     fleet = Fleet(
         models, of_router, command=command, plans=plans, num_keys=num_keys, max_queue=max_queue
     )
-    ready = threading.Event()
-    server = make_server(create_router(of_server, fleet), on_ready=ready.set)
-    with bind("127.0.0.1", 0) as sock:
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            assert ready.wait(30)
-            with Routed(base_url=url, timeout=60) as client:
-                client.server, client.fleet = server, fleet
-                yield client
-        finally:
-            server.should_exit = True
-            thread.join()
+    client = Routed(timeout=60)
+    client.fleet = fleet
+    with listening(create_router(of_server, fleet), client):
+        yield client
 
 
 @pytest.fixture(autouse=True)

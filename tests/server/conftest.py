@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from llguidance import LLTokenizer
 
 from mlx_mtp.config import ServerConfig
@@ -31,6 +32,24 @@ class Served(httpx.Client):
     @property
     def address(self) -> tuple[str, int]:
         return self.base_url.host, self.base_url.port or 0
+
+
+@contextlib.contextmanager
+def listening(app: FastAPI, client: Served, **settings: Any) -> Iterator[None]:
+    """Serve an application on a loopback port, at which `client` finds it."""
+    ready = threading.Event()
+    client.server = server = make_server(app, on_ready=ready.set, **settings)
+    with bind("127.0.0.1", 0) as sock:
+        client.base_url = httpx.URL(f"http://127.0.0.1:{sock.getsockname()[1]}")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            assert ready.wait(30)
+            with client:
+                yield
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 Serve = Callable[..., contextlib.AbstractContextManager[Served]]
@@ -89,19 +108,8 @@ def serve(tokenizer: Tokenizer) -> Serve:
     ) -> Iterator[Served]:
         config = ServerConfig(**({"model_name": MODEL, "seed": 1} | settings))
         app = create_app(engine, tokenizer, config, defaults or {})
-        ready = threading.Event()
-        server = make_server(app, log_level="critical", on_ready=ready.set)
-        with bind("127.0.0.1", 0) as sock:
-            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-            thread.start()
-            try:
-                assert ready.wait(30)
-                with Served(base_url=url, timeout=30) as client:
-                    client.server = server
-                    yield client
-            finally:
-                server.should_exit = True
-                thread.join()
+        client = Served(timeout=30)
+        with listening(app, client, log_level="critical"):
+            yield client
 
     return serving
