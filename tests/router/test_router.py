@@ -236,6 +236,7 @@ def test_a_process_that_is_killed_or_hangs_is_replaced(monkeypatch: pytest.Monke
         wait_until(lambda: client.states() == {"a": "busy"})
         os.kill(second, signal.SIGSTOP)
         assert "ended before its answer" in error_of(stopped.result(), CHAT, 503)
+        wait_until(lambda: client.states() == {"a": "on disk"})  # Until then it may get requests.
         assert len({first, second, pid_of(client, "a")}) == 3
 
 
