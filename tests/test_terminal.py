@@ -14,11 +14,14 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
 from mlx_mtp.console import columns, labelled
+from tests.convert.test_provide import ORIGINAL, REPO, hub, published  # noqa: F401 - fixtures
+from tests.support.fake_hub import COMMIT, FakeHub
 
 COLUMNS = 80
 _STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -200,3 +203,51 @@ def test_serve_in_a_terminal_or_a_pipe(columns: int | None) -> None:
     for pattern, word in _VARYING.items():
         text = re.sub(pattern, word, text)
     assert text == RECORDING
+
+
+DOWNLOAD = f"""\
+Downloading {REPO}, SIZE, to PLACE
+{REPO} has no MTP head: getting it from {ORIGINAL}, of which SIZE are downloaded \
+(--no-enable-mtp leaves it out).
+{REPO} is in PLACE/snapshots/{COMMIT}, with an MTP head.
+Next: mlx-mtp serve {REPO}
+"""
+_BAR = re.compile(
+    r"Downloading: +(\d+)%\|[^|]*\| [\d.]+k?M?/[\d.]+[kM] \[[\d:]+<([\d:]+), +[\d.]+[kM]B/s\]"
+)
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, *OTHERS])
+def test_a_download_in_a_terminal_or_a_pipe(
+    columns: int | None,
+    hub: FakeHub,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It says how much and where to, and no bar stays empty or unfinished."""
+
+    def slowly(name: str, content: bytes) -> Iterator[bytes]:
+        if name.endswith(".safetensors"):
+            yield content[: 3 << 20]
+            time.sleep(1)
+            content = content[3 << 20 :]
+        yield content
+
+    hub.pieces = slowly
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    with terminal("pull", REPO, columns=columns) as shown:
+        text = shown.read_all()
+    frames = [
+        part for line in text.split("\n") if "Downloading:" in line for part in line.split("\r")
+    ]
+    bars = [_BAR.fullmatch(frame) for frame in frames if frame]
+    assert all(bars) and bool(bars) == (columns is not None), frames
+    assert all(len(line) <= (columns or 1000) for line in frames)
+    told = [line for line in text.split("\n") if "Downloading:" not in line]
+    place = str(tmp_path / f"hub/models--{REPO.replace('/', '--')}")
+    whole = " ".join(told).replace(place, "PLACE")
+    assert re.sub(r"[\d.]+ [kM]B", "SIZE", whole).split() == DOWNLOAD.split()
+    assert all(len(line) <= (columns or 1000) for line in told if place not in line)
+    ends = [bar[1] for line in text.split("\n") if (bar := _BAR.search(line.split("\r")[-1]))]
+    assert ends == ["100"] * len(ends)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_mtp.console import labelled, say, width_of
+from mlx_mtp.console import labelled, say, say_wrapped, width_of
 from mlx_mtp.flags import Flag, secret
 from mlx_mtp.options import COMMAND_FLAGS, MODEL_FLAG
 from mlx_mtp.settings import VARIABLE, add_settings, resolve, settings_path
@@ -31,10 +31,10 @@ def _show(given: argparse.Namespace) -> int:
     typed = {"model": given.model} if "model" in given else {}
     options = resolve(argparse.Namespace(command=given.of, **typed), flags, given.environ)
     if path is None:
-        say(f"No settings file is read: {VARIABLE} is empty.\n")
+        say_wrapped(f"No settings file is read: {VARIABLE} is empty.\n")
     else:
         state = "" if path.exists() else ", which is not there"
-        say(f"The settings file is {path}{state} ({VARIABLE} names another).\n")
+        say_wrapped(f"The settings file is {path}{state} ({VARIABLE} names another).\n")
     rows = {flag.toml_key: _row(flag, options, options.given) for flag in flags}
     say(labelled(rows, width_of()))
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_mtp import backend
 from mlx_mtp.connect.command import SESSION_NAMES
-from mlx_mtp.console import say
+from mlx_mtp.console import say, say_wrapped
 from mlx_mtp.errors import UsageError
 from mlx_mtp.options import CLIENT_KEY, SERVE_FLAGS
 from mlx_mtp.settings import add_settings, resolve
@@ -70,7 +70,7 @@ def run_launch(given: argparse.Namespace) -> int:
         served = look_up(url, key, model)
         folder = stack.enter_context(TemporaryDirectory(prefix="mlx-mtp-"))
         own = launcher.session(SessionStart(served, key or NO_KEY, Path(folder)))
-        say(f"{given.client} uses {served.model} at {served.url}.", file=sys.stderr)
+        say_wrapped(f"{given.client} uses {served.model} at {served.url}.", file=sys.stderr)
         command = [launcher.program, *own.arguments, *given.passed_on]
         return _run(command, {**given.environ, **own.variables})
 
@@ -102,7 +102,7 @@ def _started(model: str | None, environ: Mapping[str, str]) -> Iterator[tuple[st
     model = download_missing(model or options.model or "auto", options.memory_limit)
     path = platformdirs.user_log_path("mlx-mtp", ensure_exists=True) / f"launch-{os.getpid()}.log"
     command = [sys.executable, "-m", "mlx_mtp", "serve", model, "--port", "0"]
-    say(f"Starting a server of {model}; its log: {path}", file=sys.stderr)
+    say_wrapped(f"Starting a server of {model}; its log: {path}", file=sys.stderr)
     with path.open("w") as log:
         server = subprocess.Popen(
             command,

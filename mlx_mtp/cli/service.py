@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_mtp.console import labelled, say, width_of
+from mlx_mtp.console import labelled, say, say_wrapped, width_of
 from mlx_mtp.errors import ServiceError, UsageError
 from mlx_mtp.flags import CommandParser
 from mlx_mtp.options import SERVE_FLAGS, check_serve
@@ -143,7 +143,9 @@ def _install(manager: _Manager, job: _Job) -> int:
     }
     say(labelled(rows, width_of(), "  "))
     if manager.path.exists():
-        say(f"The service that is there is stopped and replaced: {shlex.join(manager.stop)}")
+        say_wrapped(
+            f"The service that is there is stopped and replaced: {shlex.join(manager.stop)}"
+        )
         _stop(manager)
     try:
         manager.path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +158,7 @@ def _install(manager: _Manager, job: _Job) -> int:
         raise ServiceError(f"{manager.path} can't be written: {error.strerror}.") from None
     for command in manager.start:
         _run(command)
-    say(f"Started; `mlx-mtp service logs -f` shows when it is ready. {manager.note}")
+    say_wrapped(f"Started; `mlx-mtp service logs -f` shows when it is ready. {manager.note}")
     return 0
 
 
@@ -167,7 +169,7 @@ def _uninstall(manager: _Manager) -> int:
     for path in (manager.path, *map(Path, logs)):
         if path.exists():
             path.unlink()
-            say(f"Removed {path}")
+            say_wrapped(f"Removed {path}")
     for command in manager.forget:
         _run(command)
     return 0

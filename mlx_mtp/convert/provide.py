@@ -5,7 +5,7 @@ import io
 import sys
 from pathlib import Path
 
-from mlx_mtp.console import say, size_text
+from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.convert.files import Existing
 from mlx_mtp.convert.source import (
     HubRepo,
@@ -55,7 +55,7 @@ def provide_head(name: str | None, directory: Path) -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # Standard output is for answers.
             source = find_source(name)
             size = size_text(sum(source.repo.missing(source.files).values()))
-            say(
+            say_wrapped(
                 f"{name} has no MTP head: getting it from {source.name}, of which {size} are "
                 "downloaded (--no-enable-mtp leaves it out).",
                 file=sys.stderr,

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from mlx_mtp.console import say, size_text
+from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.inspect.models import published
 from mlx_mtp.machine import MemoryLimit, memory_limit
@@ -44,7 +44,7 @@ def choose_model(name: str | None, memory: int | None = None) -> str | None:
                 why = f"the best of {name!r} that fits"
                 if each in cached:
                     why = "it is in the cache and fits"
-                say(
+                say_wrapped(
                     f"Model: {each.repo_id}, {size_text(size or _weights(each))}: {why} "
                     f"{size_text(limit.nbytes)} ({limit.source}), with a context of {context:,} "
                     "tokens.",

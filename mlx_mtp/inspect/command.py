@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from mlx_mtp import backend
-from mlx_mtp.console import columns, labelled, say, size_text, width_of
+from mlx_mtp.console import columns, labelled, say, say_wrapped, size_text, width_of
 from mlx_mtp.flags import Flag, add_flags, byte_size, gigabytes, integer, nonempty_text
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 from mlx_mtp.running import RunningServer, running_servers
@@ -138,7 +138,7 @@ def _shown_memory(server: RunningServer) -> str:
 def _run_ps(_: argparse.Namespace) -> int:
     servers = running_servers()
     if not servers:
-        say("No server of yours runs on this machine. `mlx-mtp serve` starts one.")
+        say_wrapped("No server of yours runs on this machine. `mlx-mtp serve` starts one.")
         return 0
     rows = [
         [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HFCacheInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from mlx_mtp.console import columns, say, size_text, width_of
+from mlx_mtp.console import columns, say, say_wrapped, size_text, width_of
 from mlx_mtp.convert.provide import has_head, provide_head
 from mlx_mtp.convert.source import LocalRepo, on_hub, weight_map_of
 from mlx_mtp.errors import MissingHeadError, ModelError, UsageError
@@ -45,7 +45,7 @@ def pull(name: str) -> None:
     directory = download_model(chosen)
     provide_head(chosen, directory)
     head = "with" if has_head(directory) else "without"
-    say(f"{chosen} is in {directory}, {head} an MTP head.")
+    say_wrapped(f"{chosen} is in {directory}, {head} an MTP head.")
     say(f"Next: mlx-mtp serve {chosen}")
 
 
@@ -113,14 +113,14 @@ def remove(name: str, *, asks: bool) -> None:
                 f"{model.name} is being served at {server.url}: end that server first."
             )
     if asks and not _agrees(f"Remove {model.name}, {size_text(model.nbytes)}, from {path}?"):
-        say("Nothing was removed.")
+        say_wrapped("Nothing was removed.")
         return
     # A copy of the repository, or its earlier name, has the same commits.
     alone = replace(cache, repos=frozenset([model.repository]))
     alone.delete_revisions(*(each.commit_hash for each in model.repository.revisions)).execute()
     if path.exists():
         raise ModelError(f"{path} could not be removed, or not all of it.")
-    say(f"Removed {model.name}: {size_text(model.nbytes)}.")
+    say_wrapped(f"Removed {model.name}: {size_text(model.nbytes)}.")
 
 
 def _agrees(question: str) -> bool:

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from mlx_mtp.console import say, size_text
+from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.errors import ModelError
 from mlx_mtp.progress import Bar
 
@@ -31,6 +31,12 @@ _ATTEMPTS = 5  # without a byte, after which a file is given up
 _CHUNK = 1 << 20
 _SILENCE_SECONDS = 10.0  # of a connection, after which it is tried again
 _HASHES = {40: "sha1", 64: "sha256"}  # of a file in git, and of one beside it
+
+
+def missing_bytes(repo_id: str, files: Iterable[RepoFile]) -> int:
+    """How much of a repository's files is not in the cache, without parts of files."""
+    blobs = cache_directory(repo_id) / "blobs"
+    return sum(file.size for file in files if not (blobs / hash_of(file)).exists())
 
 
 def fetch(repo_id: str, commit: str, files: Iterable[RepoFile]) -> None:
@@ -56,7 +62,7 @@ def fetch(repo_id: str, commit: str, files: Iterable[RepoFile]) -> None:
         )
     stop, lock = threading.Event(), threading.Lock()
     pool = ThreadPoolExecutor(_AT_ONCE)
-    with Bar(desc=f"Downloading {repo_id}", total=total, initial=done) as bar:
+    with Bar(desc="Downloading", total=total, initial=done) as bar:
 
         def advance(count: int) -> None:
             with lock:
@@ -70,7 +76,7 @@ def fetch(repo_id: str, commit: str, files: Iterable[RepoFile]) -> None:
             for download in as_completed(downloads):
                 download.result()
         except KeyboardInterrupt:
-            say("Interrupted. The same command goes on from here.", file=sys.stderr)
+            say_wrapped("Interrupted. The same command goes on from here.", file=sys.stderr)
             raise
         finally:
             stop.set()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import re
+import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.errors import ModelError
-from mlx_mtp.models.download import cache_directory, check_content, fetch
+from mlx_mtp.models.download import cache_directory, check_content, fetch, missing_bytes
 from mlx_mtp.models.files import check_directory
 
 if TYPE_CHECKING:
@@ -78,7 +80,12 @@ def download_model(repo_id: str, revision: str | None = None) -> Path:
             commit, files = "", []
             with contextlib.suppress(HfHubHTTPError):  # snapshot_download fails in the same way.
                 commit = str(HfApi().model_info(repo_id, revision=revision or "main").sha)
-                files = _listed(repo_id, commit)
+                files = [each for each in _listed(repo_id, commit) if _matches(each.path, _FILES)]
+            if size := missing_bytes(repo_id, files):
+                place = cache_directory(repo_id)
+                say_wrapped(
+                    f"Downloading {repo_id}, {size_text(size)}, to {place}", file=sys.stderr
+                )
             # With small files in place an interrupted download is one of a known model.
             for patterns in (_SMALL_FILES, _FILES) if files else ():
                 fetch(repo_id, commit, [each for each in files if _matches(each.path, patterns)])
