@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import flags_doc
 import pytest
 from memory_guide import tables
 
+import benchmarks.__main__ as bench
+from mlx_mtp.cli.main import _parser
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.options import SERVE_FLAGS
 
@@ -133,3 +136,73 @@ def test_the_way_of_a_request_is_that_of_the_code():
         for name in re.findall("`(.+?)`", functions):
             for part in name.split("."):
                 assert re.search(rf"(?:class|def) {part}\b", source), f"{modules}: {name}"
+
+
+# Commands of other programs in the documents, and the test that runs each; None: nothing here can.
+RUN_BY = {
+    "ANTHROPIC_BASE_URL=": "tests/clients/test_agents.py",
+    "OPENAI_API_BASE_URL=": "tests/clients/test_open_webui.py",
+    "curl ": "tests/test_terminal.py",
+    "git clone ": None,  # has no address yet
+    "lm_eval ": "tests/clients/test_lm_eval.py",
+    "pipx ": "tests/test_wheel.py",
+}
+
+
+def commands() -> list[tuple[str, bool]]:
+    """The command lines of the documents' blocks (True) and the commands within their text."""
+    found = []
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        text = page.read_text("utf-8") if page.name != "CHANGELOG.md" else ""
+        blocks = r"(?s)```(?:sh|console)\n(.*?)```"
+        for block in re.findall(blocks, text):
+            lines = re.sub(r"(?s)<<END\n.*?\nEND\n", "\n", block.replace("\\\n", "")).splitlines()
+            found += [(line.removeprefix("$ "), True) for line in lines if line]
+        named = r"`((?:mlx-mtp|python -m benchmarks) [^`\n]+)`"
+        found += [(each, False) for each in re.findall(named, re.sub(blocks, "", text))]
+    return found
+
+
+def check_command(line: str, whole: bool) -> None:
+    """AssertionError or SystemExit if a command has an argument, a file or a target that isn't."""
+    line = re.sub(r"\[(\w+)(\|\w+)?\]", r"\1", line)  # optional arguments
+    words = shlex.split(line.rpartition("| ")[2], comments=True)
+    words = [{"COMMAND": "serve", "NAME": "opencode"}.get(word, word) for word in words]
+    words = [re.sub(r"^(\.venv/bin/)?python$", "python", word) for word in words if word != "..."]
+    while "=" in words[0] and words[0].startswith("MLX_MTP_"):
+        words.pop(0)
+    if words[0] == "mlx-mtp":
+        if whole or len(words) > 2:
+            _parser().parse_args(words[1:])
+        else:
+            assert words[1] in {"--version", *_parser()._subparsers._group_actions[0].choices}
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        if words[3] != "opencode":
+            module = importlib.import_module(f"benchmarks.{bench.scenarios()[words[3]][0]}")
+            bench.parser_of(words[3], getattr(module, words[3])).parse_args(words[4:])
+    elif words[:3] == ["python", "-m", "pytest"]:
+        path, _, test = words[3].partition("::")
+        assert (ROOT / path).exists() and f"def {test}" in (text_of(path) if test else "def ")
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", text_of("Makefile"), re.MULTILINE)
+    else:
+        (test,) = (by for prefix, by in RUN_BY.items() if line.startswith(prefix))
+        assert test is None or (ROOT / test).exists()
+
+
+def test_each_command_of_the_documents_is_one():
+    found = sorted(set(commands()))
+    assert len(found) > 80
+    for line, whole in found:
+        try:
+            check_command(line, whole)
+        except BaseException as error:
+            raise AssertionError(line) from error
+
+
+@pytest.mark.parametrize(
+    "line", ["mlx-mtp serve --prot 1", "make tests", "python -m benchmarks nothing", "curlew x"]
+)
+def test_a_command_that_is_none_is_found(line):
+    with pytest.raises((AssertionError, SystemExit, KeyError, ValueError)):
+        check_command(line, True)
