@@ -20,6 +20,7 @@ from tests.clients.npm import environment, installed
 from tests.conftest import DEMO
 from tests.convert.test_provide import REPO, hub, published  # noqa: F401 - fixtures
 from tests.support.fake_hub import FakeHub
+from tests.support.waiting import wait_until
 
 SERVED = Served("http://127.0.0.1:8000", "a/model", 40_000, True)
 # Stands in for a client: notes how it was started, asks the server, and ends with status 7.
@@ -95,13 +96,19 @@ def test_a_server_is_started_and_ends_with_its_client(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGHUP]
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGHUP, signal.SIGKILL]
 )
 def test_a_closed_terminal_ends_client_and_server(home: Path, number: int) -> None:
+    """And no server stays whose `launch` was killed."""
     (home / "stay").touch()
     process = launch("aider", str(DEMO))
     note_of(home, process)
     process.send_signal(number)
+    if number == signal.SIGKILL:
+        (home / "stay").unlink()
+        process.communicate(timeout=60)
+        wait_until(lambda: running_servers() == [])
+        return
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors
     assert running_servers() == []

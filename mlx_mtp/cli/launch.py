@@ -18,6 +18,7 @@ from mlx_mtp.connect.command import SESSION_NAMES
 from mlx_mtp.console import say, say_wrapped
 from mlx_mtp.errors import UsageError
 from mlx_mtp.options import CLIENT_KEY, SERVE_FLAGS
+from mlx_mtp.server.adopted import OWNED
 from mlx_mtp.settings import add_settings, resolve
 
 _END_SECONDS = 30.0  # a server that takes longer to end is killed
@@ -106,9 +107,10 @@ def _started(model: str | None, environ: Mapping[str, str]) -> Iterator[tuple[st
     with path.open("w") as log:
         server = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # whose end it sees, however this process ends
             stdout=log,
             stderr=log,
+            env={**environ, OWNED: "1"},
             start_new_session=True,  # Ctrl-C is for the client.
         )
     try:
