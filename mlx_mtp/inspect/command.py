@@ -83,7 +83,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         "family": family(model),
         "quantization": quantization(model.target.config),
         "weights": f"{size_text(num_bytes)} in {files}" if num_files else "none found",
-        "MTP head": model.head or "none",
+        "MTP head": model.head or ("none; serve fetches it" if model.head_bytes else "none"),
         **({"vision": f"sees images; tower in {model.tower}"} if model.tower else {}),
         **memory_rows(demand),
         "next": next_command(model, ranks, served=fits["fits"].startswith("yes")),

@@ -1,5 +1,6 @@
 """The parent of several models, with processes that only send."""
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import openai
 import pytest
 
 from mlx_mtp.router import fleet as fleet_module
+from mlx_mtp.router.child import Child
 from mlx_mtp.server.http.access import digest_of
 from tests.router.conftest import Routed, is_gone, routed
 from tests.support.raw_http import error_of, exchange, request_bytes
@@ -226,18 +228,27 @@ def pid_of(client: Routed, name: str) -> int:
 
 
 def test_a_process_that_is_killed_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 2.0)
-    with routed("a", how={"a": "0.5"}) as client, ThreadPoolExecutor() as pool:
+    killed, kill = threading.Event(), Child.kill
+
+    def kill_late(child: Child) -> None:
+        killed.set()
+        asyncio.get_running_loop().call_later(0.3, kill, child)
+
+    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 1.0)
+    with routed("a") as client, ThreadPoolExecutor() as pool:
         first = pid_of(client, "a")
         os.kill(first, signal.SIGKILL)  # while it is idle
         wait_until(lambda: client.states() == {"a": "on disk"})
         second = pid_of(client, "a")
+        monkeypatch.setattr(Child, "kill", kill_late)
         stopped = pool.submit(client.chat, "a", hang=True)
         wait_until(lambda: client.states() == {"a": "busy"})
         os.kill(second, signal.SIGSTOP)
-        assert "ended before its answer" in error_of(stopped.result(), CHAT, 503)
-        wait_until(lambda: client.states() == {"a": "on disk"})  # Until then it may get requests.
+        assert killed.wait(30)
+        # It hasn't ended yet: who asks now waits for the next process.
         assert len({first, second, pid_of(client, "a")}) == 3
+        assert "ended before its answer" in error_of(stopped.result(), CHAT, 503)
+        assert (client.count("deaths", "a"), client.count("loads", "a")) == (2, 3)
 
 
 def test_clients_are_told_apart_by_key_and_the_processes_get_no_key() -> None:

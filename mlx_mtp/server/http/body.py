@@ -218,18 +218,22 @@ _DECODER = json.JSONDecoder(
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
+    task, left = asyncio.current_task(), False
+    assert task is not None
 
-    async def disconnected() -> None:
+    async def watch() -> None:
+        nonlocal left
         while (await receive())["type"] != "http.disconnect":
             pass
-
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
+        left = True
         task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
+    finally:
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
