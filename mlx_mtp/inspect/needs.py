@@ -113,20 +113,21 @@ def _choice(names: list[str], memory: int | None) -> dict[str, Any]:
 
 
 def _need(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    from mlx_mtp.config import EngineConfig
     from mlx_mtp.engine.memory import least_memory
+    from mlx_mtp.inspect.embeddings import embedding_need
     from mlx_mtp.inspect.found import find_model
     from mlx_mtp.inspect.memory import memory_demand
     from mlx_mtp.text.parsing.formats import OutputFormat
     from mlx_mtp.text.tokenizer import Tokenizer
 
+    if (need := embedding_need(name, options["dtype"], options["max_model_len"])) is not None:
+        return need
     model = find_model(name)
     enable_mtp = options["enable_mtp"] is not False
     demand = memory_demand(model, options["dtype"], enable_mtp=enable_mtp)
     if demand.refusal is not None:
         return {"refusal": demand.refusal}
     tokens = min(demand.allowed, options["max_model_len"] or USEFUL_TOKENS)
-    step = options["prefill_step_size"] or EngineConfig().prefill_step_size
     able = ["completion"]
     if model.directory is not None:
         form = OutputFormat.of_template(Tokenizer.load(model.directory).template, "auto", "auto")
@@ -134,7 +135,9 @@ def _need(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
         able += [name for name, kind in offered.items() if kind != "none"]
     return {
         "refusal": None,
-        "nbytes": least_memory(demand.footprint, tokens, step, options["prefix_cache_size"]),
+        "nbytes": least_memory(
+            demand.footprint, tokens, options["prefill_step_size"], options["prefix_cache_size"]
+        ),
         "weights": model.trunk[0] + enable_mtp * model.head_bytes,
         "context": min(demand.allowed, options["max_model_len"] or demand.allowed),
         "kind": model.target.config["model_type"],

@@ -94,8 +94,7 @@ class Fleet:
 
     def start(self) -> None:
         """Plan the memory of all models, and start those that are pinned."""
-        self._loop = asyncio.get_running_loop()
-        self._folder = private_folder()
+        self._loop, self._folder = asyncio.get_running_loop(), private_folder()
         self._run(self._plan())
 
     async def stop(self) -> None:

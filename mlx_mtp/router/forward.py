@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_mtp.errors import UNEXPECTED, MlxMtpError, UnavailableError
 from mlx_mtp.router.child import Child
-from mlx_mtp.server.cards import ollama_unloaded
+from mlx_mtp.server.cards import EMBEDS, ollama_unloaded, wrong_kind
 from mlx_mtp.server.http.access import CLIENT, client_header
 from mlx_mtp.server.http.body import RoutedBody, read_body, until_disconnect
 from mlx_mtp.server.http.errors import StreamForm, public
@@ -36,12 +36,14 @@ async def forward(request: Request) -> Response:
     """Pass a request with a body on to the model that it names."""
     state: RouterState = request.app.state.context
     content, body = await read_body(request, state, RoutedBody)
-    model = state.fleet.find(body.model)
-    form = StreamForm(request.url.path, record_of(request.scope).route.error_body)
+    model, route = state.fleet.find(body.model), record_of(request.scope).route
+    if (able := model.plan.get("able")) and route.generates and route.embeds != (able == EMBEDS):
+        raise wrong_kind(model.name, embeds=not route.embeds)
+    form = StreamForm(request.url.path, route.error_body)
     if form.is_ollama:
         seconds = body.seconds()
         state.fleet.keep(model, seconds)
-        if seconds == 0 and not (body.messages or body.prompt):  # It is how a model is ended.
+        if seconds == 0 and not (body.messages or body.prompt or body.input):  # To end it.
             return JSONResponse(ollama_unloaded(body.model))
     state.limiter.reserve(request.scope, 1)
     return Forwarded(state, form, model, content, form.wants_stream(body.stream))

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.running import running_servers
+from mlx_mtp.text.tokenizer import Tokenizer
+from tests.embeddings.qwen3 import reference, write_embedding_model
 from tests.router.conftest import is_gone
 from tests.support.process import CHAT, running
 from tests.support.waiting import wait_until
@@ -189,3 +192,22 @@ def test_a_directory_that_breaks_is_refused_with_the_reason(
         assert "again and again" in answer.text
         assert "safetensors" in answer.text
         assert server.http.post(CHAT, json=body("fox", model="good")).status_code == 200
+
+
+def test_a_model_for_embeddings_beside_one_for_chats(
+    folders: dict[str, Path], alone: dict[tuple[str, str], str], tmp_path: Path
+) -> None:
+    weights = write_embedding_model(tmp_path / "tiny-Embedding")
+    ids = Tokenizer.load(tmp_path / "tiny-Embedding").encode("A fox.")
+    expected = reference(weights, ids)
+    with router({"one": folders["one"], "e": tmp_path / "tiny-Embedding"}) as server:
+        for _ in range(2):
+            found = server.client.embeddings.create(model="e", input="A fox.").data[0].embedding
+            assert np.abs(np.array(found) - expected).max() < 2e-6
+            answer = server.http.post(CHAT, json=body("fox", model="one"))
+            assert text_of(answer.json()) == alone["one", "fox"]
+        cards = {each.id: each.model_dump() for each in server.client.models.list()}
+        assert (cards["e"]["dimensions"], cards["e"]["state"]) == (48, "ready")
+        answer = server.http.post(CHAT, json=body("fox", model="e"))
+        assert answer.status_code == 400
+        assert "makes embeddings" in answer.text

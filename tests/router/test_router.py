@@ -295,6 +295,21 @@ def test_views_of_all_models() -> None:
         assert first["totals"]["generation_tokens"] == 0
 
 
+def test_what_a_model_does_not_do_is_refused_without_loading_it() -> None:
+    with routed("a", "e", embeds="e") as client:
+        wait_until(lambda: "able" in client.model("e").plan)
+        assert "makes embeddings" in error_of(client.chat("e"), CHAT, 400)
+        for path in ("/v1/embeddings", "/api/embed"):
+            refused = client.post(path, json={"model": "a", "input": "x"})
+            assert "makes no embeddings" in error_of(refused, path, 400)
+        assert set(client.states().values()) == {"on disk"}
+        seen = client.post("/api/embed", json={"model": "e", "input": "x", "keep_alive": 0}).json()
+        assert (seen["model"], seen["path"]) == ("e", "/api/embed")
+        cards = client.get("/v1/models").json()["data"]
+        assert [card.get("embeddings", False) for card in cards] == [False, True]
+        assert client.post("/api/show", json={"model": "e"}).json()["capabilities"] == ["embedding"]
+
+
 def test_the_parent_drains_and_then_ends_what_is_open() -> None:
     with routed("a", settings={"drain_timeout": 0.5}) as client, ThreadPoolExecutor() as pool:
         pid = pid_of(client, "a")

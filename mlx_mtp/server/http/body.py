@@ -66,6 +66,7 @@ class RoutedBody(BaseModel):
     keep_alive: Any = None  # of Ollama's API: seconds, or a text such as 10m
     messages: Any = None
     prompt: Any = None
+    input: Any = None  # of embeddings
 
     def seconds(self) -> float | None:
         """`keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
@@ -83,6 +84,7 @@ async def read_request(request: Request, model: type[BodyModel]) -> tuple[Contex
     Of bodies that name a model, the name is checked, and the first served one stands in for none.
     """
     context: Context = request.app.state.context
+    context.check_kind(record_of(request.scope).route)
     context.engine.expect_request()
     has_model = "model" in model.model_fields
     ignored = record_of(request.scope).ignored

@@ -45,7 +45,7 @@ _NOT_OFFERED = {
     *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals"),
     *("files", "fine_tuning", "images", "moderations", "ocr", "realtime", "rerank", "responses"),
     *("search", "threads", "uploads", "vector_stores", "videos"),
-    *("copy", "create", "delete", "embed", "pull", "push"),
+    *("copy", "create", "delete", "pull", "push"),
 }
 
 
