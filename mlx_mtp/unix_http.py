@@ -113,9 +113,16 @@ async def ask(
 
 def private_folder() -> Path:
     """Make a directory for sockets that only this user can enter; raises UsageError."""
-    for base in (None, "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base))  # of mode 0700
+    fault = ""
+    # Not `tempfile.gettempdir`, which writes a file: a socket fits on a full disk.
+    for base in (os.environ.get("TMPDIR"), "/tmp"):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base or "/tmp"))  # of mode 0700
+        except OSError as error:
+            fault = f"a directory for sockets can't be made: {error}"
+            continue
         if len(os.fsencode(folder)) + len("/999999") <= _PATH_BYTES:
             return folder
         folder.rmdir()
-    raise UsageError(f"The path of the directory for temporary files is too long: {folder}.")
+        fault = f"the path of the directory for temporary files is too long: {folder}"
+    raise UsageError(f"{fault[0].upper()}{fault[1:]}.")
