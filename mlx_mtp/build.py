@@ -22,9 +22,11 @@ from mlx_mtp.config import (
     from_options,
     host_source_names,
 )
+from mlx_mtp.console import size_text
 from mlx_mtp.convert.provide import check_head_on_hub, provide_head
 from mlx_mtp.convert.source import check_format_on_hub
 from mlx_mtp.engine.core import EngineCore
+from mlx_mtp.engine.embedding import EmbeddingEngine
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
@@ -36,7 +38,9 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.stats import EngineInfo, EngineStats
 from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
-from mlx_mtp.machine import MemoryLimit, memory_limit, wire_memory
+from mlx_mtp.inspect.embeddings import embedding_directory as embedding_directory
+from mlx_mtp.machine import MemoryLimit, client_text_bytes, memory_limit, wire_memory
+from mlx_mtp.models.embedding import EmbeddingModel
 from mlx_mtp.models.files import read_json
 from mlx_mtp.models.gemm.routes import make_batch_invariant
 from mlx_mtp.models.hub import resolve_model
@@ -101,6 +105,25 @@ def load(
         )
         return load(options, enable_mtp=False, lazy=lazy, part=part)
     return model, Tokenizer.load(path, getattr(options, "chat_template", None))
+
+
+def load_embeddings(
+    options: argparse.Namespace,
+) -> tuple[EmbeddingEngine, Tokenizer, Path, MemoryLimit, int]:
+    """Load a model that makes embeddings.
+
+    Also returns its directory, the memory, and the bytes of it for texts; UsageError: no room.
+    """
+    path, limit = resolve_model(options.model), memory_limit(options.memory_limit)
+    model = EmbeddingModel(path, options.dtype, limit.nbytes, options.max_model_len)
+    if model.need > limit.nbytes:
+        need, room = size_text(model.need), f"{size_text(limit.nbytes)} ({limit.source})"
+        message = f"{options.model} needs {need} of {room}: --max-model-len lowers it."
+        raise UsageError(message)
+    wire_memory(limit)
+    model.load_weights()
+    texts = client_text_bytes(limit.nbytes)
+    return EmbeddingEngine(model), Tokenizer.load(path), path, limit, texts
 
 
 class EnginePlan(NamedTuple):

@@ -9,11 +9,9 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import h11
-
 from mlx_mtp.errors import UsageError
 
-BROKEN = (OSError, h11.RemoteProtocolError)
+BROKEN = (OSError, asyncio.IncompleteReadError)
 """Errors of asking a process that has ended."""
 _PIECE = 1 << 16
 _PATH_BYTES = 100  # that a socket's path may have on a Mac
@@ -25,24 +23,19 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class SocketAnswer:
-    """A response, whose body is read as it comes. h11 reads the head: of each chunk it is slow."""
+    """A response of one of our own servers, whose body is read as it comes."""
 
-    def __init__(
-        self, connection: h11.Connection, reader: asyncio.StreamReader, method: str
-    ) -> None:
-        self._connection, self._reader, self._method = connection, reader, method
+    def __init__(self, reader: asyncio.StreamReader, method: str) -> None:
+        self._reader, self._method = reader, method
         self.status, self.headers = 0, list[tuple[bytes, bytes]]()
 
     async def begin(self) -> None:
         """Read the head; raises what `BROKEN` lists."""
-        while True:
-            event = self._connection.next_event()
-            if event is h11.NEED_DATA:
-                self._connection.receive_data(await self._reader.read(_PIECE))
-            elif isinstance(event, h11.Response):
-                self.status, self.headers = event.status_code, [*event.headers]
-                self._rest, _ = self._connection.trailing_data
-                return
+        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
+        self.status = int(first.split(b" ", 2)[1])
+        for line in lines:
+            name, _, value = line.partition(b":")
+            self.headers.append((name.lower(), value.strip()))
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield what comes, as soon as it comes; raises what `BROKEN` lists."""
@@ -55,14 +48,15 @@ class SocketAnswer:
             return
         left = int(headers.get(b"content-length", 0))
         while left:
-            piece = (self._rest or await self._more())[:left]
-            self._rest, left = b"", left - len(piece)
+            piece = (await self._more())[:left]
+            left -= len(piece)
             yield piece
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         """Yield the chunks that have come, together."""
-        data, left = self._rest, 0  # bytes of the current chunk, with the line's end behind it
+        data, left = b"", 0  # bytes of the current chunk, with the line's end behind it
         while True:
+            data += await self._more()
             at, taken = 0, list[bytes]()
             while at < len(data):
                 if not left:
@@ -79,7 +73,7 @@ class SocketAnswer:
                 at, left = at + here, left - here
             if taken:
                 yield b"".join(taken)
-            data = data[at:] + await self._more()
+            data = data[at:]
 
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
@@ -100,15 +94,17 @@ async def ask(
     """
     reader, writer = await asyncio.open_unix_connection(os.fspath(path))
     try:
-        connection = h11.Connection(h11.CLIENT)
         fixed = [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         host = [] if any(name == b"host" for name, _ in headers) else [(b"host", b"localhost")]
-        head = h11.Request(method=method, target=target, headers=[*headers, *host, *fixed])
-        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-            writer.write(connection.send(event) or b"")
+        target = target if isinstance(target, bytes) else target.encode()
+        lines = [b"%b: %b\r\n" % each for each in (*headers, *host, *fixed)]
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method.encode(), target, b"".join(lines))
+        writer.write(head + body[:_PIECE])  # at once, so that the process is woken once
+        if len(body) > _PIECE:
+            writer.write(memoryview(body)[_PIECE:])
         with contextlib.suppress(OSError):  # It may have answered before it read everything.
             await writer.drain()
-        answer = SocketAnswer(connection, reader, method)
+        answer = SocketAnswer(reader, method)
         await answer.begin()
         yield answer
     finally:
@@ -117,9 +113,16 @@ async def ask(
 
 def private_folder() -> Path:
     """Make a directory for sockets that only this user can enter; raises UsageError."""
-    for base in (None, "/tmp"):
-        folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base))  # of mode 0700
+    fault = ""
+    # Not `tempfile.gettempdir`, which writes a file: a socket fits on a full disk.
+    for base in (os.environ.get("TMPDIR"), "/tmp"):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base or "/tmp"))  # of mode 0700
+        except OSError as error:
+            fault = f"a directory for sockets can't be made: {error}"
+            continue
         if len(os.fsencode(folder)) + len("/999999") <= _PATH_BYTES:
             return folder
         folder.rmdir()
-    raise UsageError(f"The path of the directory for temporary files is too long: {folder}.")
+        fault = f"the path of the directory for temporary files is too long: {folder}"
+    raise UsageError(f"{fault[0].upper()}{fault[1:]}.")

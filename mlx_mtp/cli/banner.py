@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_mtp.config import HOST_DRAFTS, EngineConfig, ServerConfig
@@ -27,7 +28,7 @@ _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches suc
 
 
 def announced_alone(
-    config: ServerConfig, loaded: LoadedModel, engine: EngineInfo, memory_limit: int
+    config: ServerConfig, path: Path, engine: EngineInfo, memory_limit: int
 ) -> AbstractContextManager[None]:
     """Let `mlx-mtp ps` and other commands find a server of one model (`running.announced`)."""
     return announced(
@@ -35,7 +36,7 @@ def announced_alone(
             pid=os.getpid(),
             url=local_url(config.host, config.port),
             models=[config.model_name, *config.other_names],
-            directories=[str(loaded.path.absolute())],
+            directories=[str(path.absolute())],
             needs_key=bool(config.api_keys),
             max_model_len=engine.max_model_len,
             weights=engine.memory["weights"] + engine.memory["head"],
@@ -115,7 +116,19 @@ def router_banner(url: str, models: Sequence[str], keep_alive: float) -> str:
         "models": "\n".join(models),
         "in memory": f"when they are asked for, and {kept} longer, if there is room",
     }
-    return f"\n{labelled(shown, None, '  ')}\n\nReady. Ctrl-C stops the server.\n"
+    return _short(shown)
+
+
+def embeddings_banner(config: ServerConfig, engine: EngineInfo, path: Path, backend: str) -> str:
+    """The text that `serve` prints for a model that makes embeddings."""
+    made = f"{engine.embedding_size:,} numbers for a text of up to {engine.max_model_len:,} tokens"
+    address, model = local_url(config.host, config.port), f"{config.model_name} ({path})"
+    rows = {"address": address, "model": model, "embeddings": made, "backend": backend}
+    return _short(rows)
+
+
+def _short(rows: Mapping[str, str]) -> str:
+    return f"\n{labelled(rows, None, '  ')}\n\nReady. Ctrl-C stops the server.\n"
 
 
 def _url(host: str, port: int) -> str:

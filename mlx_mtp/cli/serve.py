@@ -12,7 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mlx_mtp.cli.banner import announced_alone, answers_text, banner, off_text, prefixes_text
+from mlx_mtp.cli.banner import (
+    announced_alone,
+    answers_text,
+    banner,
+    embeddings_banner,
+    off_text,
+    prefixes_text,
+)
 from mlx_mtp.config import HOST_DRAFTS, SEEING_BODY_BYTES, ServerConfig, from_options
 from mlx_mtp.console import say, width_of
 from mlx_mtp.options import SAMPLING_DEFAULTS, check_serve, model_name, wants_head
@@ -48,6 +55,7 @@ def serve(
     from mlx_mtp.server.http.access import read_keys, warn_if_open
     from mlx_mtp.server.serving import bind, give_up, make_server, run_server
 
+    engine: Any
     part = rank, _ = world()[:2]  # waits for the other ranks
     load = partial(build.load, options, enable_mtp=wants_head(options), lazy=True, part=part)
     if rank:
@@ -65,17 +73,24 @@ def serve(
         parent.sock if parent else bind(options.host, options.port) as sock,
         contextlib.ExitStack() as stack,
     ):
-        loaded, tokenizer = load()
-        links = connect_ranks(options, loaded)
-        plan = build.plan_engine(loaded, options, links)
-        limits, memory, store = plan.config, plan.memory, plan.store
-        kept = prefixes_text(limits)
-        if store is not None:
-            kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
-        loaded.load_weights()
-        engine = build.engine(loaded, tokenizer, options, plan, links)
-        if links is not None:
-            watch(engine, links)
+        embeds = build.embedding_directory(options.model) is not None
+        if embeds:
+            engine, tokenizer, path, limit, texts = build.load_embeddings(options)
+            defaults: Any = {}
+        else:
+            loaded, tokenizer = load()
+            links = connect_ranks(options, loaded)
+            plan = build.plan_engine(loaded, options, links)
+            limits, memory, store = plan.config, plan.memory, plan.store
+            kept = prefixes_text(limits)
+            if store is not None:
+                kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
+            loaded.load_weights()
+            engine = build.engine(loaded, tokenizer, options, plan, links)
+            if links is not None:
+                watch(engine, links)
+            path, defaults, limit = loaded.path, loaded.generation_config, memory.limit
+            texts = memory.bytes_by_use()["texts"]
         # Images take more room than texts.
         sees = engine.info.images is not None and "max_body_size" not in options.given
         seeing: Any = {"max_body_bytes": SEEING_BODY_BYTES} if sees else {}
@@ -89,29 +104,31 @@ def serve(
             api_keys=keys,
             parent_keys=parent and parent.num_keys,
             sampling=sampling,
-            model_bytes=sum(f.stat().st_size for f in loaded.path.glob("[!.]*.safetensors")),
-            max_held_bytes=memory.bytes_by_use()["texts"] * 8 // 9,
+            model_bytes=sum(f.stat().st_size for f in path.glob("[!.]*.safetensors")),
+            max_held_bytes=texts * 8 // 9,
             # The bundled model's files are a part of this program.
-            text_workers=loaded.path if options.model or options.request_chat_template else None,
+            text_workers=path if options.model or options.request_chat_template else None,
             **seeing,
         )
-        app = create_app(engine, tokenizer, config, loaded.generation_config)
+        app = create_app(engine, tokenizer, config, defaults)
         # Garbage collections, which stop all threads, need not visit what is loaded for good.
         gc.collect()
         gc.freeze()
         engine.launch()  # raises if the model can't answer
-        shares, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
-        width = width_of(sys.stdout)
-        off = {source: off_text(options, source) for source in ("mtp", *HOST_DRAFTS)}
-        text = banner(config, loaded, engine.info, str(info), shares, kept, answers, off, width)
+        if embeds:
+            text = embeddings_banner(config, engine.info, path, str(info))
+        else:
+            shares, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
+            width = width_of(sys.stdout)
+            off = {source: off_text(options, source) for source in ("mtp", *HOST_DRAFTS)}
+            text = banner(config, loaded, engine.info, str(info), shares, kept, answers, off, width)
 
         def ready() -> None:
             if on_ready is not None:
                 on_ready(server, config.port)
                 return
             if parent is None:
-                limit = memory.limit.nbytes
-                stack.enter_context(announced_alone(config, loaded, engine.info, limit))
+                stack.enter_context(announced_alone(config, path, engine.info, limit.nbytes))
             _announce(text)
 
         server = make_server(app, log_level=options.log_level, on_ready=ready)

@@ -25,7 +25,7 @@ from mlx_mtp.inspect.needs import planned
 from mlx_mtp.router.fleet import Fleet, ServedModel
 from mlx_mtp.running import RunningServer, announced
 
-_PLANNED = ("dtype", "max_model_len", "prefill_step_size", "prefix_cache_size")
+_PLANNED = ("dtype", "enable_mtp", "max_model_len", "prefill_step_size", "prefix_cache_size")
 
 
 def run_router(given: argparse.Namespace) -> int:

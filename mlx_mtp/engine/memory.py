@@ -224,10 +224,11 @@ def plan_memory(
 
 
 def least_memory(
-    footprint: Footprint, tokens: int, prefill_step_size: int, prefix_cache: int | None
+    footprint: Footprint, tokens: int, prefill_step_size: int | None, prefix_cache: int | None
 ) -> int:
     """The smallest limit, in bytes, for which `plan_memory` has room for a request of `tokens`."""
-    needed = footprint.chunk_bytes(prefill_step_size, tokens) + footprint.row_bytes(tokens)
+    step = prefill_step_size or EngineConfig().prefill_step_size
+    needed = footprint.chunk_bytes(step, tokens) + footprint.row_bytes(tokens)
     if prefix_cache is None:
         prefix_cache = min(needed // 3 + 1, MOST_PREFIX_CACHE)
     total = footprint.weights + footprint.head + needed + prefix_cache

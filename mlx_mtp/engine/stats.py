@@ -27,6 +27,7 @@ class EngineInfo:
     draft_sources: tuple[str, ...] = ()  # names in --drafts
     images: ImageSizes | None = None  # None: the model sees none
     never_sampled: tuple[int, ...] = ()  # ids that stand for images
+    embedding_size: int = 0  # numbers of a text's vector; 0: the model generates text
 
 
 @dataclass(slots=True)

@@ -66,14 +66,19 @@ def run_inspect(options: argparse.Namespace) -> int:
     """Print whether a model fits, and what it is; returns the exit status."""
     backend.prepare()
     from mlx_mtp.inspect.choose import choose_model
+    from mlx_mtp.inspect.embeddings import embedding_need, embedding_rows
     from mlx_mtp.inspect.found import family, find_model, next_command, quantization
     from mlx_mtp.inspect.memory import fit_rows, memory_demand, memory_rows
     from mlx_mtp.machine import memory_limit
 
     name, ranks = choose_model(options.model, options.memory_limit), options.ranks
+    limit = memory_limit(options.memory_limit)
+    if (need := embedding_need(name, options.dtype, None)) is not None:
+        say(labelled(embedding_rows(name, need, limit), width_of()))
+        return 0
     model = find_model(name)
     demand = memory_demand(model, options.dtype, ranks)
-    fits = fit_rows(demand, memory_limit(options.memory_limit))
+    fits = fit_rows(demand, limit)
     num_bytes, num_files = model.trunk
     files = f"{num_files} file{'' if num_files == 1 else 's'}"
     rows = {
@@ -83,7 +88,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         "family": family(model),
         "quantization": quantization(model.target.config),
         "weights": f"{size_text(num_bytes)} in {files}" if num_files else "none found",
-        "MTP head": model.head or "none",
+        "MTP head": model.head or ("none; serve fetches it" if model.head_bytes else "none"),
         **({"vision": f"sees images; tower in {model.tower}"} if model.tower else {}),
         **memory_rows(demand),
         "next": next_command(model, ranks, served=fits["fits"].startswith("yes")),

@@ -10,7 +10,7 @@ from mlx_mtp.convert import source
 from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
 from mlx_mtp.convert.target import Target
 from mlx_mtp.models.hub import resolve_model
-from mlx_mtp.models.published import source_of
+from mlx_mtp.models.published import fetched_head_nbytes, source_of
 from mlx_mtp.vision.tower import SIDECAR, is_of_tower
 
 
@@ -21,7 +21,7 @@ class FoundModel(NamedTuple):
     target: Target  # its config.json
     trunk: tuple[int, int]  # bytes and number of the model's own files
     head: str | None  # a description; None without a head
-    head_bytes: int = 0  # on top of the trunk's
+    head_bytes: int = 0  # on top of the trunk's; without a head that of the one `serve` fetches
     directory: Path | None = None  # of the weights, if they are local
     refusal: str | None = None  # the known reason why `serve` would refuse the model
     tower: str | None = None  # where its vision tower is; None without one
@@ -123,6 +123,8 @@ def _remote(repo: source.HubRepo) -> FoundModel:
     elif beside := source.remote_sidecar(repo):
         head_bytes = sum(_sizes(repo, beside).values())
         head = f"in {_file_names(beside)}: {size_text(head_bytes)}"
+    else:
+        head_bytes = fetched_head_nbytes(repo.repo_id)
     total = sum(trunk.values()), len(trunk)
     tower = _tower(weights, target)
     return FoundModel(repo.repo_id, target, total, head, head_bytes, refusal=refusal, tower=tower)

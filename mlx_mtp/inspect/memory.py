@@ -36,12 +36,16 @@ class Demand(NamedTuple):
     refusal: str | None = None  # the known reason why `serve` would not load the model
 
 
-def memory_demand(found: FoundModel, dtype: str, ranks: int = 1) -> Demand:
+def memory_demand(
+    found: FoundModel, dtype: str, ranks: int = 1, *, enable_mtp: bool = True
+) -> Demand:
     """The demand of a model as `serve` would load it; by its files' sizes if it can't be loaded.
 
-    Of each rank if there are several; UsageError if the model can't be split among them.
+    With the head that it has, or that `serve` fetches, unless `enable_mtp` is false. Of each rank
+    if there are several; UsageError if the model can't be split among them.
     """
-    has_head, refusal = found.head is not None, found.refusal
+    has_head = enable_mtp and (found.head is not None or found.head_bytes > 0)
+    refusal = found.refusal
     if found.directory is not None:
         options: dict[str, Any] = {"enable_mtp": has_head, "dtype": dtype, "part": (0, ranks)}
         try:
@@ -60,7 +64,7 @@ def memory_demand(found: FoundModel, dtype: str, ranks: int = 1) -> Demand:
     whole = min(whole, found.trunk[0]) if ranks > 1 else 0
     shape = Footprint(
         weights=whole + (found.trunk[0] - whole) // ranks,
-        head=found.head_bytes // ranks,
+        head=found.head_bytes // ranks if has_head else 0,
         caches=CacheMemory(layers, has_head, in_use.size),
         depth=MAX_HOST_DRAFTS,
         vocab_size=int(target.args.vocab_size),

@@ -4,9 +4,9 @@ The argument is JSON with `memory_limit`, the value of --memory-limit, and `name
 
 For `names`, short names of models (`chosen_models`), the output is a line of JSON: what they stand
 for. `models` (`planned`) are objects with `source`, a directory, a hub id or None, and the values
-of --dtype, --max-model-len, --prefill-step-size and --prefix-cache-size. Of the lines of JSON on
-standard output the first has `limit` and `source`, the memory of this machine; each of the others
-is of a model, by its place.
+of --dtype, --enable-mtp, --max-model-len, --prefill-step-size and --prefix-cache-size. Of the lines
+of JSON on standard output the first has `limit` and `source`, the memory of this machine; each of
+the others is of a model, by its place.
 """
 
 import asyncio
@@ -113,19 +113,21 @@ def _choice(names: list[str], memory: int | None) -> dict[str, Any]:
 
 
 def _need(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    from mlx_mtp.config import EngineConfig
     from mlx_mtp.engine.memory import least_memory
+    from mlx_mtp.inspect.embeddings import embedding_need
     from mlx_mtp.inspect.found import find_model
     from mlx_mtp.inspect.memory import memory_demand
     from mlx_mtp.text.parsing.formats import OutputFormat
     from mlx_mtp.text.tokenizer import Tokenizer
 
+    if (need := embedding_need(name, options["dtype"], options["max_model_len"])) is not None:
+        return need
     model = find_model(name)
-    demand = memory_demand(model, options["dtype"])
+    enable_mtp = options["enable_mtp"] is not False
+    demand = memory_demand(model, options["dtype"], enable_mtp=enable_mtp)
     if demand.refusal is not None:
         return {"refusal": demand.refusal}
     tokens = min(demand.allowed, options["max_model_len"] or USEFUL_TOKENS)
-    step = options["prefill_step_size"] or EngineConfig().prefill_step_size
     able = ["completion"]
     if model.directory is not None:
         form = OutputFormat.of_template(Tokenizer.load(model.directory).template, "auto", "auto")
@@ -133,8 +135,10 @@ def _need(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
         able += [name for name, kind in offered.items() if kind != "none"]
     return {
         "refusal": None,
-        "nbytes": least_memory(demand.footprint, tokens, step, options["prefix_cache_size"]),
-        "weights": model.trunk[0] + model.head_bytes,
+        "nbytes": least_memory(
+            demand.footprint, tokens, options["prefill_step_size"], options["prefix_cache_size"]
+        ),
+        "weights": model.trunk[0] + enable_mtp * model.head_bytes,
         "context": min(demand.allowed, options["max_model_len"] or demand.allowed),
         "kind": model.target.config["model_type"],
         "able": able,

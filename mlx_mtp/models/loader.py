@@ -138,13 +138,13 @@ def _build_model(
     shard(family.causal_lm(model), model.get("mtp"), *part)
     del head  # else the stored head would be kept while the model is read
     memory = machine_memory().nbytes if memory is None else memory
-    _cast(model, dtype, stored_dtype, memory)
+    cast(model, dtype, stored_dtype, memory)
     tower = None
     if see and tower_weights and "vision_config" in config:
         args = family.causal_lm(model).args
         tower = load_tower(config, tower_weights, args.hidden_size)
         family.set_sections(model, config)
-        _cast(tower, dtype, stored_dtype, memory)
+        cast(tower, dtype, stored_dtype, memory)
     return model, head_source, tower
 
 
@@ -272,7 +272,9 @@ def _unread_formats(path: Path) -> str:
     )
 
 
-def _cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
+def cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
+    """Give a model the type `dtype`, as `load_model` does; `stored` is that of the checkpoint."""
+    """Give a model the type `dtype`, as `load_model` does; `stored` is that of the checkpoint."""
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     on_cpu = mx.default_device() == mx.cpu

@@ -169,6 +169,14 @@ head_repo_of = {
 """The repository of its head alone, unquantized; None if it isn't known to have one."""
 
 
+def fetched_head_nbytes(repo_id: str) -> int:
+    """Bytes of the head that `serve` fetches for a published model without one; 0 for others."""
+    if (name := _NAMES.get(repo_id)) is None:
+        return 0
+    bits = next((each.bits for each in RELEASES if each.repo_id == repo_id), max(BITS))
+    return SIZES[name].head[bits]
+
+
 def _short_names(name: str) -> list[str]:
     full = name.lower()
     default = full.removesuffix("-instruct")

@@ -86,7 +86,8 @@ export function choose(model) {
 /** Learn the model's name and what is drafted for it; without the right key the page shows nothing but its question for it. */
 export async function connect() {
   try {
-    const { data } = await (await api("/v1/models")).json();
+    const all = (await (await api("/v1/models")).json()).data, chats = all.filter((each) => !each.embeddings);
+    const data = chats.length ? chats : all; // The page has nothing for models that make embeddings.
     const card = data.find((each) => each.id === state.model) ?? data[0];
     // Only a server of several models says which of them are loaded.
     const states = card.state ? data.map((each) => each.state) : null;

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.applications import Starlette
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.router import views
@@ -23,20 +23,15 @@ from mlx_mtp.server.http.record import route_finder
 from mlx_mtp.server.serving import make_app
 from mlx_mtp.server.table import route_table
 
-_FORWARDED = "chat_completions completions responses messages count_tokens tokenize detokenize"
-_FORWARDED += " ollama_chat ollama_generate"
 _OF_ONE = "stored_chat label_chat delete_chat stored_messages stored_response delete_response"
 _OF_ONE += " stored_items cancel"
 _OF_ALL = "list_chats show tags processes models model metrics"
 _OWN = "health live clients page_file root ollama_version"
-ROUTES = route_table(
-    {
-        **dict.fromkeys(_FORWARDED.split(), forward),
-        **dict.fromkeys(_OF_ONE.split(), views.of_one),
-        **{name: getattr(views, f"{name}_of_all") for name in _OF_ALL.split()},
-        **{name: getattr(page, name) for name in _OWN.split()},
-    }
-)
+_ANSWERED = dict.fromkeys(_OF_ONE.split(), views.of_one)
+_ANSWERED |= {name: getattr(views, f"{name}_of_all") for name in _OF_ALL.split()}
+_ANSWERED |= {name: getattr(page, name) for name in _OWN.split()}
+# The bodies of all others name the model.
+ROUTES = route_table(defaultdict(lambda: forward, _ANSWERED))
 
 
 class RouterMetrics:
@@ -102,12 +97,12 @@ class RouterState:
         return self.fleet.find("").card.get("images") is True
 
 
-def create_router(config: ServerConfig, fleet: Fleet) -> FastAPI:
+def create_router(config: ServerConfig, fleet: Fleet) -> Starlette:
     """Build the application; its lifespan starts and ends the models' processes."""
     state = RouterState(config, fleet)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         fleet.start()
         try:
             yield

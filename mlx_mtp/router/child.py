@@ -75,12 +75,12 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def is_healthy(self) -> bool:
-        """Ask it; may take for ever."""
+    async def is_healthy(self, seconds: float | None = None) -> bool:
+        """Ask it, and wait so long for the answer."""
         try:
-            async with ask(self.path, "GET", "/health") as answer:
+            async with asyncio.timeout(seconds), ask(self.path, "GET", "/health") as answer:
                 return answer.status == 200
-        except BROKEN:
+        except BROKEN:  # TimeoutError is among them.
             return False
 
     async def _read_log(self) -> None:

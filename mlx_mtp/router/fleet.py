@@ -9,7 +9,7 @@ import logging
 import math
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,10 @@ from mlx_mtp.unix_http import BROKEN, ask, private_folder
 logger = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 30.0  # A process that is not healthy for so long is killed.
-_LEAST_FAILURES = 3  # to answer, after which it is: this process may have been suspended
+_PROBES = 3  # in that time, all of which must fail
 _STOP_SECONDS = 30.0  # for an idle process to write its prefixes and end; then it is killed
 EVENTS = ("loads", "unloads", "deaths")
+Wait = Callable[[asyncio.Future[Any]], Awaitable[None]]  # until it is done
 Plans = AsyncIterator[dict[str, Any]]  # the lines of `mlx_mtp.inspect.needs`
 
 
@@ -93,8 +94,7 @@ class Fleet:
 
     def start(self) -> None:
         """Plan the memory of all models, and start those that are pinned."""
-        self._loop = asyncio.get_running_loop()
-        self._folder = private_folder()
+        self._loop, self._folder = asyncio.get_running_loop(), private_folder()
         self._run(self._plan())
 
     async def stop(self) -> None:
@@ -153,7 +153,7 @@ class Fleet:
         self._decide()
 
     @contextlib.asynccontextmanager
-    async def using(self, model: ServedModel, seconds: float | None) -> AsyncIterator[Child]:
+    async def using(self, model: ServedModel, seconds: float, wait: Wait) -> AsyncIterator[Child]:
         """Wait until the model takes a request, at most so long; it is busy during the block.
 
         Raises UnavailableError, RequestTimeoutError or EngineStoppedError.
@@ -163,13 +163,13 @@ class Fleet:
             model.busy += 1
             child = model.child
         else:
-            child = await self._admission(model, seconds)
+            child = await self._admission(model, seconds, wait)
         try:
             yield child
         finally:
             self._release(model)
 
-    async def _admission(self, model: ServedModel, seconds: float | None) -> Child:
+    async def _admission(self, model: ServedModel, seconds: float, wait: Wait) -> Child:
         """Wait for the model's process; the request counts as busy then."""
         self._check_waiting(model)
         begins: asyncio.Future[Child] = self._loop.create_future()
@@ -177,10 +177,11 @@ class Fleet:
         self._decide()
         try:
             async with asyncio.timeout(seconds):
-                return await begins
+                await wait(begins)
+                return begins.result()
         except BaseException as error:
             model.waiting.pop(begins, None)
-            if begins.done() and not begins.cancelled() and begins.exception() is None:
+            if begins.done() and begins.exception() is None:
                 self._release(model)  # The client left at the moment at which it was admitted.
             else:
                 self._decide()
@@ -264,13 +265,16 @@ class Fleet:
         if state is ModelState.STOPPING:
             logger.info("%s: its process is gone, %s of memory are free", model.name, freed)
         else:
-            self.counts["deaths", model.name] += 1
-            model.count_death(self._loop.time())
+            self._count_death(model)
             logger.error("%s: its process %s", model.name, end)
         if state is ModelState.LOADING:
             reason = f"The model {model.name!r} could not be loaded: its process {end}."
             model.fail_waiting(errors.UnavailableError(f"{reason} {model.last_words}"))
         self._decide()
+
+    def _count_death(self, model: ServedModel) -> None:
+        self.counts["deaths", model.name] += 1
+        model.count_death(self._loop.time())
 
     async def _watch(self, model: ServedModel, child: Child) -> None:
         """Wait until the process is ready, and kill it if it no longer answers."""
@@ -286,19 +290,20 @@ class Fleet:
             logger.error("%s: not loaded after %g s", model.name, self.config.model_timeout)
             child.kill()
             return
-        last, failures = self._loop.time(), 0
+        now, failures = self._loop.time(), 0
         if model.state is ModelState.LOADING:
-            logger.info("%s: ready after %.1f s", model.name, last - began)
-            model.state, model.idle_since = ModelState.READY, last
+            logger.info("%s: ready after %.1f s", model.name, now - began)
+            model.state, model.idle_since = ModelState.READY, now
             self._decide()
-        while failures < _LEAST_FAILURES or self._loop.time() - last < HEALTH_SECONDS:
-            await asyncio.sleep(HEALTH_SECONDS / 6)
-            asked, healthy = self._loop.time(), model.state is ModelState.STOPPING
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEALTH_SECONDS / 6):
-                    healthy = healthy or await child.is_healthy()
-            last, failures = (asked, 0) if healthy else (last, failures + 1)
+        while failures < _PROBES:
+            asked, seconds = self._loop.time(), HEALTH_SECONDS / _PROBES
+            healthy = await child.is_healthy(seconds) or model.state is ModelState.STOPPING
+            failures = 0 if healthy else failures + 1
+            await asyncio.sleep(asked + seconds - self._loop.time())
         logger.error("%s: killed, as it was not healthy for %g s", model.name, HEALTH_SECONDS)
+        if model.state is ModelState.READY:  # From now on requests wait for the next process.
+            model.state = ModelState.STOPPING
+            self._count_death(model)
         child.kill()
 
     async def _plan(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_mtp.errors import UNEXPECTED, MlxMtpError, UnavailableError
 from mlx_mtp.router.child import Child
-from mlx_mtp.server.cards import ollama_unloaded
+from mlx_mtp.server.cards import EMBEDS, ollama_unloaded, wrong_kind
 from mlx_mtp.server.http.access import CLIENT, client_header
 from mlx_mtp.server.http.body import RoutedBody, read_body, until_disconnect
 from mlx_mtp.server.http.errors import StreamForm, public
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Headers that are not passed on: a connection's own, keys, and what a process would believe.
 _OWN = {*HOP_BY_HOP, b"content-length", b"expect", b"authorization", b"x-api-key", CLIENT.encode()}
-_ATTEMPTS, _ATTEMPT_SECONDS = 20, 0.05  # to reach a process that has ended a moment ago
+_RETRY_SECONDS = 0.05  # until the end of a process is noticed
 _OF_ANSWER = {*HOP_BY_HOP, b"date", REQUEST_ID.encode()}
 
 
@@ -36,12 +36,14 @@ async def forward(request: Request) -> Response:
     """Pass a request with a body on to the model that it names."""
     state: RouterState = request.app.state.context
     content, body = await read_body(request, state, RoutedBody)
-    model = state.fleet.find(body.model)
-    form = StreamForm(request.url.path, record_of(request.scope).route.error_body)
+    model, route = state.fleet.find(body.model), record_of(request.scope).route
+    if (able := model.plan.get("able")) and route.generates and route.embeds != (able == EMBEDS):
+        raise wrong_kind(model.name, embeds=not route.embeds)
+    form = StreamForm(request.url.path, route.error_body)
     if form.is_ollama:
         seconds = body.seconds()
         state.fleet.keep(model, seconds)
-        if seconds == 0 and not (body.messages or body.prompt):  # It is how a model is ended.
+        if seconds == 0 and not (body.messages or body.prompt or body.input):  # To end it.
             return JSONResponse(ollama_unloaded(body.model))
     state.limiter.reserve(request.scope, 1)
     return Forwarded(state, form, model, content, form.wants_stream(body.stream))
@@ -83,39 +85,30 @@ class Forwarded(Response):
 
     async def _pass_on(self, scope: Scope, send: Send) -> Mapping[str, Any] | None:
         """Have the process answer; return its error if that comes too late for a status."""
-        attempts = _ATTEMPTS
         while True:
             try:
-                async with self._child(send) as child:
+                async with self._using(send) as child:
                     asked = scope["method"], *child_request(scope), self._content
                     async with ask(child.path, *asked) as answer:
                         del asked  # Nothing is kept of the body from here on.
                         self._content = b""
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)
-            except ConnectionRefusedError:  # It has ended, which will be noticed at once.
-                if (attempts := attempts - 1) == 0:
-                    raise
-                await asyncio.sleep(_ATTEMPT_SECONDS)
+            except ConnectionRefusedError:  # It has ended: the request waits for the next one.
+                await asyncio.sleep(_RETRY_SECONDS)
 
-    @contextlib.asynccontextmanager
-    async def _child(self, send: Send) -> AsyncIterator[Child]:
+    def _using(self, send: Send) -> contextlib.AbstractAsyncContextManager[Child]:
         """Wait for the model's process; a stream gets signs of life meanwhile."""
-        settings, waits = self._state.fleet.config, contextlib.AsyncExitStack()
-        limit = min(settings.model_timeout, self._state.config.request_timeout or float("inf"))
-        entering = asyncio.ensure_future(
-            waits.enter_async_context(self._state.fleet.using(self._model, limit))
-        )
-        try:
-            patience = self._state.config.keep_alive_seconds if self._streams else None
-            while not (await asyncio.wait({entering}, timeout=patience))[0]:
+        config, fleet = self._state.config, self._state.fleet
+        patience = config.keep_alive_seconds if self._streams else None
+
+        async def wait(begins: asyncio.Future[Any]) -> None:
+            while not (await asyncio.wait({begins}, timeout=patience))[0]:
                 await self._begin(send, 200, self._form.headers)
                 await self._send(send, self._form.keep_alive)
-            yield entering.result()
-        finally:
-            entering.cancel()
-            await asyncio.gather(entering, return_exceptions=True)
-            await waits.aclose()
+
+        limit = min(fleet.config.model_timeout, config.request_timeout or float("inf"))
+        return fleet.using(self._model, limit, wait)
 
     async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if not self._begun:

@@ -34,15 +34,15 @@ def _state(request: Request) -> RouterState:
 
 def _card(state: RouterState, model: ServedModel) -> dict[str, Any]:
     plan = model.plan
-    own = {"state": model.shown_state, "size": plan.get("weights", 0)}
+    own: dict[str, Any] = {"state": model.shown_state, "size": plan.get("weights", 0)}
+    own |= {"embeddings": True} if plan.get("able") == cards.EMBEDS else {}
     made = cards.model_card(model.name, state.created, plan.get("context", 0), draft_sources=[])
     return made | model.card | {"id": model.name, "display_name": model.name} | own
 
 
 def _ollama_card(state: RouterState, model: ServedModel, **more: Any) -> dict[str, Any]:
-    size, kind = model.plan.get("weights", 0), model.plan.get("kind", "")
-    more |= {"state": model.shown_state}
-    return cards.ollama_card(model.name, state.created, kind, size, **more)
+    more |= {"kind": model.plan.get("kind", ""), "size": model.plan.get("weights", 0)}
+    return cards.ollama_card(model.name, state.created, state=model.shown_state, **more)
 
 
 async def models_of_all(request: Request) -> Response:

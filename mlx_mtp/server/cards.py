@@ -4,6 +4,19 @@ import hashlib
 from datetime import UTC, datetime
 from typing import Any
 
+from mlx_mtp.errors import UnsupportedRouteError
+
+EMBEDS = ["embedding"]
+"""What a model that makes embeddings is able to do, by Ollama's word."""
+
+
+def wrong_kind(name: str, *, embeds: bool) -> UnsupportedRouteError:
+    """The error of a request to a model that does the other thing."""
+    does = "generates text and makes no embeddings: name one that does, such as of Qwen3-Embedding"
+    if embeds:
+        does = "makes embeddings and generates no text; it answers /v1/embeddings and /api/embed"
+    return UnsupportedRouteError(f"The model {name!r} {does}.")
+
 
 def model_card(name: str, created: datetime, max_model_len: int, **more: Any) -> dict[str, Any]:
     """A model in OpenAI's form and Anthropic's in one: no field has two meanings."""

@@ -16,13 +16,13 @@ from starlette.types import Scope
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import InvalidRequestError, ModelNotFoundError
-from mlx_mtp.server.cards import model_card
+from mlx_mtp.server.cards import model_card, wrong_kind
 from mlx_mtp.server.generation.generation import Dispatcher, timeout_error
 from mlx_mtp.server.generation.inputs import model_defaults, with_flags
 from mlx_mtp.server.generation.prompting import Prompter
 from mlx_mtp.server.grammar.grammars import Grammars
-from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
-from mlx_mtp.server.http.record import record_of
+from mlx_mtp.server.http.admission import FairExecutor, HeldBytes, RequestLimiter
+from mlx_mtp.server.http.record import Route, record_of
 from mlx_mtp.server.metrics import Metrics
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -58,6 +58,8 @@ class Context:
         self.held = HeldBytes(config.max_held_bytes, self.limiter.rejected)
         self.metrics = Metrics(engine, self.limiter, config)
         self.dispatcher = Dispatcher(engine)
+        # The engine's thread, in turns, if the model makes embeddings.
+        self.embedding = FairExecutor(1, getattr(engine, "threads", None))
         self.seeds = random.Random(config.seed)
         self.stored: dict[str, Any] = {}  # a `Store` for each API key
         self.created = datetime.now(UTC).replace(microsecond=0)
@@ -107,6 +109,11 @@ class Context:
             raise ModelNotFoundError(f"{message} --any-model-name takes any name.", param="model")
         return name or names[0]
 
+    def check_kind(self, route: Route) -> None:
+        """Raise UnsupportedRouteError for a route of models that do the other thing."""
+        if (embeds := bool(self.engine.info.embedding_size)) != route.embeds and route.generates:
+            raise wrong_kind(self.model_names[0], embeds=embeds)
+
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Return a client's token ids; raises InvalidRequestError if one is out of range."""
         limit = self.engine.info.vocab_size
@@ -119,7 +126,9 @@ class Context:
 
     def model_card(self, name: str) -> dict[str, Any]:
         sources = self.engine.info.draft_sources  # for the page
-        more = {"images": True} if self.sees_images else {}
+        more: dict[str, Any] = {"images": True} if self.sees_images else {}
+        if size := self.engine.info.embedding_size:
+            more |= {"embeddings": True, "dimensions": size}
         return model_card(name, self.created, self.max_model_len, draft_sources=sources, **more)
 
     @property

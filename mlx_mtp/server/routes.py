@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server import page
-from mlx_mtp.server.api import stored, token_routes
+from mlx_mtp.server.api import embeddings, stored, token_routes
 from mlx_mtp.server.api.anthropic import routes as anthropic
 from mlx_mtp.server.api.ollama import routes as ollama
 from mlx_mtp.server.api.openai import routes as openai
@@ -50,6 +50,8 @@ ROUTES = route_table(
         "detokenize": token_routes.detokenize,
         "ollama_chat": ollama.chat,
         "ollama_generate": ollama.generate,
+        "embeddings": embeddings.embeddings,
+        "ollama_embed": embeddings.ollama_embed,
         "show": ollama.show,
         "tags": ollama.tags,
         "processes": ollama.processes,

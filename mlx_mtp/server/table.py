@@ -32,6 +32,8 @@ def route_table(handlers: Mapping[str, Handler]) -> tuple[Route, ...]:
         Route("POST", "/detokenize", handlers["detokenize"]),
         _ollama("POST", "/api/chat", handlers["ollama_chat"], generates=True),
         _ollama("POST", "/api/generate", handlers["ollama_generate"], generates=True),
+        Route("POST", "/v1/embeddings", handlers["embeddings"], generates=True, embeds=True),
+        _ollama("POST", "/api/embed", handlers["ollama_embed"], generates=True, embeds=True),
         _ollama("POST", "/api/show", handlers["show"]),
         _ollama("GET", "/api/tags", handlers["tags"]),
         _ollama("GET", "/api/ps", handlers["processes"]),

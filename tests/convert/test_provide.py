@@ -12,8 +12,10 @@ from mlx_mtp import build
 from mlx_mtp.cli import main as cli
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.errors import MissingHeadError
+from mlx_mtp.inspect.needs import _need
 from mlx_mtp.machine import MemoryLimit
 from mlx_mtp.models.hub import resolve_model
+from mlx_mtp.models.published import SIZES
 from tests.conftest import DEMO
 from tests.support.checkpoints import read_file, write_source
 from tests.support.fake_hub import COMMIT, FakeHub
@@ -147,6 +149,20 @@ def test_no_head_is_fetched_unasked_for_or_into_the_users_directory(hub, tmp_pat
     with pytest.raises(MissingHeadError, match="add-mtp-weights"):
         build.load(argparse.Namespace(model=str(own), dtype="float32"), enable_mtp=True, lazy=True)
     assert not hub.downloaded & set(SHARDS)
+
+
+def test_a_head_that_will_be_fetched_counts_in_the_models_need(hub):
+    def need(enable_mtp: bool | None) -> tuple[int, int]:
+        fields = {"dtype": "float32", "max_model_len": 512, "prefill_step_size": None}
+        found = _need(REPO, {**fields, "prefix_cache_size": 0, "enable_mtp": enable_mtp})
+        return found["weights"], found["nbytes"]
+
+    head = SIZES["Qwen3.6-35B-A3B"].head[4]
+    (more, most), (less, least) = need(None), need(False)
+    assert more - less == head
+    assert most - least > head  # its keys and values, too
+    build.load(options(), enable_mtp=True, lazy=True)
+    assert 0 < need(None)[0] - less < head / 100  # It is here, and that of a tiny model.
 
 
 def test_pull_ls_and_rm(hub, tmp_path, capsys, monkeypatch):

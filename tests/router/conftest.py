@@ -50,6 +50,7 @@ def routed(
     needs: dict[str, int] | None = None,
     how: dict[str, str] | None = None,  # the fake's second argument
     pinned: str = "",
+    embeds: str = "",  # the model that makes embeddings
     settings: dict[str, Any] | None = None,  # of `ServerConfig`
     max_queue: int = 256,
     **config: Any,
@@ -62,7 +63,8 @@ def routed(
     async def plans(of: Any) -> AsyncIterator[dict[str, Any]]:
         yield {"limit": limit, "source": "as the test says"}
         for number, each in enumerate(of):
-            fields = {"context": 1000, "weights": 7, "kind": "fake", "able": ["completion"]}
+            able = ["embedding" if each.name == embeds else "completion"]
+            fields = {"context": 1000, "weights": 7, "kind": "fake", "able": able}
             yield {"model": number, "nbytes": (needs or {}).get(each.name, 1), **fields}
 
     def command(model: ServedModel) -> list[str]:

@@ -147,7 +147,7 @@ def test_durations() -> None:
 
 def test_needs_are_told_for_each_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = {"dtype": "float32", "max_model_len": 512, "prefill_step_size": None}
-    options |= {"prefix_cache_size": 0}
+    options |= {"prefix_cache_size": 0, "enable_mtp": None}
     models = [{"source": source, **options} for source in (None, str(tmp_path))]
     needs.tell_needs(json.dumps({"memory_limit": 10**10, "models": models}))
     limit, good, bad = map(json.loads, capsys.readouterr().out.splitlines())

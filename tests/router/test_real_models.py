@@ -1,7 +1,6 @@
 """The parent with real models: answers are those of each model alone, whatever is killed."""
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -10,37 +9,46 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import numpy as np
+import ollama
+import openai
 import pytest
+from mlx_lm.convert import convert as mlx_lm_convert
 
-from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.running import running_servers
+from mlx_mtp.text.tokenizer import Tokenizer
+from tests.conftest import DEMO, DENSE_DEMO
+from tests.embeddings.qwen3 import reference, write_embedding_model
 from tests.router.conftest import is_gone
 from tests.support.process import CHAT, running
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.full
 
-WORDS = ("fox", "lamp", "river", "tower", "clock", "garden")
+WORDS = ("fox", "lamp", "river", "tower")
+SDKS = ("openai", "anthropic", "ollama")
 FLAGS = ("--dtype", "float32", "--calibration-seconds", "0", "--max-model-len", "2048")
+# Of the drill with many clients.
+SECONDS = float(os.environ.get("DRILL_SECONDS", "60"))
+NUM_CLIENTS = 32
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model under three names; two have other files, and so other answers."""
-    found = {}
-    for name in ("one", "two", "three"):
-        found[name] = tmp_path_factory.mktemp("models") / name
-        shutil.copytree(BUNDLED_MODEL, found[name])
-    for name, temperature in (("two", 0.9), ("three", 1.3)):
-        path = found[name] / "generation_config.json"
-        fields = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(fields | {"temperature": temperature, "do_sample": True}))
+    """The bundled model, its 8-bit form, and its dense sibling."""
+    root = tmp_path_factory.mktemp("models")
+    found = {name: root / name for name in ("one", "two", "three")}
+    shutil.copytree(DEMO, found["one"])
+    mlx_lm_convert(str(DEMO), str(found["two"]), quantize=True, q_bits=8, q_group_size=32)
+    shutil.copytree(DENSE_DEMO, found["three"])
     return found
 
 
@@ -53,16 +61,51 @@ def text_of(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
+class Clients:
+    """The SDKs, each with connections of its own; a thread has one of these."""
+
+    def __init__(self, url: str) -> None:
+        given: dict[str, Any] = {"api_key": "x", "max_retries": 0, "timeout": 600}
+        self.openai = openai.OpenAI(base_url=f"{url}/v1", **given)
+        self.anthropic = anthropic.Anthropic(base_url=url, **given)
+        self.ollama = ollama.Client(url, timeout=600)
+
+    def close(self) -> None:
+        for each in (self.openai, self.anthropic, self.ollama._client):
+            each.close()
+
+    def pieces(self, sdk: str, model: str, word: str, *, streams: bool) -> Iterator[str]:
+        """The parts of an answer's text, as they come."""
+        asked = body(word, model=model)
+        if sdk == "openai":
+            made: Any = self.openai.chat.completions.create(**asked, stream=streams)
+            if not streams:
+                yield made.choices[0].message.content
+            for chunk in made if streams else ():
+                yield (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        elif sdk == "anthropic":
+            seed = {"seed": asked.pop("seed")}
+            made = self.anthropic.messages.create(**asked, stream=streams, extra_body=seed)
+            yield "" if streams else made.content[0].text
+            for event in made if streams else ():
+                yield getattr(getattr(event, "delta", None), "text", "")
+        else:
+            options = {"seed": 3, "num_predict": asked["max_tokens"]}
+            made = self.ollama.chat(model, asked["messages"], options=options, stream=streams)
+            for part in made if streams else [made]:
+                yield part.message.content
+
+
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[tuple[str, str], str]:
-    """What each model answers when it is served alone."""
+    """What each model answers when it is served alone, to each SDK."""
     answers = {}
     for name, folder in folders.items():
-        with running(str(folder), *FLAGS) as server:
+        with running(str(folder), *FLAGS) as server, contextlib.closing(Clients(server.url)) as of:
             for word in WORDS:
-                answer = server.http.post(CHAT, json=body(word)).json()
-                answers[name, word] = text_of(answer)
-    assert len(set(answers.values())) > len(WORDS)
+                texts = {"".join(of.pieces(each, name, word, streams=False)) for each in SDKS}
+                (answers[name, word],) = texts
+    assert len(set(answers.values())) > 2 * len(WORDS)
     return answers
 
 
@@ -76,45 +119,78 @@ def router(folders: dict[str, Path], *flags: str) -> Iterator[Any]:
     named = [f"{name}={folder}" for name, folder in folders.items()]
     # One needs 163 MB at least: there is room for two.
     with running(*named, *FLAGS, "--memory-limit", "400MB", *flags) as server:
+        server.http.timeout = httpx.Timeout(600)  # A busy machine loads models slowly.
         yield server
 
 
-def test_random_models_with_random_cancels_answer_as_each_does_alone(
-    folders: dict[str, Path], alone: dict[tuple[str, str], str]
-) -> None:
-    with router(folders, "--switch-after", "2") as server:
-        most, done = [0], threading.Event()
+@contextlib.contextmanager
+def watched(parent: int) -> Iterator[set[int]]:
+    """The numbers of processes of models that there are meanwhile."""
+    seen, done = set[int](), threading.Event()
 
-        def watch() -> None:
-            while not done.is_set():
-                most[0] = max(most[0], len(children(server.process.pid)))
-                time.sleep(0.05)
+    def watch() -> None:
+        while not done.is_set():
+            seen.add(len(children(parent)))
+            time.sleep(0.05)
 
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-
-        def ask(number: int) -> int:
-            draw = random.Random(number)
-            name, word = draw.choice([*folders]), draw.choice(WORDS)
-            asked = body(word, model=name)
-            if draw.random() < 0.3:
-                with server.http.stream("POST", CHAT, json=asked | {"stream": True}) as answer:
-                    next(answer.iter_lines())
-                return 0
-            answer = server.http.post(CHAT, json=asked)
-            assert answer.status_code == 200, answer.text
-            assert text_of(answer.json()) == alone[name, word]
-            return 1
-
-        with ThreadPoolExecutor(8) as pool:
-            assert sum(pool.map(ask, range(48))) > 24
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
         done.set()
         watcher.join()
-        assert most[0] == 2
+
+
+def test_clients_of_three_sdks_at_random_models_with_random_cancels(
+    folders: dict[str, Path], alone: dict[tuple[str, str], str]
+) -> None:
+    """Each finished answer is that of the model alone, and never are there more than two."""
+    with router(folders, "--switch-after", "2") as server, watched(server.process.pid) as seen:
+        end, count = time.monotonic() + SECONDS, Counter[str]()
+
+        def work(number: int) -> None:
+            draw, clients = random.Random(number), Clients(server.url)
+            while time.monotonic() < end:
+                name, word, sdk = map(draw.choice, ([*folders], WORDS, SDKS))
+                streams = draw.random() < 0.5
+                pieces = clients.pieces(sdk, name, word, streams=streams)
+                try:
+                    if streams and draw.random() < 0.5:
+                        next(pieces)
+                        pieces.close()  # Some SDKs close the connection now, all with `clients`.
+                        clients.close()
+                        clients = Clients(server.url)
+                        count["cancelled"] += 1
+                    else:
+                        assert "".join(pieces) == alone[name, word], (name, word, sdk)
+                        count["finished"] += 1
+                except (openai.APIStatusError, anthropic.APIStatusError) as error:
+                    count[f"{error.status_code}"] += 1
+                except ollama.ResponseError as error:
+                    count[f"{error.status_code}"] += 1
+            clients.close()
+
+        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+            for done in [pool.submit(work, number) for number in range(NUM_CLIENTS)]:
+                done.result()
         text = server.http.get("/metrics").text
-        loads = re.findall(r'router_loads_total\{model="\w+"\} (\S+)', text)
-        assert len(loads) == 3
-        assert all(float(count) >= 1 for count in loads)
+        for event in ("loads", "unloads", "deaths"):
+            found = re.findall(rf'router_{event}_total\{{model="\w+"\}} (\S+)', text)
+            assert len(found) == 3
+            count[event] = int(sum(map(float, found)))
+        print(f"{SECONDS:g} s: {dict(count)}")
+        assert count["loads"] >= 3
+        assert count["deaths"] == 0
+        assert count["finished"] > 0 and count["cancelled"] > 0
+        assert {key for key in count if key.isdigit()} <= {"503"}
+
+        def is_idle() -> bool:
+            cards = server.http.get("/v1/models").json()["data"]
+            return {card["state"] for card in cards} <= {"ready", "on disk"}
+
+        wait_until(is_idle)  # Nothing is left of what was cancelled.
+    assert max(seen) == 2
 
 
 def test_a_model_that_is_killed_or_stopped_at_any_moment_answers_again(
@@ -123,8 +199,11 @@ def test_a_model_that_is_killed_or_stopped_at_any_moment_answers_again(
     with router({"one": folders["one"]}, "--keep-alive", "forever") as server:
         pid = server.process.pid
 
-        def asked(**fields: Any) -> httpx.Response:
-            return server.http.post(CHAT, json=body("fox", model="one", **fields))
+        def asked(word: str = "fox", **fields: Any) -> httpx.Response:
+            return server.http.post(CHAT, json=body(word, model="one", **fields))
+
+        def state() -> str:
+            return str(server.http.get("/v1/models").json()["data"][0]["state"])
 
         with ThreadPoolExecutor() as pool:
             loading = pool.submit(asked)
@@ -132,21 +211,38 @@ def test_a_model_that_is_killed_or_stopped_at_any_moment_answers_again(
             os.kill(children(pid)[0], signal.SIGKILL)
             assert loading.result().status_code == 503
             assert text_of(asked().json()) == alone["one", "fox"]
-            for moment in ("idle", "decode"):
-                if moment == "decode":
-                    lines = []
-                    stream = asked_stream(server)
-                    with stream as answer:
-                        for line in answer.iter_lines():
-                            lines.append(line)
-                            if len(lines) == 3:
-                                os.kill(children(pid)[0], signal.SIGSTOP)
-                    assert "ended before" in "".join(lines)  # after 30 s
-                else:
-                    os.kill(children(pid)[0], signal.SIGKILL)
-                    wait_until(lambda: not children(pid))
-                time.sleep(61)  # Three deaths within a minute would refuse it.
-                assert text_of(asked().json()) == alone["one", "fox"]
+            os.kill(children(pid)[0], signal.SIGKILL)  # while it is idle
+            wait_until(lambda: not children(pid))
+            time.sleep(61)  # Three deaths within a minute would refuse it.
+            assert text_of(asked().json()) == alone["one", "fox"]
+            prefill = pool.submit(asked, "fox " * 1500)
+            wait_until(lambda: state() == "busy")
+            os.kill(children(pid)[0], signal.SIGKILL)
+            assert prefill.result().status_code == 503
+            assert text_of(asked().json()) == alone["one", "fox"]
+            lines = []
+            with asked_stream(server) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    if len(lines) == 3:
+                        os.kill(children(pid)[0], signal.SIGSTOP)
+            assert "ended before" in "".join(lines)  # after 30 s
+            # It hasn't ended perhaps: the request waits for the next process.
+            assert text_of(asked().json()) == alone["one", "fox"]
+
+
+def test_a_full_disk_stops_no_model(
+    folders: dict[str, Path], alone: dict[tuple[str, str], str], tmp_path: Path
+) -> None:
+    """No file can be written, of the prefix cache or of the log."""
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    named = [f"{name}={folder}" for name, folder in folders.items()]
+    flags = ("--memory-limit", "400MB", "--prefix-cache-dir", str(tmp_path / "prefixes"))
+    with running(*named, *FLAGS, *flags, "--log-file", str(tmp_path / "log"), code=full) as server:
+        server.http.timeout = httpx.Timeout(600)
+        for name in ("one", "two", "three", "one"):
+            answer = server.http.post(CHAT, json=body("fox", model=name))
+            assert text_of(answer.json()) == alone[name, "fox"]
 
 
 def asked_stream(server: Any) -> Any:
@@ -189,3 +285,22 @@ def test_a_directory_that_breaks_is_refused_with_the_reason(
         assert "again and again" in answer.text
         assert "safetensors" in answer.text
         assert server.http.post(CHAT, json=body("fox", model="good")).status_code == 200
+
+
+def test_a_model_for_embeddings_beside_one_for_chats(
+    folders: dict[str, Path], alone: dict[tuple[str, str], str], tmp_path: Path
+) -> None:
+    weights = write_embedding_model(tmp_path / "tiny-Embedding")
+    ids = Tokenizer.load(tmp_path / "tiny-Embedding").encode("A fox.")
+    expected = reference(weights, ids)
+    with router({"one": folders["one"], "e": tmp_path / "tiny-Embedding"}) as server:
+        for _ in range(2):
+            found = server.client.embeddings.create(model="e", input="A fox.").data[0].embedding
+            assert np.abs(np.array(found) - expected).max() < 2e-6
+            answer = server.http.post(CHAT, json=body("fox", model="one"))
+            assert text_of(answer.json()) == alone["one", "fox"]
+        cards = {each.id: each.model_dump() for each in server.client.models.list()}
+        assert (cards["e"]["dimensions"], cards["e"]["state"]) == (48, "ready")
+        answer = server.http.post(CHAT, json=body("fox", model="e"))
+        assert answer.status_code == 400
+        assert "makes embeddings" in answer.text

@@ -1,5 +1,7 @@
 """The parent of several models, with processes that only send."""
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ import openai
 import pytest
 
 from mlx_mtp.router import fleet as fleet_module
+from mlx_mtp.router.child import Child
 from mlx_mtp.server.http.access import digest_of
 from tests.router.conftest import Routed, is_gone, routed
 from tests.support.raw_http import error_of, exchange, request_bytes
@@ -29,8 +32,15 @@ MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
 GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA)
 
 
-def test_what_a_client_sends_and_gets_passes_through_unchanged() -> None:
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Routed]:
+    """For tests that leave models loaded, and don't mind others that do."""
     with routed("a", "b") as client:
+        yield client
+
+
+def test_what_a_client_sends_and_gets_passes_through_unchanged(plain: Routed) -> None:
+    with contextlib.nullcontext(plain) as client:
         headers = {"User-Agent": "me", "X-MLX-MTP-Client": "forged/1.2.3.4/0", "x-other": "1"}
         answer = client.post(f"{CHAT}?q=%20x", json={"model": "b", "n": 2}, headers=headers)
         seen = answer.json()
@@ -49,8 +59,8 @@ def test_what_a_client_sends_and_gets_passes_through_unchanged() -> None:
         assert error_of(client.post(CHAT, content=b"{"), CHAT, 400)
 
 
-def test_a_stream_comes_as_it_is_sent_and_its_end_reaches_the_process() -> None:
-    with routed("a") as client:
+def test_a_stream_comes_as_it_is_sent_and_its_end_reaches_the_process(plain: Routed) -> None:
+    with contextlib.nullcontext(plain) as client:
         text = client.chat("a", stream=True, chunks=50).text
         assert text.count("data: {") == 51
         assert text.endswith("data: [DONE]\n\n")
@@ -59,8 +69,8 @@ def test_a_stream_comes_as_it_is_sent_and_its_end_reaches_the_process() -> None:
             pieces = answer.iter_text()
             for number in range(3):  # Long before the end is sent.
                 assert next(pieces).count("data: ") == 1, number
-            assert client.states() == {"a": "busy"}
-        wait_until(lambda: client.states() == {"a": "ready"})
+            assert client.states()["a"] == "busy"
+        wait_until(lambda: client.states()["a"] == "ready")
 
         def cancelled() -> bool:
             return 'fake_cancelled{model="a"} 1' in client.get("/metrics").text
@@ -68,9 +78,10 @@ def test_a_stream_comes_as_it_is_sent_and_its_end_reaches_the_process() -> None:
         wait_until(cancelled)
 
 
-def test_a_slow_reader_holds_up_the_process_and_not_the_parent() -> None:
+def test_a_slow_reader_holds_up_the_process_and_not_the_parent(plain: Routed) -> None:
     body = {"model": "a", "stream": True, "chunks": 1000, "size": 20_000}
-    with routed("a") as client, client.stream("POST", CHAT, json=body) as answer:
+    client = plain
+    with client.stream("POST", CHAT, json=body) as answer:
         pieces = answer.iter_raw()
         first = next(pieces)
         assert client.chat("a").status_code == 200
@@ -97,14 +108,14 @@ def test_the_least_recently_asked_idle_model_makes_room() -> None:
 
 
 def test_a_busy_model_is_never_ended_but_drains_for_one_that_waits_long() -> None:
-    with routed("a", "b", limit=1, switch_after=0.5) as client, ThreadPoolExecutor() as pool:
+    with routed("a", "b", limit=1, switch_after=0.2) as client, ThreadPoolExecutor() as pool:
 
         def ask(name: str, pause: float) -> tuple[str, float]:
             answer = client.chat(name, pause=pause)
             return answer.json()["model"], time.monotonic()
 
         assert ask("a", 0.0)
-        first = pool.submit(ask, "a", 2.0)
+        first = pool.submit(ask, "a", 0.8)
         wait_until(lambda: client.states()["a"] == "busy")
         other = pool.submit(ask, "b", 0.0)
         wait_until(lambda: client.model("a").draining)
@@ -116,10 +127,12 @@ def test_a_busy_model_is_never_ended_but_drains_for_one_that_waits_long() -> Non
 
 def test_too_many_or_too_long_waiting_requests_are_refused_with_numbers() -> None:
     options: dict[str, Any] = {"limit": 1, "max_queue": 1, "model_timeout": 1.5}
-    with routed("a", "b", needs={"b": 1}, **options) as client, ThreadPoolExecutor() as pool:
-        client.chat("a")
-        pool.submit(client.chat, "a", pause=2.0)
-        wait_until(lambda: client.states()["a"] == "busy")
+    long = {"model": "a", "stream": True, "chunks": 1000, "pause": 0.1}
+    with (
+        routed("a", "b", **options) as client,
+        ThreadPoolExecutor() as pool,
+        client.stream("POST", CHAT, json=long),
+    ):
         waits = pool.submit(client.chat, "b")
         wait_until(lambda: bool(client.model("b").waiting))
         refused = client.chat("b")
@@ -148,17 +161,17 @@ def test_idle_models_leave_after_their_time_and_by_ollamas_field() -> None:
 
 def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api() -> None:
     def waited(client: Routed, path: str, **fields: Any) -> httpx.Response:
-        return client.post(path, json={"model": "slow", "stream": True, **fields})
+        return client.post(path, json={"model": "slow", "stream": True} | fields)
 
-    settings = {"keep_alive_seconds": 0.2}
-    with routed("slow", how={"slow": "1"}, settings=settings) as client:
+    settings = {"keep_alive_seconds": 0.1}
+    loading = {"slow": "0.5", "also": "0.5"}
+    with routed(*loading, how=loading, settings=settings) as client, ThreadPoolExecutor() as pool:
+        refused = pool.submit(waited, client, CHAT, model="also", status=400)
         text = waited(client, CHAT).text
         assert text.startswith(": keep-alive\n\n")
         assert text.endswith("data: [DONE]\n\n")
-    with routed("slow", how={"slow": "1"}, settings=settings) as client:
-        answer = waited(client, CHAT, status=400)
-        assert answer.status_code == 200
-        assert '\n\ndata: {"error": {"message": "as asked"' in answer.text
+        assert refused.result().status_code == 200
+        assert '\n\ndata: {"error": {"message": "as asked"' in refused.result().text
     late: dict[str, Any] = {"how": {"slow": "30"}, "model_timeout": 1.0}
     with routed("slow", settings=settings, **late) as client, ThreadPoolExecutor() as pool:
         answers = pool.map(lambda path: waited(client, path).text, GENERATING)
@@ -221,23 +234,53 @@ def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_
         assert client.count("deaths", "a") == 3
 
 
+@pytest.mark.full
+def test_a_process_that_hangs_while_it_loads_or_is_idle_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 1.0)
+    slow = {"slow": "600"}
+    with routed("slow", "a", how=slow, model_timeout=3.0) as client, ThreadPoolExecutor() as pool:
+        loading = pool.submit(client.chat, "slow")
+        wait_until(lambda: client.model("slow").child)
+        child: Any = client.model("slow").child
+        os.kill(child._process.pid, signal.SIGSTOP)
+        assert loading.result().status_code in (503, 504)
+        wait_until(lambda: client.states()["slow"] == "on disk")
+        first = pid_of(client, "a")
+        os.kill(first, signal.SIGSTOP)  # while it is idle
+        wait_until(lambda: client.states()["a"] == "on disk")
+        assert pid_of(client, "a") != first
+        assert (client.count("deaths", "slow"), client.count("deaths", "a")) == (1, 1)
+
+
 def pid_of(client: Routed, name: str) -> int:
     return int(client.chat(name).json()["pid"])
 
 
-def test_a_process_that_is_killed_or_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 2.0)
-    with routed("a", how={"a": "0.5"}) as client, ThreadPoolExecutor() as pool:
+def test_requests_wait_for_the_next_process_while_one_that_hangs_is_being_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed, kill = threading.Event(), Child.kill
+
+    def kill_late(child: Child) -> None:
+        killed.set()
+        asyncio.get_running_loop().call_later(0.3, kill, child)
+
+    monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 1.0)
+    with routed("a") as client, ThreadPoolExecutor() as pool:
         first = pid_of(client, "a")
         os.kill(first, signal.SIGKILL)  # while it is idle
         wait_until(lambda: client.states() == {"a": "on disk"})
         second = pid_of(client, "a")
+        monkeypatch.setattr(Child, "kill", kill_late)
         stopped = pool.submit(client.chat, "a", hang=True)
         wait_until(lambda: client.states() == {"a": "busy"})
         os.kill(second, signal.SIGSTOP)
-        assert "ended before its answer" in error_of(stopped.result(), CHAT, 503)
-        wait_until(lambda: client.states() == {"a": "on disk"})  # Until then it may get requests.
+        assert killed.wait(30)
         assert len({first, second, pid_of(client, "a")}) == 3
+        assert "ended before its answer" in error_of(stopped.result(), CHAT, 503)
+        assert (client.count("deaths", "a"), client.count("loads", "a")) == (2, 3)
 
 
 def test_clients_are_told_apart_by_key_and_the_processes_get_no_key() -> None:
@@ -282,6 +325,21 @@ def test_views_of_all_models() -> None:
             first = json.loads(next(live.iter_lines()).removeprefix("data: "))
         assert first["server"]["states"] == {"a": "ready", "b": "ready"}
         assert first["totals"]["generation_tokens"] == 0
+
+
+def test_what_a_model_does_not_do_is_refused_without_loading_it() -> None:
+    with routed("a", "e", embeds="e") as client:
+        wait_until(lambda: "able" in client.model("e").plan)
+        assert "makes embeddings" in error_of(client.chat("e"), CHAT, 400)
+        for path in ("/v1/embeddings", "/api/embed"):
+            refused = client.post(path, json={"model": "a", "input": "x"})
+            assert "makes no embeddings" in error_of(refused, path, 400)
+        assert set(client.states().values()) == {"on disk"}
+        seen = client.post("/api/embed", json={"model": "e", "input": "x", "keep_alive": 0}).json()
+        assert (seen["model"], seen["path"]) == ("e", "/api/embed")
+        cards = client.get("/v1/models").json()["data"]
+        assert [card.get("embeddings", False) for card in cards] == [False, True]
+        assert client.post("/api/show", json={"model": "e"}).json()["capabilities"] == ["embedding"]
 
 
 def test_the_parent_drains_and_then_ends_what_is_open() -> None:

@@ -29,6 +29,7 @@ class FakeInfo:
     memory: Mapping[str, int] = field(default_factory=lambda: {"weights": 10**9})
     draft_sources: tuple[str, ...] = ("mtp",)
     images: ImageSizes | None = None
+    embedding_size: int = 0
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:

@@ -66,6 +66,7 @@ class RoutedBody(BaseModel):
     keep_alive: Any = None  # of Ollama's API: seconds, or a text such as 10m
     messages: Any = None
     prompt: Any = None
+    input: Any = None  # of embeddings
 
     def seconds(self) -> float | None:
         """`keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
@@ -83,6 +84,7 @@ async def read_request(request: Request, model: type[BodyModel]) -> tuple[Contex
     Of bodies that name a model, the name is checked, and the first served one stands in for none.
     """
     context: Context = request.app.state.context
+    context.check_kind(record_of(request.scope).route)
     context.engine.expect_request()
     has_model = "model" in model.model_fields
     ignored = record_of(request.scope).ignored
@@ -218,18 +220,22 @@ _DECODER = json.JSONDecoder(
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
+    task, left = asyncio.current_task(), False
+    assert task is not None
 
-    async def disconnected() -> None:
+    async def watch() -> None:
+        nonlocal left
         while (await receive())["type"] != "http.disconnect":
             pass
-
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
+        left = True
         task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if left and task.uncancel() == 0:
+            raise ClientDisconnect from None
+        raise
+    finally:
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)

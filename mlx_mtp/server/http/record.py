@@ -35,6 +35,7 @@ class Route(NamedTuple):
     path: str
     handler: Handler
     generates: bool = False  # a POST takes slots of the engine
+    embeds: bool = False  # is for models that make embeddings
     needs_key: bool = True  # on a server with API keys
     while_draining: bool = False  # answered while the server is shutting down
     when_full: bool = False  # answered when all connections are in use

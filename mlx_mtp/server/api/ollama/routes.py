@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_mtp.server.api.ollama.protocol import OllamaChat, OllamaShow, OllamaText
 from mlx_mtp.server.api.openai.tokens import logprob_entries
-from mlx_mtp.server.cards import ollama_card, ollama_show
+from mlx_mtp.server.cards import EMBEDS, ollama_card, ollama_show
 from mlx_mtp.server.context import Context, context_of
 from mlx_mtp.server.generation.job import admit
 from mlx_mtp.server.generation.writer import Block, BlockKind, Content, Writer, packed_json, respond
@@ -163,6 +163,7 @@ async def show(request: Request) -> Response:
     able = {"tools": form.tools, "thinking": form.reasoning}
     able["vision"] = "images" if context.engine.info.images else "none"
     names = ["completion", *(name for name in able if able[name] != "none")]
+    names = EMBEDS if context.engine.info.embedding_size else names
     template = context.tokenizer.template
     shown = ollama_show(kind, context.max_model_len, context.created, names, template)
     return JSONResponse(shown)

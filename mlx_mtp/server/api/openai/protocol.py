@@ -246,17 +246,18 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
         return chat.with_template_kwargs(self.chat_template_kwargs).with_effort(wish.get("effort"))
 
 
-def _as_prompts(value: object) -> object:
+def as_prompts(value: object, most: int = MAX_SEQUENCES) -> object:
+    """Take a text, token ids, or a list of either as a list of `most` prompts at most."""
     if isinstance(value, str) or (isinstance(value, list) and value and schema.is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
         raise refusal("must be a string, a list of token ids, or a non-empty list of either")
-    if len(value) > MAX_SEQUENCES:
-        raise refusal(f"has {len(value)} prompts; at most {MAX_SEQUENCES} are allowed")
+    if len(value) > most:
+        raise refusal(f"has {len(value)} prompts; at most {most} are allowed")
     for number, prompt in enumerate(value):
         if isinstance(prompt, list) and len(prompt) > schema.MAX_PROMPT_IDS:
-            most = f"at most {schema.MAX_PROMPT_IDS} are allowed"
-            raise refusal(f"prompt {number} has {len(prompt)} token ids; {most}")
+            bound = f"at most {schema.MAX_PROMPT_IDS} are allowed"
+            raise refusal(f"prompt {number} has {len(prompt)} token ids; {bound}")
         ids = isinstance(prompt, list) and all(map(schema.is_id, prompt))
         if not isinstance(prompt, str) and not ids:
             raise refusal(f"prompt {number} is neither a string nor a list of token ids")
@@ -268,7 +269,7 @@ def _as_prompts(value: object) -> object:
 class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]  # texts or lists of token ids
+    prompt: Annotated[list[Any], BeforeValidator(as_prompts)]  # texts or lists of token ids
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: schema.Int | None = None
     echo: bool = False
