@@ -58,7 +58,8 @@ class TowerShape:
             shape = cls(**given)
         except TypeError as error:
             raise UnsupportedModelError(f"config.json: vision_config: {error}.") from None
-        wrong = [f"{k} is {v!r:.40}" for k, v in vars(shape).items() if not _is_size(v)]
+        sizes = vars(shape).items()
+        wrong = [f"{k} is {v!r:.40}" for k, v in sizes if type(v) is not int or not 0 < v <= _MOST]
         if not wrong and shape.hidden_size % (4 * shape.num_heads):
             wrong = ["hidden_size does not divide into heads of a multiple of 4"]
         if round(float(shape.num_position_embeddings) ** 0.5) ** 2 != shape.num_position_embeddings:
@@ -80,7 +81,7 @@ class TowerShape:
         some = min(PART_TOKENS * self.spatial_merge_size**2, patches)
         # Bytes of a patch in the first part, in keys, and in attention where it makes scores.
         beginning, keys = 9 * self.patch_numbers + 26 * size, 60 * size + 12 * padded
-        attention = (4 * size + 6 * padded) * itemsize + 4 * heads * some
+        attention = (6 * size + 6 * padded) * itemsize + 4 * heads * some
         return patches * max(beginning, keys, attention) + 20 * some * self.intermediate_size
 
 
@@ -89,17 +90,6 @@ class Part(NamedTuple):
 
     arrays: tuple[mx.array, ...]
     work: int  # multiplications in it
-
-
-class _PatchEmbed(nn.Module):
-    def __init__(self, shape: TowerShape) -> None:
-        super().__init__()
-        sizes = shape.temporal_patch_size, shape.patch_size, shape.patch_size, shape.in_channels
-        self.proj = nn.Linear(shape.patch_numbers, shape.hidden_size)
-        self.proj.weight = mx.zeros((shape.hidden_size, *sizes))
-
-    def __call__(self, patches: mx.array) -> mx.array:
-        return patches @ self.proj.weight.reshape(len(self.proj.weight), -1).T + self.proj.bias
 
 
 class _Attention(nn.Module):
@@ -140,9 +130,6 @@ class _Block(nn.Module):
         self.attn = _Attention(shape)
         self.mlp = _MLP(size, shape.intermediate_size, size, "tanh")
 
-    def after_attention(self, x: mx.array) -> mx.array:
-        return x + self.mlp(self.norm2(x))
-
 
 class _Merger(_MLP):
     def __init__(self, shape: TowerShape) -> None:
@@ -160,7 +147,9 @@ class VisionTower(nn.Module):
     def __init__(self, shape: TowerShape) -> None:
         super().__init__()
         self.shape = shape
-        self.patch_embed = _PatchEmbed(shape)
+        kernel = shape.temporal_patch_size, shape.patch_size, shape.patch_size
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj = nn.Conv3d(shape.in_channels, shape.hidden_size, kernel)
         self.pos_embed = nn.Embedding(shape.num_position_embeddings, shape.hidden_size)
         self.blocks = [_Block(shape) for _ in range(shape.depth)]
         self.merger = _Merger(shape)
@@ -189,7 +178,7 @@ class VisionTower(nn.Module):
             ready = []
             for some in slices:
                 attended = states[some] + block.attn(q[:, :, some], k, v)
-                ready.append(block.after_attention(attended))
+                ready.append(attended + block.mlp(block.norm2(attended)))
                 yield Part((ready[-1],), work)
             states = mx.concatenate(ready)
         wide = size * shape.spatial_merge_size**2
@@ -202,7 +191,8 @@ class VisionTower(nn.Module):
     def _embedded(self, rgb: np.ndarray) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """States [N, H] of patches, and cos and sin [N, 1, head size / 2] of their places."""
         shape, dtype = self.shape, self.merger.norm.weight.dtype
-        embedded = self.patch_embed(patches_of(mx.array(rgb), shape).astype(dtype))
+        proj, patches = self.patch_embed.proj, patches_of(mx.array(rgb), shape).astype(dtype)
+        embedded = patches @ proj.weight.flatten(1).T + proj.bias
         rows, columns = (n // shape.patch_size for n in rgb.shape[:2])
         places, shares = _interpolation(rows, columns, shape)
         learned = self.pos_embed(mx.array(places)) * mx.array(shares).astype(dtype)[..., None]
@@ -239,7 +229,7 @@ def load_tower(
             f"hidden_size is {hidden_size}."
         )
     named = {tower_name(key): value for key, value in weights.items()}
-    mode = _quantization_mode(config)
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
 
     def packed(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         """How a layer is quantized, which its tensors' shapes say."""
@@ -247,8 +237,8 @@ def load_tower(
             return False
         inputs = layer.weight.shape[-1]
         bits, group = named[f"{name}.weight"].shape[-1] * 32 // inputs, inputs // scales.shape[-1]
-        kind = "affine" if f"{name}.biases" in named else mode
-        return {"bits": bits, "group_size": group, "mode": kind}
+        mode = "affine" if f"{name}.biases" in named else quantization.get("mode", "affine")
+        return {"bits": bits, "group_size": group, "mode": mode}
 
     embed = "patch_embed.proj.weight"
     if embed in named and named[embed].shape != tower.patch_embed.proj.weight.shape:
@@ -279,17 +269,6 @@ def is_of_tower(key: str) -> bool:
 def tower_name(key: str) -> str:
     """The name of a tower's tensor in `VisionTower`."""
     return key.removeprefix(next(prefix for prefix in PREFIXES if key.startswith(prefix)))
-
-
-def _quantization_mode(config: Mapping[str, Any]) -> str:
-    for key in ("quantization", "quantization_config"):
-        if isinstance(given := config.get(key), dict) and "mode" in given:
-            return str(given["mode"])
-    return "affine"
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 < value <= _MOST
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:

@@ -174,13 +174,13 @@ def test_the_planned_scratch_is_what_is_taken(hidden, heads, patch):
     tower = VisionTower(sizes)
     mx.eval(tower.parameters())
     side = 2 * patch
-    pixels = Pixels.of(32 * side, 32 * side, bytes(3 * (32 * side) ** 2))
-    images = PromptImages([PlacedImage(1, 32, 32, pixels)], 1030)
+    pixels = Pixels.of(16 * side, 16 * side, bytes(3 * (16 * side) ** 2))
+    images = PromptImages([PlacedImage(1, 16, 16, pixels)], 260)
     vision, at_rest = Vision(tower, 90, 96, 1 << 30), mx.get_active_memory()
     mx.reset_peak_memory()
-    assert not vision.advance(images, 0, 1030) and vision.advance(images, 0, 1030)
-    taken, planned = mx.get_peak_memory() - at_rest, sizes.scratch(1024, 4)
-    assert 0.8 * planned < taken <= planned
+    assert not vision.advance(images, 0, 260) and vision.advance(images, 0, 260)
+    taken, planned = mx.get_peak_memory() - at_rest, sizes.scratch(256, 4)
+    assert 0.7 * planned < taken <= planned
 
 
 @pytest.mark.full
