@@ -129,10 +129,11 @@ def test_sdks_and_open_webui(seeing: Seeing, sizes: ImageSizes, tmp_path: Path) 
                 told.append(stream.get_final_text())
             counted = client.messages.count_tokens(**chat).input_tokens
         own = ollama.Client(host=url)
-        message = {"role": "user", "content": QUESTION, "images": [PNG]}
-        told.append(own.chat(MODEL, [message]).message.content)
-        told.append(own.generate(MODEL, QUESTION, images=[file]).response)
-        assert "vision" in own.show(MODEL).capabilities
+        with contextlib.closing(own._client):
+            message = {"role": "user", "content": QUESTION, "images": [PNG]}
+            told.append(own.chat(MODEL, [message]).message.content)
+            told.append(own.generate(MODEL, QUESTION, images=[file]).response)
+            assert "vision" in own.show(MODEL).capabilities
         body = test_open_webui.chat(QUESTION)
         body["model"] = MODEL
         body["messages"][-1]["content"].append(part)

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
@@ -149,6 +149,36 @@ def slow_logits(model: LoadedModel, wanted: Request) -> mx.array:
     ids = mx.array([wanted.prompt_token_ids])
     with turning(model, wanted, 0):
         return model.causal_lm(ids, input_embeddings=embedded(model, wanted))[0, -1]
+
+
+def slow_logprobs(model: LoadedModel, wanted: Request, answer: Sequence[int]) -> np.ndarray:
+    """Of the token after each place of the prompt and its answer, in one piece: float32 [N, V]."""
+    inputs = embedded(model, wanted)
+    if answer:
+        after = model.causal_lm.model.embed_tokens(mx.array([answer]))
+        inputs = mx.concatenate([inputs, after], axis=1)
+    ids = mx.array([[*wanted.prompt_token_ids, *answer]])
+    with turning(model, wanted, len(answer)):
+        logits = model.causal_lm(ids, input_embeddings=inputs)[0]
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def check_logprobs(model: LoadedModel, wanted: Request, outputs: Sequence[RequestOutput]) -> int:
+    """Those of the answer, and of the prompt if they were asked for; returns how many."""
+    tokens = [token for each in outputs for token in each.token_ids]
+    expected = slow_logprobs(model, wanted, tokens)
+    start = len(wanted.prompt_token_ids)
+    found = [(start + n, p) for n, p in enumerate(p for o in outputs for p in o.logprobs)]
+    assert len(found) == (0 if wanted.sampling.top_logprobs is None else len(tokens))
+    in_prompt = [p for each in outputs for p in each.prompt_logprobs]
+    if wanted.sampling.prompt_logprobs is not None:
+        assert len(in_prompt) == start - 1
+    for place, got in [*enumerate(in_prompt, 1), *found]:
+        row, token = expected[place - 1], [*wanted.prompt_token_ids, *tokens][place]
+        values = [got.logprob, *(value for _, value in got.top)]
+        best = np.sort(row)[::-1][: len(got.top)]
+        assert np.abs(np.array(values) - [row[token], *best]).max() < 1e-3
+    return len(found) + len(in_prompt)
 
 
 def slow(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Sequence[int]) -> Plain:

@@ -21,7 +21,16 @@ from tests.support.harness import greedy
 from tests.support.prefixes import FINGERPRINT
 from tests.support.quick import covering
 from tests.support.tiny_models import IMAGE_IDS, VOCAB
-from tests.vision.seeing import A, B, C, make_requests, picture, seeing, seeing_driver
+from tests.vision.seeing import (
+    A,
+    B,
+    C,
+    check_logprobs,
+    make_requests,
+    picture,
+    seeing,
+    seeing_driver,
+)
 
 FACTORS = {
     "family": ("qwen3_5", "qwen3_5_moe"),
@@ -148,11 +157,16 @@ def test_grammars_choices_and_logprobs(seeing_models, slowly, ties):
     for number in range(3):
         sampling = dataclasses.replace(SAMPLED[0], choice=number, top_logprobs=2)
         requests.append(seeing(f"n{number}", items, sampling))
+    many = [9, A, B, 7, C, 8, 5]
+    requests.append(seeing("prompt", many, greedy(9, top_logprobs=3, prompt_logprobs=2)))
     for each in requests:
         driver.add(each)
     driver.run()
     for each in requests:
         ties.check(each.request_id, driver.tokens(each.request_id), slowly("qwen3_5", each))
+        if each.sampling.top_logprobs is not None:
+            model, outputs = seeing_models["qwen3_5"], driver.outputs[each.request_id]
+            assert check_logprobs(model, each, outputs) >= len(driver.tokens(each.request_id))
 
 
 def test_copied_drafts_have_no_image_tokens(seeing_models, slowly, ties):
