@@ -14,7 +14,7 @@ from tests.support.harness import greedy
 from tests.support.tiny_models import IMAGE_IDS
 from tests.vision.seeing import check_logprobs, picture, seeing, seeing_driver
 
-NUM_TOKENS = 2_000
+NUM_TOKENS = 20_000
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, "erratic")
 
 
