@@ -67,7 +67,7 @@ def _full_shape(
     model: LoadedModel, prompts: tuple[int, ...], step: int, profile: bool, end: float
 ) -> Iterator[Row]:
     core = core_of(model, None, prefill_step_size=step)
-    _seconds(core, random_ids(model.vocab_size, 2 * step, 0))  # compiles kernels
+    first_token_seconds(core, random_ids(model.vocab_size, 2 * step, 0))  # compiles kernels
     alone: dict[int, float] = {}  # seconds of the products by a chunk's tokens
     for count, tokens in within(end, [*itertools.product((1, _TOGETHER), prompts)]):
         total = count * tokens
@@ -75,12 +75,12 @@ def _full_shape(
         if chunk not in alone:
             alone[chunk] = _products_seconds(model, chunk)
         ids, products = random_ids(model.vocab_size, tokens, tokens), alone[chunk] * total / chunk
-        seconds = min(_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
+        seconds = min(first_token_seconds(core, ids, count) for _ in range(2 if count == 1 else 1))
         figures = 1e3 * seconds, total / seconds, 1e3 * products, seconds / products
         names = "chunk | prompts | tokens | ms | tokens/s | products | ratio"
         line, run = row(names, step, count, tokens, *figures), None
         if profile and count == 1:
-            run = profiled(lambda: _seconds(core, ids))  # noqa: B023
+            run = profiled(lambda: first_token_seconds(core, ids))  # noqa: B023
         if run is not None:
             line |= {f"{part}, GPU ms": ms for part, ms in run.parts.items()}
             line |= {"_kernels": run.kernels}
@@ -88,7 +88,7 @@ def _full_shape(
         mx.clear_cache()
 
 
-def _seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
+def first_token_seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
     """From adding so many prompts to the last one's first token."""
     began = time.perf_counter()
     for number in range(count):
@@ -152,7 +152,7 @@ def _beside_mlx_lm(prompts: tuple[int, ...]) -> Iterator[Row]:
     core = core_of(model, None, prefill_step_size=_MLX_LM_STEP, max_decode_pause=100.0)
     for tokens in (1100, *prompts):
         ids = random_ids(model.vocab_size, tokens, tokens)
-        seconds = _seconds(core, ids)
+        seconds = first_token_seconds(core, ids)
         began = time.perf_counter()
         next(generate_step(mx.array(ids), plain, max_tokens=1, prefill_step_size=_MLX_LM_STEP))
         theirs = time.perf_counter() - began

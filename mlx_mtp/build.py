@@ -61,9 +61,7 @@ from mlx_mtp.speculative.drafter import MTPDrafter, make_drafter
 from mlx_mtp.speculative.host_sources import HostSources
 from mlx_mtp.text.draft_vocab import draft_vocabulary
 from mlx_mtp.text.tokenizer import Tokenizer
-from mlx_mtp.vision.features import Vision
 from mlx_mtp.vision.images import PROCESSOR, ImageSizes
-from mlx_mtp.vision.placed import MOST_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +84,7 @@ def load(
         path = resolve_model(options.model)
         if with_head:
             provide_head(options.model, path)
-        # With several ranks nothing is seen: a rank has no images of another one's requests.
-        see = getattr(options, "vision", False) and part[1] == 1
+        see = getattr(options, "vision", False)
         given: dict[str, Any] = {"dtype": options.dtype, "memory": memory, "see": see}
         model = load_model(path, enable_mtp=with_head, lazy=lazy, part=part, **given)
     except MissingHeadError as error:
@@ -225,9 +222,8 @@ def build_engine(
     if ids is not None:
         ids = tuple(token for token in ids if token not in model.image_token_ids) or ids
     uses_head = drafter is None and "mtp" in config.drafts
-    prompts, sizes = Prompts(), image_sizes(model, config.max_image_tokens)
-    if model.tower is not None and sizes is not None:
-        prompts = Prompts(Vision(model.tower, sizes.token_id, model.vocab_size, MOST_ROWS))
+    # Its parts change no bits, so the limit holds with --exact too.
+    prompts = Prompts.of(model, config.max_decode_pause / 1e3)
     if links is not None:
         links.send(Begin(vocab_size, uses_head, ids))
     if uses_head:
@@ -256,7 +252,7 @@ def build_engine(
         prefix_cache_size=config.prefix_cache_size,
         memory={} if memory is None else memory.bytes_by_use(),
         draft_sources=sources,
-        images=sizes,
+        images=image_sizes(model, config.max_image_tokens),
         never_sampled=model.image_token_ids,
     )
     size, bits = config.prefix_cache_size, config.kv_cache_quantization

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.convert.files import SafetensorsFile
@@ -21,11 +23,9 @@ from mlx_mtp.vision.tower import (
     SIDECAR,
     is_of_tower,
     load_tower,
-    tower_name,
 )
 
 _GROUP = 64
-_PATCHES = "patch_embed.proj.weight"
 
 
 def add_tower(
@@ -63,13 +63,12 @@ def add_tower(
             raise CheckpointError(f"{files[name].path} has no {key}, though the index says so.")
         stored.like()  # refuses a type that can't be read
         value = stored.read()
-        tensors[tower_name(key)] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
-    prefixed = {f"{PREFIXES[0]}{name}": value for name, value in tensors.items()}
-    tower = load_tower(seeing, prefixed, int(text_config(config)["hidden_size"]))  # does it fit?
-    tensors[_PATCHES] = tower.patch_embed.proj.weight  # in MLX's layout
+        tensors[key] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
+    tower = load_tower(seeing, tensors, int(text_config(config)["hidden_size"]))
     if bits is not None:
-        tensors = _quantized(tensors, bits)
-    named = {f"{PREFIXES[0]}{name}": value for name, value in tensors.items()}
+        nn.quantize(tower, _GROUP, bits, class_predicate=_is_packed)
+    weights: Any = tree_flatten(tower.parameters())
+    named = {f"{PREFIXES[0]}{name}": value for name, value in weights}
     header = {"format": "mlx", "vision": json.dumps(seeing)}
     temporary = directory / f".{SIDECAR}.{os.getpid()}.safetensors"
     try:
@@ -90,15 +89,7 @@ def _there(repo: LocalRepo | HubRepo, name: str) -> Path:
     return path
 
 
-def _quantized(tensors: dict[str, mx.array], bits: int) -> dict[str, mx.array]:
-    """With the blocks' and the merger's matrices packed, where the groups divide their rows."""
-    packed: dict[str, Any] = {}
-    for name, value in tensors.items():
-        is_matrix = name.startswith(("blocks.", "merger.")) and value.ndim == 2
-        if not is_matrix or value.shape[1] % _GROUP:
-            packed[name] = value
-            continue
-        parts = mx.quantize(value, group_size=_GROUP, bits=bits)
-        layer = name.removesuffix(".weight")
-        packed |= zip((f"{layer}.{part}" for part in ("weight", "scales", "biases")), parts)
-    return packed
+def _is_packed(name: str, layer: nn.Module) -> bool:
+    """Of blocks and merger, the matrices whose rows the groups divide."""
+    is_matrix = name.startswith(("blocks.", "merger.")) and isinstance(layer, nn.Linear)
+    return is_matrix and layer.weight.shape[1] % _GROUP == 0

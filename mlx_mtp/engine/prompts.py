@@ -1,5 +1,6 @@
 """Prompts on the device, with their images."""
 
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -8,7 +9,9 @@ import numpy as np
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepRow
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.vision.features import Vision
+from mlx_mtp.vision.placed import MOST_ROWS
 
 
 class Prompts:
@@ -17,6 +20,13 @@ class Prompts:
     def __init__(self, vision: Vision | None = None) -> None:
         self._vision = vision
         self._ids = WeakKeyDictionary[Sequence, mx.array]()
+
+    @classmethod
+    def of(cls, model: LoadedModel, pause: float = 0.0, limit: int = MOST_ROWS) -> Self:
+        """For a model: see `Vision`."""
+        if model.tower is None:
+            return cls()
+        return cls(Vision(model.tower, model.image_token_ids[0], model.vocab_size, limit, pause))
 
     def ids(self, sequence: Sequence) -> mx.array:
         """A prompt and a 0 on the device, int32 [T + 1], uploaded once for all of its chunks.
@@ -39,7 +49,7 @@ class Prompts:
         return mx.where(ids < self._vision.first_id, ids, self._vision.image_id)
 
     def see(self, row: StepRow) -> bool:
-        """Run a part of the vision tower for a chunk; False if another step has to go on with it.
+        """Whether a chunk's images have rows; if not, run a part of the tower.
 
         The chunk is planned again then.
         """

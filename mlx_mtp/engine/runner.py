@@ -59,7 +59,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
         self._clear_answers = clear_answers
-        self._prompts = prompts or Prompts()
+        self._prompts = prompts or Prompts.of(model)
         self.batches = Batches()
         self._num_steps = self._num_tokens = 0  # since mlx's cache was cleared
         self._failed_last = False
@@ -160,7 +160,7 @@ class ModelRunner:
     def _prefill(self, chunk: tuple[StepRow, ...]) -> StepLaunch:
         sequences = [row.sequence for row in chunk]
         if not self._prompts.see(chunk[0]):
-            return InFlightStep([], is_prefill=True)
+            return InFlightStep([], is_prefill=True, timing_valid=False)
         batch = self.batches.take(sequences)
         # The rows of a group all begin with a prefix, or none does.
         nodes = [s.prefix.node for s in sequences if s.prefix.node is not None]

@@ -12,7 +12,7 @@ from mlx_mtp.prefix.cache import copy_entry
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.links import Link
 from mlx_mtp.ranks.messages import Begin, Compare, Poll, Step
-from mlx_mtp.ranks.segments import FollowerSegments
+from mlx_mtp.ranks.segments import FollowerPrefixes, FollowerSegments
 from mlx_mtp.speculative.drafter import make_drafter
 
 
@@ -22,7 +22,7 @@ def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> 
     while (message := link.receive()) is not None:
         if isinstance(message, Begin):
             drafter = make_drafter(model, message.draft_ids) if message.drafts else None
-            runner = ModelRunner(model, drafter, message.vocab_size)
+            runner = ModelRunner(model, drafter, message.vocab_size, FollowerPrefixes())
             follower = _Follower(runner, FollowerSegments(link, store))
             continue
         assert follower is not None, "rank 0 begins"
@@ -69,8 +69,8 @@ class _Follower:
         for key in step.prefixes:
             sequences[key].prefix.node = None
         for each in launched:
-            if each.error is not None or not each.sequences:
-                raise RankError(f"a step failed: {each.error or 'a prefix is not here'}")
+            if each.error is not None:
+                raise RankError(f"a step failed: {each.error}")
         # A rank is at most one step ahead of the others, and failures on the device are noticed.
         ready, self._in_flight = self._in_flight, launched
         for each in ready:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.vision.images import Pixels
+from mlx_mtp.vision.placed import PlacedImage, PromptImages
 
 PrefixOp = tuple[Any, ...]
 """An operation on a rank's part of the prefix cache: its name and arguments.
@@ -44,17 +46,23 @@ class NewSequence(NamedTuple):
     stop_ids: tuple[int, ...]
     max_new_tokens: int
     prompt_logprobs: int | None
+    images: list[tuple[int, int, int, tuple[Any, ...]]]  # place, rows, columns, `Pixels`
 
     @classmethod
     def of(cls, sequence: Sequence) -> NewSequence:
         top = sequence.request.sampling.prompt_logprobs
-        return cls(sequence.prompt, sequence.stop_ids, sequence.max_new_tokens, top)
+        placed = () if sequence.images is None else sequence.images.images
+        images = [(each.start, each.rows, each.columns, tuple(each.pixels)) for each in placed]
+        return cls(sequence.prompt, sequence.stop_ids, sequence.max_new_tokens, top, images)
 
     def sequence(self) -> Sequence:
         """The sequence on another rank, which takes over the tokens that rank 0 samples."""
         most = self.max_new_tokens
         sampling = SamplingParams(most, temperature=0.0, prompt_logprobs=self.prompt_logprobs)
-        return Sequence(Request("", self.prompt, sampling), self.stop_ids, most)
+        placed = [PlacedImage(*each[:3], Pixels(*each[3])) for each in self.images]
+        images = PromptImages(placed, len(self.prompt)) if placed else None
+        request = Request("", self.prompt, sampling, images=images)
+        return Sequence(request, self.stop_ids, most)
 
 
 class Step(NamedTuple):

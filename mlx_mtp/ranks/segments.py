@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from mlx_mtp.errors import RankError
+from mlx_mtp.prefix.cache import PrefixCache, Rows
 from mlx_mtp.prefix.disk import READ_SECONDS, PrefixStore
 from mlx_mtp.prefix.radix_tree import Fetch, Node
 from mlx_mtp.prefix.segments import Entry, Segment, join_segments
@@ -124,6 +125,15 @@ class LeaderStore(PrefixStore):
         states = [Fetch[f.state] if f.number == number else Fetch.COMING for f in fetched]
         failed = (s for s in states if s not in (Fetch.HERE, Fetch.COMING))
         return next(failed, Fetch.COMING if Fetch.COMING in states else Fetch.HERE)
+
+
+class FollowerPrefixes(PrefixCache):
+    """Restores what `FollowerSegments` has; RankError if that fails, as rank 0 counts on it."""
+
+    def restore(self, batch: Rows, nodes: Many[Node]) -> bool:
+        if not super().restore(batch, nodes):
+            raise RankError("a prefix is not here")
+        return True
 
 
 class FollowerSegments:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+from time import perf_counter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_mtp.cache.packing import ImageRows, Packing
-from mlx_mtp.vision.placed import PlacedImage, PromptImages
-from mlx_mtp.vision.tower import Patches, VisionTower
+from mlx_mtp.distributed import broadcast
+from mlx_mtp.vision.placed import PromptImages
+from mlx_mtp.vision.tower import Part, VisionTower
 
-AT_ONCE = 1024  # patches that go through the whole tower in one step; with more, some blocks do
+_NO_LIMIT = 1e30  # multiplications
 
 
 class Vision:
@@ -20,37 +24,38 @@ class Vision:
 
     The tower sees each image alone, so an image's rows depend on nothing else. In arrays on the
     device the tokens of a prompt's images, in the vocabulary all `image_id`, are `first_id` and up.
+    With several ranks each has a tower, and all take the rows of rank 0, whose chip may round
+    otherwise.
     """
 
-    def __init__(self, tower: VisionTower, image_id: int, first_id: int, limit: int) -> None:
+    def __init__(
+        self, tower: VisionTower, image_id: int, first_id: int, limit: int, pause: float = 0.0
+    ) -> None:
         self._tower, self._limit = tower, limit
+        self._pause = pause  # most seconds of the tower in a step; 0: no limit
+        self._speed: float | None = None  # multiplications a second
         self.image_id, self.first_id = image_id, first_id
         self._rows: OrderedDict[bytes, mx.array] = OrderedDict()
-        # An image that is half-way through the tower, and how many blocks it has passed.
-        self._begun: tuple[bytes, Patches, int] | None = None
+        # An image that is half-way through the tower, and what is left of its parts.
+        self._begun: tuple[bytes, Iterator[Part]] | None = None
         self._positions = WeakKeyDictionary[PromptImages, mx.array]()
 
     def advance(self, images: PromptImages, start: int, end: int) -> bool:
-        """Run a part of the tower for images of the tokens `start` to `end`; True when it is done.
+        """Whether the images of the tokens `start` to `end` have rows; if not, work on that.
 
-        Call it again until it is. A part is short, so that it pauses running rows little.
+        Call it once a step until they have: running rows wait for a part of the tower or for a
+        chunk, never for both.
         """
-        found, _ = images.within(start, end)
-        needed = {image.pixels.digest: image for image in found}
+        needed = {image.pixels.digest: image.pixels for image in images.within(start, end)[0]}
         for digest in needed.keys() & self._rows.keys():
             self._rows.move_to_end(digest)
-        missing = [digest for digest in needed if digest not in self._rows]
-        if missing:
-            try:
-                self._run(missing[0], needed[missing[0]])
-            except BaseException:
-                self._begun = None
-                raise
-        if not needed.keys() <= self._rows.keys():
+        missing = next((digest for digest in needed if digest not in self._rows), None)
+        if missing is not None:
+            begun, self._begun = self._begun, None  # gone if it fails
+            self._run(*(begun or (missing, self._tower.parts(needed[missing].array()))))
             return False
         # What this chunk needs stays in any case.
-        spare = [digest for digest in self._rows if digest not in needed]
-        for digest in spare:
+        for digest in [digest for digest in self._rows if digest not in needed]:
             if sum(rows.nbytes for rows in self._rows.values()) > self._limit:
                 del self._rows[digest]
         return True
@@ -80,19 +85,22 @@ class Vision:
         self._rows.clear()
         self._begun = None
 
-    def _run(self, digest: bytes, image: PlacedImage) -> None:
-        """Run a part of the tower for this image, or for another one that has begun."""
-        pixels, depth = image.pixels, self._tower.shape.depth
-        if self._begun is None:
-            rgb = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, pixels.width, 3)
-            self._begun = digest, self._tower.begin(rgb), 0
-        digest, patches, done = self._begun
-        blocks = max(1, depth * AT_ONCE // len(patches.states))
-        for number in range(done, min(done + blocks, depth)):
-            patches = self._tower.run_block(number, patches)
-            # One block's scratch at a time.
-            mx.eval(patches.states)
-        self._begun = digest, patches, done + blocks
-        if done + blocks >= depth:
-            self._begun, self._rows[digest] = None, self._tower.end(patches)
-            mx.eval(self._rows[digest])
+    def _run(self, digest: bytes, parts: Iterator[Part]) -> None:
+        """Evaluate as many parts as a step may take by the speed of earlier ones, at least one."""
+        allowed = _NO_LIMIT if not self._pause else (self._speed or 0.0) * self._pause
+        most: Any = broadcast(mx.array(allowed)).item()  # All ranks need the same.
+        mx.synchronize()  # What was launched before is not the tower's time.
+        began, done, rows = perf_counter(), 0, mx.array(0)
+        for part in parts:
+            if done and done + part.work > most:
+                self._begun = digest, chain([part], parts)
+                break
+            mx.eval(rows)  # One part's scratch at a time; the next one is built meanwhile.
+            mx.async_eval(part.arrays)
+            rows, done = part.arrays[0], done + part.work
+        else:
+            rows = self._rows[digest] = broadcast(rows)
+        mx.eval(rows)
+        if done:
+            speed = done / max(perf_counter() - began, 1e-9)
+            self._speed = speed if self._speed is None else (self._speed + speed) / 2

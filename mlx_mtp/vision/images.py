@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mlx_mtp.errors import InvalidRequestError, ModelError
 
 if TYPE_CHECKING:
@@ -42,6 +44,10 @@ class Pixels(NamedTuple):
     width: int
     rgb: bytes
     digest: bytes  # of all of this, 16 bytes
+
+    def array(self) -> np.ndarray:
+        """uint8 [height, width, 3]."""
+        return np.frombuffer(self.rgb, np.uint8).reshape(self.height, self.width, 3)
 
     @classmethod
     def of(cls, height: int, width: int, rgb: bytes) -> Pixels:
@@ -144,7 +150,6 @@ def _check_size(width: int, height: int) -> None:
 
 def _upright_rgb(image: Image) -> Image:
     """The first frame as RGB, turned as its EXIF orientation says, on white where transparent."""
-    import numpy as np
     from PIL import Image, ImageOps
 
     image.load()

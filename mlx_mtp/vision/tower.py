@@ -8,7 +8,7 @@ the merged tokens, so the four of a token are consecutive.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ CONFIG_KEYS = (
     *("vision_start_token_id", "vision_end_token_id", "preprocessor_config"),
 )
 PREFIXES = ("vision_tower.", "model.visual.", "visual.")
-_QUERIES = 512  # attended at once: mlx may have no fused operation, and then makes all scores
+PART_TOKENS = 128  # mlx may have no fused attention, and then makes all scores of a part's patches
 _HEAD_MULTIPLE = 16  # 72 becomes 80, for which mlx has a fused operation on Metal
 _THETA = 10000.0
 _EPS = 1e-6
@@ -58,7 +58,8 @@ class TowerShape:
             shape = cls(**given)
         except TypeError as error:
             raise UnsupportedModelError(f"config.json: vision_config: {error}.") from None
-        wrong = [f"{k} is {v!r:.40}" for k, v in vars(shape).items() if not _is_size(v)]
+        sizes = vars(shape).items()
+        wrong = [f"{k} is {v!r:.40}" for k, v in sizes if type(v) is not int or not 0 < v <= _MOST]
         if not wrong and shape.hidden_size % (4 * shape.num_heads):
             wrong = ["hidden_size does not divide into heads of a multiple of 4"]
         if round(float(shape.num_position_embeddings) ** 0.5) ** 2 != shape.num_position_embeddings:
@@ -74,29 +75,21 @@ class TowerShape:
         return self.temporal_patch_size * self.patch_size**2 * self.in_channels
 
     def scratch(self, tokens: int, itemsize: int) -> int:
-        """Most bytes that an image of so many tokens takes beside the weights."""
-        patches, size = tokens * self.spatial_merge_size**2, self.hidden_size
-        block = 16 * size + 3 * self.intermediate_size + self.patch_numbers
-        scores = self.num_heads * min(_QUERIES, patches)
-        return patches * (block + scores) * max(itemsize, 4)
+        """Most bytes, as measured, that an image of so many tokens takes beside the weights."""
+        patches, size, heads = tokens * self.spatial_merge_size**2, self.hidden_size, self.num_heads
+        padded = heads * (-(-size // heads // _HEAD_MULTIPLE) * _HEAD_MULTIPLE)
+        some = min(PART_TOKENS * self.spatial_merge_size**2, patches)
+        # Bytes of a patch in the first part, in keys, and in attention where it makes scores.
+        beginning, keys = 9 * self.patch_numbers + 26 * size, 60 * size + 12 * padded
+        attention = (6 * size + 6 * padded) * itemsize + 4 * heads * some
+        return patches * max(beginning, keys, attention) + 20 * some * self.intermediate_size
 
 
-class Patches(NamedTuple):
-    """An image on its way through the tower: states [N, H], and cos and sin [N, 1, head size]."""
+class Part(NamedTuple):
+    """A part of the tower's work on an image, not evaluated yet."""
 
-    states: mx.array
-    rotation: tuple[mx.array, mx.array]
-
-
-class _PatchEmbed(nn.Module):
-    def __init__(self, shape: TowerShape) -> None:
-        super().__init__()
-        sizes = shape.temporal_patch_size, shape.patch_size, shape.patch_size, shape.in_channels
-        self.proj = nn.Linear(shape.patch_numbers, shape.hidden_size)
-        self.proj.weight = mx.zeros((shape.hidden_size, *sizes))
-
-    def __call__(self, patches: mx.array) -> mx.array:
-        return patches @ self.proj.weight.reshape(len(self.proj.weight), -1).T + self.proj.bias
+    arrays: tuple[mx.array, ...]
+    work: int  # multiplications in it
 
 
 class _Attention(nn.Module):
@@ -106,19 +99,17 @@ class _Attention(nn.Module):
         self.qkv = nn.Linear(shape.hidden_size, 3 * shape.hidden_size)
         self.proj = nn.Linear(shape.hidden_size, shape.hidden_size)
 
-    def __call__(self, x: mx.array, rotation: tuple[mx.array, mx.array]) -> mx.array:
+    def project(self, x: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, ...]:
+        """Queries, keys and values [1, heads, N, D] of [N, H]."""
         q, k, v = self.qkv(x).reshape(len(x), 3, self.heads, self.dim).swapaxes(0, 1)
         more = [(0, 0), (0, 0), (0, -self.dim % _HEAD_MULTIPLE)]
-        parts = (mx.pad(each, more) for each in (_turned(q, *rotation), _turned(k, *rotation), v))
-        q, k, v = (each.swapaxes(0, 1)[None] for each in parts)
-        outputs = [
-            mx.fast.scaled_dot_product_attention(
-                q[:, :, at : at + _QUERIES], k, v, scale=self.dim**-0.5
-            )
-            for at in range(0, len(x), _QUERIES)
-        ]
-        attended = mx.concatenate(outputs, axis=2)[0, :, :, : self.dim]
-        return self.proj(attended.swapaxes(0, 1).reshape(len(x), -1))
+        parts = (mx.pad(each, more) for each in (_turned(q, cos, sin), _turned(k, cos, sin), v))
+        return tuple(each.swapaxes(0, 1)[None] for each in parts)
+
+    def __call__(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        """[M, H] for the queries [1, heads, M, D] of some patches."""
+        attended = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.dim**-0.5)
+        return self.proj(attended[0, :, :, : self.dim].swapaxes(0, 1).flatten(1))
 
 
 class _MLP(nn.Module):
@@ -139,10 +130,6 @@ class _Block(nn.Module):
         self.attn = _Attention(shape)
         self.mlp = _MLP(size, shape.intermediate_size, size, "tanh")
 
-    def __call__(self, x: mx.array, rotation: tuple[mx.array, mx.array]) -> mx.array:
-        x = x + self.attn(self.norm1(x), rotation)
-        return x + self.mlp(self.norm2(x))
-
 
 class _Merger(_MLP):
     def __init__(self, shape: TowerShape) -> None:
@@ -155,38 +142,62 @@ class _Merger(_MLP):
 
 
 class VisionTower(nn.Module):
-    """One image at a time: `begin`, each of `blocks`, `end`; a caller may pause in between."""
+    """Sees one image at a time, in parts between which a caller may pause."""
 
     def __init__(self, shape: TowerShape) -> None:
         super().__init__()
         self.shape = shape
-        self.patch_embed = _PatchEmbed(shape)
+        kernel = shape.temporal_patch_size, shape.patch_size, shape.patch_size
+        self.patch_embed = nn.Module()
+        self.patch_embed.proj = nn.Conv3d(shape.in_channels, shape.hidden_size, kernel)
         self.pos_embed = nn.Embedding(shape.num_position_embeddings, shape.hidden_size)
         self.blocks = [_Block(shape) for _ in range(shape.depth)]
         self.merger = _Merger(shape)
 
     def __call__(self, rgb: np.ndarray) -> mx.array:
         """Rows [tokens, out_hidden_size] of an image, uint8 [height, width, 3]."""
-        patches = self.begin(rgb)
-        for number in range(self.shape.depth):
-            patches = self.run_block(number, patches)
-        return self.end(patches)
+        *_, last = self.parts(rgb)
+        return last.arrays[0]
 
-    def begin(self, rgb: np.ndarray) -> Patches:
+    def parts(self, rgb: np.ndarray) -> Iterator[Part]:
+        """The parts of the work on an image, in order; the last one has its rows.
+
+        In each layer they are the keys of all patches, and then `PART_TOKENS` tokens at a time. The
+        sizes depend on the image alone, and so does the rounding.
+        """
+        shape = self.shape
+        size, count = shape.hidden_size, rgb.shape[0] * rgb.shape[1] // shape.patch_size**2
+        step = PART_TOKENS * shape.spatial_merge_size**2
+        slices = [slice(at, at + step) for at in range(0, count, step)]
+        states, turn = self._embedded(rgb)
+        yield Part((states,), count * size * shape.patch_numbers)
+        for block in self.blocks:
+            q, k, v = block.attn.project(block.norm1(states), *turn)
+            yield Part((q, k, v), 3 * count * size**2)
+            work = step * size * (size + 2 * shape.intermediate_size + 2 * count)
+            ready = []
+            for some in slices:
+                attended = states[some] + block.attn(q[:, :, some], k, v)
+                ready.append(attended + block.mlp(block.norm2(attended)))
+                yield Part((ready[-1],), work)
+            states = mx.concatenate(ready)
+        wide = size * shape.spatial_merge_size**2
+        rows = []
+        for some in slices:
+            rows.append(self.merger(states[some]))
+            yield Part((rows[-1],), PART_TOKENS * wide * (wide + shape.out_hidden_size))
+        yield Part((mx.concatenate(rows),), 0)
+
+    def _embedded(self, rgb: np.ndarray) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        """States [N, H] of patches, and cos and sin [N, 1, head size / 2] of their places."""
         shape, dtype = self.shape, self.merger.norm.weight.dtype
-        embedded = self.patch_embed(patches_of(mx.array(rgb), shape).astype(dtype))
+        proj, patches = self.patch_embed.proj, patches_of(mx.array(rgb), shape).astype(dtype)
+        embedded = patches @ proj.weight.flatten(1).T + proj.bias
         rows, columns = (n // shape.patch_size for n in rgb.shape[:2])
         places, shares = _interpolation(rows, columns, shape)
         learned = self.pos_embed(mx.array(places)) * mx.array(shares).astype(dtype)[..., None]
-        angles = mx.array(_angles(rows, columns, shape))
-        rotation = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
-        return Patches(embedded + learned.sum(axis=0), rotation)
-
-    def run_block(self, number: int, patches: Patches) -> Patches:
-        return patches._replace(states=self.blocks[number](*patches))
-
-    def end(self, patches: Patches) -> mx.array:
-        return self.merger(patches.states)
+        angles = mx.array(_angles(rows, columns, shape))[:, None]
+        return embedded + learned.sum(axis=0), (mx.cos(angles), mx.sin(angles))
 
 
 def patches_of(rgb: mx.array, shape: TowerShape) -> mx.array:
@@ -218,29 +229,24 @@ def load_tower(
             f"hidden_size is {hidden_size}."
         )
     named = {tower_name(key): value for key, value in weights.items()}
-    modules, mode = dict(tower.named_modules()), _quantization_mode(config)
-    for name in [key.removesuffix(".scales") for key in named if key.endswith(".scales")]:
-        layer = modules.get(name)
-        if not isinstance(layer, nn.Linear | nn.Embedding):
-            raise CheckpointError(f"The vision tower has no layer {name} that can be quantized.")
-        packed, scales = named[f"{name}.weight"], named[f"{name}.scales"]
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+
+    def packed(name: str, layer: nn.Module) -> bool | dict[str, Any]:
+        """How a layer is quantized, which its tensors' shapes say."""
+        if (scales := named.get(f"{name}.scales")) is None:
+            return False
         inputs = layer.weight.shape[-1]
-        bits, group = packed.shape[-1] * 32 // inputs, inputs // scales.shape[-1]
-        kind = "affine" if f"{name}.biases" in named else mode
-        if isinstance(layer, nn.Embedding):
-            biases = named.pop(f"{name}.biases", None)
-            whole = mx.dequantize(packed, scales, biases, group_size=group, bits=bits, mode=kind)
-            named[f"{name}.weight"] = whole
-            del named[f"{name}.scales"]
-            continue
-        parent, _, last = name.rpartition(".")
-        modules[parent][last] = layer.to_quantized(group, bits, mode=kind)
+        bits, group = named[f"{name}.weight"].shape[-1] * 32 // inputs, inputs // scales.shape[-1]
+        mode = "affine" if f"{name}.biases" in named else quantization.get("mode", "affine")
+        return {"bits": bits, "group_size": group, "mode": mode}
+
     embed = "patch_embed.proj.weight"
     if embed in named and named[embed].shape != tower.patch_embed.proj.weight.shape:
         named[embed] = named[embed].transpose(0, 2, 3, 4, 1)  # as PyTorch has it: channels first
     try:
+        nn.quantize(tower, class_predicate=packed)
         tower.load_weights(list(named.items()))
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise CheckpointError(f"The vision tower's tensors: {error!s:.300}") from None
     return tower
 
@@ -263,17 +269,6 @@ def is_of_tower(key: str) -> bool:
 def tower_name(key: str) -> str:
     """The name of a tower's tensor in `VisionTower`."""
     return key.removeprefix(next(prefix for prefix in PREFIXES if key.startswith(prefix)))
-
-
-def _quantization_mode(config: Mapping[str, Any]) -> str:
-    for key in ("quantization", "quantization_config"):
-        if isinstance(given := config.get(key), dict) and "mode" in given:
-            return str(given["mode"])
-    return "affine"
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 < value <= _MOST
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:

@@ -19,17 +19,20 @@ from mlx_mtp.ranks.links import Link, connect
 from tests.support.cases import EOS, STEP, Erratic, RandomChunks, make_requests
 from tests.support.harness import Driver
 from tests.support.tiny_models import VOCAB
+from tests.vision import seeing
 
 
 def requests_of(kind):
     """The requests of all tests, and one that branches off inside the longest prompt."""
+    if kind.endswith("images"):
+        return seeing.make_requests(kind.split()[0])
     requests = make_requests(kind)
     longest = max(requests, key=lambda each: len(each.prompt_token_ids))
     prompt = (*longest.prompt_token_ids[:30], 5, 6, 7)
     return [*requests, replace(longest, request_id="branch", prompt_token_ids=prompt)]
 
 
-def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
+def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None, pause=0.0):
     """Two rounds of requests that come and go, the second with the prefixes of the first.
 
     Returns the tokens by round and request, and how many of the prompts' were reused.
@@ -43,6 +46,7 @@ def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None):
             num_draft_tokens=0 if depth == "erratic" else depth,
             prefill_step_size=STEP,
             prefix_cache_size=cache,
+            max_decode_pause=pause,
         ),
         depth=Erratic(seed=5) if depth == "erratic" else None,
         prefills=PrefillScheduler if few else RandomChunks,

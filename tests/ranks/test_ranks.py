@@ -40,6 +40,7 @@ from tests.support.process import start_ranks
 from tests.support.quick import full
 from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 from tests.support.waiting import wait_until
+from tests.vision.seeing import slow
 
 DEPTHS = (0, 1, 2, 3, "erratic")
 KINDS = ("greedy", "sampled", "greedy grammars", "sampled grammars")
@@ -125,6 +126,7 @@ def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, si
     [
         (None, 2, 2, "sampled"),  # so that steps are launched before the last ones are read
         full(None, 2, "erratic", "sampled grammars"),
+        full(None, 2, 2, "sampled images"),
         full(DEMO, 4, "erratic", "sampled grammars"),
         full(DEMO, 4, 0, "sampled"),
         full(DENSE_DEMO, 4, 3, "sampled"),
@@ -133,14 +135,16 @@ def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, si
 def test_processes_answer_as_one(tmp_path, ties, path, size, depth, kind):
     if path is None:
         path = tmp_path / "tiny"
-        write_checkpoint(path, Layout("qwen3_next"))
+        sees = kind.endswith("images")
+        write_checkpoint(path, Layout("qwen3_5" if sees else "qwen3_next", sees=sees))
     command = ["-m", "tests.ranks.rank", str(path), str(tmp_path), str(depth), kind]
     started = start_ranks(tmp_path, [command] * size)
     outputs = [each.communicate(timeout=600)[0] for each in started]
     assert [each.returncode for each in started] == [0] * size, outputs
     tokens, reused = json.loads((tmp_path / "answers.json").read_text())
     model = load_model(path, enable_mtp=True)
-    expected = {r.request_id: plain(model, r, VOCAB, (EOS,)) for r in requests_of(kind)}
+    reference = slow if kind.endswith("images") else plain
+    expected = {r.request_id: reference(model, r, VOCAB, (EOS,)) for r in requests_of(kind)}
     check(ties, expected, tokens)
     assert reused > 20
 

@@ -20,6 +20,7 @@ from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.links import Links
 from mlx_mtp.ranks.messages import Fetched
 from mlx_mtp.sampling import sampler
+from mlx_mtp.vision import features
 
 
 class Exchange:
@@ -34,7 +35,8 @@ class Exchange:
         monkeypatch.setattr(moe, "world", lambda: World(size=size))
         for module in (batch, model):
             monkeypatch.setattr(module, "all_gather", self.all_gather)
-        monkeypatch.setattr(sampler, "broadcast", lambda tokens: self.all(tokens)[0])
+        for each in (features, sampler):
+            monkeypatch.setattr(each, "broadcast", lambda tokens: self.all(tokens)[0])
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Run `work(rank)` on each rank's thread; returns the results."""

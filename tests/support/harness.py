@@ -36,7 +36,7 @@ from mlx_mtp.speculative.costs import MTP, CostKey, StepCosts, Table
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.speculative.host_sources import HostSources
-from mlx_mtp.vision.features import Vision
+from mlx_mtp.vision.placed import MOST_ROWS
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -206,7 +206,7 @@ class Driver:
         prefills: Callable[[EngineConfig], PrefillScheduler] = PrefillScheduler,
         links: Links | None = None,
         draft_ids: Many[int] | None = None,  # the only tokens that the head drafts
-        vision_limit: int = 1 << 20,
+        vision_limit: int = MOST_ROWS,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
@@ -228,12 +228,10 @@ class Driver:
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
         self.host_sources = host_sources or HostSources(config.host_sources, 1 << 20)
         clear = self.host_sources.clear
-        self.vision: Vision | None = None
-        if model.tower is not None:
-            ids = model.image_token_ids[0], model.vocab_size
-            self.vision = Vision(model.tower, *ids, vision_limit)
+        prompts = Prompts.of(model, config.max_decode_pause / 1e3, vision_limit)
+        self.vision = prompts._vision
         given = drafter, self.vocab_size, self.prefixes, clear
-        self.runner = make_runner(model, *given, Prompts(self.vision))
+        self.runner = make_runner(model, *given, prompts)
         if hasattr(drafter, "new_rows"):
             tell_rows(self.runner)
         self.scheduler = Scheduler(

@@ -1,6 +1,7 @@
 """Requests with images, and a slow reference that computes each alone, in one piece."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -8,14 +9,16 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_mtp.engine.request import Request
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.vision.images import Pixels
 from mlx_mtp.vision.placed import PlacedImage, PromptImages
-from tests.support.harness import Plain, PlainMask, request
-from tests.support.tiny_models import IMAGE_IDS, TOWER
+from tests.support.cases import EOS, SAMPLED
+from tests.support.harness import Driver, Plain, PlainMask, greedy, request
+from tests.support.tiny_models import IMAGE_IDS, TOWER, VOCAB
 
 SIDE = TOWER["patch_size"] * TOWER["spatial_merge_size"]
 PAD = IMAGE_IDS["image_token_id"]
@@ -27,6 +30,9 @@ def picture(rows: int, columns: int, seed: int) -> Pixels:
     shape = rows * SIDE, columns * SIDE, 3
     rgb = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8).tobytes()
     return Pixels.of(shape[0], shape[1], rgb)
+
+
+A, B, C = picture(3, 4, 1), picture(5, 2, 2), picture(1, 1, 3)
 
 
 def seeing(name: str, items: Sequence[Item], sampling: SamplingParams, **more) -> Request:
@@ -42,6 +48,32 @@ def seeing(name: str, items: Sequence[Item], sampling: SamplingParams, **more) -
             prompt.append(item)
     images = PromptImages(placed, len(prompt)) if placed else None
     return replace(request(name, prompt, sampling, **more), images=images)
+
+
+def make_requests(kind: str):
+    """Texts and images: one, several, adjacent, repeated, at the beginning, of one token."""
+    random = np.random.default_rng(3)
+
+    def words(count):
+        return random.integers(4, 90, count).tolist()
+
+    prompts = [
+        words(17),
+        [*words(5), A, *words(3)],
+        [A, *words(1)],
+        words(3),
+        [*words(2), B, *words(4), A, B, *words(20)],
+        [*words(9), C, C, *words(2)],
+        words(30),
+        [*words(1), A, A, *words(7), C, *words(1)],
+    ]
+    samplings = SAMPLED if kind == "sampled" else [greedy(12), greedy(7), greedy(16)]
+    choose = itertools.cycle(samplings)
+    return [seeing(f"{kind}{number}", items, next(choose)) for number, items in enumerate(prompts)]
+
+
+def seeing_driver(model: LoadedModel, config: EngineConfig, **more) -> Driver:
+    return Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, **more)
 
 
 def slow_positions(wanted: Request) -> list[tuple[int, int, int]]:
@@ -117,6 +149,36 @@ def slow_logits(model: LoadedModel, wanted: Request) -> mx.array:
     ids = mx.array([wanted.prompt_token_ids])
     with turning(model, wanted, 0):
         return model.causal_lm(ids, input_embeddings=embedded(model, wanted))[0, -1]
+
+
+def slow_logprobs(model: LoadedModel, wanted: Request, answer: Sequence[int]) -> np.ndarray:
+    """Of the token after each place of the prompt and its answer, in one piece: float32 [N, V]."""
+    inputs = embedded(model, wanted)
+    if answer:
+        after = model.causal_lm.model.embed_tokens(mx.array([answer]))
+        inputs = mx.concatenate([inputs, after], axis=1)
+    ids = mx.array([[*wanted.prompt_token_ids, *answer]])
+    with turning(model, wanted, len(answer)):
+        logits = model.causal_lm(ids, input_embeddings=inputs)[0]
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def check_logprobs(model: LoadedModel, wanted: Request, outputs: Sequence[RequestOutput]) -> int:
+    """Those of the answer, and of the prompt if they were asked for; returns how many."""
+    tokens = [token for each in outputs for token in each.token_ids]
+    expected = slow_logprobs(model, wanted, tokens)
+    start = len(wanted.prompt_token_ids)
+    found = [(start + n, p) for n, p in enumerate(p for o in outputs for p in o.logprobs)]
+    assert len(found) == (0 if wanted.sampling.top_logprobs is None else len(tokens))
+    in_prompt = [p for each in outputs for p in each.prompt_logprobs]
+    if wanted.sampling.prompt_logprobs is not None:
+        assert len(in_prompt) == start - 1
+    for place, got in [*enumerate(in_prompt, 1), *found]:
+        row, token = expected[place - 1], [*wanted.prompt_token_ids, *tokens][place]
+        values = [got.logprob, *(value for _, value in got.top)]
+        best = np.sort(row)[::-1][: len(got.top)]
+        assert np.abs(np.array(values) - [row[token], *best]).max() < 1e-3
+    return len(found) + len(in_prompt)
 
 
 def slow(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Sequence[int]) -> Plain:

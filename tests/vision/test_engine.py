@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 
-import numpy as np
+import mlx.core as mx
 import pytest
 
 from mlx_mtp.build import build_engine
@@ -13,17 +13,25 @@ from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.speculative.host_sources import HostSources
-from mlx_mtp.vision import features
+from mlx_mtp.vision import features, tower
 from mlx_mtp.vision.images import ImageSizes
 from tests.support.cases import EOS, SAMPLED, SPECS, STEP, Erratic, RandomChunks
 from tests.support.grammars import compiled
-from tests.support.harness import Driver, greedy
+from tests.support.harness import greedy
 from tests.support.prefixes import FINGERPRINT
 from tests.support.quick import covering
 from tests.support.tiny_models import IMAGE_IDS, VOCAB
-from tests.vision.seeing import picture, seeing
+from tests.vision.seeing import (
+    A,
+    B,
+    C,
+    check_logprobs,
+    make_requests,
+    picture,
+    seeing,
+    seeing_driver,
+)
 
-A, B, C = picture(3, 4, 1), picture(5, 2, 2), picture(1, 1, 3)
 FACTORS = {
     "family": ("qwen3_5", "qwen3_5_moe"),
     "depth": (0, 1, 3, 8, "erratic", "auto"),
@@ -39,37 +47,13 @@ CASES += [
 ]
 
 
-def make_requests(kind: str):
-    """Texts and images: one, several, adjacent, repeated, at the beginning, of one token."""
-    random = np.random.default_rng(3)
-
-    def words(count):
-        return random.integers(4, 90, count).tolist()
-
-    prompts = [
-        words(17),
-        [*words(5), A, *words(3)],
-        [A, *words(1)],
-        words(3),
-        [*words(2), B, *words(4), A, B, *words(20)],
-        [*words(9), C, C, *words(2)],
-        words(30),
-        [*words(1), A, A, *words(7), C, *words(1)],
-    ]
-    samplings = SAMPLED if kind == "sampled" else [greedy(12), greedy(7), greedy(16)]
-    choose = itertools.cycle(samplings)
-    return [seeing(f"{kind}{number}", items, next(choose)) for number, items in enumerate(prompts)]
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_tokens_equal_the_slow_reference(seeing_models, slowly, ties, case):
     family, depth = case["family"], case["depth"]
     requests = make_requests(case["requests"])
     erratic = Erratic(seed=len(case["requests"])) if depth == "erratic" else None
-    driver = Driver(
+    driver = seeing_driver(
         seeing_models[family],
-        vocab_size=VOCAB,
-        stop_ids=(EOS,),
         config=EngineConfig(
             num_draft_tokens=0 if erratic else depth,
             prefill_step_size=STEP,
@@ -115,10 +99,8 @@ def test_chunk_borders_at_every_place(seeing_models, slowly, ties, depth, length
     wanted = seeing("borders", [5, 6, B, 7, A, C, 8, 9], greedy(5))
     reference = slowly("qwen3_5", wanted)
     for length in lengths:
-        driver = Driver(
+        driver = seeing_driver(
             seeing_models["qwen3_5"],
-            vocab_size=VOCAB,
-            stop_ids=(EOS,),
             config=EngineConfig(num_draft_tokens=depth, prefill_step_size=64),
             prefills=lambda config: vary(EveryChunk(config), length),  # noqa: B023
         )
@@ -145,10 +127,8 @@ def test_prefixes(seeing_models, slowly, ties, exact):
         "twice": [*text, A, A, *more],
         "text": [*text, *[90] * 12, *more],
     }
-    driver = Driver(
+    driver = seeing_driver(
         seeing_models["qwen3_5"],
-        vocab_size=VOCAB,
-        stop_ids=(EOS,),
         config=EngineConfig(
             num_draft_tokens=2, prefill_step_size=8, prefix_cache_size=1 << 24, exact=exact
         ),
@@ -166,10 +146,8 @@ def test_prefixes(seeing_models, slowly, ties, exact):
 
 def test_grammars_choices_and_logprobs(seeing_models, slowly, ties):
     """Several answers to one image in a batch."""
-    driver = Driver(
+    driver = seeing_driver(
         seeing_models["qwen3_5"],
-        vocab_size=VOCAB,
-        stop_ids=(EOS,),
         config=EngineConfig(num_draft_tokens=3, prefill_step_size=8),
     )
     items = [5, 6, A, 7]
@@ -179,21 +157,24 @@ def test_grammars_choices_and_logprobs(seeing_models, slowly, ties):
     for number in range(3):
         sampling = dataclasses.replace(SAMPLED[0], choice=number, top_logprobs=2)
         requests.append(seeing(f"n{number}", items, sampling))
+    many = [9, A, B, 7, C, 8, 5]
+    requests.append(seeing("prompt", many, greedy(9, top_logprobs=3, prompt_logprobs=2)))
     for each in requests:
         driver.add(each)
     driver.run()
     for each in requests:
         ties.check(each.request_id, driver.tokens(each.request_id), slowly("qwen3_5", each))
+        if each.sampling.top_logprobs is not None:
+            model, outputs = seeing_models["qwen3_5"], driver.outputs[each.request_id]
+            assert check_logprobs(model, each, outputs) >= len(driver.tokens(each.request_id))
 
 
 def test_copied_drafts_have_no_image_tokens(seeing_models, slowly, ties):
     """The answer repeats what stands before an image: drafts end there, and none is an image id."""
     wanted = seeing("copy", [5, 6, 7, 8, A, 5, 6, 7, 8], greedy(20))
     wanted = dataclasses.replace(wanted, options=RequestOptions(trace=True))
-    driver = Driver(
+    driver = seeing_driver(
         seeing_models["qwen3_5"],
-        vocab_size=VOCAB,
-        stop_ids=(EOS,),
         config=EngineConfig(num_draft_tokens=2),
         depth=Erratic(seed=4),
         host_sources=HostSources(["copy"], 1 << 20),
@@ -207,34 +188,60 @@ def test_copied_drafts_have_no_image_tokens(seeing_models, slowly, ties):
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
 def test_a_tower_in_parts(seeing_models, slowly, ties, monkeypatch, limit):
-    """A step runs one block, for the images of several prompts in turn."""
-    monkeypatch.setattr(features, "AT_ONCE", 1)
-    parts = []
-    run = features.Vision._run
+    """A step takes as much of the tower as the pause allows, and no chunk then.
 
-    def counted(self, digest, image):
-        parts.append(digest)
-        run(self, digest, image)
+    The clock is one of multiplications, so the estimates are right.
+    """
+    pause, now, works = 200_000, [0.0], {}
+    parts, async_eval = tower.VisionTower.parts, mx.async_eval
 
-    monkeypatch.setattr(features.Vision, "_run", counted)
+    def noted(self, rgb):
+        for part in parts(self, rgb):
+            assert part.work <= pause
+            works[id(part.arrays)] = part.work
+            yield part
+
+    def evaluated(*arrays):
+        now[0] += works.pop(id(arrays[0]), 0) if arrays else 0
+        async_eval(*arrays)
+
+    monkeypatch.setattr(tower, "PART_TOKENS", 2)
+    monkeypatch.setattr(tower.VisionTower, "parts", noted)
+    monkeypatch.setattr(mx, "async_eval", evaluated)
+    monkeypatch.setattr(features, "perf_counter", lambda: now[0])
     requests = [
-        seeing("text", [5, 6, 7], greedy(40, ignore_eos=True)),
+        seeing("text", [5, 6, 7], greedy(200, ignore_eos=True)),
         seeing("one", [5, A, 7, B, 8, *range(20, 40)], greedy(9)),
         seeing("two", [6, B, 7, 9, C, 8], greedy(9)),
         seeing("three", [6, A, A, 7], greedy(9)),
     ]
-    driver = Driver(
-        seeing_models["qwen3_5"],
-        vocab_size=VOCAB,
-        stop_ids=(EOS,),
-        config=EngineConfig(num_draft_tokens=2, prefill_step_size=8, prefix_cache_size=1 << 24),
-        vision_limit=limit,
-        min_gain=1,
+    config = EngineConfig(
+        num_draft_tokens=2,
+        prefill_step_size=8,
+        prefix_cache_size=1 << 24,
+        max_decode_pause=1e3 * pause,
     )
-    driver.run_arrivals({0: requests[:1], 3: requests[1:]})
+    driver = seeing_driver(seeing_models["qwen3_5"], config, vision_limit=limit, min_gain=1)
+    driver.add(requests[0])
+    while driver.runner.batches.decoding is None:
+        driver.step()
+    for each in requests[1:]:
+        driver.add(each)
+    spent = []
+    while not all(driver.outputs[r.request_id] for r in requests[1:]):
+        before, told = now[0], len(driver.tokens("text"))
+        driver.step()
+        if now[0] > before:
+            spent.append(now[0] - before)
+            assert not any(s.is_prefill and s.rows for s in driver.core._in_flight)
+            assert len(driver.tokens("text")) > told
+    driver.run()
     for each in requests:
         ties.check(each.request_id, driver.tokens(each.request_id), slowly("qwen3_5", each))
-    assert len(parts) >= 6 and len(driver.vision._rows) == (3 if limit else 1)
+    assert max(spent) <= pause
+    # Two steps together take more, unless an image ends; the first one doesn't know its speed.
+    assert len(spent) <= 9 + 2 * sum(spent) / pause
+    assert len(driver.vision._rows) == (3 if limit else 1)
 
 
 def test_prefixes_from_the_disk(seeing_models, slowly, ties, tmp_path):
@@ -243,10 +250,8 @@ def test_prefixes_from_the_disk(seeing_models, slowly, ties, tmp_path):
     reused = {}
     for name, image in (("first", A), ("again", A), ("other", picture(3, 4, 8))):
         store = PrefixStore(tmp_path, FINGERPRINT, 1 << 30)
-        driver = Driver(
+        driver = seeing_driver(
             seeing_models["qwen3_5"],
-            vocab_size=VOCAB,
-            stop_ids=(EOS,),
             config=config,
             store=store,
             min_gain=1,

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mlx_mtp.vision.features import Vision
 from mlx_mtp.vision.images import ImageSizes, Pixels, read_image
 from mlx_mtp.vision.placed import PlacedImage, PromptImages
-from mlx_mtp.vision.tower import load_tower, patches_of
+from mlx_mtp.vision.tower import TowerShape, VisionTower, load_tower, patches_of
 from tests.conformance.sources import Package, directory
 from tests.support.harness import greedy
 from tests.support.tiny_models import Layout, config_json, hf_tensors
@@ -160,6 +161,26 @@ def test_the_recorded_logits(seeing_models):
     wanted = seeing("peer", items, greedy(1))
     found = np.array(slow_logits(seeing_models["qwen3_5"], wanted))
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "patch"),
+    [(32, 2, 16), (256, 2, 8), (64, 16, 8)],
+    ids=["patches", "keys", "scores"],
+)
+def test_the_planned_scratch_is_what_is_taken(hidden, heads, patch):
+    """On the CPU, where mlx's attention makes all scores; each time another part takes most."""
+    sizes = TowerShape(2, hidden, 2 * hidden, heads, 64, 36, patch_size=patch)
+    tower = VisionTower(sizes)
+    mx.eval(tower.parameters())
+    side = 2 * patch
+    pixels = Pixels.of(16 * side, 16 * side, bytes(3 * (16 * side) ** 2))
+    images = PromptImages([PlacedImage(1, 16, 16, pixels)], 260)
+    vision, at_rest = Vision(tower, 90, 96, 1 << 30), mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert not vision.advance(images, 0, 260) and vision.advance(images, 0, 260)
+    taken, planned = mx.get_peak_memory() - at_rest, sizes.scratch(256, 4)
+    assert 0.7 * planned < taken <= planned
 
 
 @pytest.mark.full

@@ -159,7 +159,7 @@ class Sight:
         if found and self._sizes is None:
             raise UnsupportedParameterError(
                 f"Message {found[0][0]} has an image, but this model takes text only: it has no "
-                "vision tower, or the server runs with --no-vision or on several ranks.",
+                "vision tower, or the server runs with --no-vision.",
                 param="messages",
             )
         if len(found) > self._most:

@@ -1,0 +1,102 @@
+"""Images: the vision tower's time, its share of the first token, and what it delays."""
+
+import statistics
+import time
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from benchmarks import Rows, row
+from benchmarks.cores import core_of, random_ids
+from benchmarks.prompts import first_token_seconds
+from benchmarks.shapes import build, shape_of
+from benchmarks.timed import within
+from mlx_mtp.vision.features import Vision
+from mlx_mtp.vision.images import Pixels
+from mlx_mtp.vision.placed import MOST_ROWS, PlacedImage, PromptImages
+from mlx_mtp.vision.tower import TowerShape, VisionTower
+
+_SHAPE, _LAYERS = "Qwen3.5-27B", 64
+_OF_27B = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+_TINY = {"depth": 4, "hidden_size": 288, "intermediate_size": 1076, "num_heads": 4}
+_CASES = ((1, 4096), (1, 1024), (4, 1024), (4, 4096))  # images, and tokens of each
+
+
+def tower(
+    layers: int = 8,
+    tiny: bool = False,
+    pause: float = 100.0,
+    cases: tuple[str, ...] = tuple(f"{images}x{tokens}" for images, tokens in _CASES),
+    seconds: float = 100,
+) -> Rows:
+    """Seconds of the vision tower of the 27B beside its prefill of the same tokens.
+
+    Random weights, on a GPU in BF16 and the model's in 4 bit. "ms" is the tower's time without a
+    limit, "limited, ms" that in steps of at most --pause; of these are "steps", "longest, ms" (of
+    any but the first two, which learn the speed) and "median, ms". "prefill, ms" is from a prompt
+    of as many tokens to the first token, with the time of --layers layers taken for all 64; "share"
+    is the tower's of both.
+
+    Args:
+        layers: of the model, a multiple of 4
+        pause: milliseconds, as --max-decode-pause
+        cases: images x tokens of each
+    """
+    model = build(shape_of(_SHAPE, layers, tiny))[0]
+    size = model.causal_lm.args.hidden_size
+    shape = TowerShape(
+        **(_TINY if tiny else _OF_27B), out_hidden_size=size, num_position_embeddings=48 * 48
+    )
+    seeing = _random_tower(shape, model.dtype)
+    core = core_of(model, None, prefill_step_size=2048)
+    num_layers = len(model.causal_lm.model.layers)
+    for step in (2048, 1024):  # compiles kernels
+        first_token_seconds(core, random_ids(model.vocab_size, step, 0))
+    _times(seeing, 1, 256, 0.0)
+    for case in within(time.perf_counter() + seconds, cases):
+        count, tokens = map(int, case.split("x"))
+        whole = sum(_times(seeing, count, tokens, 0.0))
+        limited = _times(seeing, count, tokens, pause / 1e3)
+        prefill = first_token_seconds(core, random_ids(model.vocab_size, count * tokens, 1))
+        prefill *= _LAYERS / num_layers
+        figures = [whole, sum(limited), max(limited[2:], default=0.0), statistics.median(limited)]
+        names = "images | tokens | ms | limited, ms | longest, ms | median, ms | steps"
+        names += " | prefill, ms | share | tokens/s | scratch, GB"
+        yield row(
+            names,
+            *(count, tokens, *(1e3 * each for each in figures), len(limited), 1e3 * prefill),
+            *(whole / (whole + prefill), count * tokens / whole),
+            shape.scratch(tokens, model.dtype.size) / 1e9,
+        )
+
+
+def _random_tower(shape: TowerShape, dtype: mx.Dtype) -> VisionTower:
+    seeing = VisionTower(shape)
+    drawn = [
+        (name, (mx.random.normal(array.shape) / array.shape[-1] ** 0.5).astype(dtype))
+        for name, array in tree_flatten(seeing.parameters())
+    ]
+    seeing.update(tree_unflatten(drawn))
+    mx.eval(seeing.parameters())
+    return seeing
+
+
+def _times(seeing: VisionTower, count: int, tokens: int, pause: float) -> list[float]:
+    """Seconds of each step in which the tower sees so many new images, nothing else running."""
+    vision = Vision(seeing, 0, 1 << 20, MOST_ROWS, pause)
+    side = seeing.shape.patch_size * seeing.shape.spatial_merge_size
+    rows = 2 ** (int(tokens).bit_length() // 2)
+    columns = tokens // rows
+    random, placed = np.random.default_rng(tokens), []
+    for number in range(count):
+        shape = rows * side, columns * side, 3
+        rgb = random.integers(0, 256, shape, np.uint8).tobytes()
+        pixels = Pixels.of(shape[0], shape[1], rgb)
+        placed.append(PlacedImage(number * (tokens + 1), rows, columns, pixels))
+    images, times, seen = PromptImages(placed, count * (tokens + 1)), [], False
+    while not seen:
+        began = time.perf_counter()
+        seen = vision.advance(images, 0, images.length)
+        times.append(time.perf_counter() - began)
+    return times[:-1]  # The last one found all.
