@@ -7,6 +7,7 @@ import copy
 import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
+from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run_window
@@ -65,6 +66,22 @@ class GatedDeltaCache:
         self.history, self.num_kept = conv_input, self.next_num_kept
         if self.next_num_kept is not None and window.length > _LONGEST_HISTORY:
             self._trim(convolution.size)
+        return outputs
+
+    def run_token(
+        self, qkv: mx.array, a: mx.array, b: mx.array, weights: cpu.TokenWeights
+    ) -> mx.array:
+        """`run_window` of one token a row, [B, C] and [B, Hv], on a CPU: outputs [B, Hv, Dv].
+
+        Which rows keep it must be known.
+        """
+        assert self.next_num_kept is not None
+        if self.pending is not None:
+            self.fold()
+        outputs, self.state, self.history = cpu.run_token(
+            qkv, a, b, weights, self.state, self.history, self.num_kept, self.next_num_kept
+        )
+        self.num_kept = self.next_num_kept
         return outputs
 
     def fold(self) -> None:

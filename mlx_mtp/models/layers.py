@@ -23,6 +23,7 @@ from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
+from mlx_mtp.models.joined import JoinedLayer, joined
 from mlx_mtp.models.moe import add_mlp
 
 
@@ -183,6 +184,8 @@ class SplitLayer(nn.Module):
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
         """The layer's output, and that normed by the weight `next_norm`."""
+        if backend() is None and self._joined is not None:
+            return self._joined.forward(x, normed, next_norm, positions, caches)
         own = self._uncompiled if backend() is None else self._compiled
         if self.is_linear:
             order = tuple(cache.packing.rectangle for cache in caches)
@@ -219,6 +222,10 @@ class SplitLayer(nn.Module):
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)
         x, normed = norms.ADD_NORM(width, x, attended, norm.weight)
         return add_mlp(x, normed, self.mlp, next_norm, norm.eps)
+
+    @cached_property
+    def _joined(self) -> JoinedLayer | None:
+        return joined(self)
 
     @cached_property
     def _compiled(self) -> Methods:
