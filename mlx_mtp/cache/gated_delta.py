@@ -68,19 +68,20 @@ class GatedDeltaCache:
             self._trim(convolution.size)
         return outputs
 
-    def run_token(
+    def run_few(
         self, qkv: mx.array, a: mx.array, b: mx.array, weights: cpu.TokenWeights
-    ) -> mx.array:
-        """`run_window` of one token a row, [B, C] and [B, Hv], on a CPU: outputs [B, Hv, Dv].
-
-        Which rows keep it must be known.
-        """
-        assert self.next_num_kept is not None
-        if self.pending is not None:
-            self.fold()
-        outputs, self.state, self.history = cpu.run_token(
-            qkv, a, b, weights, self.state, self.history, self.num_kept, self.next_num_kept
-        )
+    ) -> mx.array | None:
+        """`run_window` of [B, T, C] and [B, T, Hv], on a CPU; None for a prompt's."""
+        if self.next_num_kept is not None and qkv.shape[1] > 1:
+            return None
+        if self.pending is not None and self.num_kept is not None:
+            self.state = cpu.fold(self.pending, self.num_kept, self.state)
+        given = qkv, a, b, weights, self.state, self.history, self.num_kept
+        if self.next_num_kept is None:
+            outputs, self.pending, self.history = cpu.run_window(*given)
+        else:
+            outputs, self.state, self.history = cpu.run_token(*given, self.next_num_kept)
+            self.pending = None
         self.num_kept = self.next_num_kept
         return outputs
 

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.gated_delta import compute_g
 
-from mlx_mtp.kernels.gdn_types import GDNShape, ShortConvWeights
+from mlx_mtp.kernels.gdn_types import GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import EPS, silu_of_sum
 
 P = ParamSpec("P")
@@ -106,36 +106,96 @@ class TokenWeights(NamedTuple):
 
 
 def run_token(
-    qkv: mx.array,  # q, k and v of a token a row, side by side: [B, C]
-    a: mx.array,  # of the decay, [B, Hv]
-    b: mx.array,  # of the write strength, [B, Hv]
+    qkv: mx.array,  # q, k and v of a token a row, side by side: [B, 1, C]
+    a: mx.array,  # of the decay, [B, 1, Hv]
+    b: mx.array,  # of the write strength, [B, 1, Hv]
     weights: TokenWeights,
     state: mx.array,  # float32 [B, Hv, Dv, Dk]
     history: mx.array,  # of the convolution, [B, K-1+P, C]
     num_kept: mx.array | None,  # of the P, int32 [B]; None: P is 0
     keep: mx.array,  # 1 if the row keeps this token, else 0, int32 [B]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """`short_conv` and `run_window` of a single token: outputs [B, Hv, Dv], state, history."""
-    hk, dk, hv, dv, size = weights.shape
-    rows, before = len(qkv), history
-    if num_kept is not None:
-        places = _tail_places(num_kept, rows, history.shape[1], size - 1)
-        before = mx.take(history.reshape(-1, history.shape[2]), places, axis=0)
-    history = mx.concatenate([before, qkv[:, None]], axis=1)
-    mixed = silu_of_sum(*mx.split(history, size, axis=1), *weights.taps)
-    keyed, v = mx.split(mixed, [2 * hk * dk], axis=-1)
-    heads = keyed.reshape(rows, 2 * hk, dk)
-    unit = _normed(heads, _squares(heads), weights.scale, *_numbers(dk, EPS / dk))
-    q, k = mx.split(unit[..., None], 2, axis=1)  # [B, Hk, Dk, 1]
-
+    """`short_conv` and `run_window` of a single token: outputs [B, 1, Hv, Dv], state, history."""
+    hk, _, hv, *_ = weights.shape
+    rows = len(qkv)
+    unit, v, history = _convolve(qkv, weights, history, num_kept)
+    q, k = mx.split(unit.reshape(rows, 2 * hk, -1, 1), 2, axis=1)  # [B, Hk, Dk, 1]
     alive, alive_of_heads = _alive(keep)
     decay = _decay(a, weights.log_decay, weights.dt_bias, alive)
-    by_key_head = rows, hk, -1, dk
-    decayed = (state * decay[..., None, None]).reshape(by_key_head)
-    known = (decayed @ k).reshape(rows, hv, dv)
-    delta = _delta(v.reshape(rows, hv, dv), known, b[..., None], alive_of_heads)
+    decayed = (state * decay.reshape(rows, hv, 1, 1)).reshape(rows, hk, -1, state.shape[-1])
+    known = (decayed @ k).reshape(v.shape)
+    delta = _delta(v, known, b[..., None], alive_of_heads)
     after = mx.addmm(decayed, delta.reshape(rows, hk, -1, 1), k.swapaxes(-1, -2))
-    return (after @ q).reshape(rows, hv, dv), after.reshape(state.shape), history
+    return (after @ q).reshape(v.shape), after.reshape(state.shape), history
+
+
+def run_window(
+    qkv: mx.array,  # of a verify window, [B, T, C]
+    a: mx.array,  # [B, T, Hv]
+    b: mx.array,
+    weights: TokenWeights,
+    state: mx.array,  # before the window
+    history: mx.array,
+    num_kept: mx.array | None,
+) -> tuple[mx.array, PendingWindow, mx.array]:
+    """The same of a few positions: outputs [B, T, Hv, Dv], what folding needs, history.
+
+    See `portable.run_chunked`; the window is one chunk.
+    """
+    hk, dk, hv, dv, _ = weights.shape
+    rows, length, _ = qkv.shape
+    unit, v, history = _convolve(qkv, weights, history, num_kept)
+    g = _decay(a, weights.log_decay, weights.dt_bias, _always())
+    by_head = unit.reshape(rows, length, 2, hk, dk).transpose(0, 3, 2, 1, 4)
+    both = by_head.reshape(rows, hk, 2 * length, dk)
+    keys = by_head[:, :, 1]
+    # [B, Hk, 1, T, T]: queries by keys, keys by keys.
+    alike = list(mx.split((both @ keys.swapaxes(-1, -2))[:, :, None], 2, axis=3))
+    seen = both @ state.reshape(rows, hk, -1, dk).swapaxes(-1, -2)
+    seen = seen.reshape(rows, hk, 2, length, hv // hk, dv).transpose(2, 0, 1, 4, 3, 5)
+    steps = rows, length, hk, hv // hk, -1
+    values, decays, strengths = (x.reshape(steps).transpose(0, 2, 3, 1, 4) for x in (v, g, b))
+    below, diagonal, lower = _triangles(length)
+    decay = mx.cumprod(mx.where(below, decays, 1), axis=-2)  # from each position up to each
+    total = decay[..., :1] * decays[..., :1, :]
+    solve = mx.linalg.tri_inv(_mixing(below, diagonal, decay, alike[1], strengths), stream=mx.cpu)
+    delta = solve @ _written(values, total, seen[1], strengths)
+    outputs = mx.addmm(total * seen[0], _attending(lower, decay, alike[0]), delta)
+    y, delta = (x.transpose(0, 3, 1, 2, 4).reshape(v.shape) for x in (outputs, delta))
+    return y, PendingWindow(unit[:, :, hk:], delta, g), history
+
+
+def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
+    """As `portable.fold`."""
+    rows, length, hk, dk = pending.k.shape
+    kept = _kept(num_kept, length)
+    decays = mx.where(kept, pending.g, 1)
+    later = mx.cumprod(decays, axis=1, reverse=True, inclusive=False)
+    everything = (later[:, 0] * decays[:, 0])[..., None, None]
+    weighted = _weighted(pending.delta, later[..., None], kept[..., None])
+    writes = weighted.reshape(rows, length, hk, -1).transpose(0, 2, 3, 1)
+    before = (state * everything).reshape(rows, hk, -1, dk)
+    return mx.addmm(before, writes, pending.k.swapaxes(1, 2)).reshape(state.shape)
+
+
+def _convolve(
+    qkv: mx.array, weights: TokenWeights, history: mx.array, num_kept: mx.array | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """q and k, normed and scaled, [B, T, 2 * Hk, Dk]; v [B, T, Hv, Dv]; the new history."""
+    hk, dk, hv, dv, size = weights.shape
+    rows, length, channels = qkv.shape
+    before = history
+    if num_kept is not None:
+        places = _tail_places(num_kept, rows, history.shape[1], size - 1)
+        before = mx.take(history.reshape(-1, channels), places, axis=0)
+    history = mx.concatenate([before, qkv], axis=1)
+    shifted = [history[:, i : i + length] for i in range(size)]
+    if length == 1:
+        shifted = list(mx.split(history, size, axis=1))
+    keyed, v = mx.split(silu_of_sum(*shifted, *weights.taps), [2 * hk * dk], axis=-1)
+    heads = keyed.reshape(rows, length, 2 * hk, dk)
+    unit = _normed(heads, _squares(heads), weights.scale, *_numbers(dk, EPS / dk))
+    return unit, v.reshape(rows, length, hv, dv), history
 
 
 @once
@@ -152,8 +212,26 @@ def _offsets(rows: int, length: int, tail: int) -> mx.array:
 
 @once
 def _alive(keep: mx.array) -> tuple[mx.array, mx.array]:
-    alive = (keep > 0)[:, None]
+    alive = (keep > 0)[:, None, None]
     return alive, alive[..., None]
+
+
+@functools.cache
+def _always() -> mx.array:
+    return _made(mx.array(True))
+
+
+@once
+def _kept(num_kept: mx.array, length: int) -> mx.array:
+    """Which positions of a window are kept: bool [B, T, 1]."""
+    return (mx.arange(length) < num_kept[:, None])[..., None]
+
+
+@functools.lru_cache(maxsize=64)
+def _triangles(size: int) -> tuple[mx.array, mx.array, mx.array]:
+    """[T, T]: what is below the diagonal (bool), the unit matrix, and what is not above (bool)."""
+    below, lower = (mx.tri(size, k=k, dtype=mx.bool_) for k in (-1, 0))
+    return _made(below), _made(mx.eye(size)), _made(lower)
 
 
 @_elementwise
@@ -164,6 +242,28 @@ def _decay(a: mx.array, log_decay: mx.array, dt_bias: mx.array, alive: mx.array)
 @_elementwise
 def _delta(v: mx.array, known: mx.array, b: mx.array, alive: mx.array) -> mx.array:
     return mx.where(alive, (v - known) * mx.sigmoid(b), 0.0)
+
+
+@_elementwise
+def _mixing(
+    below: mx.array, diagonal: mx.array, decay: mx.array, alike: mx.array, b: mx.array
+) -> mx.array:
+    return mx.where(below, mx.sigmoid(b) * decay * alike, diagonal)
+
+
+@_elementwise
+def _written(v: mx.array, total: mx.array, seen: mx.array, b: mx.array) -> mx.array:
+    return mx.sigmoid(b) * (v - total * seen)
+
+
+@_elementwise
+def _attending(lower: mx.array, decay: mx.array, alike: mx.array) -> mx.array:
+    return mx.where(lower, decay * alike, 0.0)
+
+
+@_elementwise
+def _weighted(delta: mx.array, later: mx.array, kept: mx.array) -> mx.array:
+    return mx.where(kept, delta * later, 0.0)
 
 
 class Router(NamedTuple):
@@ -210,10 +310,21 @@ def _added(x: mx.array, routed: mx.array, shared: mx.array, share: mx.array) -> 
     return x + (routed + mx.sigmoid(share) * shared)
 
 
-def rotated(x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
-    """RoPE of [N, heads, D] by the angles of each token, [N, 1, rotated / 2]."""
-    half = cosines.shape[-1]
-    first, second, *rest = mx.split(x, [half, 2 * half], axis=-1)
+class HeadNorms(NamedTuple):
+    """How the heads of an attention layer are normed, and turned by their positions."""
+
+    weights: mx.array  # of each head, [heads, D]
+    eps: float
+    dims: int  # that are turned
+    base: float
+    scale: float  # of positions
+
+
+def turned_heads(x: mx.array, norms: HeadNorms, positions: mx.array) -> mx.array:
+    """Heads of tokens at positions int32 [N], [N, heads, D], after their norms and RoPE."""
+    cosines, sines = _angles(positions, norms.dims, norms.base, norms.scale)
+    normed, half = rms_norm(x, norms.weights, norms.eps), norms.dims // 2
+    first, second, *rest = mx.split(normed, [half, 2 * half], axis=-1)
     return mx.concatenate([*_turned(first, second, cosines, sines), *rest], axis=-1)
 
 
@@ -223,8 +334,8 @@ def _turned(a: mx.array, b: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.
 
 
 @once
-def angles(positions: mx.array, dims: int, base: float, scale: float) -> tuple[mx.array, mx.array]:
-    """Cosines and sines of RoPE at positions int32 [N], each [N, 1, dims / 2]."""
+def _angles(positions: mx.array, dims: int, base: float, scale: float) -> tuple[mx.array, mx.array]:
+    """Cosines and sines at positions int32 [N], each [N, 1, dims / 2]."""
     theta = positions[:, None, None] * _frequencies(dims, base, scale)
     return mx.cos(theta), mx.sin(theta)
 
@@ -233,3 +344,22 @@ def angles(positions: mx.array, dims: int, base: float, scale: float) -> tuple[m
 def _frequencies(dims: int, base: float, scale: float) -> mx.array:
     steps = mx.arange(0, -(dims // 2), -1, dtype=mx.float32)
     return _made(mx.exp(steps * (math.log(base) / (dims // 2))) * scale)
+
+
+@_elementwise
+def gated(x: mx.array, gate: mx.array) -> mx.array:
+    """x times the gate's sigmoid."""
+    return x * mx.sigmoid(gate)
+
+
+def attend_token(
+    queries: mx.array,  # of a token a row, scaled, [B, heads, D]
+    kv: mx.array,  # [2, slots, KV heads, capacity, D]; row b has slot b
+    mask: mx.array,  # bool [B, 1, 1, limit]
+) -> mx.array:
+    """Attention to each row's entries, [B, heads * D]."""
+    rows, limit = len(queries), mask.shape[-1]
+    keys, values = kv[0, :rows, :, :limit], kv[1, :rows, :, :limit]
+    scores = queries.reshape(rows, keys.shape[1], -1, keys.shape[-1]) @ keys.swapaxes(-1, -2)
+    shares = mx.softmax(mx.where(mask, scores, -mx.inf), axis=-1, precise=True)
+    return (shares @ values).reshape(rows, -1)

@@ -108,40 +108,59 @@ class _Recurrence:
         for cache in caches:
             order = cache.packing.rectangle
             tokens = slice(first, first := first + order.num_tokens)
-            own = [each if len(caches) == 1 else each[tokens] for each in (qkv, *gates)]
-            if order.length == 1 and order.tokens is None and cache.next_num_kept is not None:
-                outputs.append(cache.run_token(*own, self._weights))
-            else:
-                arranged = self._arranged(order, *own)
-                outputs.append(order.flat(cache.run_window(arranged, self._convolution)))
+            own = (each if len(caches) == 1 else each[tokens] for each in (qkv, *gates))
+            rectangles = [order.fill(each, -1) for each in own]
+            y = cache.run_few(*rectangles, self._weights)
+            if y is None:
+                y = cache.run_window(self._apart(*rectangles), self._convolution)
+            outputs.append(order.flat(y))
         y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         y = cpu.gated_norm(y, z.reshape(y.shape), self._norm.weight, self._norm.eps)
         return mx.addmm(x, y.flatten(1), self._out)
 
-    def _arranged(
-        self, order: Rectangle, qkv: mx.array, a: mx.array, b: mx.array
-    ) -> GDNProjections:
+    def _apart(self, qkv: mx.array, a: mx.array, b: mx.array) -> GDNProjections:
         hk, dk, hv, dv, _ = self._shape
-        q, k, v = mx.split(order.fill(qkv, -1), [hk * dk, 2 * hk * dk], axis=-1)
-        by_key = order.rows, order.length, hk
-        return GDNProjections(
-            q.reshape(*by_key, dk),
-            k.reshape(*by_key, dk),
-            v.reshape(*by_key, hv // hk, dv),
-            order.fill(a, hk, hv // hk),
-            order.fill(b, hk, hv // hk),
-        )
+        rows, length, _ = qkv.shape
+        q, k, v = mx.split(qkv, [hk * dk, 2 * hk * dk], axis=-1)
+        sizes = (hk, dk), (hk, dk), (hk, hv // hk, dv), (hk, hv // hk), (hk, hv // hk)
+        parts = zip((q, k, v, a, b), sizes, strict=True)
+        return GDNProjections(*(part.reshape(rows, length, *size) for part, size in parts))
 
 
 class _Attention:
     def __init__(self, mixer: Any) -> None:
         self._mixer, self._out = mixer, _by_input(mixer.o_proj.weight)
+        self._heads, self._kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+        doubled, k, v = (mixer[name].weight.T for name in ("q_proj", "k_proj", "v_proj"))
+        inputs = len(k)
+        q, gate = (each.reshape(inputs, -1) for each in mixer.halves(doubled))
+        self._project = _Product(mx.concatenate([q, k], axis=1), v, gate)
+        of_queries = mx.repeat(mixer.q_norm.weight[None] * mixer.scale, self._heads, axis=0)
+        of_keys = mx.repeat(mixer.k_norm.weight[None], self._kv_heads, axis=0)
+        weights = mx.concatenate([of_queries, of_keys])
+        mx.eval(weights)
+        rope = mixer.rope
+        self._norms: cpu.HeadNorms | None = None
+        if type(rope) is nn.RoPE and not rope.traditional:
+            angles = rope.dims, rope.base, rope.scale
+            self._norms = cpu.HeadNorms(weights, mixer.q_norm.eps, *angles)
 
     def add(
         self, x: mx.array, normed: mx.array, positions: mx.array, caches: Sequence[Any]
     ) -> mx.array:
-        attended, gate = self._mixer.mix(self._mixer.before(normed, positions), caches)
-        return mx.addmm(x, (attended * mx.sigmoid(gate)).flatten(1), self._out)
+        if self._norms is None or positions.ndim > 1 or len(caches) > 1:
+            attended, gate = self._mixer.mix(self._mixer.before(normed, positions), caches)
+            return mx.addmm(x, cpu.gated(attended, gate).flatten(1), self._out)
+        both, v, gate = self._project(normed)
+        (cache,), count = caches, len(x)
+        heads = both.reshape(count, self._heads + self._kv_heads, -1)
+        heads = cpu.turned_heads(heads, self._norms, positions)
+        queries, keys = mx.split(heads, [self._heads], axis=1)
+        cache.write(cache.packing, mx.stack([keys, v.reshape(keys.shape)], axis=1))
+        attended = cache.attend_token(cache.packing, queries)
+        if attended is None:
+            attended = cache.attend(cache.packing, queries, 1.0).flatten(1)
+        return mx.addmm(x, cpu.gated(attended, gate), self._out)
 
 
 class _MLP:

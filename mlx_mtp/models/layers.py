@@ -56,7 +56,7 @@ class RaggedAttention(Qwen3NextAttention):
         over the tokens of all rows.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
-        queries, gate = self._halves(doubled)
+        queries, gate = self.halves(doubled)
         queries, entries = self._rotated(positions, queries, keys, values)
         return queries, gate, entries
 
@@ -84,10 +84,11 @@ class RaggedAttention(Qwen3NextAttention):
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """As `before`, queries and gate alone."""
-        queries, gate = self._halves(self.q_proj(x))
+        queries, gate = self.halves(self.q_proj(x))
         return self._rotated(positions, queries)[0], gate
 
-    def _halves(self, doubled: mx.array) -> Any:
+    def halves(self, doubled: mx.array) -> Any:
+        """Queries and gate, each [N, heads, D], from what their projection gives."""
         return mx.split(doubled.reshape(doubled.shape[0], self.num_attention_heads, -1), 2, axis=-1)
 
     def _rotated(
