@@ -15,7 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
-from mlx_mtp.cache.packing import Rectangle
+from mlx_mtp.cache.kv import RaggedKVCache
+from mlx_mtp.cache.packing import Packing, Rectangle
 from mlx_mtp.distributed import world
 from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
@@ -24,14 +25,15 @@ from mlx_mtp.kernels.gpu import backend
 _MOST_BYTES = 1 << 23  # of a layer
 
 
-def joined(layer: nn.Module) -> "JoinedLayer | None":
-    """The joined form of a small layer of float32 weights, on a CPU; else None."""
-    arrays = tree_flatten(layer.parameters())
-    plain = not any("scales" in module or "bias" in module for module in layer.modules())
+def can_be_joined(module: nn.Module) -> bool:
+    """Whether a layer, or a head, is small, has float32 weights, and runs on a CPU."""
+    arrays, parts = tree_flatten(module.parameters()), module.modules()
+    ropes = [part.rope for part in parts if "rope" in part]
+    plain = all(type(rope) is nn.RoPE and not rope.traditional for rope in ropes)
+    plain = plain and not any("scales" in part or "bias" in part for part in parts)
     plain = plain and all(a.dtype == mx.float32 for name, a in arrays if not name.endswith("A_log"))
     small = sum(array.nbytes for _, array in arrays) <= _MOST_BYTES
-    alone = backend() is None and world().size == 1
-    return JoinedLayer(layer) if plain and small and alone else None
+    return plain and small and backend() is None and world().size == 1
 
 
 class JoinedLayer:
@@ -39,7 +41,7 @@ class JoinedLayer:
 
     def __init__(self, layer: Any) -> None:
         mixer = layer.linear_attn if layer.is_linear else layer.self_attn
-        self._mixer = _Recurrence(mixer) if layer.is_linear else _Attention(mixer)
+        self.mixer: Any = _Recurrence(mixer) if layer.is_linear else _Attention(mixer)
         self._mlp: _Mixture | _MLP
         self._mlp = (_Mixture if type(layer.mlp) is Qwen3NextSparseMoeBlock else _MLP)(layer.mlp)
         self._norm = layer.post_attention_layernorm
@@ -52,12 +54,41 @@ class JoinedLayer:
         positions: mx.array,
         caches: Sequence[Any],
     ) -> tuple[mx.array, mx.array]:
-        x = self._mixer.add(x, normed, positions, caches)
+        x = self.mixer.add(x, normed, positions, caches)
         return self.after(x, next_norm)
 
     def after(self, x: mx.array, next_norm: mx.array) -> tuple[mx.array, mx.array]:
         x = self._mlp.add(x, cpu.rms_norm(x, self._norm.weight, self._norm.eps))
         return x, cpu.rms_norm(x, next_norm, self._norm.eps)
+
+
+class JoinedHead:
+    """What `MTPHead.write` and `MTPHead.run_layer` compute."""
+
+    def __init__(self, head: Any) -> None:
+        (layer,) = head.layers
+        self._layer = JoinedLayer(layer)
+        self._first_norm, self._last_norm = layer.input_layernorm, head.norm
+        self._norms = head.pre_fc_norm_embedding, head.pre_fc_norm_hidden
+        self._fc = _by_input(head.fc.weight)
+
+    def write(
+        self, embeddings: mx.array, hidden: mx.array, cache: RaggedKVCache, packing: Packing
+    ) -> mx.array:
+        pairs = zip((embeddings, hidden), self._norms, strict=True)
+        parts = [cpu.rms_norm(x, norm.weight, norm.eps) for x, norm in pairs]
+        z: mx.array = mx.concatenate(parts, axis=-1) @ self._fc
+        cache.write(packing, self._layer.mixer.entries(self._normed(z), packing.rope_positions))
+        return z
+
+    def run_layer(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
+        mixer = self._layer.mixer
+        queries, gate = mixer.queries(self._normed(z), packing.rope_positions)
+        x = mixer.output(z, mixer.attend(queries, cache, packing), gate)
+        return self._layer.after(x, self._last_norm.weight)[1]
+
+    def _normed(self, z: mx.array) -> mx.array:
+        return cpu.rms_norm(z, self._first_norm.weight, self._first_norm.eps)
 
 
 class _Product:
@@ -130,37 +161,66 @@ class _Recurrence:
 class _Attention:
     def __init__(self, mixer: Any) -> None:
         self._mixer, self._out = mixer, _by_input(mixer.o_proj.weight)
-        self._heads, self._kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+        self._num_heads = mixer.num_attention_heads
         doubled, k, v = (mixer[name].weight.T for name in ("q_proj", "k_proj", "v_proj"))
-        inputs = len(k)
-        q, gate = (each.reshape(inputs, -1) for each in mixer.halves(doubled))
-        self._project = _Product(mx.concatenate([q, k], axis=1), v, gate)
-        of_queries = mx.repeat(mixer.q_norm.weight[None] * mixer.scale, self._heads, axis=0)
-        of_keys = mx.repeat(mixer.k_norm.weight[None], self._kv_heads, axis=0)
-        weights = mx.concatenate([of_queries, of_keys])
-        mx.eval(weights)
-        rope = mixer.rope
-        self._norms: cpu.HeadNorms | None = None
-        if type(rope) is nn.RoPE and not rope.traditional:
-            angles = rope.dims, rope.base, rope.scale
-            self._norms = cpu.HeadNorms(weights, mixer.q_norm.eps, *angles)
+        q, gate = (each.reshape(len(k), -1) for each in mixer.halves(doubled))
+        # The norm of the queries scales the scores, too.
+        of_q, of_k = (
+            mx.repeat(weight[None], count, axis=0)
+            for weight, count in (
+                (mixer.q_norm.weight * mixer.scale, mixer.num_attention_heads),
+                (mixer.k_norm.weight, mixer.num_key_value_heads),
+            )
+        )
+        both = mx.concatenate([of_q, of_k]), mx.concatenate([q, k], axis=1)
+        self._all = self._part(*both, v, gate)
+        self._queries, self._entries = self._part(of_q, q, gate), self._part(of_k, k, v)
+
+    def _part(self, norms: mx.array, *weights: mx.array) -> tuple["_Product", cpu.HeadNorms]:
+        """A product whose first result is heads, and these weights of their norms."""
+        mx.eval(norms)
+        rope = self._mixer.rope
+        turn = rope.dims, rope.base, rope.scale
+        return _Product(*weights), cpu.HeadNorms(norms, self._mixer.q_norm.eps, *turn)
 
     def add(
         self, x: mx.array, normed: mx.array, positions: mx.array, caches: Sequence[Any]
     ) -> mx.array:
-        if self._norms is None or positions.ndim > 1 or len(caches) > 1:
+        if positions.ndim > 1 or len(caches) > 1:
             attended, gate = self._mixer.mix(self._mixer.before(normed, positions), caches)
-            return mx.addmm(x, cpu.gated(attended, gate).flatten(1), self._out)
-        both, v, gate = self._project(normed)
-        (cache,), count = caches, len(x)
-        heads = both.reshape(count, self._heads + self._kv_heads, -1)
-        heads = cpu.turned_heads(heads, self._norms, positions)
-        queries, keys = mx.split(heads, [self._heads], axis=1)
-        cache.write(cache.packing, mx.stack([keys, v.reshape(keys.shape)], axis=1))
-        attended = cache.attend_token(cache.packing, queries)
-        if attended is None:
-            attended = cache.attend(cache.packing, queries, 1.0).flatten(1)
+            return self.output(x, attended.flatten(1), gate.flatten(1))
+        heads, v, gate = _heads(self._all, normed, positions)
+        queries, keys = mx.split(heads, [self._num_heads], axis=1)
+        (cache,) = caches
+        cache.write(cache.packing, _stacked(keys, v))
+        return self.output(x, self.attend(queries, cache, cache.packing), gate)
+
+    def entries(self, normed: mx.array, positions: mx.array) -> mx.array:
+        return _stacked(*_heads(self._entries, normed, positions))
+
+    def queries(self, normed: mx.array, positions: mx.array) -> list[mx.array]:
+        return _heads(self._queries, normed, positions)
+
+    def attend(self, queries: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
+        """[N, heads * D]."""
+        attended = cache.attend_token(packing, queries)
+        return cache.attend(packing, queries, 1.0).flatten(1) if attended is None else attended
+
+    def output(self, x: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
         return mx.addmm(x, cpu.gated(attended, gate), self._out)
+
+
+def _heads(
+    part: tuple["_Product", cpu.HeadNorms], x: mx.array, positions: mx.array
+) -> list[mx.array]:
+    product, norms = part
+    heads, *others = product(x)
+    heads = heads.reshape(len(x), *norms.weights.shape)
+    return [cpu.turned_heads(heads, norms, positions), *others]
+
+
+def _stacked(keys: mx.array, values: mx.array) -> mx.array:
+    return mx.stack([keys, values.reshape(keys.shape)], axis=1)
 
 
 class _MLP:

@@ -23,7 +23,7 @@ from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
-from mlx_mtp.models.joined import JoinedLayer, joined
+from mlx_mtp.models.joined import JoinedLayer, can_be_joined
 from mlx_mtp.models.moe import add_mlp
 
 
@@ -226,7 +226,7 @@ class SplitLayer(nn.Module):
 
     @cached_property
     def _joined(self) -> JoinedLayer | None:
-        return joined(self)
+        return JoinedLayer(self) if can_be_joined(self) else None
 
     @cached_property
     def _compiled(self) -> Methods:
