@@ -7,6 +7,7 @@ import copy
 import mlx.core as mx
 
 from mlx_mtp.cache.packing import Packing
+from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run_window
@@ -65,6 +66,23 @@ class GatedDeltaCache:
         self.history, self.num_kept = conv_input, self.next_num_kept
         if self.next_num_kept is not None and window.length > _LONGEST_HISTORY:
             self._trim(convolution.size)
+        return outputs
+
+    def run_few(
+        self, qkv: mx.array, a: mx.array, b: mx.array, weights: cpu.TokenWeights
+    ) -> mx.array | None:
+        """`run_window` of [B, T, C] and [B, T, Hv], on a CPU; None for a prompt's."""
+        if self.next_num_kept is not None and qkv.shape[1] > 1:
+            return None
+        if self.pending is not None and self.num_kept is not None:
+            self.state = cpu.fold(self.pending, self.num_kept, self.state)
+        given = qkv, a, b, weights, self.state, self.history, self.num_kept
+        if self.next_num_kept is None:
+            outputs, self.pending, self.history = cpu.run_window(*given)
+        else:
+            outputs, self.state, self.history = cpu.run_token(*given, self.next_num_kept)
+            self.pending = None
+        self.num_kept = self.next_num_kept
         return outputs
 
     def fold(self) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_mtp.cache.layout import Buffer, Layout, Moves, Place, most_slots
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention
+from mlx_mtp.kernels import attention, cpu
 from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 
 
@@ -52,6 +52,18 @@ class RaggedKVCache:
             limits = part.mask, part.limit, part.least_position
             outputs.append(attention.attend_rectangle(*rectangle, *limits, scale))
         return packing.join(outputs)
+
+    def attend_token(self, packing: Packing, queries: mx.array) -> mx.array | None:
+        """`attend` of one token a row on a CPU, scaled queries [N, heads, dim]: [N, heads * dim].
+
+        None if the rows are not in order in one buffer.
+        """
+        if packing.longest > 1 or not packing.in_order:
+            return None
+        (part,) = packing.parts
+        return cpu.attend_token(
+            queries, _by_axis(part.buffer, self.buffers[part.buffer]), part.mask
+        )
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
         """Write a row's entries from `start` on, each [heads, T, dim]."""

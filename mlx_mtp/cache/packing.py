@@ -126,6 +126,13 @@ class Packing:
         return [Part(self, *each) for each in rows.items()]
 
     @cached_property
+    def in_order(self) -> bool:
+        """Whether row b has slot b of the only buffer, and all rows have as many tokens."""
+        places = enumerate(self.layout.places)
+        same = len(self.parts) == 1 and self.num_tokens == self.longest * len(self.layout.places)
+        return same and all(slot == row for row, (_, slot) in places)
+
+    @cached_property
     def window_slots(self) -> tuple[tuple[int, ...], ...]:
         """Of each row with tokens: number of its part, slot, capacity, first token, tokens."""
         number = {part.buffer: i for i, part in enumerate(self.parts)}

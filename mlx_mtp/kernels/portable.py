@@ -169,7 +169,7 @@ def short_conv(
     conv_input = mx.concatenate([before, mx.concatenate(flat, axis=-1)], axis=1)
     taps = range(convolution.size)
     shifted = [conv_input[:, i : i + length] for i in taps]
-    mixed = _silu_of_sum(*shifted, *(convolution.weight[:, i, 0] for i in taps))
+    mixed = silu_of_sum(*shifted, *(convolution.weight[:, i, 0] for i in taps))
 
     keyed = mixed[..., : 2 * key_heads * key_dim].reshape(batch, length, 2 * key_heads, key_dim)
     # x / sqrt(sum x^2 + eps), by a kernel that takes the mean.
@@ -194,7 +194,7 @@ def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.arr
 
 
 @functools.partial(mx.compile, shapeless=True)
-def _silu_of_sum(*inputs: mx.array) -> mx.array:
+def silu_of_sum(*inputs: mx.array) -> mx.array:
     """silu(x0 w0 + x1 w1 + ..) of all x, then all w; summed in float32."""
     half = len(inputs) // 2
     total = inputs[0].astype(mx.float32) * inputs[half].astype(mx.float32)

@@ -20,6 +20,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.models.gemm.routes import is_decode_sized
+from mlx_mtp.models.joined import JoinedHead, can_be_joined
 
 
 class MTPHead(nn.Module):
@@ -61,17 +62,30 @@ class MTPHead(nn.Module):
         self, embeddings: mx.array, hidden: mx.array, cache: RaggedKVCache, packing: Packing
     ) -> mx.array:
         """Write the keys and values of a pass's tokens; returns z."""
+        if (joined := self._form(packing)) is not None:
+            return joined.write(embeddings, hidden, cache, packing)
         z, entries = self._parts(hidden)[0](embeddings, hidden, packing.rope_positions)
         cache.write(packing, entries)
         return z
 
     def run_layer(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """The full pass for tokens that have been written: m [N, H] from z."""
+        if (joined := self._form(packing)) is not None:
+            return joined.run_layer(z, cache, packing)
         _, project_queries, after = self._parts(z)
         queries, gate = project_queries(z, packing.rope_positions)
         attended = cache.attend(packing, queries, self.layers[0].self_attn.scale)
         m: mx.array = after(z, attended, gate)
         return m
+
+    def _form(self, packing: Packing) -> JoinedHead | None:
+        """The joined form, where that serves a pass."""
+        on_cpu = backend() is None and packing.rope_positions.ndim == 1
+        return self._joined if on_cpu else None
+
+    @cached_property
+    def _joined(self) -> JoinedHead | None:
+        return JoinedHead(self) if can_be_joined(self) else None
 
     def _parts(self, x: mx.array) -> tuple[Callable[..., Any], ...]:
         """`combine`, `queries`, `after`; compiled on a GPU, but not for a prompt's many shapes."""

@@ -23,6 +23,7 @@ from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
+from mlx_mtp.models.joined import JoinedLayer, can_be_joined
 from mlx_mtp.models.moe import add_mlp
 
 
@@ -55,7 +56,7 @@ class RaggedAttention(Qwen3NextAttention):
         over the tokens of all rows.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
-        queries, gate = self._halves(doubled)
+        queries, gate = self.halves(doubled)
         queries, entries = self._rotated(positions, queries, keys, values)
         return queries, gate, entries
 
@@ -83,10 +84,11 @@ class RaggedAttention(Qwen3NextAttention):
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """As `before`, queries and gate alone."""
-        queries, gate = self._halves(self.q_proj(x))
+        queries, gate = self.halves(self.q_proj(x))
         return self._rotated(positions, queries)[0], gate
 
-    def _halves(self, doubled: mx.array) -> Any:
+    def halves(self, doubled: mx.array) -> Any:
+        """Queries and gate, each [N, heads, D], from what their projection gives."""
         return mx.split(doubled.reshape(doubled.shape[0], self.num_attention_heads, -1), 2, axis=-1)
 
     def _rotated(
@@ -183,6 +185,8 @@ class SplitLayer(nn.Module):
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
         """The layer's output, and that normed by the weight `next_norm`."""
+        if backend() is None and self._joined is not None:
+            return self._joined.forward(x, normed, next_norm, positions, caches)
         own = self._uncompiled if backend() is None else self._compiled
         if self.is_linear:
             order = tuple(cache.packing.rectangle for cache in caches)
@@ -219,6 +223,10 @@ class SplitLayer(nn.Module):
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)
         x, normed = norms.ADD_NORM(width, x, attended, norm.weight)
         return add_mlp(x, normed, self.mlp, next_norm, norm.eps)
+
+    @cached_property
+    def _joined(self) -> JoinedLayer | None:
+        return JoinedLayer(self) if can_be_joined(self) else None
 
     @cached_property
     def _compiled(self) -> Methods:

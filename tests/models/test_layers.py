@@ -1,4 +1,4 @@
-"""A layer's compiled parts compute what they do uncompiled."""
+"""A layer's compiled parts, and its joined form, compute what it does uncompiled."""
 
 import threading
 import time
@@ -10,6 +10,7 @@ import pytest
 from mlx_mtp.kernels import gpu
 from mlx_mtp.models import compiled as shared
 from mlx_mtp.models import layers
+from mlx_mtp.models.joined import JoinedLayer
 from mlx_mtp.models.loader import load_model
 from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
@@ -26,7 +27,7 @@ def compiled_model(path, monkeypatch):
 @pytest.mark.parametrize(
     "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.full) for each in FAMILIES[1:])]
 )
-def test_compiled_layers_agree(tmp_path, monkeypatch, family):
+def test_compiled_and_joined_layers_agree(tmp_path, monkeypatch, family):
     write_checkpoint(tmp_path, Layout(family, seed=7))
     model = load_model(tmp_path, enable_mtp=False)
     compiled = []
@@ -34,8 +35,10 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
     monkeypatch.setattr(mx, "compile", lambda part: compiled.append(part) or compile_part(part))
     monkeypatch.setattr(shared, "_compiled", {})
 
-    def logits(backend):
+    def logits(backend, joined=False):
         monkeypatch.setattr(layers, "backend", lambda: backend)
+        for layer in model.causal_lm.model.layers:
+            layer.__dict__["_joined"] = JoinedLayer(layer) if joined else None
         cache, found = model.make_cache(2), []
         for lengths, kept in (
             *(([3, 2], [3, 2]), ([1, 1], [1, 1]), ([1, 4], None), ([3, 3], None)),
@@ -44,7 +47,9 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
             cache.reserve([24, 24])
             packing = cache.begin_window(lengths, kept and mx.array(kept))
             tokens = mx.arange(packing.num_tokens) * 7 % VOCAB
-            found.append(model.logits(model.hidden(tokens, cache)))
+            every = model.logits(model.hidden(tokens, cache))
+            # What a row that keeps nothing computes means nothing.
+            found.append(every if 0 not in (kept or ()) else every[: kept.index(0)])
             cache.commit(mx.array(kept or [1, lengths[1] - 1]))
         other = model.make_cache(1)  # of a prompt beside them
         other.reserve([150])
@@ -57,6 +62,8 @@ def test_compiled_layers_agree(tmp_path, monkeypatch, family):
 
     plain = logits(None)
     assert not compiled
+    assert mx.allclose(logits(None, joined=True), plain, rtol=1e-4, atol=1e-4)
+    compiled.clear()
     assert mx.allclose(logits("cuda"), plain, rtol=1e-4, atol=1e-5)
     assert len(compiled) == 6, "layers of a kind share what they are compiled to, twice"
     layer = model.causal_lm.model.layers[0]

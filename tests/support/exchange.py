@@ -13,7 +13,7 @@ import pytest
 
 from mlx_mtp.distributed import World
 from mlx_mtp.engine import batch
-from mlx_mtp.models import layers, model, moe
+from mlx_mtp.models import joined, layers, model, moe
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.follower import follow
@@ -32,7 +32,8 @@ class Exchange:
         self.local = threading.local()
         for each in (layers, moe):
             monkeypatch.setattr(each, "all_reduce", self.all_reduce)
-        monkeypatch.setattr(moe, "world", lambda: World(size=size))
+        for each in (joined, moe):
+            monkeypatch.setattr(each, "world", lambda: World(size=size))
         for module in (batch, model):
             monkeypatch.setattr(module, "all_gather", self.all_gather)
         for each in (features, sampler):

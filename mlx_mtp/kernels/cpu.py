@@ -1,0 +1,365 @@
+"""A decode step on a CPU, in few operations: each costs mlx two to three microseconds, views too.
+
+What is elementwise is compiled into one operation, what all layers need of a pass is computed once,
+and sums go into products. Beside each function is what it replaces; the results agree but for the
+order of sums.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.gated_delta import compute_g
+
+from mlx_mtp.kernels.gdn_types import GDNShape, PendingWindow, ShortConvWeights
+from mlx_mtp.kernels.portable import EPS, silu_of_sum
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_elementwise = functools.partial(mx.compile, shapeless=True)
+
+
+def once(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function of arrays and numbers, so that the layers of a pass share its result.
+
+    The latest result is kept, as long as it is asked for the same array objects.
+    """
+    latest: list[tuple[tuple[object, ...], T]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for known, result in latest[-1:]:
+            if len(known) == len(args) and all(map(_same, known, args)):
+                return result
+        result = function(*args, **kwargs)
+        latest[:] = [(args, result)]
+        return result
+
+    return call
+
+
+def _same(a: object, b: object) -> bool:
+    return a is b or (type(a) is type(b) and not isinstance(a, mx.array) and a == b)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(dim: int, eps: float) -> tuple[mx.array, mx.array]:
+    # Arrays, as a number would be compiled into the operation.
+    return _made(mx.array(1 / dim)), _made(mx.array(eps))
+
+
+def _made(array: mx.array) -> mx.array:
+    mx.eval(array)
+    return array
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """`mx.fast.rms_norm` of float32, which is eight operations here."""
+    return _normed(x, _squares(x), weight, *_numbers(x.shape[-1], eps))
+
+
+def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """RMS norm of x by a weight, times silu of z."""
+    return _gated(x, _squares(x), weight, z, *_numbers(x.shape[-1], eps))
+
+
+def _squares(x: mx.array) -> mx.array:
+    return mx.square(x).sum(axis=-1, keepdims=True)
+
+
+@_elementwise
+def _normed(
+    x: mx.array, squares: mx.array, weight: mx.array, share: mx.array, eps: mx.array
+) -> mx.array:
+    return x * mx.rsqrt(squares * share + eps) * weight
+
+
+@_elementwise
+def _gated(
+    x: mx.array, squares: mx.array, weight: mx.array, z: mx.array, share: mx.array, eps: mx.array
+) -> mx.array:
+    return x * mx.rsqrt(squares * share + eps) * weight * nn.silu(z)
+
+
+class TokenWeights(NamedTuple):
+    """A GatedDeltaNet layer's weights between its projections and its output, for `run_token`."""
+
+    shape: GDNShape
+    taps: list[mx.array]  # of the convolution, each [C]
+    scale: mx.array  # of the norms of q and k, [2 * Hk, 1]
+    log_decay: mx.array  # [Hv]
+    dt_bias: mx.array  # [Hv]
+
+    @classmethod
+    def of(cls, shape: GDNShape, convolution: ShortConvWeights) -> "TokenWeights":
+        weight, log_decay, dt_bias = convolution
+        taps = [_made(mx.contiguous(weight[:, i, 0])) for i in range(convolution.size)]
+        # l2 norms by RMS norms; queries are scaled by Dk^-1/2 too.
+        key = shape.key_dim**-0.5
+        scale = mx.repeat(mx.array([key / math.sqrt(shape.key_dim), key]), shape.key_heads)[:, None]
+        return cls(shape, taps, _made(scale), _made(log_decay.astype(mx.float32)), dt_bias)
+
+
+def run_token(
+    qkv: mx.array,  # q, k and v of a token a row, side by side: [B, 1, C]
+    a: mx.array,  # of the decay, [B, 1, Hv]
+    b: mx.array,  # of the write strength, [B, 1, Hv]
+    weights: TokenWeights,
+    state: mx.array,  # float32 [B, Hv, Dv, Dk]
+    history: mx.array,  # of the convolution, [B, K-1+P, C]
+    num_kept: mx.array | None,  # of the P, int32 [B]; None: P is 0
+    keep: mx.array,  # 1 if the row keeps this token, else 0, int32 [B]
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`short_conv` and `run_window` of a single token: outputs [B, 1, Hv, Dv], state, history."""
+    hk, _, hv, *_ = weights.shape
+    rows = len(qkv)
+    unit, v, history = _convolve(qkv, weights, history, num_kept)
+    q, k = mx.split(unit.reshape(rows, 2 * hk, -1, 1), 2, axis=1)  # [B, Hk, Dk, 1]
+    alive, alive_of_heads = _alive(keep)
+    decay = _decay(a, weights.log_decay, weights.dt_bias, alive)
+    decayed = (state * decay.reshape(rows, hv, 1, 1)).reshape(rows, hk, -1, state.shape[-1])
+    known = (decayed @ k).reshape(v.shape)
+    delta = _delta(v, known, b[..., None], alive_of_heads)
+    after = mx.addmm(decayed, delta.reshape(rows, hk, -1, 1), k.swapaxes(-1, -2))
+    return (after @ q).reshape(v.shape), after.reshape(state.shape), history
+
+
+def run_window(
+    qkv: mx.array,  # of a verify window, [B, T, C]
+    a: mx.array,  # [B, T, Hv]
+    b: mx.array,
+    weights: TokenWeights,
+    state: mx.array,  # before the window
+    history: mx.array,
+    num_kept: mx.array | None,
+) -> tuple[mx.array, PendingWindow, mx.array]:
+    """The same of a few positions: outputs [B, T, Hv, Dv], what folding needs, history.
+
+    See `portable.run_chunked`; the window is one chunk.
+    """
+    hk, dk, hv, dv, _ = weights.shape
+    rows, length, _ = qkv.shape
+    unit, v, history = _convolve(qkv, weights, history, num_kept)
+    g = _decay(a, weights.log_decay, weights.dt_bias, _always())
+    by_head = unit.reshape(rows, length, 2, hk, dk).transpose(0, 3, 2, 1, 4)
+    both = by_head.reshape(rows, hk, 2 * length, dk)
+    keys = by_head[:, :, 1]
+    # [B, Hk, 1, T, T]: queries by keys, keys by keys.
+    alike = list(mx.split((both @ keys.swapaxes(-1, -2))[:, :, None], 2, axis=3))
+    seen = both @ state.reshape(rows, hk, -1, dk).swapaxes(-1, -2)
+    seen = seen.reshape(rows, hk, 2, length, hv // hk, dv).transpose(2, 0, 1, 4, 3, 5)
+    steps = rows, length, hk, hv // hk, -1
+    values, decays, strengths = (x.reshape(steps).transpose(0, 2, 3, 1, 4) for x in (v, g, b))
+    below, diagonal, lower = _triangles(length)
+    decay = mx.cumprod(mx.where(below, decays, 1), axis=-2)  # from each position up to each
+    total = decay[..., :1] * decays[..., :1, :]
+    solve = mx.linalg.tri_inv(_mixing(below, diagonal, decay, alike[1], strengths), stream=mx.cpu)
+    delta = solve @ _written(values, total, seen[1], strengths)
+    outputs = mx.addmm(total * seen[0], _attending(lower, decay, alike[0]), delta)
+    y, delta = (x.transpose(0, 3, 1, 2, 4).reshape(v.shape) for x in (outputs, delta))
+    return y, PendingWindow(unit[:, :, hk:], delta, g), history
+
+
+def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
+    """As `portable.fold`."""
+    rows, length, hk, dk = pending.k.shape
+    kept = _kept(num_kept, length)
+    decays = mx.where(kept, pending.g, 1)
+    later = mx.cumprod(decays, axis=1, reverse=True, inclusive=False)
+    everything = (later[:, 0] * decays[:, 0])[..., None, None]
+    weighted = _weighted(pending.delta, later[..., None], kept[..., None])
+    writes = weighted.reshape(rows, length, hk, -1).transpose(0, 2, 3, 1)
+    before = (state * everything).reshape(rows, hk, -1, dk)
+    return mx.addmm(before, writes, pending.k.swapaxes(1, 2)).reshape(state.shape)
+
+
+def _convolve(
+    qkv: mx.array, weights: TokenWeights, history: mx.array, num_kept: mx.array | None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """q and k, normed and scaled, [B, T, 2 * Hk, Dk]; v [B, T, Hv, Dv]; the new history."""
+    hk, dk, hv, dv, size = weights.shape
+    rows, length, channels = qkv.shape
+    before = history
+    if num_kept is not None:
+        places = _tail_places(num_kept, rows, history.shape[1], size - 1)
+        before = mx.take(history.reshape(-1, channels), places, axis=0)
+    history = mx.concatenate([before, qkv], axis=1)
+    shifted = [history[:, i : i + length] for i in range(size)]
+    if length == 1:
+        shifted = list(mx.split(history, size, axis=1))
+    keyed, v = mx.split(silu_of_sum(*shifted, *weights.taps), [2 * hk * dk], axis=-1)
+    heads = keyed.reshape(rows, length, 2 * hk, dk)
+    unit = _normed(heads, _squares(heads), weights.scale, *_numbers(dk, EPS / dk))
+    return unit, v.reshape(rows, length, hv, dv), history
+
+
+@once
+def _tail_places(num_kept: mx.array, rows: int, length: int, tail: int) -> mx.array:
+    """Which of B * `length` inputs of the convolution precede the next token: int32 [B, tail]."""
+    return num_kept[:, None] + _offsets(rows, length, tail)
+
+
+@functools.lru_cache(maxsize=64)
+def _offsets(rows: int, length: int, tail: int) -> mx.array:
+    firsts = mx.arange(0, rows * length, length)[:, None]
+    return _made(firsts + mx.arange(tail))
+
+
+@once
+def _alive(keep: mx.array) -> tuple[mx.array, mx.array]:
+    alive = (keep > 0)[:, None, None]
+    return alive, alive[..., None]
+
+
+@functools.cache
+def _always() -> mx.array:
+    return _made(mx.array(True))
+
+
+@once
+def _kept(num_kept: mx.array, length: int) -> mx.array:
+    """Which positions of a window are kept: bool [B, T, 1]."""
+    return (mx.arange(length) < num_kept[:, None])[..., None]
+
+
+@functools.lru_cache(maxsize=64)
+def _triangles(size: int) -> tuple[mx.array, mx.array, mx.array]:
+    """[T, T]: what is below the diagonal (bool), the unit matrix, and what is not above (bool)."""
+    below, lower = (mx.tri(size, k=k, dtype=mx.bool_) for k in (-1, 0))
+    return _made(below), _made(mx.eye(size)), _made(lower)
+
+
+@_elementwise
+def _decay(a: mx.array, log_decay: mx.array, dt_bias: mx.array, alive: mx.array) -> mx.array:
+    return mx.where(alive, compute_g(log_decay, a, dt_bias), 1.0)
+
+
+@_elementwise
+def _delta(v: mx.array, known: mx.array, b: mx.array, alive: mx.array) -> mx.array:
+    return mx.where(alive, (v - known) * mx.sigmoid(b), 0.0)
+
+
+@_elementwise
+def _mixing(
+    below: mx.array, diagonal: mx.array, decay: mx.array, alike: mx.array, b: mx.array
+) -> mx.array:
+    return mx.where(below, mx.sigmoid(b) * decay * alike, diagonal)
+
+
+@_elementwise
+def _written(v: mx.array, total: mx.array, seen: mx.array, b: mx.array) -> mx.array:
+    return mx.sigmoid(b) * (v - total * seen)
+
+
+@_elementwise
+def _attending(lower: mx.array, decay: mx.array, alike: mx.array) -> mx.array:
+    return mx.where(lower, decay * alike, 0.0)
+
+
+@_elementwise
+def _weighted(delta: mx.array, later: mx.array, kept: mx.array) -> mx.array:
+    return mx.where(kept, delta * later, 0.0)
+
+
+class Router(NamedTuple):
+    """How a mixture chooses experts."""
+
+    num_chosen: int
+    normalize: bool
+
+
+def add_mixture(
+    x: mx.array,  # [N, H]
+    normed: mx.array,  # [N, H]
+    parts: Sequence[mx.array],  # logits of the experts, of the shared one; its gate, its up
+    experts: tuple[mx.array, mx.array],  # gate and up, [E, H, 2 * I]; down, [E, I, H]
+    shared_down: mx.array,  # [I', H]
+    router: Router,
+) -> mx.array:
+    """x plus a mixture of experts of its norm, [N, H]: mlx-lm's module and the sum behind it."""
+    logits, share, gate, up = parts
+    count = router.num_chosen
+    scores = logits if router.normalize else mx.softmax(logits, axis=-1, precise=True)
+    chosen = mx.argpartition(logits, kth=-count, axis=-1)[..., -count:]
+    scores = mx.take_along_axis(scores, chosen, axis=-1)
+    if router.normalize:
+        scores = mx.softmax(scores, axis=-1, precise=True)
+    tokens, pairs = _lhs_indices(len(x), count)
+    both = mx.gather_mm(normed[:, None], experts[0], lhs_indices=tokens, rhs_indices=chosen)
+    inner = swiglu(*mx.split(both, 2, axis=-1))
+    outputs = mx.gather_mm(
+        inner.reshape(-1, 1, inner.shape[-1]), experts[1], lhs_indices=pairs, rhs_indices=chosen
+    )
+    routed = scores[:, None] @ outputs.squeeze(2)
+    return _added(x, routed.squeeze(1), swiglu(gate, up) @ shared_down, share)
+
+
+@functools.lru_cache(maxsize=64)
+def _lhs_indices(rows: int, count: int) -> tuple[mx.array, mx.array]:
+    pairs = mx.arange(rows * count, dtype=mx.uint32).reshape(rows, count)
+    return _made(pairs // count), _made(pairs)
+
+
+@_elementwise
+def _added(x: mx.array, routed: mx.array, shared: mx.array, share: mx.array) -> mx.array:
+    return x + (routed + mx.sigmoid(share) * shared)
+
+
+class HeadNorms(NamedTuple):
+    """How the heads of an attention layer are normed, and turned by their positions."""
+
+    weights: mx.array  # of each head, [heads, D]
+    eps: float
+    dims: int  # that are turned
+    base: float
+    scale: float  # of positions
+
+
+def turned_heads(x: mx.array, norms: HeadNorms, positions: mx.array) -> mx.array:
+    """Heads of tokens at positions int32 [N], [N, heads, D], after their norms and RoPE."""
+    cosines, sines = _angles(positions, norms.dims, norms.base, norms.scale)
+    normed, half = rms_norm(x, norms.weights, norms.eps), norms.dims // 2
+    first, second, *rest = mx.split(normed, [half, 2 * half], axis=-1)
+    return mx.concatenate([*_turned(first, second, cosines, sines), *rest], axis=-1)
+
+
+@_elementwise
+def _turned(a: mx.array, b: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
+    return a * cos - b * sin, a * sin + b * cos
+
+
+@once
+def _angles(positions: mx.array, dims: int, base: float, scale: float) -> tuple[mx.array, mx.array]:
+    """Cosines and sines at positions int32 [N], each [N, 1, dims / 2]."""
+    theta = positions[:, None, None] * _frequencies(dims, base, scale)
+    return mx.cos(theta), mx.sin(theta)
+
+
+@functools.lru_cache(maxsize=8)
+def _frequencies(dims: int, base: float, scale: float) -> mx.array:
+    steps = mx.arange(0, -(dims // 2), -1, dtype=mx.float32)
+    return _made(mx.exp(steps * (math.log(base) / (dims // 2))) * scale)
+
+
+@_elementwise
+def gated(x: mx.array, gate: mx.array) -> mx.array:
+    """x times the gate's sigmoid."""
+    return x * mx.sigmoid(gate)
+
+
+def attend_token(
+    queries: mx.array,  # of a token a row, scaled, [B, heads, D]
+    kv: mx.array,  # [2, slots, KV heads, capacity, D]; row b has slot b
+    mask: mx.array,  # bool [B, 1, 1, limit]
+) -> mx.array:
+    """Attention to each row's entries, [B, heads * D]."""
+    rows, limit = len(queries), mask.shape[-1]
+    keys, values = kv[0, :rows, :, :limit], kv[1, :rows, :, :limit]
+    scores = queries.reshape(rows, keys.shape[1], -1, keys.shape[-1]) @ keys.swapaxes(-1, -2)
+    shares = mx.softmax(mx.where(mask, scores, -mx.inf), axis=-1, precise=True)
+    return (shares @ values).reshape(rows, -1)
