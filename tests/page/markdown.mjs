@@ -9,10 +9,11 @@ const folder = process.argv[2];
 // A component is called once for each redraw; what it keeps is in `kept`.
 let kept;
 globalThis.memo = (make, inputs) => (inputs.length ? make() : (kept ??= make()));
-const names = ["useEffect", "useRef", "useState"].map((name) => `export const ${name} = () => [];`);
+const names = ["useEffect", "useLayoutEffect", "useRef", "useState"].map((name) => `export const ${name} = () => [];`);
 writeFileSync(`${folder}/vendor/hooks.js`, `export const useMemo = globalThis.memo; ${names.join("")}`);
 writeFileSync(`${folder}/package.json`, '{"type": "module"}');
 const { Lexer, Tokenizer } = await import(`${folder}/vendor/marked.js`);
+const { Fragment } = await import(`${folder}/vendor/preact.js`);
 const { Markdown } = await import(`${folder}/markdown.js`);
 
 let read = 0;
@@ -29,7 +30,8 @@ function shown(node) {
   if (node === null || node === undefined || node === false) return "";
   if (typeof node !== "object") return String(node).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
   const { children, text, ...more } = node.props;
-  const tag = typeof node.type === "function" ? "pre" : node.type;
+  if (node.type === Fragment) return shown(children);
+  const tag = typeof node.type === "function" ? node.type.name : node.type;
   const told = Object.entries(more).map(([name, value]) => ` ${name}="${value}"`);
   return `<${tag}${told.join("")}>${shown(text ?? children)}</${tag}>`;
 }
