@@ -1,6 +1,7 @@
 // Code, highlighted by CodeMirror's modes: each reads a line once, and goes on from the state behind it.
 
 import { useEffect, useMemo, useState } from "./vendor/hooks.js";
+import { Fragment } from "./vendor/preact.js";
 import { Copy, html } from "./ui.js";
 
 // The modes, as file and export, and what fences call them.
@@ -89,7 +90,8 @@ const copied = (state) => Object.fromEntries(Object.entries(state).map(([name, v
 export function painter(mode) {
   let read, state, chunks, lines;
   const restart = () => ([read, state, chunks, lines] = ["", mode?.startState?.(2) ?? {}, [], []]);
-  const block = (parts) => html`<div>${parts.map((part, index) => (index ? ["\n", part] : part))}</div>`;
+  // As a component: Preact compares one that is the same no further.
+  const block = (parts) => html`<${Fragment}><div>${parts.map((part, index) => (index ? ["\n", part] : part))}</div><//>`;
   restart();
   return (text) => {
     if (!text.startsWith(read)) restart();

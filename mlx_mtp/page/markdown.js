@@ -11,6 +11,7 @@ const OPTIONS = { gfm: true, breaks: true, extensions };
 // What exceeds one of these bounds is shown as plain text: for each level of lists, quotes or
 // emphasis marked reads a text once more.
 const MOST_LEVELS = 12;
+const MOST_NESTED = 150_000; // characters of a nested block times its level
 const MOST_CHARACTERS = 100_000; // of a block, unless it is code
 // From each mark marked may search to the end of its text, so a long one is read in runs.
 const MOST_STEPS = 1_000_000; // marks of a run times its characters
@@ -53,8 +54,7 @@ const MAKERS = {
   br: () => html`<br />`,
   code: ({ text, lang }) => html`<${Code} text=${text.replace(/\n+$/, "")} name=${lang ?? ""} />`,
   math: ({ text, raw, display }) => html`<${Formula} text=${text} raw=${raw} display=${display} />`,
-  // The same run has the same elements, which are not even compared in the next redraw.
-  run: (token) => (token.made ??= html`<${Fragment}>${token.tokens.map(element)}<//>`),
+  run: (token) => (token.made ??= fixed(token.tokens.map(element))),
   codespan: ({ text }) => html`<code>${text}</code>`,
   checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   escape: ({ text }) => text,
@@ -63,6 +63,10 @@ const MAKERS = {
   image: (token) => link({ ...token, tokens: null, text: `[image: ${token.text || token.href}]` }),
   unread: ({ raw }) => html`<span class="unread">${raw}</span>`,
 };
+
+/** Preact compares a component with itself no further, so what is the same in the next redraw costs nothing. */
+const fixed = (children) => html`<${Fragment}>${children}<//>`;
+const block = (token) => fixed(element(token));
 
 function element(token) {
   if (MAKERS[token.type]) return MAKERS[token.type](token);
@@ -95,7 +99,7 @@ class BoundedLexer extends Lexer {
   }
 
   within(raw, tokens, read) {
-    if (this.level > MOST_LEVELS) {
+    if (this.level > MOST_LEVELS || this.level * raw.length > MOST_NESTED) {
       this.state.top = true; // as marked leaves it
       tokens.push({ type: "unread", raw });
       return tokens;
@@ -154,7 +158,7 @@ function reader() {
     for (let restarted = done === ""; ; ) {
       const code = fenced(text, done.length, scanned);
       if (code) {
-        const found = element(code.token);
+        const found = block(code.token);
         if (code.end === null) return ((scanned = code.scanned), made.concat(found));
         [done, made, scanned] = [text.slice(0, code.end), made.concat(found), 0];
         continue;
@@ -176,13 +180,13 @@ function reader() {
       }
       const settled = Object.assign(Object.create(null), links);
       walkTokens(tokens.slice(0, count), (token) => token.type === "def" && (settled[token.tag] ??= token));
-      const isLast = done.length + rest.length === text.length, elements = tokens.map(element);
+      const isLast = done.length + rest.length === text.length, elements = tokens.map(block);
       // A link's address that still grows counts for all blocks, and for none of them for good.
       if (isLast && size(tokens.links) > size(settled)) return made.concat(elements);
       [done, links] = [done + rest.slice(0, end), settled];
       made = made.concat(elements.splice(0, count));
       if (isLast) return made.concat(elements);
-      if (count === 0) return made.concat(element({ type: "unread", raw: text.slice(done.length) }));
+      if (count === 0) return made.concat(block({ type: "unread", raw: text.slice(done.length) }));
     }
   };
 }
