@@ -67,7 +67,7 @@ def check_with_axe(tab: Any, where: str) -> None:
     tab.evaluate(source.read_text("utf-8"))
     found = tab.evaluate("axe.run(document)")["violations"]
     told = [(f["impact"], f["id"], [n["html"] for n in f["nodes"]][:3]) for f in found]
-    assert not [each for each in told if each[0] in ("serious", "critical")], (where, told)
+    assert not told, (where, told)
 
 
 def imported(path: Path) -> set[Path]:
@@ -333,14 +333,40 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(
         other.get_by_label("API key").wait_for()
 
 
+RICH = """The *price* is $5, and $E = mc^2$.
+
+$$\\int_0^\\infty e^{-x^2}\\,dx = \\frac{\\sqrt{\\pi}}{2}$$
+
+```python
+def f(x: int) -> str:  # a comment
+    return "text" * (x + 1)
+```
+
+| a | b |
+|---|---|
+| `c` | $\\alpha$ |
+"""
+
+
 @browsed
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1180, 360])
+@pytest.mark.parametrize("size", [(1280, 740), (768, 740), (412, 740), (390, 740), (360, 740)])
 def test_every_view_fits_and_reads_well(
-    mtp_server: Server, opened: Open, scheme: str, width: int
+    mtp_server: Server, opened: Open, scheme: str, size: tuple[int, int]
 ) -> None:
-    size = {"width": width, "height": 740}
-    with opened(mtp_server.url, color_scheme=scheme, viewport=size) as tab:
+    look(mtp_server, opened, size, color_scheme=scheme)
+
+
+@browsed
+def test_every_view_fits_at_twice_the_size(mtp_server: Server, opened: Open) -> None:
+    """A zoom of 200% of 1280 x 740 pixels."""
+    look(mtp_server, opened, (640, 370), device_scale_factor=2)
+
+
+def look(server: Server, opened: Open, size: tuple[int, int], **more: Any) -> None:
+    width, height = size
+    view = {"width": width, "height": height}
+    with opened(server.url, viewport=view, **more) as tab:
 
         def check(where: str) -> None:
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, where
@@ -349,6 +375,31 @@ def test_every_view_fits_and_reads_well(
         check("an empty chat")
         answered(tab)
         check("chat")
+        tab.locator("article.assistant").get_by_role("button", name="Edit").click()
+        check("an edited answer")
+        tab.get_by_label("The answer as it should be").fill(RICH)
+        tab.get_by_role("button", name="Keep").click()
+        tab.locator(".katex").nth(2).wait_for()
+        tab.locator(".is-keyword").first.wait_for()
+        check("formulas and code")
+        tab.get_by_role("button", name="Raw text").click()
+        check("raw text")
+        files = {"name": "a.py", "mimeType": "", "buffer": b"print(1)"}
+        tab.locator(".composer input[type=file]").set_input_files(files)
+        tab.locator(".composer .attached").wait_for()
+        check("files")
+        tab.get_by_role("button", name="Remove a.py").click()
+        tab.get_by_role("button", name="More").click()
+        check("the menu")
+        tab.get_by_role("button", name="Shortcuts").click()
+        check("the shortcuts")
+        tab.keyboard.press("Escape")
+        if width < 800:
+            tab.get_by_role("button", name="Chats").click()
+            check("chats")
+            tab.get_by_role("link", name="Set up a client").click()
+            tab.get_by_role("link", name="Chat").click()
+        tab.get_by_role("button", name="Earlier version").click()
         tab.get_by_role("switch").check()
         tab.locator(".of-step").nth(2).click()
         check("drafts")
@@ -357,9 +408,11 @@ def test_every_view_fits_and_reads_well(
         for name, mark in (("Live", ".charts"), ("Set up a client", ".names")):
             tab.get_by_role("link", name=name).click()
             tab.locator(mark).wait_for()
+            for each in tab.locator("main summary").all():
+                each.click()
             check(name)
         # By the keyboard alone.
-        tab.goto(f"{mtp_server.url}#live")
+        tab.goto(f"{server.url}#live")
         tab.locator(".charts").wait_for()
         tab.keyboard.press("Tab")
         assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
@@ -431,7 +484,7 @@ def test_hostile_text_stays_text(serve: Serve, tokenizer: Tokenizer, opened: Ope
 
     def harmless(tab: Any, payload: str) -> None:
         assert tab.evaluate("window.pwned") is None, payload
-        bad = "script, img, iframe, object, embed, style, math, base, [onerror], [style]"
+        bad = "script, img, iframe, object, embed, style, base, [onerror], :not(.katex *)[style]"
         assert tab.locator(f"#app :is({bad})").count() == 0, payload
         links = tab.locator("#app .markdown a").evaluate_all("all => all.map(a => a.protocol)")
         assert set(links) <= {"http:", "https:", "mailto:"}, payload
@@ -467,3 +520,102 @@ def test_hostile_text_stays_text(serve: Serve, tokenizer: Tokenizer, opened: Ope
         tab.locator(".names").wait_for()
         assert nasty in tab.locator(".clients").inner_text()
         harmless(tab, "clients")
+
+
+# Addresses that must lead nowhere, in each of the forms that a link or an element can have.
+ADDRESSES = (
+    f"javascript:{RUN}",
+    f"JaVa\tScRiPt:{RUN}",
+    f"&#106;avascript:{RUN}",
+    f"\x01javascript:{RUN}",
+    "data:text/html;base64,PHNjcmlwdD4",
+    f"vbscript:{RUN}",
+    "file:///etc/passwd",
+    "blob:http://127.0.0.1/x",
+)
+FORMS = (
+    "[x]({})",
+    "![x]({})",
+    "<{}>",
+    "[x]: {}\n\n[x]",
+    '<a href="{}" onclick="window.pwned=1">x</a>',
+    '<img src="{}" onerror="window.pwned=1">',
+)
+FORMULAS = (
+    rf"\href{{javascript:{RUN}}}{{x}}",
+    rf"\url{{javascript:{RUN}}}",
+    r"\includegraphics{https://example.com/x.png}",
+    rf"\includegraphics[alt=x]{{x onerror={RUN}}}",
+    r"\htmlClass{composer}{x}",
+    r"\htmlId{app}{x}",
+    r"\htmlStyle{position: fixed; inset: 0}{x}",
+    rf"\htmlData{{onclick={RUN}}}{{x}}",
+    rf"\text{{<img src=x onerror={RUN}>}}",
+    r"\color{red; background: url(https://example.com/x)} x",
+    r"\textcolor{url(https://example.com/x)}{x}",
+    r"\def\x{\x\x}\x",
+    r"\gdef\alpha{stolen} x",
+    r"\rule{9999em}{9999em}",
+    r"\kern-40em\raise{-50em}{x}\rlap{over the others}",
+    r"\kern-30em \colorbox{red}{Delete}",
+    "{" * 1500 + "x" + "}" * 1500,
+    r"\frac{" * 400 + "x" + "}{y}" * 400,
+    "x^{" * 900 + "x" + "}" * 900,
+    r"\left(" * 600 + r"\right)" * 600,
+    r"\begin{matrix}" + "&" * 1500 + r"\end{matrix}",
+    r"\char`\<script\char`\>",
+)
+NAMES = ("__proto__", "constructor", "../../app", "javascript:1", "html onload=x", 'python"><img>')
+CODES = tuple(f"```{name}\n<script>{RUN}</script>\n<img src=x onerror={RUN}>" for name in NAMES)
+KINDS = "html xml js ts py c cpp java go rust sh sql css yaml toml json ruby swift lua r perl diff"
+
+
+@browsed
+def test_hostile_links_formulas_and_code(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
+    nasty = f"<script>{RUN}</script>\n'\"`${{\\<!--/*" + "(" * 500 + "\n" + "/" * 3000 + "\n\t\x00"
+    links = [form.format(each) for each in ADDRESSES for form in FORMS]
+    formulas = [f"${f}$ and\n\n$$\n{f}\n$$\n" for f in FORMULAS]
+    codes = [*CODES, *(f"```{kind}\n{nasty}" for kind in KINDS.split())]
+    assert len(links) == 48
+    nodes: dict[str, Any] = {}
+    for number, content in enumerate([*links, *formulas, *codes, r"$\alpha$"]):
+        more = {"reasoning": "", "calls": [], "steps": [], "state": "done"}
+        parent = f"b{number - 1}" if number else None
+        nodes[f"a{number}"] = {"role": "user", "content": "?", "parent": parent}
+        nodes[f"b{number}"] = {
+            "role": "assistant",
+            "content": content,
+            "parent": f"a{number}",
+        } | more
+    for name, node in nodes.items():
+        node["id"] = name
+    chat = {"id": "c", "title": "c", "at": 1, "settings": {}, "nodes": nodes, "leaf": name}
+    with serve(saying(tokenizer, "Yes.")) as client, opened(address(client)) as tab:
+        tab.evaluate("c => localStorage.setItem('mlx-mtp.chat.c', JSON.stringify(c))", chat)
+        tab.reload()
+        tab.locator("article.assistant").nth(len(nodes) // 2 - 1).wait_for()
+        tab.locator("article.assistant").last.locator(".katex").wait_for()
+        tab.locator(".is-comment").first.wait_for()
+        assert tab.evaluate("window.pwned") is None
+        bad = "script, img, iframe, object, embed, style, base, .katex a, [id=app] [id=app]"
+        assert tab.locator(f"#app :is({bad}, :not(.katex *)[style])").count() == 0
+        named = tab.locator("#app *").evaluate_all(
+            "all => [...new Set(all.flatMap(e => e.getAttributeNames()))]"
+        )
+        assert not [each for each in named if each.startswith("on")]
+        found = tab.locator("#app .markdown a").evaluate_all("all => all.map(a => a.protocol)")
+        assert set(found) <= {"http:", "https:", "mailto:"}
+        # A formula has macros of its own, and stays within its answer.
+        assert "stolen" not in tab.locator("article.assistant").last.inner_text()
+        styles = tab.locator(".katex [style]").evaluate_all("all => all.map(e => e.style.cssText)")
+        assert not [each for each in styles if re.search("url|position: *fixed", each)]
+        for place in ((60, 300), (640, 60), (640, 720)):
+            over = tab.evaluate(
+                "([x, y]) => Boolean(document.elementFromPoint(x, y).closest('.katex'))", place
+            )
+            assert place[1] > 100 or not over
+        assert (
+            tab.locator(".markdown").first.evaluate("e => getComputedStyle(e).overflow") == "clip"
+        )
+        say(tab, "hi")
+        assert finished(tab) == "Yes."
