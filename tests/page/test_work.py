@@ -15,7 +15,8 @@ from mlx_mtp.engine.request import Request
 from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.vision.images import ImageSizes
 from tests.page.conftest import Open
-from tests.page.test_page import MESSAGE, RUN, address, answered, configure, finished, say
+from tests.page.test_hostile import RUN
+from tests.page.test_page import MESSAGE, address, answered, configure, finished, say
 from tests.server.conftest import Serve
 from tests.support.fake_engine import FakeEngine, FakeInfo, Output, endless, out
 from tests.support.process import STORY, Server
