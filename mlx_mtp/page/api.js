@@ -1,6 +1,6 @@
 // Requests to the server that this page came from: its key, errors in words, streams, who waits.
 
-export const state = { locked: false, refused: false, lost: "", models: null, model: null, states: null, sources: [] };
+export const state = { locked: false, refused: false, lost: "", models: null, model: null, states: null, sources: [], sees: false, context: 0 };
 
 const listeners = new Set();
 export const onChange = (listener) => (listeners.add(listener), () => listeners.delete(listener));
@@ -91,7 +91,8 @@ export async function connect() {
     const card = data.find((each) => each.id === state.model) ?? data[0];
     // Only a server of several models says which of them are loaded.
     const states = card.state ? data.map((each) => each.state) : null;
-    set({ models: data.map((each) => each.id), model: card.id, states, sources: card.draft_sources, locked: false, refused: false });
+    const { id: model, draft_sources: sources, images: sees = false, max_model_len: context } = card;
+    set({ models: data.map((each) => each.id), model, states, sources, sees, context, locked: false, refused: false });
   } catch {
     // Said where it was noticed.
   }

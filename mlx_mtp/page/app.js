@@ -4,11 +4,26 @@ import { render } from "./vendor/preact.js";
 import { useEffect, useState } from "./vendor/hooks.js";
 import { choose, connect, onChange, setKey, state } from "./api.js";
 import { Chat } from "./chat.js";
-import { Clients } from "./clients.js";
-import { Live } from "./live.js";
 import { Failure, html, useRedraw } from "./ui.js";
 
-const VIEWS = { chat: ["Chat", Chat], live: ["Live", Live], clients: ["Set up a client", Clients] };
+// A view that is not the chat is loaded when it is opened.
+const VIEWS = {
+  chat: ["Chat", Chat],
+  live: ["Live", later(() => import("./live.js").then(({ Live }) => Live))],
+  clients: ["Set up a client", later(() => import("./clients.js").then(({ Clients }) => Clients))],
+};
+
+function later(load) {
+  let View = null;
+  return function Later() {
+    const [failed, setFailed] = useState(false);
+    useEffect(() => {
+      if (!View) load().then((found) => ((View = found), setFailed(null)), () => setFailed(true));
+    }, [state.lost]);
+    if (View) return html`<${View} />`;
+    return failed ? html`<${Failure}>This view can't be loaded: the server does not answer.<//>` : html`<p class="hint loading">Loading…</p>`;
+  };
+}
 
 function Key() {
   const [key, setOwn] = useState("");

@@ -2,7 +2,8 @@
 
 import { useEffect, useState } from "./vendor/hooks.js";
 import { api, state } from "./api.js";
-import { Code, Failure, html } from "./ui.js";
+import { Code } from "./code.js";
+import { Failure, html } from "./ui.js";
 
 export function Clients() {
   const [clients, setClients] = useState(null);

@@ -3,8 +3,8 @@
 import { useState } from "./vendor/hooks.js";
 import { html, number, percent, plural } from "./ui.js";
 
-const NAMES = { mtp: "the model's MTP head", copy: "a copy of earlier text" };
-const nameOf = (source) => NAMES[source] ?? source;
+const NAMES = { mtp: "of the MTP head", copy: "copied from earlier text" };
+export const nameOf = (source) => NAMES[source] ?? `of ${source}`;
 const shown = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 
 /** What each position of each source was tried and accepted, over an answer's steps. */
@@ -25,7 +25,7 @@ function counted(steps) {
 
 const classOf = (source, position) => `from-${source in NAMES ? source : "other"} depth-${Math.min(position + 1, 4)}`;
 const ORDINALS = ["1st", "2nd", "3rd"];
-const ordinal = (position) => ORDINALS[position] ?? `${position + 1}th`;
+export const ordinal = (position) => ORDINALS[position] ?? `${position + 1}th`;
 
 function Legend({ steps }) {
   const tokens = steps.reduce((sum, [texts]) => sum + texts.length, 0);
@@ -35,11 +35,11 @@ function Legend({ steps }) {
     <p><span>${plural(tokens, "token")} in ${plural(steps.length, "step")}: <b>${number(tokens / steps.length, 2)} a step</b></span>
       <span><span class="key">a</span> drawn by the model: ${own}</span></p>
     ${[...new Set(tried.map((each) => each.source))].map((source) => html`<p>
-      <span>Accepted of ${nameOf(source)}:</span>
+      <span>Drafts ${nameOf(source)} that were accepted:</span>
       ${tried.filter((each) => each.source === source).map(({ position, tried: all, accepted }) => html`<span title="${accepted} of ${all} that were tried">
         <span class="key ${classOf(source, position)}">a</span> ${ordinal(position)} draft ${percent(accepted, all)}</span>`)}
     </p>`)}
-    <p>Drafts copied from other answers are shown only if they were accepted.</p>
+    <p>A draft is a token that is guessed ahead; one step of the model checks several. Where a guess is what the model itself writes it is accepted, and costs nothing more. The answer is the same without drafts. ${" "}Drafts copied from other answers are shown only if they were accepted.</p>
   </div>`;
 }
 

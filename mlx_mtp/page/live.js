@@ -2,6 +2,7 @@
 
 import { useEffect, useState } from "./vendor/hooks.js";
 import { api, events, sleep } from "./api.js";
+import { nameOf, ordinal } from "./drafts.js";
 import { Failure, bytes, html, number, percent, plural, seconds } from "./ui.js";
 
 const SAMPLE_SECONDS = 2;
@@ -140,9 +141,24 @@ function Rows({ rows }) {
       <td>${STATES[row.state]}${row.computed !== undefined ? ` ${percent(row.computed, row.prompt_tokens)}` : ""}</td>
       <td>${seconds(row.age)}</td><td>${number(row.prompt_tokens)}</td><td>${number(row.cached_tokens)}</td>
       <td>${number(row.tokens)}</td><td>${number(row.tokens_per_second, 1)}</td>
-      <td>${row.depth ? `${row.depth} (${row.source})` : row.state === "decoding" ? "none" : "–"}</td>
+      <td>${row.depth ? `${row.depth} ${nameOf(row.source)}` : row.state === "decoding" ? "none" : "–"}</td>
       <td>${row.drafts ? `${percent(row.accepted, row.drafts)} of ${number(row.drafts)}` : "–"}</td>
     </tr>`)}</tbody></table></div>`;
+}
+
+/** The speed that each number of drafts would have, as bars; the one in use is marked. */
+function Bars({ values, chosen }) {
+  const most = Math.max(...values, 1), gap = WIDTH / values.length, height = (value) => (HEIGHT * value) / most;
+  const told = values.map((value, k) => `${k}: ${number(value, 2)}${k === chosen ? " (in use)" : ""}`).join(", ");
+  return html`<figure class="chart bars">
+    <figcaption><b>Speed by the number of the head's drafts</b> <span>with copies, where they pay; the line is 1.00, without drafts</span></figcaption>
+    <svg viewBox="0 -14 ${WIDTH} ${HEIGHT + 28}" role="img" aria-label="Speed by the number of drafts: ${told}">
+      <line x1="0" x2=${WIDTH} y1=${HEIGHT - height(1)} y2=${HEIGHT - height(1)} />
+      ${values.map((value, k) => html`<g class=${k === chosen ? "in-use" : ""}>
+        <rect x=${gap * k + gap * 0.15} width=${gap * 0.7} y=${HEIGHT - height(value)} height=${height(value)} />
+        <text x=${gap * (k + 0.5)} y=${HEIGHT - height(value) - 3}>${number(value, 2)}</text>
+        <text x=${gap * (k + 0.5)} y=${HEIGHT + 11}>${k}</text></g>`)}
+    </svg></figure>`;
 }
 
 function Why({ choice, server }) {
@@ -152,44 +168,57 @@ function Why({ choice, server }) {
   const { num_rows: rows, drafts, cost, num_tokens: brought, costs, tokens } = choice;
   const worth = tokens.map((count, k) => count / costs[k] / rows);
   const all = Object.entries(drafts).filter(([, count]) => count);
-  const depth = all.some(([source]) => source !== "mtp") ? -1 : drafts.mtp / rows;
+  // Copies are counted in each of the figures, and there are bars for none of them.
+  const depth = all.some(([source]) => source !== "mtp") || (!all.length && worth[0] > 1.05) ? -1 : drafts.mtp / rows;
   const told = all.length
-    ? `${all.map(([source, count]) => `${plural(count, "draft")} (${source})`).join(" and ")} a step: a step then takes ${number(cost, 2)} times as long and brings ${number(brought / rows, 2)} times as many tokens, so ${number(brought / rows / cost, 2)} times the speed of none.`
-    : "no drafts: a longer step would not bring as many more tokens as it costs.";
-  return html`<p>For ${plural(rows, "row")} now ${told} The same number of the head's for each row would bring:</p>
-    <div class="wide" tabindex="0" role="region" aria-label="Price list"><table>
-    <thead><tr><th>Drafts a row</th>${costs.map((_, k) => html`<th class=${k === depth ? "chosen" : ""}>${k}</th>`)}</tr></thead>
-    <tbody>
-      <tr><th>Time of a step</th>${costs.map((cost, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(cost, 2)}</td>`)}</tr>
-      <tr><th>Tokens expected</th>${tokens.map((count, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(count / rows, 2)}</td>`)}</tr>
-      <tr><th>Speed</th>${worth.map((value, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(value, 2)}</td>`)}</tr>
-    </tbody></table></div>
-    <p class="hint">Times and speeds are relative to a step without drafts, tokens are those of one row. A row gets what it is expected to gain from: rows may differ, and one that copies gets none of the head's. Another choice must promise 2% more than the one in use.</p>`;
+    ? `each step checks ${all.map(([source, count]) => `${plural(count, "draft")} ${nameOf(source)}`).join(" and ")}. It takes ${number(cost, 2)} times as long as one without drafts and brings ${number(brought / rows, 2)} times as many tokens: ${number(brought / rows / cost, 2)} times the speed.`
+    : depth < 0 ? "the last step had no drafts."
+      : "nothing is drafted: a longer step would not bring as many more tokens as it costs.";
+  const cells = (values) => values.map((value, k) => html`<td class=${k === depth ? "chosen" : ""}>${number(value, 2)}</td>`);
+  return html`<p>For ${plural(rows, "answer")} at a time ${told}</p>
+    <${Bars} values=${worth} chosen=${depth} />
+    <details><summary>The figures behind it</summary><div class="wide" tabindex="0" role="region" aria-label="Price list"><table>
+    <thead><tr><th>Drafts of the head for each answer</th>${costs.map((_, k) => html`<th class=${k === depth ? "chosen" : ""}>${k}</th>`)}</tr></thead>
+    <tbody><tr><th>Time of a step</th>${cells(costs)}</tr>
+      <tr><th>Tokens expected</th>${cells(tokens.map((count) => count / rows))}</tr>
+      <tr><th>Speed</th>${cells(worth)}</tr></tbody></table></div>
+    <p class="hint">Times and speeds are relative to a step without drafts, tokens are those of one answer. An answer gets what it is expected to gain from: answers may differ, and one that copies gets none of the head's. Another choice must promise 2% more than the one in use.</p></details>`;
 }
 
+const WORDS = {
+  Token: "A piece of text, such as a short word. A model writes one token after another.",
+  "Step": "One pass through the model, for all running answers at once.",
+  Draft: "A token that is guessed ahead, by the model's small MTP head or from earlier text. One step checks several.",
+  Accepted: "A draft that is what the model itself would have written. Others are dropped: the answer is the same either way.",
+  "Prompt memory": "Beginnings of prompts that are kept, so that the next question of a chat need not be read again (the prefix cache).",
+};
+const Legend = () => html`<details class="card full"><summary>What the words mean</summary><dl class="words">${Object.entries(WORDS).map(([word, told]) =>
+  html`<dt>${word}</dt><dd>${told}</dd>`)}</dl></details>`;
+
 function Memory({ memory, prefixes }) {
+  const names = { weights: "the model", head: "its MTP head", "prefix cache": "prompt memory", requests: "running answers", "prefill chunk": "reading prompts", texts: "texts of requests" };
   const parts = Object.entries(memory.plan).filter(([, planned]) => planned > 0);
   const used = {
     weights: memory.plan.weights, head: memory.plan.head, "prefix cache": prefixes.nbytes,
     requests: memory.rows * (memory.plan.requests ?? 0),
   };
-  return html`${parts.map(([name, planned]) => html`<${Bar} name=${name} part=${used[name] ?? 0} whole=${planned}
+  return html`${parts.map(([name, planned]) => html`<${Bar} name=${names[name] ?? name} part=${used[name] ?? 0} whole=${planned}
       told=${name in used ? `${bytes(used[name])} of ${bytes(planned)}` : `up to ${bytes(planned)}`} />`)}
-    <p class="hint">Arrays take ${bytes(memory.active)} now.${parts.length ? "" : " There is no plan: nothing is limited."}</p>`;
+    <p class="hint">${bytes(memory.active)} are in use now.${parts.length ? "" : " There is no plan: nothing is limited."}</p>`;
 }
 
 function Prefixes({ prefixes }) {
   if (!prefixes.limit) return html`<p class="hint">Off (--prefix-cache-size 0).</p>`;
   const evicted = Object.entries(prefixes.evicted);
-  return html`<${Bar} name="prompt tokens found" part=${prefixes.hits} whole=${prefixes.queries} told="${percent(prefixes.hits, prefixes.queries)} of ${number(prefixes.queries)}" />
+  return html`<${Bar} name="tokens found" part=${prefixes.hits} whole=${prefixes.queries} told="${percent(prefixes.hits, prefixes.queries)} of ${number(prefixes.queries)}" />
     <${Bar} name="memory" part=${prefixes.nbytes} whole=${prefixes.limit} told="${bytes(prefixes.nbytes)} of ${bytes(prefixes.limit)}" />
-    <p>${plural(prefixes.num_entries, "prefix").replace("prefixs", "prefixes")} in memory${prefixes.num_files ? `, ${number(prefixes.num_files)} on the disk (${bytes(prefixes.file_nbytes)})` : ""}.</p>
-    <p>${evicted.length ? `Evicted: ${evicted.map(([reason, count]) => `${count} (${reason})`).join(", ")}.` : "Nothing has been evicted."}</p>`;
+    <p>${plural(prefixes.num_entries, "beginning")} of prompts in memory${prefixes.num_files ? `, ${number(prefixes.num_files)} on the disk (${bytes(prefixes.file_nbytes)})` : ""}.</p>
+    <p>${evicted.length ? `Dropped again: ${evicted.map(([reason, count]) => `${count} (${reason})`).join(", ")}.` : "Nothing was dropped."}</p>`;
 }
 
 function Queue({ now }) {
   const rejected = Object.entries(now.rejected);
-  return html`<p>${number(now.running)} of ${number(now.server.most_rows)} rows run, ${number(now.waiting)} wait.</p>
+  return html`<p>${number(now.running)} of at most ${number(now.server.most_rows)} answers run, ${number(now.waiting)} wait.</p>
     <${Bar} name="places" part=${now.held} whole=${now.capacity} told="${now.held} of ${now.capacity} taken" />
     <p>${rejected.length ? `Refused: ${rejected.map(([why, count]) => `${count} (${why.replaceAll("_", " ")})`).join(", ")}.` : "No request was refused."}</p>
     ${now.failures.length
@@ -223,12 +252,14 @@ export function Live() {
       <${Chart} title="Time to the first token" unit="s" digits=${2} points=${rates(samples, firstToken)} dots />
     </div><//>
     <${Card} title="Why so many drafts" wide><${Why} choice=${drafts.choice} server=${server} /><//>
-    <${Card} title="Drafts accepted, by their position in a step">${Object.keys(drafts.sources).length
-      ? Object.entries(drafts.sources).map(([source, { tried, accepted }]) => tried.map((all, position) => html`<${Bar} name="${position + 1}. (${source})" part=${accepted[position]} whole=${all}
-          told="${percent(accepted[position], all)} of ${number(all)}" />`))
+    <${Card} title="Accepted, by a draft's place">${Object.keys(drafts.sources).length
+      ? Object.entries(drafts.sources).map(([source, { tried, accepted }]) => html`<h3 class="hint">Drafts ${nameOf(source)}</h3>
+        ${tried.map((all, position) => all > 0 && html`<${Bar} name=${ordinal(position)} part=${accepted[position]} whole=${all}
+          told="${percent(accepted[position], all)} of ${number(all)}" />`)}`)
       : html`<p class="hint">Nothing has been drafted yet.</p>`}<//>
     <${Card} title="Memory"><${Memory} memory=${now.memory} prefixes=${now.prefixes} /><//>
-    <${Card} title="Prefix cache"><${Prefixes} prefixes=${now.prefixes} /><//>
+    <${Card} title="Prompt memory"><${Prefixes} prefixes=${now.prefixes} /><//>
     <${Card} title="Queue and errors"><${Queue} now=${now} /><//>
+    <${Legend} />
   </div>`;
 }

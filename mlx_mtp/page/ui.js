@@ -31,7 +31,7 @@ export function useRedraw(subscribe) {
 }
 
 /** The clipboard is for pages that came from this machine or over TLS; elsewhere one selects. */
-export function Copy({ text }) {
+export function Copy({ text, name = "Copy" }) {
   const [done, setDone] = useState(false);
   if (!navigator.clipboard) return null;
   const copy = async () => {
@@ -39,16 +39,9 @@ export function Copy({ text }) {
     setDone(true);
     setTimeout(() => setDone(false), 1500);
   };
-  return html`<button class="small" type="button" onClick=${copy}>${done ? "Copied" : "Copy"}</button>`;
+  return html`<button class="small" type="button" onClick=${copy}>${done ? "Copied" : name}</button>`;
 }
 
 export function Failure({ children }) {
   return html`<p class="failure" role="alert">${children}</p>`;
-}
-
-export function Code({ text, name = "" }) {
-  return html`<figure class="code">
-    <figcaption><span>${name}</span><${Copy} text=${text} /></figcaption>
-    <pre tabindex="0"><code>${text}</code></pre>
-  </figure>`;
 }

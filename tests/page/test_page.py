@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from mlx_mtp.engine.request import PrefillProgress, Request
-from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server import page
 from mlx_mtp.server.page import FOLDER
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -24,7 +23,8 @@ from tests.support.fake_engine import EOS, FakeEngine, FakeInfo, Output, endless
 from tests.support.process import STORY, Server, running
 from tests.support.wire_help import saying
 
-MOST_BYTES = 80_000
+MOST_BYTES = 70_000  # of the first load, compressed
+MOST_LINES = 2300
 MESSAGE = "textarea[aria-label='Your message']"
 TOOL = [{"name": "get_weather", "parameters": {"type": "object", "properties": {}}}]
 BAD_SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
@@ -66,19 +66,38 @@ def check_with_axe(tab: Any, where: str) -> None:
     tab.evaluate(source.read_text("utf-8"))
     found = tab.evaluate("axe.run(document)")["violations"]
     told = [(f["impact"], f["id"], [n["html"] for n in f["nodes"]][:3]) for f in found]
-    assert not [each for each in told if each[0] in ("serious", "critical")], (where, told)
+    assert not told, (where, told)
+
+
+def imported(path: Path) -> set[Path]:
+    """A module with all that it imports, without what it loads later."""
+    found = {path}
+    for target in re.findall(r'(?:from|import)\s*"(\.[^"]+)"', path.read_text("utf-8")):
+        assert (path.parent / target).is_file(), f"{path.name} imports {target}"
+        found |= imported((path.parent / target).resolve())
+    return found
 
 
 def test_the_page_is_small_and_needs_nothing_else() -> None:
+    first = imported(FOLDER / "app.js") | {FOLDER / "index.html", FOLDER / "style.css"}
+    assert sum(len(gzip.compress(path.read_bytes())) for path in first) < MOST_BYTES
+    assert not first & set(FOLDER.glob("vendor/modes/*")) | first & {FOLDER / "live.js"}
     files = [FOLDER / name for name in page.page_files() if not name.endswith(".txt")]
-    assert sum(len(gzip.compress(path.read_bytes())) for path in files) < MOST_BYTES
-    named = "".join(path.read_text("utf-8") for path in files if path.parent == FOLDER)
-    assert set(re.findall(r"https?://[\w.]+", named)) <= {"http://www.w3.org", "https://"}
-    for path in files:
-        for target in re.findall(r'from\s*"([^"]+)"', path.read_text("utf-8")):
-            assert (path.parent / target).is_file(), f"{path.name} imports {target}"
+    own = {path: path.read_text("utf-8") for path in files if path.parent == FOLDER}
+    assert sum(text.count("\n") for text in own.values()) <= MOST_LINES
+    assert set(re.findall(r"https?://[\w.]+", "".join(own.values()))) <= {
+        "http://www.w3.org",
+        "https://",
+    }
+    for path, text in own.items():
+        for target in re.findall(r'import\("([^"$]+)"\)', text):
+            imported((path.parent / target).resolve())
+    modes = re.findall(r'"(\w+) \w+": "', own[FOLDER / "code.js"])
+    assert len(set(modes)) >= 20 and all((FOLDER / f"vendor/modes/{m}.js").is_file() for m in modes)
     licences = (FOLDER / "vendor" / "LICENSES.txt").read_text("utf-8")
-    assert all(f"  {path.name} " in licences for path in FOLDER.glob("vendor/*.js"))
+    for path in FOLDER.glob("vendor/**/*.*"):
+        name = path.relative_to(FOLDER / "vendor")
+        assert f"  {name if name.parent == Path() else name.parent / '*'} " in licences, name
 
 
 @browsed
@@ -101,7 +120,7 @@ def test_sixteen_browsers_at_once(mtp_server: Server, opened: Open) -> None:
             assert finished(tab) == text
         # The same seed once more, among others: the same answer.
         for tab in tabs:
-            tab.get_by_role("button", name="Regenerate").click()
+            tab.get_by_role("button", name="Regenerate", exact=True).click()
         for tab, text in zip(tabs, told):
             tab.get_by_text("2 of 2").wait_for()
             assert finished(tab) == text
@@ -113,7 +132,7 @@ def test_a_conversation(mtp_server: Server, opened: Open) -> None:
     with opened(mtp_server.url, fails="completions") as tab:
         first = answered(tab)
         tab.get_by_role("button", name="use again").click()
-        tab.get_by_role("button", name="Edit").click()
+        tab.get_by_role("button", name="Edit", exact=True).first.click()
         tab.get_by_label("Ask this instead").fill("What is the opposite of hot?")
         tab.get_by_role("button", name="Send").first.click()
         tab.get_by_text("2 of 2").wait_for()
@@ -131,7 +150,8 @@ def test_a_conversation(mtp_server: Server, opened: Open) -> None:
         assert tab.locator(".step").inner_text().startswith("Step 5.")
         tab.get_by_role("switch").uncheck()
         with tab.expect_download() as download:
-            tab.get_by_role("button", name="Export").click()
+            tab.get_by_role("button", name="More").click()
+            tab.get_by_role("button", name="Export", exact=True).click()
         messages = json.loads(Path(download.value.path()).read_text())["messages"]
         assert [m["role"] for m in messages] == ["user", "assistant"]
         assert messages[1]["content"].split() == first.split()
@@ -312,14 +332,40 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(
         other.get_by_label("API key").wait_for()
 
 
+RICH = """The *price* is $5, and $E = mc^2$.
+
+$$\\int_0^\\infty e^{-x^2}\\,dx = \\frac{\\sqrt{\\pi}}{2}$$
+
+```python
+def f(x: int) -> str:  # a comment
+    return "text" * (x + 1)
+```
+
+| a | b |
+|---|---|
+| `c` | $\\alpha$ |
+"""
+
+
 @browsed
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1180, 360])
+@pytest.mark.parametrize("size", [(1280, 740), (768, 740), (412, 740), (390, 740), (360, 740)])
 def test_every_view_fits_and_reads_well(
-    mtp_server: Server, opened: Open, scheme: str, width: int
+    mtp_server: Server, opened: Open, scheme: str, size: tuple[int, int]
 ) -> None:
-    size = {"width": width, "height": 740}
-    with opened(mtp_server.url, color_scheme=scheme, viewport=size) as tab:
+    look(mtp_server, opened, size, color_scheme=scheme)
+
+
+@browsed
+def test_every_view_fits_at_twice_the_size(mtp_server: Server, opened: Open) -> None:
+    """A zoom of 200% of 1280 x 740 pixels."""
+    look(mtp_server, opened, (640, 370), device_scale_factor=2)
+
+
+def look(server: Server, opened: Open, size: tuple[int, int], **more: Any) -> None:
+    width, height = size
+    view = {"width": width, "height": height}
+    with opened(server.url, viewport=view, **more) as tab:
 
         def check(where: str) -> None:
             assert tab.evaluate("document.documentElement.scrollWidth") <= width, where
@@ -328,6 +374,31 @@ def test_every_view_fits_and_reads_well(
         check("an empty chat")
         answered(tab)
         check("chat")
+        tab.locator("article.assistant").get_by_role("button", name="Edit").click()
+        check("an edited answer")
+        tab.get_by_label("The answer as it should be").fill(RICH)
+        tab.get_by_role("button", name="Keep").click()
+        tab.locator(".katex").nth(2).wait_for()
+        tab.locator(".is-keyword").first.wait_for()
+        check("formulas and code")
+        tab.get_by_role("button", name="Raw text").click()
+        check("raw text")
+        files = {"name": "a.py", "mimeType": "", "buffer": b"print(1)"}
+        tab.locator(".composer input[type=file]").set_input_files(files)
+        tab.locator(".composer .attached").wait_for()
+        check("files")
+        tab.get_by_role("button", name="Remove a.py").click()
+        tab.get_by_role("button", name="More").click()
+        check("the menu")
+        tab.get_by_role("button", name="Shortcuts").click()
+        check("the shortcuts")
+        tab.keyboard.press("Escape")
+        if width < 800:
+            tab.get_by_role("button", name="Chats").click()
+            check("chats")
+            tab.get_by_role("link", name="Set up a client").click()
+            tab.get_by_role("link", name="Chat").click()
+        tab.get_by_role("button", name="Earlier version").click()
         tab.get_by_role("switch").check()
         tab.locator(".of-step").nth(2).click()
         check("drafts")
@@ -336,10 +407,12 @@ def test_every_view_fits_and_reads_well(
         for name, mark in (("Live", ".charts"), ("Set up a client", ".names")):
             tab.get_by_role("link", name=name).click()
             tab.locator(mark).wait_for()
+            for each in tab.locator("main summary").all():
+                each.click()
             check(name)
         # By the keyboard alone.
-        tab.goto(mtp_server.url)
-        tab.locator(MESSAGE).wait_for()
+        tab.goto(f"{server.url}#live")
+        tab.locator(".charts").wait_for()
         tab.keyboard.press("Tab")
         assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
         tab.keyboard.press("Enter")
@@ -361,7 +434,7 @@ def test_a_phone_cancels_without_scrolling_and_offers_the_drafts_that_there_are(
         tab.get_by_text("Ask test/model something").wait_for()
         say(tab, "hi")
         tab.locator("article.assistant .markdown").wait_for()
-        assert engine.submitted[0].num_draft_tokens == (3 if "mtp" in sources else None)
+        assert engine.submitted[0].options.num_draft_tokens == (3 if "mtp" in sources else None)
         configure(tab)
         choices = tab.get_by_label("Drafts a step").locator("option")
         assert choices.count() == (counts or 0)
@@ -372,77 +445,3 @@ def test_a_phone_cancels_without_scrolling_and_offers_the_drafts_that_there_are(
         assert box["x"] >= 0 and box["x"] + box["width"] <= size["width"]
         cancel.click()
         tab.get_by_text("No answer is running").wait_for()
-
-
-RUN = "window.pwned=1"
-PAYLOADS = (
-    f"<script>{RUN}</script>",
-    f"<img src=x onerror={RUN}>",
-    f"<svg onload={RUN}>",
-    f"<svg><script>{RUN}</script></svg>",
-    f'<iframe srcdoc="<script>parent.{RUN}</script>"></iframe>',
-    f"<body onload={RUN}>",
-    f"<details open ontoggle={RUN}>",
-    f"<input autofocus onfocus={RUN}>",
-    f'<a href="javascript:{RUN}">x</a>',
-    f"[click](javascript:{RUN})",
-    f"[click](JaVaScRiPt:{RUN})",
-    f"[click](data:text/html,<script>{RUN}</script>)",
-    f"![x](javascript:{RUN})",
-    "![x](https://example.com/x.png)",
-    f'<https://example.com/"onmouseover={RUN}>',
-    f"```html\n<script>{RUN}</script>\n```",
-    f"| a |\n|---|\n| <img src=x onerror={RUN}> |",
-    f"<style>@import 'https://example.com/x.css'</style><p style='color:red' onclick={RUN}>",
-    f"<math><mtext><table><mglyph><style><img src=x onerror={RUN}>",
-    f"&lt;img src=x onerror={RUN}&gt; &#60;script&#62;{RUN}&#60;/script&#62;",
-    f"[x]: javascript:{RUN}\n\n[x]",
-    f'{{"__html": "<img src=x onerror={RUN}>", "dangerouslySetInnerHTML": 1}}',
-    "> " * 5000 + "deep",
-)
-
-
-@browsed
-def test_hostile_text_stays_text(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
-    """In answers, reasoning, arguments and names of tools, names of models, errors, and titles."""
-    assert len(PAYLOADS) >= 20
-    nasty = f"<img src=x onerror={RUN}>"
-
-    def harmless(tab: Any, payload: str) -> None:
-        assert tab.evaluate("window.pwned") is None, payload
-        bad = "script, img, iframe, object, embed, style, math, base, [onerror], [style]"
-        assert tab.locator(f"#app :is({bad})").count() == 0, payload
-        links = tab.locator("#app .markdown a").evaluate_all("all => all.map(a => a.protocol)")
-        assert set(links) <= {"http:", "https:", "mailto:"}, payload
-
-    said = iter(())
-
-    def script(request: Request) -> Iterator[Output]:
-        return saying(tokenizer, next(said)).script(request)
-
-    engine = FakeEngine(script, FakeInfo(max_model_len=60_000))
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(serve(engine, model_name=nasty))
-        tab = stack.enter_context(opened(address(client), fails="completions"))
-        configure(tab, tools=json.dumps([{"name": nasty}]))
-        for payload in PAYLOADS:
-            call = json.dumps({"name": nasty, "arguments": {"x": payload}})
-            for text in (payload, f"<tool_call>\n{call}\n</tool_call>"):
-                said = iter([text])
-                tab.get_by_role("button", name="New chat").first.click()
-                say(tab, payload[:200])
-                tab.locator(".figures").wait_for()
-                if text == payload and "deep" not in payload:
-                    words = re.sub(r"\W+", "", payload)
-                    shown = tab.locator("article.assistant").inner_text()
-                    assert RUN not in payload or RUN in shown or "javascript" in words.lower()
-                harmless(tab, text)
-            engine.refusal = InvalidRequestError(payload[:300])
-            tab.get_by_role("button", name="Regenerate").click()
-            tab.locator(".failure").first.wait_for()
-            harmless(tab, f"error {payload}")
-            engine.refusal = None
-        tab.goto(tab.url.partition("#")[0] + "#clients")
-        tab.locator(".names").wait_for()
-        assert nasty in tab.locator(".clients").inner_text()
-        harmless(tab, "clients")
