@@ -39,11 +39,16 @@ class RaggedKVCache:
         written = write(entries[packing.by_part], lines, arrays)
         self.buffers |= dict(zip(buffers, written, strict=True))
 
-    def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
-        """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
+    def attend(
+        self, packing: Packing, queries: mx.array, scale: float, exact: bool = False
+    ) -> mx.array:
+        """Attention of each token, queries [N, heads, dim], to its row's entries up to its own.
+
+        If `exact`, a token of a decode step has the same bits in every pass, with a kernel for it.
+        """
         arrays = [self.buffers[part.buffer] for part in packing.parts]
         kv_heads, rows = _heads(packing.parts[0].buffer, arrays[0]), packing.window_slots
-        given = queries, packing.positions, arrays, kv_heads, rows, packing.longest, scale
+        given = queries, packing.positions, arrays, kv_heads, rows, packing.longest, scale, exact
         if (attended := attention.attend_windows(*given)) is not None:
             return attended
         outputs = []

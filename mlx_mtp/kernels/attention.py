@@ -1,10 +1,11 @@
 """Attention of a pass's tokens to their rows' keys and values: which kernel or operation runs it.
 
-Windows of a decode step run one kernel for all rows on CUDA; else the rows of each buffer are a
-rectangle by themselves. A prompt's chunk runs a kernel on Hopper GPUs, and on others blocks of
-queries where mlx has no fused operation, that is for head dimensions over 128: mlx then masks all
-scores, which takes two more passes over them, while a chunk needs a mask only where its own tokens
-are, and blocks of queries keep the scores small. All else is mlx's own attention.
+Windows of a decode step run one kernel for all rows on CUDA, and on Metal where answers are exact;
+else the rows of each buffer are a rectangle by themselves. A prompt's chunk runs a kernel on Hopper
+GPUs, and on others blocks of queries where mlx has no fused operation, that is for head dimensions
+over 128: mlx then masks all scores, which takes two more passes over them, while a chunk needs a
+mask only where its own tokens are, and blocks of queries keep the scores small. All else is mlx's
+own attention.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention
 from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
+from mlx_mtp.kernels.metal import window_attention
 
 BLOCK = 512  # queries of a block; measured on CUDA, beside 64 to 2,048
 _FUSED_DIM = 128  # mlx has a fused form of a chunk up to here
@@ -24,6 +26,8 @@ _METAL_KEYS, _METAL_POSITIONS, _METAL_PAIRS, _METAL_DIM = 4096, 8, 32, 256
 
 def is_batch_invariant(head_dim: int) -> bool:
     """Whether attention to this dimension can give a row the same bits in every batch."""
+    if backend() == "metal":
+        return window_attention.serves(head_dim)
     return backend() == "cuda" and head_dim in decode_attention.DIMS
 
 
@@ -35,8 +39,13 @@ def attend_windows(
     rows: tuple[tuple[int, ...], ...],  # buffer, slot, capacity, first token, tokens
     longest: int,  # window
     scale: float,
+    exact: bool,  # a position has the same bits in every pass
 ) -> mx.array | None:
     """Attention of all rows of a decode step in one, [N, heads, dim]; None without a kernel."""
+    if backend() == "metal":
+        if not exact or not window_attention.fits(queries, buffers[0], kv_heads, longest, scale):
+            return None
+        return window_attention.attend(queries, positions, buffers, kv_heads, rows)
     if not decode_attention.fits(queries, buffers[0], kv_heads, longest, scale):
         return None
     return decode_attention.attend(queries, positions, buffers, kv_heads, rows)

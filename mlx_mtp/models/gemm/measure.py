@@ -7,6 +7,7 @@ rows on expanding the weights is faster is measured too; small weights are expan
 prompt.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -76,10 +77,10 @@ def choose_routes(model: nn.Module, dtype: mx.Dtype) -> bool:
     used = False
     # An MLP is compared with what its own last product will be.
     for (_, shapes), modules in sorted(kinds.items(), key=lambda kind: len(kind[0][1])):
-        rows = _kernel_rows(modules, dtype, shapes)
-        for module in modules if rows else ():
+        kernel, gaps = _kernel_rows(modules, dtype, shapes)
+        for module in modules if kernel else ():
             used = True
-            set_routes(module, Routes(kernel=rows, prompt=_most_of_prompt(module)))
+            set_routes(module, Routes(kernel, gaps, prompt=_most_of_prompt(module)))
     for module in model.modules():
         if type(module) is Qwen3NextSparseMoeBlock:
             module.joins_shared = _joins(module, dtype)
@@ -143,11 +144,13 @@ def _top_k(module: nn.Module) -> int:
     return int(getattr(module, "top_k", 2))  # those of a model have their block's
 
 
-def _kernel_rows(modules: Sequence[nn.Module], dtype: mx.Dtype, shapes: WeightShapes) -> range:
-    """The numbers of rows that the kernel is to serve in layers of a kind."""
-    first, served = modules[0], range(0)
+def _kernel_rows(
+    modules: Sequence[nn.Module], dtype: mx.Dtype, shapes: WeightShapes
+) -> tuple[range, tuple[range, ...]]:
+    """The numbers of rows that the kernel is to serve in layers of a kind, and gaps in them."""
+    first, served = modules[0], list[range]()
     for rows, band in kernel_bands(first, dtype).items():
-        if type(first) is Qwen3NextMLP and rows not in routes_of(first.down_proj).kernel:
+        if type(first) is Qwen3NextMLP and not routes_of(first.down_proj).serves(rows):
             continue  # Its rows would depend on one another all the same.
         fault, is_worth_it = _problem(first, dtype, band, rows), False
         if fault is None:
@@ -162,8 +165,12 @@ def _kernel_rows(modules: Sequence[nn.Module], dtype: mx.Dtype, shapes: WeightSh
         elif not is_worth_it:
             logger.info("The few-rows kernel is not used for %s: mlx's is faster", layers)
         else:
-            served = range(served.start or band.start, band.stop)
-    return served
+            served.append(band)
+    if not served:
+        return range(0), ()
+    pairs = itertools.pairwise(served)
+    gaps = tuple(range(a.stop, b.start) for a, b in pairs if a.stop < b.start)
+    return range(served[0].start, served[-1].stop), gaps
 
 
 def _inputs(
@@ -184,7 +191,7 @@ def _inputs(
 def _problem(module: nn.Module, dtype: mx.Dtype, band: range, timed: int) -> str | None:
     """Why the kernel must not serve a layer: results are wrong, or a row's depend on others."""
     least, last = band.start, band.stop - 1
-    sizes = sorted({min(rows, last) for rows in (*_COMPARED, timed)})
+    sizes = sorted({max(least, min(rows, last)) for rows in (*_COMPARED, timed)})
     # The first expert has more rows than a block, others few, and they are in no order.
     x, *rest = _inputs(module, sizes[-1], dtype, lambda pair: mx.where(pair % 3 > 0, 0, -1 - pair))
     try:
@@ -210,7 +217,7 @@ def _problem(module: nn.Module, dtype: mx.Dtype, band: range, timed: int) -> str
 def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether a mixture's shared expert is computed with the others: it must give the same."""
     routed, shared = block.switch_mlp, block.shared_expert
-    if 2 not in routes_of(routed).kernel or 2 not in routes_of(shared).kernel:
+    if not (routes_of(routed).serves(2) and routes_of(shared).serves(2)):
         return False
     both = ([weight_of(part) for part in parts_of(each)] for each in (routed, shared))
     if any(a.form != b.form or a.codes.shape[1:] != b.codes.shape for a, b in zip(*both)):

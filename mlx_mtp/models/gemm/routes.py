@@ -38,15 +38,21 @@ _BLOCK = 64  # rows
 class Routes:
     """The operation for each number of tokens; by default mlx's own for all."""
 
-    kernel: range = range(0)  # tokens of a decode step (`gpu.few`) that the kernel serves
+    kernel: range = range(0)  # tokens of a decode step (`gpu.few`) that the kernel serves ...
+    gaps: tuple[range, ...] = ()  # ... but for these of them
+    one_order: bool = False  # of the kernel's sums, whatever the number of rows is
     in_blocks: bool = False  # all other numbers of a decode step are computed in blocks
     expand_from: float = math.inf  # tokens, of which weights are expanded
     prompt: int = 0  # tokens of a prompt up to which the kernel serves, if they are not expanded
 
+    def serves(self, rows: int) -> bool:
+        """Whether the kernel serves this number of tokens of a decode step."""
+        return rows in self.kernel and not any(rows in gap for gap in self.gaps)
+
     def operation(self, rows: int) -> str:
         """One of "kernel", "blocks", "expand" and "mlx"."""
         if gpu.few(rows):
-            if rows in self.kernel:
+            if self.serves(rows):
                 return "kernel"
             if self.in_blocks:
                 return "blocks"
@@ -63,7 +69,8 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
     if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
         return [layer(x) for layer in layers]
-    gemm = SkinnyGemm(_flat_rows(x), [weight_of(layer) for layer in layers])
+    weights, one_order = [weight_of(layer) for layer in layers], routes_of(layers[0]).one_order
+    gemm = SkinnyGemm(_flat_rows(x), weights, one_order=one_order)
     products: list[mx.array] = skinny_kernel().run_kernel(gemm)
     return products if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in products]
 
@@ -86,7 +93,7 @@ def is_decode_sized(x: mx.array) -> bool:
 
 def served(x: mx.array, layer: nn.Module) -> bool:
     """Whether a layer runs the kernel for these tokens [.., H] of a decode step."""
-    return is_decode_sized(x) and x.size // x.shape[-1] in routes_of(layer).kernel
+    return is_decode_sized(x) and routes_of(layer).serves(x.size // x.shape[-1])
 
 
 def routes_of(layer: nn.Module) -> Routes:
@@ -176,7 +183,8 @@ def _linear_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
 def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
     """Gate, up and activation are one launch."""
     weights = [weight_of(self.gate_proj), weight_of(self.up_proj)]
-    (inner,) = skinny_kernel().run_kernel(SkinnyGemm(_flat_rows(x), weights, 2))
+    gemm = SkinnyGemm(_flat_rows(x), weights, 2, one_order=self.routes.one_order)
+    (inner,) = skinny_kernel().run_kernel(gemm)
     down: mx.array = self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
     return down
 
