@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention
-from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 from mlx_mtp.kernels.metal import window_attention
 
 BLOCK = 512  # queries of a block; measured on CUDA, beside 64 to 2,048
@@ -26,9 +26,9 @@ _METAL_KEYS, _METAL_POSITIONS, _METAL_PAIRS, _METAL_DIM = 4096, 8, 32, 256
 
 def is_batch_invariant(head_dim: int) -> bool:
     """Whether attention to this dimension can give a row the same bits in every batch."""
-    if backend() == "metal":
+    if gpu.backend() == "metal":
         return window_attention.serves(head_dim)
-    return backend() == "cuda" and head_dim in decode_attention.DIMS
+    return gpu.backend() == "cuda" and head_dim in decode_attention.DIMS
 
 
 def attend_windows(
@@ -42,7 +42,7 @@ def attend_windows(
     exact: bool,  # a position has the same bits in every pass
 ) -> mx.array | None:
     """Attention of all rows of a decode step in one, [N, heads, dim]; None without a kernel."""
-    if backend() == "metal":
+    if gpu.backend() == "metal":
         if not exact or not window_attention.fits(queries, buffers[0], kv_heads, longest, scale):
             return None
         return window_attention.attend(queries, positions, buffers, kv_heads, rows)
@@ -68,7 +68,7 @@ def attend_rectangle(
     keys, values = kv[:, : len(queries), :, :limit]
     rows = queries.swapaxes(1, 2)
     # Where a window of a decode step begins the host does not know.
-    if queries.shape[1] > LONGEST_WINDOW and attends_in_blocks(rows):
+    if queries.shape[1] > gpu.LONGEST_WINDOW and attends_in_blocks(rows):
         outputs = _in_blocks(rows, keys, values, positions.squeeze(0), known, scale)
     else:
         outputs = _by_mlx(rows, keys, values, scale, mask)
@@ -78,7 +78,7 @@ def attend_rectangle(
 def attends_in_blocks(queries: mx.array) -> bool:
     """Whether a chunk's queries [slots, heads, T, dim] are computed in blocks."""
     slots, *_, dim = queries.shape
-    return slots == 1 and dim > _FUSED_DIM and backend() is not None
+    return slots == 1 and dim > _FUSED_DIM and gpu.backend() is not None
 
 
 def _in_blocks(
@@ -117,7 +117,7 @@ def _by_mlx(
     _, heads, length, dim = queries.shape
     most = min(_METAL_POSITIONS, _METAL_PAIRS * keys.shape[1] // heads)
     is_fused = dim == _METAL_DIM and keys.shape[2] >= _METAL_KEYS and most > 0
-    if backend() != "metal" or length > LONGEST_WINDOW or length <= most or not is_fused:
+    if gpu.backend() != "metal" or length > gpu.LONGEST_WINDOW or length <= most or not is_fused:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     pieces = [slice(at, at + most) for at in range(0, length, most)]
     outputs = [_by_mlx(queries[:, :, own], keys, values, scale, mask[:, :, own]) for own in pieces]

@@ -181,7 +181,7 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
     chosen = mx.array([[0, 1], [1, 2]] * (rows // 2))
     for layer, *rest in ((block.switch_mlp, chosen), (block.shared_expert,)):
         found = layer(x, *rest).astype(mx.float32)
-        true = measure._in_float32(layer)(x.astype(mx.float32), *rest)
+        true = measure.in_float32(layer)(x.astype(mx.float32), *rest)
         assert mx.abs(found - true).max() < 0.02 * mx.abs(true).max()
     assert "WARNING" not in caplog.text
 

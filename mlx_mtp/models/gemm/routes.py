@@ -15,7 +15,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -123,24 +123,6 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     """What stores the weights: the module itself, or gate, up and down of an MLP or experts."""
     names = ("gate_proj", "up_proj", "down_proj")
     return [module] if "weight" in module else [module[name] for name in names]
-
-
-def make_batch_invariant(model: nn.Module) -> None:
-    """Let every operation of a decode step see numbers of rows for which a row's bits are equal.
-
-    What no kernel serves is computed in blocks.
-    """
-    for module in model.modules() if gpu.backend() is not None else ():
-        kind, routes = mlx_class(module), routes_of(module)
-        if kind not in ROUTED:
-            continue
-        if kind is not SwitchGLU and "scales" not in parts_of(module)[0]:
-            routes = replace(routes, kernel=range(0))  # it serves fewer rows than a step may have
-        if routes.expand_from < math.inf:
-            # Not as measured: prefixes on disk outlive a process.
-            most = gpu.MOST_ROWS if kind is SwitchGLU else gpu.MOST_PROMPT_ROWS
-            routes = replace(routes, expand_from=1 + most)
-        set_routes(module, replace(routes, in_blocks=kind is not Qwen3NextMLP))
 
 
 def digest(model: nn.Module) -> str:
