@@ -53,9 +53,18 @@ class RaggedKVCache:
             return attended
         outputs = []
         for part, array in zip(packing.parts, arrays, strict=True):
-            rectangle = part.rect(queries), _by_axis(part.buffer, array), part.positions
-            limits = part.mask, part.limit, part.least_position
-            outputs.append(attention.attend_rectangle(*rectangle, *limits, scale))
+            outputs.append(
+                attention.attend_rectangle(
+                    part.rect(queries),
+                    _by_axis(part.buffer, array),
+                    part.positions,
+                    functools.partial(getattr, part, "mask"),
+                    part.limit,
+                    part.least_position,
+                    part.end,
+                    scale,
+                )
+            )
         return packing.join(outputs)
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:

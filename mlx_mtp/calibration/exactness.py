@@ -229,9 +229,9 @@ def _cost(model: LoadedModel, rows: int) -> float:
         positions = mx.arange(_TIMED_KEYS - rows, _TIMED_KEYS, dtype=mx.int32)
         scale, slots = spec.head_dim**-0.5, ((0, 0, _TIMED_KEYS, 0, rows),)
         kv = buffer.reshape(2, 1, spec.kv_heads, _TIMED_KEYS, spec.head_dim)
-        mask = mx.arange(_TIMED_KEYS) <= positions[None, None, :, None]
         given = queries, positions, [buffer], spec.kv_heads, slots, rows, scale, True
-        by_mlx = queries[None], kv, positions[None], mask, _TIMED_KEYS, 0, scale
+        mask = mx.arange(_TIMED_KEYS) <= positions[None, None, :, None]
+        by_mlx = queries[None], kv, positions[None], lambda: mask, _TIMED_KEYS, 0, None, scale
         ours += len(own) * timed(lambda: attention.attend_windows(*given))[1]
         best += len(own) * timed(lambda: attention.attend_rectangle(*by_mlx))[1]
     return ours / best - 1

@@ -19,6 +19,7 @@ from mlx_mtp.cli.banner import answers_text
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
+from mlx_mtp.models import layers
 from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.exact import make_batch_invariant
 from mlx_mtp.models.gemm.measure import choose_routes
@@ -57,11 +58,10 @@ def tiny(name: str) -> LoadedModel:
 @pytest.fixture
 def metal(emulated, monkeypatch):
     """All modules find a Metal GPU."""
-    fake = gpu.backend
+    fake, known = gpu.backend, [layers.backend]
     for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_mtp.") and "backend" in vars(module):
-            if getattr(module.backend, "__module__", "") == "mlx_mtp.kernels.gpu":
-                monkeypatch.setattr(module, "backend", fake)
+        if name.startswith("mlx_mtp.") and vars(module).get("backend") in known:
+            monkeypatch.setattr(module, "backend", fake)
     monkeypatch.setattr(EmulatedKernel, "both_orders", False)
 
 

@@ -128,7 +128,8 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 def digest(model: nn.Module) -> str:
     """Which operations a loaded model uses, where measurement chose them: equal for equal ones."""
     layers = [(name, mlx_class(m).__name__, routes_of(m)) for name, m in model.named_modules()]
-    return hashlib.sha256(str((sorted(layers, key=str), sorted(gpu.refused))).encode()).hexdigest()
+    choices = sorted(layers, key=str), sorted(gpu.refused), sorted(gpu.slower)
+    return hashlib.sha256(str(choices).encode()).hexdigest()
 
 
 def experts_in_order(
