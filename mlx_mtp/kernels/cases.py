@@ -13,13 +13,12 @@ import mlx.core as mx
 from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_chunks
 from mlx_mtp.kernels.gdn_types import GDNShape
-from mlx_mtp.kernels.metal import gated_delta_prompts, window_attention
+from mlx_mtp.kernels.metal import window_attention
 
 OPERATIONS = (
     gated_delta.GATED_DELTA,
     short_conv.SHORT_CONV,
     gated_delta_chunks.GATED_DELTA_CHUNKS,
-    gated_delta_prompts.BY_MLX,
     topk.ROUTER,
     norms.ADD_NORM,
     norms.GATED_NORM,
@@ -59,7 +58,7 @@ class KernelCase(NamedTuple):
 
 def recurrence_cases(shape: GDNShape, dtype: mx.Dtype) -> list[KernelCase]:
     """Of a GatedDeltaNet layer."""
-    return _cases(dtype, [(operation, shape) for operation in OPERATIONS[:4]])
+    return _cases(dtype, [(operation, shape) for operation in OPERATIONS[:3]])
 
 
 def attention_cases(heads: tuple[int, int, int], dtype: mx.Dtype) -> list[KernelCase]:

@@ -34,7 +34,7 @@ refused: set[str] = set()
 """Names of operations whose kernels do not work here for at least one shape."""
 
 slower: set[str] = set()
-"""Names of operations that are right here, but not used, because others are faster."""
+"""Names of operations of mlx's that might be used here, and are not: others are faster or right."""
 
 _of_step: ContextVar[bool | None] = ContextVar("of_step", default=None)
 

@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
 from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow
-from mlx_mtp.kernels.metal import gated_delta_prompts
 from mlx_mtp.kernels.self_check import RandomInputs
 
 ROWS = (1, 2, 3, 4, 5, 8, 16, 33, 64)  # of steps that are compared
@@ -25,8 +24,6 @@ def row_problem(case: KernelCase) -> str | None:
     Either no kernel runs, or a row's bits depend on what is beside it.
     """
     operation, shape, dtype = case
-    if operation is gated_delta_prompts.BY_MLX:
-        return None  # of prompts, each of which is computed alone
     if not operation.works(shape, dtype):
         return "no kernel is used"
     with gpu.decode_pass():

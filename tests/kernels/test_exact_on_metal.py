@@ -22,7 +22,6 @@ from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from mlx_mtp.models import layers
 from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.exact import make_batch_invariant
-from mlx_mtp.models.gemm.measure import choose_routes
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from tests.kernels.emulator import EmulatedKernel
@@ -51,6 +50,7 @@ def tiny(name: str) -> LoadedModel:
     mx.random.seed(1)
     model, _ = build(config | {"text_config": inner})
     model.model.set_dtype(mx.bfloat16)
+    mx.eval(model.model.parameters())  # here, as an engine has a thread of its own
     vars(model).pop("dtype", None)
     return model
 
@@ -68,16 +68,19 @@ def metal(emulated, monkeypatch):
 on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
 
 
-def loaded(name: str, monkeypatch) -> LoadedModel:
-    """A model whose products are the kernel's at all numbers of rows for which it is made."""
-    monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
+def ready(name: str) -> LoadedModel:
+    """A model whose decode steps are exact."""
     model = tiny(name)
-    choose_routes(model.model, model.dtype)
     assert model.resolve_exact()
+    make_batch_invariant(model.model, model.dtype)
+    for module in model.model.modules():
+        if hasattr(module, "joins_shared"):
+            module.joins_shared = measure._joins(module, model.dtype)
+            assert module.joins_shared
     return model
 
 
-ROWS, LENGTHS = 8, (3, 20, 40, 64, 33, 70, 9, 50)  # of prompts
+ROWS, LENGTHS = 8, (3, 50, 40, 64, 33, 70, 9, 45)  # of prompts
 KINDS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 20})
 
 
@@ -103,7 +106,9 @@ class Answers:
             self.texts[number] = [*each.prompt_token_ids, *driver.tokens(each.request_id)]
 
     def driver(self, depth: int, rows: int, cache: int = 0) -> Driver:
-        config = EngineConfig(depth, rows, exact=True, prefix_cache_size=cache)
+        config = EngineConfig(
+            depth, rows, exact=True, prefix_cache_size=cache, prefill_step_size=32
+        )
         drafter = TellingDrafter(self.model, self.texts, 0.6) if depth else None
         model = self.model if depth else self.model.without_head()
         given = {"vocab_size": 512, "stop_ids": (END,), "config": config, "drafter": drafter}
@@ -120,11 +125,9 @@ class Answers:
 @pytest.mark.full
 @on_metal
 @pytest.mark.parametrize("name", SHAPES)
-def test_whole_answers_are_the_same_to_the_bit(metal, name, monkeypatch):
+def test_whole_answers_are_the_same_to_the_bit(metal, name):
     """2,000 tokens with their logprobs, drafts of 60% right ones, joins, cold and warm."""
-    model = loaded(name, monkeypatch)
-    make_batch_invariant(model.model, model.dtype)
-    answers, compared = Answers(model), 0
+    answers, compared, reused = Answers(ready(name)), 0, 0
     factors = {
         "depth": [3, 0, 1, 2, 4, 5],
         "rows": [8, 1, 2, 4],
@@ -144,18 +147,18 @@ def test_whole_answers_are_the_same_to_the_bit(metal, name, monkeypatch):
             arrivals.setdefault(place, []).append(each)
         driver.run_arrivals(arrivals)
         found = answers.bits(driver)
-        assert all(driver.reused(each.request_id) for each in asked[1::2] if case["warm"]), case
         for each in asked:
+            reused += driver.reused(each.request_id)
             assert found[each.request_id] == answers.alone[each.request_id], (case, each.request_id)
             compared += len(found[each.request_id])
-    assert compared > 1000, compared
+    assert compared >= 1000 and reused > 0, (compared, reused)
 
 
 @pytest.mark.full
 @on_metal
 @pytest.mark.parametrize("planted", [False, True])
 def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
-    metal, planted, monkeypatch, spoil, tmp_path, caplog
+    metal, planted, monkeypatch, tmp_path, caplog
 ):
     """Of gate and up alone; the engine is built and answers, without --exact and with it."""
     if planted:
@@ -163,7 +166,7 @@ def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
         wrong = [metal_gemm._RESULTS[0], f"(count == 3 ? 1.004f : 1.0f) * ({gated})"]
         monkeypatch.setattr(metal_gemm, "_RESULTS", wrong)
     monkeypatch.setattr(exactness, "_TIMED_ROWS", ())
-    model = loaded("dense", monkeypatch)
+    model = tiny("dense")
     found = exactness_of(model, tmp_path)
     text = answers_text(EngineConfig(exact=found.default), model)
     if planted:
