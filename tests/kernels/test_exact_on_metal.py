@@ -6,6 +6,7 @@ one row, and what follows the logits.
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -17,11 +18,14 @@ from mlx_mtp.calibration import exactness
 from mlx_mtp.calibration.exactness import decide_exact, exactness_of
 from mlx_mtp.cli.banner import answers_text
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels import cases, gpu
+from mlx_mtp.kernels.gdn_types import GDNShape
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
+from mlx_mtp.kernels.row_check import row_problem
 from mlx_mtp.models import layers
 from mlx_mtp.models.gemm import measure
 from mlx_mtp.models.gemm.exact import make_batch_invariant
+from mlx_mtp.models.gemm.routes import routes_of
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from tests.kernels.emulator import EmulatedKernel
@@ -74,7 +78,7 @@ def ready(name: str) -> LoadedModel:
     assert model.resolve_exact()
     make_batch_invariant(model.model, model.dtype)
     for module in model.model.modules():
-        if hasattr(module, "joins_shared"):
+        if hasattr(module, "joins_shared") and routes_of(module.switch_mlp).one_order:
             module.joins_shared = measure._joins(module, model.dtype)
             assert module.joins_shared
     return model
@@ -188,3 +192,16 @@ def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
     vars(model.model).pop("exactness")
     monkeypatch.setattr(exactness, "_checks", lambda _: iter(()))
     assert exactness_of(model, tmp_path).checked == ([] if planted else found.checked)
+
+
+@pytest.mark.full
+@on_metal
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_operations_of_a_step_are_independent(metal, dtype):
+    """Each kernel but products and attention, of a mixture: a row alone and beside others."""
+    args = SimpleNamespace(**SIZES, **EXPERTS, rms_norm_eps=1e-6, norm_topk_prob=True)
+    args.partial_rotary_factor, args.rope_theta = 1.0, 1e6
+    found = cases.layer_cases(args, dtype)
+    found += cases.recurrence_cases(GDNShape(1, 32, 2, 32), dtype)
+    compared = [case.operation.name for case in found if row_problem(case) is None]
+    assert compared == [case.operation.name for case in found] and len(compared) == 8
