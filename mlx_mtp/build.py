@@ -14,6 +14,7 @@ import platformdirs
 
 from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.calibration.cost_file import fingerprint
+from mlx_mtp.calibration.exactness import decide_exact
 from mlx_mtp.config import (
     MAX_DRAFT_TOKENS,
     MAX_HOST_DRAFTS,
@@ -42,7 +43,7 @@ from mlx_mtp.inspect.embeddings import embedding_directory as embedding_director
 from mlx_mtp.machine import MemoryLimit, client_text_bytes, memory_limit, wire_memory
 from mlx_mtp.models.embedding import EmbeddingModel
 from mlx_mtp.models.files import read_json
-from mlx_mtp.models.gemm.routes import make_batch_invariant
+from mlx_mtp.models.gemm.exact import make_batch_invariant
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
@@ -162,14 +163,17 @@ def engine(
     links: Links | None = None,
 ) -> Engine:
     """Build an engine for a command line; without a plan it runs one sequence at a time."""
-    # Nothing is calibrated for one answer: the costs that a server measured are used.
-    config = engine_config(model, options, max_num_seqs=1) if plan is None else plan.config
+    if plan is None:
+        # Nothing is calibrated for one answer: the costs that a server measured are used.
+        config = settled(model, options, engine_config(model, options, max_num_seqs=1))
+    else:
+        config = plan.config
     return build_engine(
         model,
         config,
         tokenizer.vocab_size,
         tokenizer.eos_token_ids,
-        cache_dir=Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")).expanduser(),
+        cache_dir=_cache_dir(options),
         draft_ids=draft_ids(model, tokenizer, options),
         check=True,
         memory=None if plan is None else plan.memory,
@@ -194,6 +198,19 @@ def engine_config(model: LoadedModel, options: argparse.Namespace, **given: Any)
     return from_options(EngineConfig, options, exact=exact, **given)
 
 
+def settled(model: LoadedModel, options: argparse.Namespace, config: EngineConfig) -> EngineConfig:
+    """The settings with `exact` as the loaded model decides it, where no flag does.
+
+    Before, it was taken to be exact where that is possible: so all that is planned fits both.
+    """
+    exact = config.exact and decide_exact(model, wants_exact(options), _cache_dir(options))
+    return replace(config, exact=exact)
+
+
+def _cache_dir(options: argparse.Namespace) -> Path:
+    return Path(options.cache_dir or platformdirs.user_cache_path("mlx-mtp")).expanduser()
+
+
 def build_engine(
     model: LoadedModel,
     config: EngineConfig,
@@ -216,7 +233,7 @@ def build_engine(
     """
     check_settings(config)
     if config.exact:
-        make_batch_invariant(model.model)
+        make_batch_invariant(model.model, model.dtype)
     vocab_size = min(tokenizer_vocab_size, model.vocab_size)
     ids = None if draft_ids is None else _vocabulary(draft_ids, vocab_size)
     if ids is not None:

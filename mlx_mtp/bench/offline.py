@@ -10,6 +10,7 @@ from mlx_mtp.bench.answer import Split, TimedAnswer
 from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.build import build_engine, run_requests
+from mlx_mtp.calibration.exactness import decide_exact
 from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.request import Request, RequestOutput
@@ -89,7 +90,7 @@ def engine_subject(
     name = "MTP, auto" if depth == "auto" else f"MTP, k = {depth}"
     if depth == 0:
         name, model, draft_ids = OFF, model.without_head(), None
-    exact = model.resolve_exact(exact)
+    exact = decide_exact(model, exact)
     config = EngineConfig(depth, max_num_seqs, calibration_seconds=calibration_seconds, exact=exact)
     ids = tokenizer.eos_token_ids
     engine = build_engine(model, config, tokenizer.vocab_size, ids, draft_ids=draft_ids)

@@ -51,13 +51,19 @@ class BatchCache:
             for cache in self.kv_caches():
                 cache.rearrange(self.layout, moves)
 
-    def begin_window(self, lengths: Sequence[int], kept: mx.array | None = None) -> Packing:
+    def begin_window(
+        self,
+        lengths: Sequence[int],
+        kept: mx.array | None = None,
+        ends: Sequence[int] | None = None,
+    ) -> Packing:
         """Prepare for a window of `lengths[b]` tokens per row, for which there is room.
 
         `kept`, int32 [B], is the number of tokens that each row will keep; None if a verify
-        decides that.
+        decides that. `ends` are the rows' lengths after the window, where the host knows them.
         """
         packing = self.packing(self.offset, lengths)
+        packing.ends = ends
         for cache in self.layers:
             cache.packing = packing
             if isinstance(cache, GatedDeltaCache):

@@ -39,18 +39,32 @@ class RaggedKVCache:
         written = write(entries[packing.by_part], lines, arrays)
         self.buffers |= dict(zip(buffers, written, strict=True))
 
-    def attend(self, packing: Packing, queries: mx.array, scale: float) -> mx.array:
-        """Attention of each token, queries [N, heads, dim], to its row's entries up to its own."""
+    def attend(
+        self, packing: Packing, queries: mx.array, scale: float, exact: bool = False
+    ) -> mx.array:
+        """Attention of each token, queries [N, heads, dim], to its row's entries up to its own.
+
+        If `exact`, a token of a decode step has the same bits in every pass, with a kernel for it.
+        """
         arrays = [self.buffers[part.buffer] for part in packing.parts]
         kv_heads, rows = _heads(packing.parts[0].buffer, arrays[0]), packing.window_slots
-        given = queries, packing.positions, arrays, kv_heads, rows, packing.longest, scale
+        given = queries, packing.positions, arrays, kv_heads, rows, packing.longest, scale, exact
         if (attended := attention.attend_windows(*given)) is not None:
             return attended
         outputs = []
         for part, array in zip(packing.parts, arrays, strict=True):
-            rectangle = part.rect(queries), _by_axis(part.buffer, array), part.positions
-            limits = part.mask, part.limit, part.least_position
-            outputs.append(attention.attend_rectangle(*rectangle, *limits, scale))
+            outputs.append(
+                attention.attend_rectangle(
+                    part.rect(queries),
+                    _by_axis(part.buffer, array),
+                    part.positions,
+                    functools.partial(getattr, part, "mask"),
+                    part.limit,
+                    part.least_position,
+                    part.end,
+                    scale,
+                )
+            )
         return packing.join(outputs)
 
     def attend_token(self, packing: Packing, queries: mx.array) -> mx.array | None:

@@ -84,6 +84,7 @@ class Packing:
     """
 
     images: ImageRows | None = None  # of a chunk of a prompt that has images
+    ends: Sequence[int] | None = None  # the rows' lengths after it, where the host knows them
 
     def __init__(
         self,
@@ -198,6 +199,10 @@ class Part:
         # Its tokens, and the slot of each.
         self.tokens = np.concatenate([np.arange(first, first + count) for first, count in pairs])
         self.slot = np.repeat([layout.places[row][1] for row in rows], lengths)
+        # Where all slots end alike, a causal mask needs no array.
+        ends = {packing.ends[row] for row in rows} if packing.ends else set()
+        alike = len(ends) == len(set(lengths.tolist())) == 1 and self.used == len(rows)
+        self.end = ends.pop() if alike else None
         # No reference to the packing: its large masks would wait for Python to collect a cycle.
         self._all_positions, self._all_tokens = packing.positions, packing.windows.tokens
 

@@ -147,12 +147,19 @@ def prefixes_text(config: EngineConfig) -> str:
 
 def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
     """A sentence on when the same request with the same seed gets the same answer."""
+    from mlx_mtp.calibration.exactness import exactness_of
+
+    found = exactness_of(loaded)
     same = "the same with MTP on or off, beside any other requests, from a cold or a warm cache"
+    if found is not None and found.faults:
+        return found.text(config.exact)
     if config.exact and loaded.can_be_exact:
-        return f"{same}, to the bit (--exact)"
+        exact = f"{same}, to the bit (--exact)"
+        return exact if found is None else f"exact: {exact}; {found.text(True)}"
     if loaded.dtype.size == 4:
         return f"{same}, but for ties of rounding (float32)"
-    return "may part where two tokens are about as good: 16-bit sums depend on what runs beside"
+    part = "may part where two tokens are about as good: 16-bit sums depend on what runs beside"
+    return part if found is None else f"{part}; {found.text(False)}"
 
 
 def seen_text(config: ServerConfig, engine: EngineInfo) -> str:

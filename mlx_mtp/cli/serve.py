@@ -81,11 +81,13 @@ def serve(
             loaded, tokenizer = load()
             links = connect_ranks(options, loaded)
             plan = build.plan_engine(loaded, options, links)
-            limits, memory, store = plan.config, plan.memory, plan.store
-            kept = prefixes_text(limits)
+            memory, store = plan.memory, plan.store
+            kept = prefixes_text(plan.config)
             if store is not None:
                 kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
             loaded.load_weights()
+            limits = build.settled(loaded, options, plan.config)
+            plan = plan._replace(config=limits)
             engine = build.engine(loaded, tokenizer, options, plan, links)
             if links is not None:
                 watch(engine, links)

@@ -193,7 +193,9 @@ class ModelRunner:
         hidden, counts = batch.last_hidden[:, 0], arrays.num_to_compute
         if counts.any():
             computed = mx.array(counts)
-            self._prompts.place(batch.cache.begin_window(counts.tolist(), computed), chunk[0])
+            ends = [row.start + row.length for row in chunk]
+            window = batch.cache.begin_window(counts.tolist(), computed, ends)
+            self._prompts.place(window, chunk[0])
             states = yield arrays.to_compute, batch.cache
             batch.cache.commit(computed)
             hidden = packing.prepend_first(hidden, states) if arrays.num_repeated else states
@@ -215,9 +217,9 @@ class ModelRunner:
         targets = arrays.following
         if arrays.is_last.any():
             targets = self._first_tokens(batch, step, arrays, last, start + num_kept)
-        window = Computed(hidden, targets, last, packing, batch.cache)
+        done = Computed(hidden, targets, last, packing, batch.cache)
         batch.cache.reserve(limits, rooms)
-        self._propose_and_launch(batch, step, window)
+        self._propose_and_launch(batch, step, done)
         for number, row in enumerate(chunk):
             end = row.start + row.length
             step.saves += self.prefixes.save_prompt(batch, number, row.sequence.prefix, end)

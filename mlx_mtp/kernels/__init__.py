@@ -8,6 +8,8 @@
   cuda.skinny_gemm        GEMMs of few rows with one input; gate, up, SwiGLU;    CUDA, decode steps
                           experts, by pairs sorted by expert
   metal.skinny_gemm       the same for up to sixteen rows; experts               Metal, decode steps
+  metal.window_attention  attention of windows, the same bits in every pass      Metal, exact answers
+  metal.gated_delta_prompts  mlx's own gated delta rule in chunks                Metal, prompts
   cuda.decode_attention   attention of windows, split over the KV                CUDA, decode steps
   cuda.flash_attention    attention of a chunk, scores in registers              Hopper, prompts
   cuda.gated_delta_chunks the gated delta rule in chunks, on tensor cores        CUDA, prompts
@@ -21,6 +23,7 @@ this package and `models.gemm` imports `cuda` or `metal`.
 a prompt, and up to 128 tokens outside `gpu.decode_pass`.
 
 An `Operation` is compared with its reference before its first use with a shape and type (`works`);
-`portable`, or mlx's operations in the same module, run where it fails. `cases` lists all of them.
+`portable`, or mlx's operations in the same module, run where it fails. `cases` lists all of them,
+and `row_check` compares their rows alone and beside others.
 The GEMMs are compared and timed when a model is loaded (`models.gemm.measure`).
 """

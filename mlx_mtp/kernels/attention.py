@@ -1,18 +1,22 @@
 """Attention of a pass's tokens to their rows' keys and values: which kernel or operation runs it.
 
-Windows of a decode step run one kernel for all rows on CUDA; else the rows of each buffer are a
-rectangle by themselves. A prompt's chunk runs a kernel on Hopper GPUs, and on others blocks of
-queries where mlx has no fused operation, that is for head dimensions over 128: mlx then masks all
-scores, which takes two more passes over them, while a chunk needs a mask only where its own tokens
-are, and blocks of queries keep the scores small. All else is mlx's own attention.
+Windows of a decode step run one kernel for all rows on CUDA, and on Metal where answers are exact;
+else the rows of each buffer are a rectangle by themselves. A prompt's chunk runs a kernel on Hopper
+GPUs, and on others blocks of queries where mlx has no fused operation, that is for head dimensions
+over 128: mlx then masks all scores, which takes two more passes over them, while a chunk needs a
+mask only where its own tokens are, and blocks of queries keep the scores small. All else is mlx's
+own attention.
 """
 
-from collections.abc import Sequence
+import platform
+import re
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention
-from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
+from mlx_mtp.kernels.metal import window_attention
 
 BLOCK = 512  # queries of a block; measured on CUDA, beside 64 to 2,048
 _FUSED_DIM = 128  # mlx has a fused form of a chunk up to here
@@ -20,11 +24,14 @@ _FUSED_DIM = 128  # mlx has a fused form of a chunk up to here
 # least this many keys, up to 8 positions, and up to 32 pairs of a position and one of these heads.
 # With more, at this dimension, it is separate operations.
 _METAL_KEYS, _METAL_POSITIONS, _METAL_PAIRS, _METAL_DIM = 4096, 8, 32, 256
+_METAL_FUSED, _TENSOR_UNITS = 1024, 17  # queries; generation of the GPU
 
 
 def is_batch_invariant(head_dim: int) -> bool:
     """Whether attention to this dimension can give a row the same bits in every batch."""
-    return backend() == "cuda" and head_dim in decode_attention.DIMS
+    if gpu.backend() == "metal":
+        return window_attention.serves(head_dim)
+    return gpu.backend() == "cuda" and head_dim in decode_attention.DIMS
 
 
 def attend_windows(
@@ -35,8 +42,13 @@ def attend_windows(
     rows: tuple[tuple[int, ...], ...],  # buffer, slot, capacity, first token, tokens
     longest: int,  # window
     scale: float,
+    exact: bool,  # a position has the same bits in every pass
 ) -> mx.array | None:
     """Attention of all rows of a decode step in one, [N, heads, dim]; None without a kernel."""
+    if gpu.backend() == "metal":
+        if not exact or not window_attention.fits(queries, buffers[0], kv_heads, longest, scale):
+            return None
+        return window_attention.attend(queries, positions, buffers, kv_heads, rows)
     if not decode_attention.fits(queries, buffers[0], kv_heads, longest, scale):
         return None
     return decode_attention.attend(queries, positions, buffers, kv_heads, rows)
@@ -46,9 +58,10 @@ def attend_rectangle(
     queries: mx.array,  # [slots, T, heads, dim]
     kv: mx.array,  # [2, slots or more, KV heads, capacity, dim]
     positions: mx.array,  # int32 [slots, T]
-    mask: mx.array,  # causal, bool [slots, 1, T, limit]; evaluated only where it is used
+    mask: Callable[[], mx.array],  # causal, bool [slots, 1, T, limit]; made only where it is used
     limit: int,  # positions of a slot that any of the queries sees
     known: int,  # at most the first position, if there is one slot
+    end: int | None,  # where the queries of all slots end, if the host knows it and it is the same
     scale: float,
 ) -> mx.array:
     """Attention of each query up to its own position, [slots, T, heads, dim]."""
@@ -58,18 +71,36 @@ def attend_rectangle(
         return flash_attention.attend(*one)[None]
     keys, values = kv[:, : len(queries), :, :limit]
     rows = queries.swapaxes(1, 2)
+    is_chunk = queries.shape[1] > gpu.LONGEST_WINDOW
     # Where a window of a decode step begins the host does not know.
-    if queries.shape[1] > LONGEST_WINDOW and attends_in_blocks(rows):
+    if is_chunk and attends_in_blocks(rows) and not (end and _metal_fuses(rows)):
         outputs = _in_blocks(rows, keys, values, positions.squeeze(0), known, scale)
+    elif is_chunk and end and gpu.backend() != "cuda":
+        # mlx's fused forms skip what no query sees; with an array they read all of it.
+        given = rows, keys[:, :, :end], values[:, :, :end]
+        outputs = mx.fast.scaled_dot_product_attention(*given, scale=scale, mask="causal")
     else:
-        outputs = _by_mlx(rows, keys, values, scale, mask)
+        outputs = _by_mlx(rows, keys, values, scale, mask())
     return outputs.swapaxes(1, 2)
 
 
 def attends_in_blocks(queries: mx.array) -> bool:
     """Whether a chunk's queries [slots, heads, T, dim] are computed in blocks."""
     slots, *_, dim = queries.shape
-    return slots == 1 and dim > _FUSED_DIM and backend() is not None
+    return slots == 1 and dim > _FUSED_DIM and gpu.backend() is not None
+
+
+def _metal_fuses(queries: mx.array) -> bool:
+    """Whether mlx fuses a chunk of this dimension here if its causal mask is no array.
+
+    By the source of 0.32.2: from M5 and macOS 26.2 on, from 1,024 queries on.
+    """
+    *_, length, dim = queries.shape
+    if gpu.backend() != "metal" or dim != _METAL_DIM or length < _METAL_FUSED:
+        return False
+    found = re.search(r"g(\d+)\w$", str(mx.device_info().get("architecture")))
+    system = [int(part) for part in platform.mac_ver()[0].split(".") if part.isdigit()]
+    return found is not None and int(found[1]) >= _TENSOR_UNITS and system >= [26, 2]
 
 
 def _in_blocks(
@@ -108,7 +139,7 @@ def _by_mlx(
     _, heads, length, dim = queries.shape
     most = min(_METAL_POSITIONS, _METAL_PAIRS * keys.shape[1] // heads)
     is_fused = dim == _METAL_DIM and keys.shape[2] >= _METAL_KEYS and most > 0
-    if backend() != "metal" or length > LONGEST_WINDOW or length <= most or not is_fused:
+    if gpu.backend() != "metal" or length > gpu.LONGEST_WINDOW or length <= most or not is_fused:
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     pieces = [slice(at, at + most) for at in range(0, length, most)]
     outputs = [_by_mlx(queries[:, :, own], keys, values, scale, mask[:, :, own]) for own in pieces]

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention, gated_delta_chunks
 from mlx_mtp.kernels.gdn_types import GDNShape
+from mlx_mtp.kernels.metal import window_attention
 
 OPERATIONS = (
     gated_delta.GATED_DELTA,
@@ -25,6 +26,7 @@ OPERATIONS = (
     norms.MIX_NORM,
     decode_attention.WINDOW_ATTENTION,
     flash_attention.FLASH_ATTENTION,
+    window_attention.BLOCK_ATTENTION,
 )
 
 
@@ -61,7 +63,7 @@ def recurrence_cases(shape: GDNShape, dtype: mx.Dtype) -> list[KernelCase]:
 
 def attention_cases(heads: tuple[int, int, int], dtype: mx.Dtype) -> list[KernelCase]:
     """Of attention: heads of queries and of KV, and their dimension."""
-    return _cases(dtype, [(operation, heads) for operation in OPERATIONS[-2:]])
+    return _cases(dtype, [(operation, heads) for operation in OPERATIONS[-3:]])
 
 
 def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:

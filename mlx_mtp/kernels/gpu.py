@@ -33,6 +33,9 @@ TOLERANCE = 1e-4
 refused: set[str] = set()
 """Names of operations whose kernels do not work here for at least one shape."""
 
+slower: set[str] = set()
+"""Names of operations of mlx's that might be used here, and are not: others are faster or right."""
+
 _of_step: ContextVar[bool | None] = ContextVar("of_step", default=None)
 
 _HEADERS: dict[Backend, str] = {
@@ -40,11 +43,13 @@ _HEADERS: dict[Backend, str] = {
 #define SHUFFLE_XOR(value, other) simd_shuffle_xor(value, other)
 #define THREADGROUP(type, name, size) threadgroup type name[size]
 #define BARRIER threadgroup_barrier(mem_flags::mem_threadgroup)
+#define DEVICE_BARRIER threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup)
 """,
     "cuda": """
 #define SHUFFLE_XOR(value, other) __shfl_xor_sync(0xffffffffu, value, other)
 #define THREADGROUP(type, name, size) __shared__ type name[size]
 #define BARRIER __syncthreads()
+#define DEVICE_BARRIER __syncthreads()
 """,
 }
 # A grid is (32 lanes times X, Y, Z) with a threadgroup of (32, some, 1).

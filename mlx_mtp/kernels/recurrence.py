@@ -1,14 +1,16 @@
 """The recurrence of a GatedDeltaNet layer: which form of the gated delta rule runs a window.
 
-Prompts run in chunks on the tensor cores where a CUDA GPU has the memory for it, all else by one
-kernel (`gated_delta.py`), and without a GPU in matrix products (`portable.py`).
+Prompts run in chunks on the tensor cores where a CUDA GPU has the memory for it, on Metal by mlx's
+own chunked form where that is faster, all else by one kernel (`gated_delta.py`), and without a GPU
+in matrix products (`portable.py`).
 """
 
 import mlx.core as mx
 
-from mlx_mtp.kernels import gated_delta, portable
+from mlx_mtp.kernels import gated_delta, gpu, portable
 from mlx_mtp.kernels.cuda import gated_delta_chunks
 from mlx_mtp.kernels.gdn_types import GDNWindow, PendingWindow
+from mlx_mtp.kernels.metal import gated_delta_prompts
 
 
 def run_window(
@@ -26,9 +28,10 @@ def run_window(
     `lengths` the state is that after the fold, before the new window. With `lengths` it is that
     after the first `lengths[b]` positions of the new window, and None is left to fold.
     """
-    if lengths is not None and gated_delta_chunks.fits(window):
+    chunked = gated_delta_prompts if gpu.backend() == "metal" else gated_delta_chunks
+    if lengths is not None and chunked.fits(window):
         folded = state if num_kept is None else fold(previous, num_kept, state)
-        return *gated_delta_chunks.run_kernel(q, window, folded, lengths), None
+        return *chunked.run_kernel(q, window, folded, lengths), None
     step = gated_delta.run_kernel if gated_delta.fits(window) else portable.run_window
     return step(q, window, state, previous, num_kept, lengths)
 

@@ -1,7 +1,8 @@
 """GEMMs of few rows, where a row's result has the same bits whatever rows are beside it.
 
-mlx's own read the weights once a row, up to 7 rows on CUDA and more on Metal: what a verify window
-costs there. `cuda.skinny_gemm` and `metal.skinny_gemm` share these arguments, and how their sources
+mlx's own read the weights once a row on CUDA, up to 7 rows. On Metal they do so too for affine
+formats on M1 and M2; elsewhere its `qmv_wide` (since 0.32.0) reads them once for every five rows,
+up to 12. `cuda.skinny_gemm` and `metal.skinny_gemm` share these arguments, and how their sources
 begin; `models.gemm` decides when a model is loaded which layers run them.
 """
 
@@ -38,6 +39,9 @@ class SkinnyGemm(NamedTuple):
     parts: int = 1
     # int32 [P]: the experts of all pairs, ascending, and which pair each of these is; or nothing.
     pairs: Sequence[mx.array] = ()
+    # A row has the same bits at all numbers of rows, and not only within a band of them. Products
+    # for CUDA and those of pairs always are so.
+    one_order: bool = False
 
     @property
     def rows(self) -> int:

@@ -13,8 +13,9 @@ from mlx_mtp.kernels import gpu, self_check
 
 _MOST_EXPERTS = 1024  # a lane has their logits in registers
 _MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
-# Pairs of token and expert. They are sorted in a threadgroup's memory, of which Metal has 32 KB.
-MOST_PAIRS = 8192
+# Pairs of token and expert that are sorted at once: it takes the square of their time. The first
+# ones are in a threadgroup's memory, of which a Mac has 32 KB in all, the others are read again.
+MOST_PAIRS, _NEAR_PAIRS = 8192, 2048
 _MOST_WARPS = 16  # more would have too few registers
 
 # A warp has a token, and its lanes share the experts. Of equal logits the first one is taken.
@@ -79,7 +80,7 @@ _BODY = """
         const int pair = row * ALL + lane;
         experts[pair] = chosen;
         weights[pair] = mine / total;
-        if (SORT) {
+        if (SORT && pair < PAIRS) {
           pairs[pair] = chosen * rows * ALL + pair;
         }
       }
@@ -87,13 +88,18 @@ _BODY = """
     if (!SORT) {
       return;
     }
-    BARRIER;
-    for (int i = 32 * warp + lane; i < rows * ALL; i += 32 * warps) {
+    DEVICE_BARRIER;
+    const int all = rows * ALL;
+    for (int i = 32 * warp + lane; i < all; i += 32 * warps) {
+      const int mine = experts[i] * all + i;
       int before = 0;
-      for (int j = 0; j < rows * ALL; ++j) {
-        before += pairs[j] < pairs[i];
+      for (int j = 0; j < (all < PAIRS ? all : PAIRS); ++j) {
+        before += pairs[j] < mine;
       }
-      sorted[before] = pairs[i] / (rows * ALL);
+      for (int j = PAIRS; j < all; ++j) {
+        before += experts[j] * all + j < mine;
+      }
+      sorted[before] = experts[i];
       order[before] = i;
     }
 """
@@ -131,11 +137,10 @@ def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> l
     rows, (experts, chosen, normalize) = gate.size, router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
-    assert not sort or rows * (chosen + 1) <= MOST_PAIRS, "more than fit into a threadgroup"
     # Rounded up, as each number is a kernel of its own.
     most_pairs = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS * (chosen + 1) if sort else 1
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}
-    constants |= {"PAIRS": min(most_pairs, MOST_PAIRS), "MOST_WARPS": _MOST_WARPS}
+    constants |= {"PAIRS": min(most_pairs, _NEAR_PAIRS), "MOST_WARPS": _MOST_WARPS}
     shape, pairs = (rows, chosen + 1), (rows * (chosen + 1) if sort else 1,)
     outputs = [(shape, mx.int32), (shape, mx.float32), (pairs, mx.int32), (pairs, mx.int32)]
     return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)

@@ -48,6 +48,7 @@ class RaggedAttention(Qwen3NextAttention):
     """Runs a window of all rows on a `RaggedKVCache`. Its `__call__` is mlx-lm's."""
 
     sections: Sections  # of a model that sees
+    batch_invariant = False  # attention too (see `gemm.exact.make_batch_invariant`)
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
         """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
@@ -69,7 +70,8 @@ class RaggedAttention(Qwen3NextAttention):
         outputs = []
         for cache, (cache_queries, new) in zip(caches, _split([queries, entries], counts)):
             cache.write(cache.packing, new)
-            outputs.append([cache.attend(cache.packing, cache_queries, self.scale)])
+            given = cache.packing, cache_queries, self.scale, self.batch_invariant
+            outputs.append([cache.attend(*given)])
         (attended,) = _joined(outputs)
         return attended, gate
 

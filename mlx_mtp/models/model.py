@@ -18,8 +18,9 @@ from mlx_mtp.cache.packing import ImageRows
 from mlx_mtp.cache.specs import AttentionSpec, LayerSpec
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
+from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.attention import is_batch_invariant
-from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend, decode_pass, refused
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, decode_pass, refused
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.gemm.measure import all_routable, choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
@@ -148,12 +149,15 @@ class LoadedModel:
     def can_be_exact(self) -> bool:
         """Whether a token's bits can depend on its own text alone, whatever else is computed."""
         attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
-        alone = backend() == "cuda" and self.num_ranks == 1 and self.dtype != mx.float32
+        alone = gpu.backend() is not None and self.num_ranks == 1 and self.dtype != mx.float32
         alone = alone and all_routable(self.model)
         return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
     def resolve_exact(self, exact: bool | None = None) -> bool:
-        """`exact` if it is set; else whether exactness is possible and makes no product slower."""
+        """`exact` if it is set; else whether exactness is possible and kernels serve all products.
+
+        On Metal what it costs is measured beside that (`calibration.exactness`).
+        """
         return (
             self.can_be_exact and kernel_takes_all_weights(self.model, self.dtype)
             if exact is None

@@ -43,6 +43,6 @@ def _run_selftest(options: argparse.Namespace) -> int:
     from mlx_mtp import build
 
     loaded, tokenizer = build.load(options, enable_mtp=True)
-    from mlx_mtp.selftest.commands import run_selftest
+    from mlx_mtp.selftest.run import run_selftest
 
     return run_selftest(options, loaded, tokenizer, str(info))

@@ -1,6 +1,5 @@
-"""The command `mlx-mtp selftest`: from a loaded model to the table."""
+"""The part of `mlx-mtp selftest` that runs engines: the same tokens, acceptance and speed."""
 
-import argparse
 import contextlib
 from collections.abc import Sequence
 from operator import eq
@@ -15,20 +14,17 @@ from mlx_mtp.engine.request import RequestOutput
 from mlx_mtp.errors import EngineError
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.selftest.kernels import check_model
-from mlx_mtp.selftest.products import measure_products
-from mlx_mtp.selftest.report import Equality, Parting, Report, new_report
+from mlx_mtp.selftest.report import Equality, Parting, Report
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _DEPTHS: tuple[DraftTokens, ...] = (0, 1, 2, 3, "auto")
 _AUTO_SHARE = 0.4  # of the time must be left for "auto", which calibrates itself first
 _TIE = 1e-4  # Log-probabilities closer than this may change places in float32 with other shapes.
-_PRODUCTS_SHARE = 0.2  # of the time
 _COMPARED_TOKENS = 48
 _REFERENCE_SHARE, _FEWEST_REFERENCES = 0.15, 3
-_ROWS, _ROUNDS = (1, 4), 3
+# Rows, and the assumed ratio of a step to one of 1 row; about a server CPU's.
+_ROWS, _ROUNDS = {1: 1.0, 2: 1.6, 4: 2.5}, 3
 _MOST_TIMED, _FEWEST_TIMED = 64, 16
-_ROW_COST = 2.5  # assumed ratio of a step of 4 rows to one of 1 row; about a server CPU's
 
 # A prompt's token ids, and whether it is a chat: only chats say something about acceptance.
 BuiltInPrompt = tuple[tuple[int, ...], bool]
@@ -39,25 +35,6 @@ class Reference(NamedTuple):
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]  # between the log-probabilities of each token and its runner-up
-
-
-def run_selftest(
-    options: argparse.Namespace, model: LoadedModel, tokenizer: Tokenizer, backend: str
-) -> int:
-    """Check and measure a model with its head, and print the table; returns the exit status."""
-    began = perf_counter()
-    with showing("selftest: kernels ..."):
-        kernels = check_model(model)
-    report = new_report(model, kernels, backend)
-    with showing("selftest: products ..."):
-        report.products = measure_products(
-            model, perf_counter() + _PRODUCTS_SHARE * options.seconds
-        )
-    check_engines(report, model, tokenizer, options.seconds, began)
-    report.seconds = perf_counter() - began
-    report.show()
-    report.write(options.json, options.report)
-    return 1 if report.failures else 0
 
 
 def check_engines(
@@ -160,13 +137,15 @@ def measure_speed(
     """Measure all subjects in turns, within the time left; `plain_rate` is MTP off's tokens/s."""
     left = deadline - perf_counter()
     cost = len(subjects) / plain_rate  # seconds of a token by each subject, in one row
-    rows, tokens = list(_ROWS), int(left / (cost * (1 + _ROW_COST)))
-    if tokens < _FEWEST_TIMED:
-        last, tokens = rows.pop(), int(left / cost)
-        if tokens < _FEWEST_TIMED:
-            report.skipped.append("speed (no time left)")
-            return
-        report.skipped.append(f"speed at {last} rows (no time left)")
+    every, tokens = list(_ROWS), 0
+    for count in range(len(every), 0, -1):
+        rows = every[:count]
+        if (tokens := int(left / (cost * sum(_ROWS[n] for n in rows)))) >= _FEWEST_TIMED:
+            break
+    else:
+        report.skipped.append("speed (no time left)")
+        return
+    report.skipped += [f"speed at {n} rows (no time left)" for n in every[len(rows) :]]
     asking = Asking(max_tokens=min(tokens, _MOST_TIMED), ignore_eos=True)
     for subject in subjects:
         subject.asking = asking

@@ -121,15 +121,15 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer
     once = timer(lambda: [mx.max(array) for arrays in weights for array in arrays])
     most = mx.random.normal((counts[-1], _weight(layers[0].layer).inputs), key=mx.random.key(0))
     rows = [most[:count].astype(dtype) for count in counts]
-    used, own = routes_of(layers[0].layer).kernel, [each.layer for each in layers]
+    routes, own = routes_of(layers[0].layer), [each.layer for each in layers]
     times = _times(layers, rows, timer, own)
     first = [layers[0].run(own[0], x)[0] for x in rows]
     independent = all(mx.array_equal(first[0], other).item() for other in first[1:])
     theirs, unused, wrong = list[float](), list[float](), None
-    if used:
+    if routes.kernel:
         theirs = _times(layers, rows, timer, [with_routes(layer, BY_MLX) for layer in own])
     made_for = kernel_bands(own[0], dtype).values()
-    if any(n in band and n not in used for n in counts for band in made_for):
+    if any(n in band and not routes.serves(n) for n in counts for band in made_for):
         wrong = problem(own[0], dtype)
         if wrong is None:
             unused = _times(layers, rows, timer, [with_kernel(layer, dtype) for layer in own])

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_mtp import __version__
 from mlx_mtp.bench.report import rate_and_ratio, render_table, write_json
+from mlx_mtp.calibration.exactness import Exactness, decide_exact
 from mlx_mtp.console import say
 from mlx_mtp.flags import print_error
 from mlx_mtp.inspect.found import quantization
@@ -22,6 +23,7 @@ from mlx_mtp.machine import physical_memory
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.selftest.kernels import KernelCheck, name_of
 from mlx_mtp.selftest.products import ROWS, Product
+from mlx_mtp.selftest.steps import TOKENS
 
 _SHOWN_PARTINGS = 3
 _VERDICTS = {True: "ok", False: "FAILED"}
@@ -60,6 +62,9 @@ class Report:
     strict: bool  # True if different tokens are a failure, except in ties
     products: list[Product] = field(default_factory=list)
     equality: list[Equality] = field(default_factory=list)
+    windows: list[float] = field(default_factory=list)  # milliseconds, by `TOKENS`
+    exact: Exactness | None = None  # None: it is not measured here
+    memory: dict[str, Any] | None = None  # of the device, in bytes
     speed: dict[str, Any] | None = None  # None if an engine failed, or no time was left
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0  # without loading
@@ -70,8 +75,9 @@ class Report:
         return kernels + [equality.name for equality in self.equality if not equality.ok]
 
     def as_dict(self) -> dict[str, Any]:
-        failures = self.failures
-        return {"ok": not failures, "failures": failures, **dataclasses.asdict(self)}
+        failures, exact = self.failures, self.exact and self.exact.model_dump()
+        fields = dataclasses.asdict(dataclasses.replace(self, exact=None))
+        return {"ok": not failures, "failures": failures, **fields, "exact": exact}
 
     def render(self) -> str:
         title = ("mlx-mtp selftest", f"{self.seconds:.0f} s", _VERDICTS[not self.failures])
@@ -124,6 +130,11 @@ class Report:
             if not product.independent:
                 text += "; a row's bits depend on the others"
             yield f"{product.name}, {product.layers} layers", text, ""
+        if self.windows:
+            counts, once = ", ".join(map(str, TOKENS)), self.windows[0]
+            text = ", ".join(f"{took:.1f} ({took / once:.2f})" for took in self.windows)
+            yield f"a step of {counts} tokens of one row, ms (over 1 token)", text, ""
+        yield from self._exact_rows()
         for engine in self.equality:
             # If differences are no failures, the reader judges them.
             see = engine.ok and engine.partings and not self.strict
@@ -135,9 +146,30 @@ class Report:
                 shares = ", ".join(f"{share:.1%}" for share in engine.accepted)
                 yield f"drafts accepted by position: {engine.name}", shares, ""
         for s in self.speed["summaries"] if self.speed else ():
-            yield f"tokens/s, {s['concurrency']} at once: {s['subject']}", rate_and_ratio(s, 1), ""
+            text = rate_and_ratio(s, 1)
+            if s["ttft_p50"] is not None:
+                text += f"; first token after {1e3 * s['ttft_p50']:.0f} ms"
+            yield f"tokens/s, {s['concurrency']} at once: {s['subject']}", text, ""
+        if memory := self.memory:
+            text = f"{memory['limit'] / 1e9:.1f} GB ({memory['source']})"
+            yield "memory that is used at most", text, ""
+            text = f"{memory['kept'] / 1e6:+.1f} MB, {memory['peak'] / 1e9:.2f} GB at most before"
+            yield "memory after all engines have ended", text, ""
         for what in self.skipped:
             yield "skipped", what, ""
+
+    def _exact_rows(self) -> Iterator[tuple[str, str, str]]:
+        if self.exact is None:
+            return
+        faults = self.exact.faults
+        for name in self.exact.checked:
+            fault = faults.get(name)
+            text = fault or "the same bits alone and beside others"
+            yield f"exact: {name}", text, "see" if fault else "ok"
+        for rows, cost in self.exact.costs.items():
+            yield f"exact: cost of a step of {rows} tokens", f"{cost:+.1%}", ""
+        word = "exact" if self.exact.default else "not exact"
+        yield "answers, by default", f"{word}, checked in {self.exact.seconds:.1f} s", ""
 
 
 def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> Report:
@@ -159,7 +191,7 @@ def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> 
         "quantization": quantization(model.config) if "quantization" in model.config else None,
         "head": model.head_source,
     }
-    return Report(machine, facts, kernels, model.resolve_exact() or computes_exactly(dtype))
+    return Report(machine, facts, kernels, decide_exact(model, None) or computes_exactly(dtype))
 
 
 def computes_exactly(dtype: mx.Dtype) -> bool:

@@ -1,5 +1,7 @@
 """Attention in blocks of queries, against mlx's own of all at once."""
 
+import platform
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention
+from mlx_mtp.kernels import attention, gpu
 
 DIM, HEADS, KV_HEADS = 32, 6, 2
 
@@ -35,6 +37,49 @@ def test_a_chunk_attends_to_the_same(start, length, block):
         patched.setattr(attention, "BLOCK", block)
         found = cache.attend(packing, queries, DIM**-0.5)
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
+    known = Packing(layout, mx.array([start], dtype=mx.int32), [length])
+    known.ends = [start + length]
+    asked = []
+    with pytest.MonkeyPatch.context() as patched:
+        real = mx.fast.scaled_dot_product_attention
+
+        def noted(*given, **how):
+            asked.append((given[1].shape[2], how["mask"]))
+            return real(*given, **how)
+
+        patched.setattr(mx.fast, "scaled_dot_product_attention", noted)
+        found = cache.attend(known, queries, DIM**-0.5)
+    assert asked == [(start + length, "causal")], "no array, nor keys behind the end"
+    np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("chip", "system", "length", "fused"),
+    [
+        ("applegpu_g17s", "26.2", 1024, True),
+        ("applegpu_g17s", "26.2", 1023, False),
+        ("applegpu_g17s", "26.1", 1024, False),
+        ("applegpu_g16d", "26.4", 2048, False),
+        ("", "", 2048, False),
+    ],
+)
+def test_a_long_chunk_is_one_operation_where_mlx_fuses_it(monkeypatch, chip, system, length, fused):
+    layout, cache = Layout(1), RaggedKVCache()
+    layout.arrange([length], [length])
+    packing = Packing(layout, mx.array([0], dtype=mx.int32), [length])
+    packing.ends, asked = [length], []
+    buffer = layout.buffers[0]
+    cache.buffers[buffer] = mx.zeros((2 * buffer.slots * buffer.capacity, 256))
+    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": chip})
+    monkeypatch.setattr(platform, "mac_ver", lambda: (system, (), ""))
+    monkeypatch.setattr(
+        mx.fast,
+        "scaled_dot_product_attention",
+        lambda queries, *_, **how: asked.append(how["mask"]) or queries,
+    )
+    cache.attend(packing, mx.zeros((length, 1, 256)), 1 / 16)
+    assert asked == ["causal"] * fused
 
 
 @pytest.mark.parametrize(
@@ -62,7 +107,7 @@ def test_a_window_on_metal_is_cut_to_mlxs_fused_form(monkeypatch, heads, kv_head
         lengths.append(part.shape[2])
         return own(part, *given, **how)
 
-    monkeypatch.setattr(attention, "backend", lambda: "metal")
+    monkeypatch.setattr(gpu, "backend", lambda: "metal")
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", by_mlx)
     assert cache.attend(packing, queries, dim**-0.5).shape == expected.shape
     assert lengths == [17], "of few keys"

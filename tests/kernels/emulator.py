@@ -182,7 +182,7 @@ static void simdgroup_multiply_accumulate(simdgroup_float8x8& d, const simdgroup
 // A threadgroup runs after the other.
 #define __shared__ static
 #define threadgroup static
-struct mem_flags { enum { mem_threadgroup }; };
+struct mem_flags { enum { mem_threadgroup, mem_device }; };
 static void threadgroup_barrier(int) { threadgroup_barrier(); }
 #define __device__
 #define __forceinline__ inline

@@ -60,6 +60,7 @@ half exp(half), exp2(half), log(half), sqrt(half), cos(half), sin(half), fabs(ha
 template <typename T> T min(T, T);
 template <typename T> T simd_shuffle_xor(T, ushort);
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+mem_flags operator|(mem_flags, mem_flags);
 void threadgroup_barrier(mem_flags);
 struct simdgroup_float8x8 {
   float2 elements;

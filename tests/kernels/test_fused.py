@@ -78,15 +78,16 @@ def test_only_queries_or_entries(emulated):
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_router(emulated, normalize):
-    """Rows up to all that a launch takes, equal logits among them."""
+def test_router(emulated, normalize, monkeypatch):
+    """Equal logits among them, and more pairs than a threadgroup has in its memory."""
+    monkeypatch.setattr(topk, "_NEAR_PAIRS", 512)
     kind = Router(64, 5, normalize)
     assert topk.ROUTER.works(kind, mx.float32) and topk.ROUTER.works(kind, mx.bfloat16)
     draw = np.random.default_rng(2)
-    most = topk.MOST_PAIRS // 6
+    most = gpu.MOST_ROWS + 6
     logits = mx.array(draw.integers(-40, 40, (most, 64)).astype(np.float32) / 4)
     gate = mx.contiguous(logits[:, :1])
-    for rows in (1, 3, gpu.MOST_ROWS + 6, most):
+    for rows in (1, 3, most):
         inputs = logits[:rows], gate[:rows]
         found, true = topk.run_kernel(*inputs, kind), topk.portable(*inputs, kind)
         for ours, theirs in zip(found, true, strict=True):

@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from mlx_mtp.models.gemm import measure, routes
-from mlx_mtp.models.gemm.routes import BY_MLX, routes_of, with_routes
+from mlx_mtp.models.gemm.routes import BY_MLX, Routes, routes_of, with_routes
 from mlx_mtp.selftest import products
 from tests.kernels import gemms
 from tests.kernels.conftest import forget_kernels
@@ -125,10 +125,16 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         measure.choose_routes(layer, BF16)
         return layer
 
-    for worth, ours in [((4, 16), range(2, 17)), ((4,), range(2, 5)), ((16,), range(5, 17))]:
+    every = 2, 4, 5, 8, 12, 16
+    for worth, ours in [
+        (every, {*range(2, 17)}),
+        ((2, 4), {2, 3, 4}),
+        ((8, 16), {6, 7, 8, *range(13, 17)}),  # What lies between them stays refused.
+        ((5,), {5}),
+    ]:
         used = layer(*worth)
-        assert routes_of(used).kernel == ours
-        for rows in (1, 2, 4, 5, 16, 17):
+        assert {rows for rows in range(99) if routes_of(used).serves(rows)} == ours
+        for rows in (1, 2, 4, 5, 9, 16, 17):
             x = mx.random.normal((1, rows, 256), key=mx.random.key(rows)).astype(BF16)
             if rows in ours:
                 near(used(x)[0], exact(x[0], weight_of(used)))
@@ -138,9 +144,9 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
     unused = layer()
     assert type(unused) is nn.QuantizedLinear
     assert measured(unused).problem is None
-    for used in (unused, layer(4)):
+    for used in (unused, layer(4, 12)):
         assert len(measured(used).unused) == len(products.ROWS)
-    assert not measured(layer(4, 16)).unused
+    assert not measured(layer(*every)).unused
     for name, right, wrong, left in (
         ("_LANES", "fma(bias, total", "fma(2 * bias, total", range(5, 17)),
         ("_MATRICES", "values[n][8 + i]", "values[n][i]", range(2, 5)),
@@ -148,7 +154,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(metal_gemm, name, getattr(metal_gemm, name).replace(right, wrong))
             forget_kernels()
-            assert routes_of(found := layer(4, 16)).kernel == left
+            assert routes_of(found := layer(*every)).kernel == left
             assert "it is off by" in measured(found).problem
         forget_kernels()
         assert "it is off by" in caplog.text
@@ -156,7 +162,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
 
 
 @on_metal
-@pytest.mark.parametrize(("worth", "rows"), [((4, 16, 32), 6), ((4,), 4)])
+@pytest.mark.parametrize(("worth", "rows"), [((1, 2, 4, 5, 6, 8), 6), ((1, 2, 4), 4)])
 def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
     monkeypatch.setattr(metal_gemm, "_MOST_TOKENS", 6)  # as more take too long here
     monkeypatch.setattr(measure, "_is_worth_it", lambda *given: given[-1] in worth)
@@ -169,13 +175,13 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
     nn.quantize(block, 64, 4)
     assert measure.choose_routes(block, BF16)
     assert block.joins_shared
-    assert routes_of(block.switch_mlp).kernel == range(1, 7 if 32 in worth else 5)
-    assert routes_of(block.shared_expert).kernel == range(2, 17 if 16 in worth else 5)
+    assert routes_of(block.switch_mlp) == Routes(range(1, 1 + rows))
+    assert routes_of(block.shared_expert) == Routes(range(2, 1 + worth[-1]))
     x = mx.random.normal((rows, 128), key=mx.random.key(0)).astype(BF16)
     chosen = mx.array([[0, 1], [1, 2]] * (rows // 2))
     for layer, *rest in ((block.switch_mlp, chosen), (block.shared_expert,)):
         found = layer(x, *rest).astype(mx.float32)
-        true = measure._in_float32(layer)(x.astype(mx.float32), *rest)
+        true = measure.in_float32(layer)(x.astype(mx.float32), *rest)
         assert mx.abs(found - true).max() < 0.02 * mx.abs(true).max()
     assert "WARNING" not in caplog.text
 
@@ -198,12 +204,13 @@ def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, 
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
     measure.choose_routes(block, BF16)
-    assert type(block) is SwitchGLU
+    # A block of one pair does not go on.
+    assert not any(routes_of(block).serves(rows) for rows in (1, 9, 16, 64)[right[0] == "&" :])
     assert "not used" in caplog.text
 
 
 @on_metal
-@pytest.mark.parametrize(("rows", "fails"), [(None, False), (None, True), (32, False), (64, True)])
+@pytest.mark.parametrize(("rows", "fails"), [(None, False), (None, True), (16, False), (64, True)])
 def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
     emulated, rows, fails, monkeypatch, caplog
 ):
@@ -228,11 +235,13 @@ def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
     measure.choose_routes(block, BF16)
-    sound = range(0) if fails else range(1, 65)
-    used = sound if rows is None else range(1, 5)
-    assert routes_of(block).kernel == used and (type(block) is SwitchGLU) == (not used)
+    sound = set() if fails else {*range(1, 65)}
+    wrong = {16: range(9, 17), 64: range(17, 65)}
+    used = sound if rows is None else {*range(1, 65)} - {*wrong[rows]}
+    assert {n for n in range(99) if routes_of(block).serves(n)} == used
+    assert (type(block) is SwitchGLU) == (not used)
     fault = "no memory" if fails else f"at {rows} rows"
-    assert (fault in caplog.text) == (used != range(1, 65))
+    assert (fault in caplog.text) == (len(used) < 64)
 
 
 @on_both

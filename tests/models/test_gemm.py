@@ -11,6 +11,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels import gpu
 from mlx_mtp.models.gemm import measure, routes
+from mlx_mtp.models.gemm.exact import make_batch_invariant
 from mlx_mtp.models.gemm.measure import choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, digest, routes_of, set_routes
 
@@ -74,7 +75,7 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
         "_in_blocks",
         lambda call, *inputs: blocks(lambda *a: seen.append(len(a[0])) or call(*a), *inputs),
     )
-    routes.make_batch_invariant(model)
+    make_batch_invariant(model, mx.float32)
     assert routes_of(model.expanded).expand_from == 65, "not as measured"
     assert not routes_of(model.plain).kernel, "it serves fewer rows than a step may have"
     monkeypatch.setattr(routes, "expanded", lambda w, *parts: mx.dequantize(w, *parts))

@@ -2,7 +2,8 @@
 
 Up to four rows, and experts, are sums of a warp's lanes; five to sixteen rows are products of 8 x 8
 by the matrix units, of which a threadgroup's warps split K. All sums are float32, in an order that
-does not depend on the other rows.
+does not depend on the other rows. Sums of lanes have one order at any number of rows, so with
+`SkinnyGemm.one_order` there are no others.
 
 It has not been run on a Mac. The bodies run on CUDA too, where `cuda.skinny_gemm` is faster.
 """
@@ -19,9 +20,14 @@ from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 WORTH = 1.0  # the most that it may take, over mlx's operation
 MOST_PAIRS = 0  # of token and expert, of a prompt
 
-_ROWS, _FEATURES = 4, 4  # of a warp that sums; their product is the number of its sums
+_ROWS, _SUMS = 4, 16  # rows that lanes sum up to, where they have a choice; sums of a warp
+# Rows and pairs of token and expert up to which a warp sums one, two and four rows; else eight, or
+# of pairs four. A pair is mostly the only one of its expert.
+_ROWS_OF, _PAIRS_OF = ((1, 1), (2, 2), (4, 4)), ((16, 1), (64, 2))
+_LARGEST, _LARGEST_OF_PAIRS = 8, 4
 _MOST_ROWS = 16  # of a threadgroup with matrices: mlx's own serves more
-_MOST_TOKENS = 64  # with experts
+_LASTS = (2, 4, 5, 8, 12, _MOST_ROWS)  # of each band
+_LASTS_OF_EXPERTS, _MOST_TOKENS = (1, 2, 4, 8, 16), 64
 _STEP = 64  # columns that a warp multiplies at once: eight of each line of a matrix
 # Of this many features a warp with matrices has 32; of fewer 16, so that there are enough of them.
 _WIDE = 8192
@@ -266,10 +272,18 @@ def applies(weight: Weight, dtype: mx.Dtype) -> bool:
 
 
 def bands(weight: Weight) -> dict[int, range]:
-    """The numbers of tokens of a decode step that it may serve, each by that to time it with."""
+    """The numbers of tokens of a decode step that it may serve, each by that to time it with.
+
+    Where mlx reads the weights once more, a band ends: after 5 and 10 rows, and before 13, from
+    where on it has a GEMM; ours reads them once for 4, 8 and 16.
+    """
+    lasts, first = list(_LASTS), 2
     if weight.codes.ndim == 3:
-        return {4: range(1, _ROWS + 1), 32: range(_ROWS + 1, _MOST_TOKENS + 1)}
-    return {_ROWS: range(2, _ROWS + 1), _MOST_ROWS: range(_ROWS + 1, _MOST_ROWS + 1)}
+        lasts, first = [*(n for n in _LASTS_OF_EXPERTS if n < _MOST_TOKENS), _MOST_TOKENS], 1
+    found = {}
+    for last in lasts:
+        found[last], first = range(first, last + 1), last + 1
+    return found
 
 
 def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
@@ -280,9 +294,11 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
     mode, bits, group = weights[0].form
     template: dict[str, Any] = {"T": x.dtype, "K": x.shape[1], "BITS": bits, "GROUP": group}
     template |= {"AFFINE": mode == "affine", "PARTS": parts}
-    sums = bool(gemm.pairs) or gemm.rows <= _ROWS
+    sums = bool(gemm.pairs) or gemm.one_order or gemm.rows <= _ROWS
     if sums:
-        warps, features, block = 4, _FEATURES // parts, _ROWS
+        of, most = (_PAIRS_OF, _LARGEST_OF_PAIRS) if gemm.pairs else (_ROWS_OF, _LARGEST)
+        block = next((block for rows, block in of if gemm.rows <= rows), most)
+        warps, features = 4, min(4, _SUMS // block) // parts
         template |= {"FEATURES": features}
         blocks = -(-outputs // features)
     else:

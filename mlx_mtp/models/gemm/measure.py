@@ -7,6 +7,7 @@ rows on expanding the weights is faster is measured too; small weights are expan
 prompt.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from mlx_mtp.models.gemm.routes import (
 logger = logging.getLogger(__name__)
 
 WeightShapes = tuple[tuple[tuple[int, ...], Format], ...]  # shapes of codes
+Kind = tuple[type[nn.Module], WeightShapes]
 
 # Bytes of a layer's weights. Timing smaller ones would time the host: on an H200 it takes 40 to 60
 # us for either form, and of 512 outputs of 2,048 tokens mlx's kernel takes the GPU 70.
@@ -48,8 +50,8 @@ _TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
 # Rows that are compared, beside those that are timed, as far as a kernel serves them: two blocks,
 # the last of which is not full; and as many as Metal's experts serve at most.
 _COMPARED = 13, 64
-_NOT_HERE = "it does not run here: {}"
-_TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
+NOT_HERE = "it does not run here: {}"
+TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
 _EMBEDDINGS = nn.QuantizedEmbedding, nn.Embedding
 _STORING = nn.QuantizedLinear, nn.Linear, *_EMBEDDINGS, QuantizedSwitchLinear, SwitchLinear
 
@@ -66,26 +68,33 @@ def choose_routes(model: nn.Module, dtype: mx.Dtype) -> bool:
     for module in model.modules():
         if "switch_mlp" in module:
             module.switch_mlp.top_k = module.top_k  # which its kernel is compiled for
-    tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
-    kinds: dict[tuple[type[nn.Module], WeightShapes], list[nn.Module]] = {}
-    for module in model.modules():
-        if (tied or type(module) not in _EMBEDDINGS) and kernel_bands(module, dtype):
-            weights = map(weight_of, parts_of(module))
-            shapes = tuple((weight.codes.shape, weight.form) for weight in weights)
-            kinds.setdefault((type(module), shapes), []).append(module)
     used = False
     # An MLP is compared with what its own last product will be.
-    for (_, shapes), modules in sorted(kinds.items(), key=lambda kind: len(kind[0][1])):
-        rows = _kernel_rows(modules, dtype, shapes)
-        for module in modules if rows else ():
+    kinds = kinds_of(model, dtype).items()
+    for (_, shapes), modules in sorted(kinds, key=lambda kind: len(kind[0][1])):
+        kernel, gaps = _kernel_rows(modules, dtype, shapes)
+        for module in modules if kernel else ():
             used = True
-            set_routes(module, Routes(kernel=rows, prompt=_most_of_prompt(module)))
+            set_routes(module, Routes(kernel, gaps, prompt=_most_of_prompt(module)))
     for module in model.modules():
         if type(module) is Qwen3NextSparseMoeBlock:
             module.joins_shared = _joins(module, dtype)
     if gpu.backend() == "cuda":
         _choose_expansion(model, dtype)
     return used
+
+
+def kinds_of(model: nn.Module, dtype: mx.Dtype) -> dict[Kind, list[nn.Module]]:
+    """The layers that the kernel is made for, by mlx's class, shapes and format."""
+    tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
+    kinds: dict[Kind, list[nn.Module]] = {}
+    for module in model.modules():
+        kind = mlx_class(module)
+        if (tied or kind not in _EMBEDDINGS) and kernel_bands(module, dtype):
+            weights = map(weight_of, parts_of(module))
+            shapes = tuple((weight.codes.shape, weight.form) for weight in weights)
+            kinds.setdefault((kind, shapes), []).append(module)
+    return kinds
 
 
 def kernel_takes_all_weights(model: nn.Module, dtype: mx.Dtype) -> bool:
@@ -143,18 +152,20 @@ def _top_k(module: nn.Module) -> int:
     return int(getattr(module, "top_k", 2))  # those of a model have their block's
 
 
-def _kernel_rows(modules: Sequence[nn.Module], dtype: mx.Dtype, shapes: WeightShapes) -> range:
-    """The numbers of rows that the kernel is to serve in layers of a kind."""
-    first, served = modules[0], range(0)
+def _kernel_rows(
+    modules: Sequence[nn.Module], dtype: mx.Dtype, shapes: WeightShapes
+) -> tuple[range, tuple[range, ...]]:
+    """The numbers of rows that the kernel is to serve in layers of a kind, and gaps in them."""
+    first, served = modules[0], list[range]()
     for rows, band in kernel_bands(first, dtype).items():
-        if type(first) is Qwen3NextMLP and rows not in routes_of(first.down_proj).kernel:
+        if type(first) is Qwen3NextMLP and not routes_of(first.down_proj).serves(rows):
             continue  # Its rows would depend on one another all the same.
         fault, is_worth_it = _problem(first, dtype, band, rows), False
         if fault is None:
             try:
                 is_worth_it = _is_worth_it(modules[:_TIMED], dtype, rows)
             except Exception as error:
-                fault = _NOT_HERE.format(error)
+                fault = NOT_HERE.format(error)
         layers = f"{shapes}, {band.start} rows and more"
         if fault is not None:
             logger.warning("The few-rows kernel is not used for %s: %s", layers, fault)
@@ -162,11 +173,15 @@ def _kernel_rows(modules: Sequence[nn.Module], dtype: mx.Dtype, shapes: WeightSh
         elif not is_worth_it:
             logger.info("The few-rows kernel is not used for %s: mlx's is faster", layers)
         else:
-            served = range(served.start or band.start, band.stop)
-    return served
+            served.append(band)
+    if not served:
+        return range(0), ()
+    pairs = itertools.pairwise(served)
+    gaps = tuple(range(a.stop, b.start) for a, b in pairs if a.stop < b.start)
+    return range(served[0].start, served[-1].stop), gaps
 
 
-def _inputs(
+def inputs_of(
     module: nn.Module,
     rows: int,
     dtype: mx.Dtype,
@@ -184,12 +199,14 @@ def _inputs(
 def _problem(module: nn.Module, dtype: mx.Dtype, band: range, timed: int) -> str | None:
     """Why the kernel must not serve a layer: results are wrong, or a row's depend on others."""
     least, last = band.start, band.stop - 1
-    sizes = sorted({min(rows, last) for rows in (*_COMPARED, timed)})
+    sizes = sorted({max(least, min(rows, last)) for rows in (*_COMPARED, timed)})
     # The first expert has more rows than a block, others few, and they are in no order.
-    x, *rest = _inputs(module, sizes[-1], dtype, lambda pair: mx.where(pair % 3 > 0, 0, -1 - pair))
+    x, *rest = inputs_of(
+        module, sizes[-1], dtype, lambda pair: mx.where(pair % 3 > 0, 0, -1 - pair)
+    )
     try:
         # For more rows mlx compiles another kernel, which may take it half a minute a format.
-        exact, inputs = _in_float32(module), (x.astype(mx.float32), *rest)
+        exact, inputs = in_float32(module), (x.astype(mx.float32), *rest)
         fours = [[each[at : at + 4] for each in inputs] for at in range(0, len(x), 4)]
         true = mx.concatenate([product(exact, *each) for each in fours])
         ours = with_routes(module, Routes(kernel=band))
@@ -198,25 +215,25 @@ def _problem(module: nn.Module, dtype: mx.Dtype, band: range, timed: int) -> str
             found = product(ours, x[:rows], *(each[:rows] for each in rest))
             error = mx.abs(found.astype(mx.float32) - true[:rows]).max()
             share = float(error / mx.abs(true[:rows]).max())
-            if not share < _TOLERANCE:
+            if not share < TOLERANCE:
                 return f"it is off by {share:.1e} at {rows} rows"
             if not mx.array_equal(found[:least], alone).item():
                 return f"a row depends on the others at {rows} rows"
     except Exception as error:
-        return _NOT_HERE.format(error)
+        return NOT_HERE.format(error)
     return None
 
 
 def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     """Whether a mixture's shared expert is computed with the others: it must give the same."""
     routed, shared = block.switch_mlp, block.shared_expert
-    if 2 not in routes_of(routed).kernel or 2 not in routes_of(shared).kernel:
+    if not (routes_of(routed).serves(2) and routes_of(shared).serves(2)):
         return False
     both = ([weight_of(part) for part in parts_of(each)] for each in (routed, shared))
     if any(a.form != b.form or a.codes.shape[1:] != b.codes.shape for a, b in zip(*both)):
         return False
     rows, last = min(routes_of(routed).kernel.stop - 1, _COMPARED[-1]) // 2 * 2, block.num_experts
-    (x,) = _inputs(shared, rows, dtype)
+    (x,) = inputs_of(shared, rows, dtype)
     chosen = mx.arange(rows * block.top_k).reshape(rows, -1) % last
     pairs = mx.pad(chosen, [(0, 0), (0, 1)], constant_values=last).flatten().astype(mx.int32)
     order = mx.argsort(pairs).astype(mx.int32)
@@ -229,7 +246,7 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
         if mx.array_equal(together.reshape(true.shape), true).item():
             return True
     except Exception as problem:
-        fault = _NOT_HERE.format(problem)
+        fault = NOT_HERE.format(problem)
     logger.warning("The few-rows kernel is not used for shared experts: %s", fault)
     return False
 
@@ -239,7 +256,7 @@ def _is_worth_it(modules: Sequence[nn.Module], dtype: mx.Dtype, rows: int) -> bo
     nbytes = sum(weight_of(part).codes.nbytes for part in parts_of(modules[0]))
     if gpu.backend() == "cuda" and nbytes < SMALL:
         return True
-    times, inputs = [], _inputs(modules[0], rows, dtype)
+    times, inputs = [], inputs_of(modules[0], rows, dtype)
     for routes in (Routes(kernel=range(rows, rows + 1)), BY_MLX):
         layers = [with_routes(module, routes) for module in modules]
         # As layers are: else the host's time would be all that is seen.
@@ -248,12 +265,12 @@ def _is_worth_it(modules: Sequence[nn.Module], dtype: mx.Dtype, rows: int) -> bo
     return bool(times[0] < times[1] * skinny_kernel().WORTH)
 
 
-def _in_float32(module: nn.Module) -> nn.Module:
+def in_float32(module: nn.Module) -> nn.Module:
     """A layer of the same codes that mlx multiplies and adds in float32."""
     twin = with_routes(module, BY_MLX)
     for name, value in module.items():
         if isinstance(value, nn.Module) and "weight" in value:
-            twin[name] = _in_float32(value)
+            twin[name] = in_float32(value)
         elif isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
             twin[name] = value.astype(mx.float32)
     return twin
@@ -306,7 +323,7 @@ def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
         true = usual.astype(mx.float32)
         error, largest = mx.abs(ours.astype(mx.float32) - true).max(), mx.abs(true).max()
         slower = faster >= seconds and not is_small
-        if slower or not (error <= _TOLERANCE * largest).item():
+        if slower or not (error <= TOLERANCE * largest).item():
             break
         least = rows
     return least

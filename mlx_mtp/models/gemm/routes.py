@@ -15,7 +15,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -38,15 +38,21 @@ _BLOCK = 64  # rows
 class Routes:
     """The operation for each number of tokens; by default mlx's own for all."""
 
-    kernel: range = range(0)  # tokens of a decode step (`gpu.few`) that the kernel serves
+    kernel: range = range(0)  # tokens of a decode step (`gpu.few`) that the kernel serves ...
+    gaps: tuple[range, ...] = ()  # ... but for these of them
+    one_order: bool = False  # of the kernel's sums, whatever the number of rows is
     in_blocks: bool = False  # all other numbers of a decode step are computed in blocks
     expand_from: float = math.inf  # tokens, of which weights are expanded
     prompt: int = 0  # tokens of a prompt up to which the kernel serves, if they are not expanded
 
+    def serves(self, rows: int) -> bool:
+        """Whether the kernel serves this number of tokens of a decode step."""
+        return rows in self.kernel and not any(rows in gap for gap in self.gaps)
+
     def operation(self, rows: int) -> str:
         """One of "kernel", "blocks", "expand" and "mlx"."""
         if gpu.few(rows):
-            if rows in self.kernel:
+            if self.serves(rows):
                 return "kernel"
             if self.in_blocks:
                 return "blocks"
@@ -63,7 +69,8 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
     if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
         return [layer(x) for layer in layers]
-    gemm = SkinnyGemm(_flat_rows(x), [weight_of(layer) for layer in layers])
+    weights, one_order = [weight_of(layer) for layer in layers], routes_of(layers[0]).one_order
+    gemm = SkinnyGemm(_flat_rows(x), weights, one_order=one_order)
     products: list[mx.array] = skinny_kernel().run_kernel(gemm)
     return products if x.ndim == 2 else [each.reshape(*x.shape[:-1], -1) for each in products]
 
@@ -86,7 +93,7 @@ def is_decode_sized(x: mx.array) -> bool:
 
 def served(x: mx.array, layer: nn.Module) -> bool:
     """Whether a layer runs the kernel for these tokens [.., H] of a decode step."""
-    return is_decode_sized(x) and x.size // x.shape[-1] in routes_of(layer).kernel
+    return is_decode_sized(x) and routes_of(layer).serves(x.size // x.shape[-1])
 
 
 def routes_of(layer: nn.Module) -> Routes:
@@ -118,28 +125,11 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return [module] if "weight" in module else [module[name] for name in names]
 
 
-def make_batch_invariant(model: nn.Module) -> None:
-    """Let every operation of a decode step see numbers of rows for which a row's bits are equal.
-
-    What no kernel serves is computed in blocks.
-    """
-    for module in model.modules() if gpu.backend() is not None else ():
-        kind, routes = mlx_class(module), routes_of(module)
-        if kind not in ROUTED:
-            continue
-        if kind is not SwitchGLU and "scales" not in parts_of(module)[0]:
-            routes = replace(routes, kernel=range(0))  # it serves fewer rows than a step may have
-        if routes.expand_from < math.inf:
-            # Not as measured: prefixes on disk outlive a process.
-            most = gpu.MOST_ROWS if kind is SwitchGLU else gpu.MOST_PROMPT_ROWS
-            routes = replace(routes, expand_from=1 + most)
-        set_routes(module, replace(routes, in_blocks=kind is not Qwen3NextMLP))
-
-
 def digest(model: nn.Module) -> str:
     """Which operations a loaded model uses, where measurement chose them: equal for equal ones."""
     layers = [(name, mlx_class(m).__name__, routes_of(m)) for name, m in model.named_modules()]
-    return hashlib.sha256(str((sorted(layers, key=str), sorted(gpu.refused))).encode()).hexdigest()
+    choices = sorted(layers, key=str), sorted(gpu.refused), sorted(gpu.slower)
+    return hashlib.sha256(str(choices).encode()).hexdigest()
 
 
 def experts_in_order(
@@ -176,7 +166,8 @@ def _linear_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
 def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
     """Gate, up and activation are one launch."""
     weights = [weight_of(self.gate_proj), weight_of(self.up_proj)]
-    (inner,) = skinny_kernel().run_kernel(SkinnyGemm(_flat_rows(x), weights, 2))
+    gemm = SkinnyGemm(_flat_rows(x), weights, 2, one_order=self.routes.one_order)
+    (inner,) = skinny_kernel().run_kernel(gemm)
     down: mx.array = self.down_proj(inner if x.ndim == 2 else inner.reshape(*x.shape[:-1], -1))
     return down
 

@@ -1,0 +1,259 @@
+"""Whether answers are exact on this machine, and what that costs: checked when a model is loaded.
+
+On CUDA the kernels' own checks say so. On Metal, which the authors have not run, each operation of
+a decode step is computed for rows alone and beside others, then steps of the whole model, and the
+bits are compared. What is found is kept for the next start.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+from pydantic import BaseModel
+
+from mlx_mtp.cache.batch import BatchCache
+from mlx_mtp.cache.specs import AttentionSpec, GatedDeltaSpec
+from mlx_mtp.calibration.cost_file import fingerprint
+from mlx_mtp.kernels import attention, cases, gpu
+from mlx_mtp.kernels.row_check import row_problem
+from mlx_mtp.models.gemm.exact import batch_invariant, exact_cost, one_order_faults
+from mlx_mtp.models.gemm.measure import kinds_of, timed
+from mlx_mtp.models.model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+MOST_COST = 0.05  # of a plain step, with which answers are exact by default
+_ROWS = (1, 2, 4, 8)  # of the steps that are compared
+_TIMED_ROWS = (1, 4)  # a plain step of one row; one with three drafts, or of four rows
+_TIMED_KEYS = 2048  # of attention
+_PROMPT, _TOKENS = 7, 4  # of each row
+_FORMAT = 1
+
+
+class Exactness(BaseModel):
+    """What a check has found."""
+
+    checked: list[str]  # names of operations
+    faults: dict[str, str]  # by operation: why its bits are not a function of its row
+    # By rows of a step: what more its products and attention take, as a share.
+    costs: dict[int, float]
+    seconds: float
+
+    @property
+    def default(self) -> bool:
+        """Whether answers are exact unless a flag says otherwise."""
+        return not self.faults and max(self.costs.values(), default=0.0) <= MOST_COST
+
+    def text(self, exact: bool) -> str:
+        """A sentence of the banner; `exact`: the mode is on."""
+        if self.faults:
+            name, why = next(iter(self.faults.items()))
+            more = f", and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
+            return (
+                f"not exact, {name}: {why}{more}. They may part where two tokens are about as good"
+            )
+        cost = max(self.costs.values(), default=0.0)
+        found = f"{len(self.checked)} operations and whole steps compared on this machine"
+        if exact:
+            return f"{found}, {cost:+.0%} of a step"
+        return f"--exact makes them the same to the bit ({found}), for {cost:+.0%} of a step"
+
+
+def decide_exact(model: LoadedModel, wanted: bool | None, folder: Path | None = None) -> bool:
+    """Whether answers are to be exact, as a flag wants it or else as the loaded model is."""
+    exact = model.resolve_exact(wanted)
+    found = exactness_of(model, folder) if exact else None
+    return exact if found is None or wanted is not None else found.default
+
+
+def exactness_of(model: LoadedModel, folder: Path | None = None) -> Exactness | None:
+    """What the check of a loaded model on this machine finds, now or at an earlier start.
+
+    None where there is nothing to check: on CUDA, or if answers can't be exact. What goes wrong in
+    the check is a fault, no error.
+    """
+    if gpu.backend() != "metal" or not model.can_be_exact:
+        return None
+    known: Exactness | None = vars(model.model).get("exactness")
+    if known is not None:
+        return known
+    path = None
+    if folder is not None:
+        path = folder / f"exactness-{fingerprint(model, None, [str(_FORMAT)])[:32]}.json"
+    found = _read(path) or _checked(model)
+    vars(model.model)["exactness"] = found
+    if path is not None and not found.faults:
+        _write(path, found)
+    for name, why in found.faults.items():
+        logger.warning("Answers are not exact, %s: %s", name, why)
+    return found
+
+
+def _checked(model: LoadedModel) -> Exactness:
+    began = time.perf_counter()
+    checked, faults, costs = list[str](), dict[str, str](), dict[int, float]()
+    for name, problem in _checks(model):
+        checked.append(name)
+        if (fault := _fault(problem)) is not None:
+            faults[name] = fault
+    if not faults:
+        try:
+            costs = {rows: _cost(model, rows) for rows in _TIMED_ROWS}
+        except Exception as error:
+            faults["the time of products"] = f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - began
+    return Exactness(checked=checked, faults=faults, costs=costs, seconds=seconds)
+
+
+def _fault(problem: Callable[[], str | None]) -> str | None:
+    try:
+        return problem()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _checks(model: LoadedModel) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """The operations of a decode step, each with what says why it is not exact; steps come last."""
+    faults = one_order_faults(model.model, model.dtype)
+    for kind in kinds_of(model.model, model.dtype):
+        _, shapes = kind
+        (codes, form), *_ = shapes
+        inputs = codes[-1] * 32 // form.bits
+        name = f"product of {inputs} by {codes[-2]}, {form.mode} of {form.bits} bits"
+        name += f" in groups of {form.group_size}" + (", gate and up" if len(shapes) > 1 else "")
+        yield name, lambda kind=kind: faults.get(kind)  # type: ignore[misc]
+    for case in _kernel_cases(model):
+        name = f"{case.operation.name.replace('_', ' ')} {tuple(case.shape)}"
+        yield name, lambda case=case: row_problem(case)  # type: ignore[misc]
+    yield "a whole step", lambda: _step_problem(model)
+
+
+def _kernel_cases(model: LoadedModel) -> list[cases.KernelCase]:
+    found = cases.layer_cases(model.causal_lm.args, model.dtype)
+    recurrent = [s for s in model.layer_specs if isinstance(s, GatedDeltaSpec)]
+    own = [s for s in model.layer_specs if isinstance(s, AttentionSpec)]
+    for spec in recurrent[:1]:
+        found += cases.recurrence_cases(spec.shape, model.dtype)
+    for each in own[:1]:
+        found += cases.attention_cases((each.heads, each.kv_heads, each.head_dim), model.dtype)
+    return found
+
+
+class _Row(NamedTuple):
+    prompt: list[int]
+    tokens: list[int]  # that follow
+    logits: list[mx.array]  # after each of these, computed alone, one by one
+
+
+def _step_problem(model: LoadedModel) -> str | None:
+    """Compare steps of the whole model: rows alone, token by token, and windows of several rows.
+
+    Of a first window one token is kept, which a second window folds into its states.
+    """
+    with batch_invariant(model.model, model.dtype):
+        rows = list[_Row]()
+        for number in range(_ROWS[-1]):
+            count = _PROMPT + _TOKENS - number % 3
+            ids = [(97 * (number + 1) + 7919 * i) % model.vocab_size for i in range(count)]
+            rows.append(_Row(ids[:-_TOKENS], ids[-_TOKENS:], []))
+            steps = _Steps(model, [rows[-1].prompt])
+            for token in rows[-1].tokens:
+                logits = steps.window([[token]], [1], is_kept=True)
+                rows[-1].logits.append(logits[0])
+            mx.eval(rows[-1].logits)
+        for count in _ROWS:
+            some = rows[:count]
+            steps = _Steps(model, [row.prompt for row in some])
+            # Rejected drafts of other lengths, then windows of the tokens themselves.
+            wrong = [[row.tokens[0], *[1] * (n % 4)] for n, row in enumerate(some)]
+            first = steps.window(wrong, [1] * count)
+            lengths = [1 + n % (_TOKENS - 1) for n in range(count)]
+            right = [row.tokens[1 : 1 + n] for row, n in zip(some, lengths)]
+            second = steps.window(right, lengths)
+            for number, row in enumerate(some):
+                begin = sum(map(len, wrong[:number]))
+                pairs = [(first[begin], row.logits[0])]
+                begin = sum(lengths[:number])
+                pairs += [(second[begin + i], row.logits[1 + i]) for i in range(lengths[number])]
+                for place, (found, true) in enumerate(pairs):
+                    if not mx.array_equal(found, true).item():
+                        return f"a row of {count} has other bits than alone, at its token {place}"
+    return None
+
+
+class _Steps:
+    """Rows of prompts, each computed alone as one window, and decode steps after them."""
+
+    def __init__(self, model: LoadedModel, prompts: list[list[int]]) -> None:
+        self._model, self._lengths = model, [len(prompt) for prompt in prompts]
+        caches = [model.make_cache(1) for _ in prompts]
+        for cache, prompt in zip(caches, prompts):
+            count = mx.array([len(prompt)], dtype=mx.int32)
+            self._run(cache, [prompt], [len(prompt)], count)
+            cache.commit(count)
+        self._cache = caches[0]
+        for other in caches[1:]:
+            self._cache.extend(other)
+
+    def window(self, tokens: list[list[int]], kept: list[int], is_kept: bool = False) -> mx.array:
+        """Logits [N, V] after a window of these tokens of each row, of which some are kept."""
+        num_kept = mx.array(kept, dtype=mx.int32)
+        limits = [length + len(own) for length, own in zip(self._lengths, tokens)]
+        logits = self._run(self._cache, tokens, limits, num_kept if is_kept else None)
+        self._cache.commit(num_kept)
+        self._lengths = [length + n for length, n in zip(self._lengths, kept)]
+        return logits
+
+    def _run(
+        self, cache: BatchCache, tokens: list[list[int]], limits: list[int], kept: mx.array | None
+    ) -> mx.array:
+        cache.reserve(limits)
+        cache.begin_window([len(own) for own in tokens], kept)
+        ids = mx.array([token for own in tokens for token in own], dtype=mx.int32)
+        return self._model.logits(self._model.hidden(ids, cache))
+
+
+def _cost(model: LoadedModel, rows: int) -> float:
+    """What a step takes more in products and attention if it is exact, as a share."""
+    ours, best = exact_cost(model.model, model.dtype, rows)
+    own = [s for s in model.layer_specs if isinstance(s, AttentionSpec)]
+    if own:
+        spec = own[0]
+        buffer = mx.zeros((2 * spec.kv_heads * _TIMED_KEYS, spec.head_dim), dtype=model.dtype)
+        shape = rows, spec.heads, spec.head_dim
+        queries = mx.random.normal(shape, key=mx.random.key(0)).astype(model.dtype)
+        positions = mx.arange(_TIMED_KEYS - rows, _TIMED_KEYS, dtype=mx.int32)
+        scale, slots = spec.head_dim**-0.5, ((0, 0, _TIMED_KEYS, 0, rows),)
+        kv = buffer.reshape(2, 1, spec.kv_heads, _TIMED_KEYS, spec.head_dim)
+        given = queries, positions, [buffer], spec.kv_heads, slots, rows, scale, True
+        mask = mx.arange(_TIMED_KEYS) <= positions[None, None, :, None]
+        by_mlx = queries[None], kv, positions[None], lambda: mask, _TIMED_KEYS, 0, None, scale
+        ours += len(own) * timed(lambda: attention.attend_windows(*given))[1]
+        best += len(own) * timed(lambda: attention.attend_rectangle(*by_mlx))[1]
+    return ours / best - 1
+
+
+def _read(path: Path | None) -> Exactness | None:
+    if path is None:
+        return None
+    try:
+        return Exactness.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("%s is not used, and exactness is checked anew: %s", path, error)
+        return None
+
+
+def _write(path: Path, found: Exactness) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(found.model_dump()))
+        beside.replace(path)
+    except OSError as error:
+        logger.warning("What was found of exactness is not kept: %s", error)

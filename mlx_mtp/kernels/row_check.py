@@ -1,0 +1,136 @@
+"""Whether a row of a decode step has the same bits alone and beside others, by kernel.
+
+The kernels are made so; here the machine's own compiler and GPU are asked.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
+from mlx_mtp.kernels.cases import KernelCase
+from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow
+from mlx_mtp.kernels.self_check import RandomInputs
+
+ROWS = (1, 2, 3, 4, 5, 8, 16, 33, 64)  # of steps that are compared
+ALONE = 8  # rows that are also computed by themselves
+_WINDOW, _KEPT = 5, 3  # tokens of a window, and how many of them are kept
+
+
+def row_problem(case: KernelCase) -> str | None:
+    """What is wrong with an operation of a decode step at a shape; None if nothing is.
+
+    Either no kernel runs, or a row's bits depend on what is beside it.
+    """
+    operation, shape, dtype = case
+    if not operation.works(shape, dtype):
+        return "no kernel is used"
+    with gpu.decode_pass():
+        if isinstance(operation, norms.FusedNorm):
+            same = _norm(operation, shape, dtype)
+        elif operation is topk.ROUTER:
+            same = _router(shape, dtype)
+        elif operation is short_conv.SHORT_CONV:
+            same = _short_conv(shape, dtype)
+        elif operation is gated_delta.GATED_DELTA:
+            same = _gated_delta(shape, dtype)
+        else:
+            return None  # Attention has been compared by `works`.
+    return None if same else "a row depends on the others"
+
+
+def same_rows(run: Callable[[slice], Sequence[mx.array]]) -> bool:
+    """Whether `run` gives a row the same at all numbers of rows, and wherever it is among them.
+
+    It computes the rows of a slice of all `ROWS[-1]`; its results have a row first.
+    """
+    alone = [run(slice(row, row + 1)) for row in range(ALONE)]
+    for rows in ROWS:
+        first = max(0, rows - ALONE) % ALONE  # Not all begin with the same row.
+        found = run(slice(first, first + rows))
+        for row in range(first, min(first + rows, ALONE)):
+            pairs = zip(alone[row], found, strict=True)
+            if not all(mx.array_equal(a[0], b[row - first]).item() for a, b in pairs):
+                return False
+    return True
+
+
+def _norm(operation: norms.FusedNorm, shape: norms.NormShape, dtype: mx.Dtype) -> bool:
+    most = 2 * ROWS[-1]
+    _, *arrays = operation._random_arguments(shape, dtype, most)
+
+    def run(rows: slice) -> Sequence[mx.array]:
+        given = []
+        for name, array in zip(operation.inputs, arrays, strict=True):
+            each = 0 if name.endswith("weight") else len(array) // most
+            given.append(array[each * rows.start : each * rows.stop] if each else array)
+        return operation.by_kernel(shape, *given)
+
+    return same_rows(run)
+
+
+def _router(router: topk.Router, dtype: mx.Dtype) -> bool:
+    shapes = [(2 * ROWS[-1], columns) for columns in (router.experts, 1)]
+    logits, gate = (mx.random.normal(s, key=mx.random.key(0)).astype(dtype) for s in shapes)
+
+    def run(rows: slice) -> Sequence[mx.array]:
+        return topk.run_kernel(logits[rows], gate[rows], router)[:2]
+
+    return same_rows(run)
+
+
+def _short_conv(shape: GDNShape, dtype: mx.Dtype) -> bool:
+    """Rows of a window, each window beside its tokens one by one."""
+    inputs = RandomInputs(0, shape, dtype)
+    projected, convolution = inputs.projected(ALONE, _WINDOW), inputs.convolution()
+    history = inputs.history(ALONE, 0)
+
+    def run(rows: slice, of: slice, before: mx.array, kept: mx.array | None) -> list[mx.array]:
+        own = GDNProjections(*(each[rows, of] for each in projected))
+        q, window, after = short_conv.run_kernel(own, convolution, before, kept)
+        return [q, *window, after]
+
+    everything = run(slice(None), slice(None), history, None)
+    for row in range(ALONE):
+        own, before, kept = slice(row, row + 1), history[row : row + 1], None
+        for t in range(_WINDOW):
+            *found, before = run(own, slice(t, t + 1), before, kept)
+            kept = mx.array([1], dtype=mx.int32)
+            if not _equal([a[:, 0] for a in found], [a[own, t] for a in everything[:-1]]):
+                return False
+    return True
+
+
+def _gated_delta(shape: GDNShape, dtype: mx.Dtype) -> bool:
+    """Rows of two windows, the first partly kept, beside the kept tokens one by one."""
+    inputs = RandomInputs(0, shape, dtype)
+    q, window = inputs.window(ALONE, _WINDOW + _KEPT)
+    state, kept = inputs.state(ALONE), mx.full((ALONE,), _KEPT, dtype=mx.int32)
+
+    def part(rows: slice, of: slice) -> tuple[mx.array, GDNWindow]:
+        return q[rows, of], GDNWindow(*(mx.contiguous(each[rows, of]) for each in window))
+
+    everyone, one = slice(None), mx.array([1], dtype=mx.int32)
+    first, after, pending = gated_delta.run_kernel(
+        *part(everyone, slice(_WINDOW)), state, None, None
+    )
+    # The second window begins with what followed the kept tokens.
+    second, folded, _ = gated_delta.run_kernel(
+        *part(everyone, slice(_KEPT, None)), after, pending, kept
+    )
+    for row in range(ALONE):
+        own, current = slice(row, row + 1), state[row : row + 1]
+        for t in range(_WINDOW):
+            if t == _KEPT and not _equal([current], [folded[own]]):
+                return False
+            given = part(own, slice(t, t + 1))
+            y, current, _ = gated_delta.run_kernel(*given, current, None, None, one)
+            among = [first[own, t]] + ([second[own, t - _KEPT]] if t >= _KEPT else [])
+            if not _equal([y[:, 0]] * len(among), among):
+                return False
+    return True
+
+
+def _equal(found: Sequence[Any], true: Sequence[Any]) -> bool:
+    return all(mx.array_equal(a, b).item() for a, b in zip(found, true, strict=True))
