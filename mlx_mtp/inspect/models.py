@@ -27,6 +27,8 @@ download  the language model's weights; a repository with a vision tower is
           about 1 GB larger, and that part is not loaded
 head      in BF16; whole files of the original are downloaded for it, of up to
           5 GB each (add-mtp-weights --dry-run says how much)
+Embeddings, which are not in the table: mlx-mtp serve Qwen/Qwen3-Embedding-0.6B
+(about 1.2 GB), -4B (8 GB) or -8B (15 GB), alone or beside other models.
 Computed from published shapes, in bfloat16, as serve plans its memory; not
 measured. The names were not looked up on the hub: `mlx-mtp inspect NAME` does
 that."""

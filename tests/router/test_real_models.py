@@ -31,7 +31,8 @@ from tests.router.conftest import is_gone
 from tests.support.process import CHAT, running
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.full
+# A busy machine takes a minute to load a model.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
 WORDS = ("fox", "lamp", "river", "tower")
 SDKS = ("openai", "anthropic", "ollama")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +127,19 @@ def test_a_busy_model_is_never_ended_but_drains_for_one_that_waits_long() -> Non
 
 
 def test_too_many_or_too_long_waiting_requests_are_refused_with_numbers() -> None:
-    options: dict[str, Any] = {"limit": 1, "max_queue": 1, "model_timeout": 1.5}
-    long = {"model": "a", "stream": True, "chunks": 1000, "pause": 0.1}
-    with (
-        routed("a", "b", **options) as client,
-        ThreadPoolExecutor() as pool,
-        client.stream("POST", CHAT, json=long),
-    ):
-        waits = pool.submit(client.chat, "b")
-        wait_until(lambda: bool(client.model("b").waiting))
-        refused = client.chat("b")
-        assert "1 requests wait" in error_of(refused, CHAT, 503)
-        assert refused.headers["retry-after"] == "2"
-        assert "within 1.5 seconds" in error_of(waits.result(), CHAT, 504)
+    long = {"model": "a", "stream": True, "chunks": 10_000, "pause": 0.1}
+    with ThreadPoolExecutor() as pool, routed("a", "b", limit=1, max_queue=1) as client:
+        with client.stream("POST", CHAT, json=long):
+            waits = pool.submit(client.chat, "b")
+            wait_until(lambda: bool(client.model("b").waiting))
+            refused = client.chat("b")
+            assert "1 requests wait" in error_of(refused, CHAT, 503)
+            assert refused.headers["retry-after"] == "2"
+            fleet = client.fleet
+            fleet.config, fleet._max_queue = replace(fleet.config, model_timeout=0.3), 2
+            assert "within 0.3 seconds" in error_of(client.chat("b"), CHAT, 504)
+            fleet.config = replace(fleet.config, model_timeout=60.0)
+        assert waits.result().json()["model"] == "b"
     with routed("a", "b", needs={"b": 2}, limit=2, pinned="a") as client:
         wait_until(lambda: client.states()["a"] == "ready")
         assert "needs 2 bytes" in error_of(client.chat("b"), CHAT, 503)
@@ -258,6 +259,7 @@ def pid_of(client: Routed, name: str) -> int:
     return int(client.chat(name).json()["pid"])
 
 
+@pytest.mark.full
 def test_requests_wait_for_the_next_process_while_one_that_hangs_is_being_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
