@@ -28,12 +28,14 @@ def test_two_ranks_see_as_one(tmp_path, monkeypatch, slowly, ties, family, depth
     write_checkpoint(tmp_path, layout)
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
 
+    few = kind.startswith("sampled") and depth == 2
+
     def work(links):
-        return answers(models[0], depth, kind, links=links, pause=1e-6)
+        return answers(models[0], depth, kind, links=links, few=few, pause=1e-6)
 
     tokens, reused = led(monkeypatch, models, work)
     monkeypatch.undo()
     requests = {each.request_id: each for each in make_requests(kind.split()[0])}
     for name, got in tokens.items():
         ties.check(name, got, slowly(family, requests[name.split()[1]]))
-    assert reused > 20
+    assert reused > (5 if few else 20)
