@@ -39,7 +39,7 @@ function Legend({ steps }) {
       ${tried.filter((each) => each.source === source).map(({ position, tried: all, accepted }) => html`<span title="${accepted} of ${all} that were tried">
         <span class="key ${classOf(source, position)}">a</span> ${ordinal(position)} draft ${percent(accepted, all)}</span>`)}
     </p>`)}
-    <p>A draft is a token that is guessed ahead; one step of the model checks several. Where a guess is what the model itself writes it is accepted, and costs nothing more. The answer is the same without drafts. ${" "}Drafts copied from other answers are shown only if they were accepted.</p>
+    <details><summary>What are drafts?</summary><p>Tokens that are guessed ahead; one step of the model checks several. Where a guess is what the model itself writes it is accepted, and saves a step. The answer is the same without drafts. Of drafts copied from other answers only accepted ones are shown.</p></details>
   </div>`;
 }
 
