@@ -35,7 +35,7 @@ function Legend({ steps }) {
     <p><span>${plural(tokens, "token")} in ${plural(steps.length, "step")}: <b>${number(tokens / steps.length, 2)} a step</b></span>
       <span><span class="key">a</span> drawn by the model: ${own}</span></p>
     ${[...new Set(tried.map((each) => each.source))].map((source) => html`<p>
-      <span>Drafts ${nameOf(source)} that were accepted:</span>
+      <span>Accepted drafts ${nameOf(source)}:</span>
       ${tried.filter((each) => each.source === source).map(({ position, tried: all, accepted }) => html`<span title="${accepted} of ${all} that were tried">
         <span class="key ${classOf(source, position)}">a</span> ${ordinal(position)} draft ${percent(accepted, all)}</span>`)}
     </p>`)}
