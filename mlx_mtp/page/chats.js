@@ -106,7 +106,13 @@ function forget(chat) {
 
 // Keeping them.
 
-const write = (chat) => localStorage.setItem(PREFIX + chat.id, JSON.stringify(chat));
+const sizes = new Map(); // characters, by chat
+
+function write(chat) {
+  const text = JSON.stringify(chat);
+  localStorage.setItem(PREFIX + chat.id, text);
+  sizes.set(chat.id, text.length);
+}
 
 export function save(chat) {
   // One without a message or a text is not worth keeping, and one that was deleted stays so.
@@ -127,12 +133,13 @@ export function save(chat) {
   changed();
 }
 
-/** The share of the browser's storage that is taken. */
-export const stored = () => Object.entries(localStorage).reduce((sum, [key, text]) => sum + key.length + text.length, 0) / MOST_STORED;
+/** The share of the browser's storage that chats take, about. */
+export const stored = () => [...chats.keys()].reduce((sum, id) => sum + (sizes.get(id) ?? 0), 0) / MOST_STORED;
 
 function load(key, text) {
   try {
     const chat = JSON.parse(text);
+    sizes.set(key.slice(PREFIX.length), text.length);
     if (!chat.nodes || !chat.settings) return;
     const own = chats.get(key.slice(PREFIX.length));
     if (own) merge(own, chat);

@@ -35,11 +35,11 @@ function Legend({ steps }) {
     <p><span>${plural(tokens, "token")} in ${plural(steps.length, "step")}: <b>${number(tokens / steps.length, 2)} a step</b></span>
       <span><span class="key">a</span> drawn by the model: ${own}</span></p>
     ${[...new Set(tried.map((each) => each.source))].map((source) => html`<p>
-      <span>Drafts ${nameOf(source)} that were accepted:</span>
+      <span>Accepted drafts ${nameOf(source)}:</span>
       ${tried.filter((each) => each.source === source).map(({ position, tried: all, accepted }) => html`<span title="${accepted} of ${all} that were tried">
         <span class="key ${classOf(source, position)}">a</span> ${ordinal(position)} draft ${percent(accepted, all)}</span>`)}
     </p>`)}
-    <p>A draft is a token that is guessed ahead; one step of the model checks several. Where a guess is what the model itself writes it is accepted, and costs nothing more. The answer is the same without drafts. ${" "}Drafts copied from other answers are shown only if they were accepted.</p>
+    <details><summary>What are drafts?</summary><p>Tokens that are guessed ahead; one step of the model checks several. Where a guess is what the model itself writes it is accepted, and saves a step. The answer is the same without drafts. Of drafts copied from other answers only accepted ones are shown.</p></details>
   </div>`;
 }
 

@@ -33,7 +33,7 @@ export function useKeys(act) {
       const { key, target, altKey } = event, command = event.ctrlKey || event.metaKey;
       const does = command
         ? { "/": "list", "?": "list", k: "search", O: event.shiftKey && "create", o: event.shiftKey && "create" }[key]
-        : key === "Escape" ? "escape" : key === "?" && !isTyping(target) && "list";
+        : key === "Escape" ? target.type !== "search" && "escape" : key === "?" && !isTyping(target) && "list";
       if (does) {
         if (now.current[does]() !== false) event.preventDefault();
       } else if (!command && !altKey && key.length === 1 && key !== " " && !isTyping(target)) document.querySelector(BOX)?.focus();

@@ -4,6 +4,7 @@ import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js"
 import { html } from "./ui.js";
 
 const MOST_CHARACTERS = 4000;
+const MOST_DEPTH = 300; // of elements: browsers fail at some thousands
 // `trust` off: nothing is linked, fetched or given an attribute. Each formula has macros of its own.
 const OPTIONS = { trust: false, strict: "ignore", throwOnError: true, maxSize: 20, maxExpand: 300, errorColor: "currentcolor" };
 
@@ -62,6 +63,12 @@ async function load() {
   katex = globalThis.katex;
 }
 
+function depth(root) {
+  let found = 0;
+  for (let level = [root]; level.length && found <= MOST_DEPTH; found++) level = level.flatMap((each) => [...each.children]);
+  return found;
+}
+
 /** A formula; its source where KaTeX can't read it, or until KaTeX has come. */
 export function Formula({ text, raw, display }) {
   const place = useRef(null);
@@ -74,7 +81,10 @@ export function Formula({ text, raw, display }) {
     if (!ready) return;
     try {
       if (text.length > MOST_CHARACTERS) throw new Error("This formula is too long.");
-      katex.render(text, place.current, { ...OPTIONS, displayMode: display });
+      const made = document.createElement("span");
+      katex.render(text, made, { ...OPTIONS, displayMode: display });
+      if (depth(made) > MOST_DEPTH) throw new Error("This formula is nested too deeply.");
+      place.current.replaceChildren(made);
       setFailed(null);
     } catch (error) {
       setFailed(error.message);

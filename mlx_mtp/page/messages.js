@@ -113,8 +113,7 @@ function useEdit(node) {
 }
 
 function Delete({ chat, node }) {
-  const follow = Object.values(chat.nodes).some((each) => each.parent === node.id);
-  const ask = () => confirm(follow ? "Delete this message and those that follow it?" : "Delete this message?") && store.cut(chat, node);
+  const ask = () => confirm("Delete this message and those that follow it?") && store.cut(chat, node);
   return html`<button type="button" class="small" onClick=${ask}>Delete</button>`;
 }
 

@@ -73,7 +73,7 @@ async function take(one) {
     const images = await pictures(chat, content);
     if (!text && !calls.length && !images.length) continue;
     const own = { user: { files: images }, tool: { callId: string(more.tool_call_id), name: "" },
-      assistant: { reasoning: string(more.reasoning_content), calls, steps: [], state: "done" } }[role];
+      assistant: { reasoning: string(more.reasoning_content), calls, steps: [], state: "done", model: "Imported" } }[role];
     ids.set(key, store.newId());
     chat.nodes[ids.get(key)] = { id: ids.get(key), content: text, role, ...own };
   }
@@ -92,12 +92,9 @@ async function take(one) {
 }
 
 function isCircular(chat, node) {
-  let slow = node;
-  for (let fast = chat.nodes[node.parent]; fast; fast = chat.nodes[chat.nodes[fast.parent]?.parent]) {
-    if (fast === slow) return true;
-    slow = chat.nodes[slow.parent];
-  }
-  return false;
+  let count = Object.keys(chat.nodes).length;
+  for (let each = node; each && count >= 0; each = chat.nodes[each.parent]) count -= 1;
+  return count < 0;
 }
 
 /** Take in the chats of a file; returns how many. */

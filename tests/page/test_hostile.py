@@ -159,7 +159,9 @@ def test_hostile_links_formulas_and_code(serve: Serve, tokenizer: Tokenizer, ope
     for name, node in nodes.items():
         node["id"] = name
     chat = {"id": "c", "title": "c", "at": 1, "settings": {}, "nodes": nodes, "leaf": name}
-    with serve(saying(tokenizer, "Yes.")) as client, opened(address(client)) as tab:
+    engine = saying(tokenizer, "Yes.")
+    engine.info = FakeInfo(max_model_len=600_000)
+    with serve(engine) as client, opened(address(client)) as tab:
         tab.evaluate("c => localStorage.setItem('mlx-mtp.chat.c', JSON.stringify(c))", chat)
         tab.reload()
         tab.locator("article.assistant").nth(len(nodes) // 2 - 1).wait_for()

@@ -100,6 +100,29 @@ def test_the_page_is_small_and_needs_nothing_else() -> None:
         assert f"  {name if name.parent == Path() else name.parent / '*'} " in licences, name
 
 
+@pytest.mark.full
+def test_the_libraries_are_those_of_npm() -> None:
+    """Each file, but for where a source map is and where hooks.js finds preact."""
+    folder = installed(Path(__file__).parent) / "node_modules"
+    told = (FOLDER / "vendor" / "LICENSES.txt").read_text("utf-8").partition("\n\nhtm:")[0]
+    rows = re.findall(r"(?m)^  (\S+) +(\S+) ([\d.]+) +(\S+) ", told)
+    compared = set()
+    for name, package, version, source in rows:
+        assert json.loads((folder / package / "package.json").read_text())["version"] == version
+        for path in (FOLDER / "vendor").glob(name):
+            original = (folder / package / source).with_name(
+                path.name if "*" in source else Path(source).name
+            )
+            texts = [path.read_bytes(), original.read_bytes()]
+            texts = [
+                re.sub(rb"\n*(//|/\*)# sourceMappingURL=\S+.*\n*$", b"", each).rstrip()
+                for each in texts
+            ]
+            assert texts[0].replace(b'"./preact.js"', b'"preact"') == texts[1], name
+            compared.add(path)
+    assert compared == {*FOLDER.glob("vendor/**/*.*")} - {FOLDER / "vendor" / "LICENSES.txt"}
+
+
 @browsed
 def test_sixteen_browsers_at_once(mtp_server: Server, opened: Open) -> None:
     with contextlib.ExitStack() as stack:

@@ -138,7 +138,7 @@ def test_keys(serve: Serve, opened: Open) -> None:
         tab.keyboard.press("?")
         tab.locator("dialog[open]").wait_for()
         tab.keyboard.press("Escape")
-        assert tab.locator("dialog").count() == 0
+        tab.locator("dialog").wait_for(state="detached")
         tab.locator(".messages").focus()
         tab.keyboard.type("four")
         assert tab.input_value(MESSAGE) == "four"
@@ -161,7 +161,7 @@ def test_a_phone_sends_by_its_button(serve: Serve, tokenizer: Tokenizer, opened:
         assert tab.input_value(MESSAGE) == "one\ntwo"
         tab.get_by_role("button", name="Send").tap()
         assert finished(tab) == "Yes."
-        for button in tab.locator(".tools button, .composer button").all():
+        for button in tab.locator(".tools > button, .composer button").all():
             box = button.bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= 360
             assert min(box["width"], box["height"]) >= 24
@@ -428,6 +428,34 @@ def test_the_context_is_told_and_warned_of(serve: Serve, opened: Open) -> None:
         tab.fill(MESSAGE, "word " * 400)
         told.get_by_text("This text does not fit").wait_for()
         assert "failure" in told.get_attribute("class")
+
+
+def test_the_state_of_several_models_is_told(serve: Serve, opened: Open) -> None:
+    """The list has the states; a question to a model on disk says that it is being loaded."""
+    states = {"one": "ready", "two": "on disk"}
+
+    def script(_: Request) -> Iterator[Output]:
+        while states["two"] != "ready":
+            yield None
+        yield out(300, finish="length")
+
+    def models(route: Any) -> None:
+        card = {"draft_sources": [], "max_model_len": 1024}
+        data = [{"id": name, "state": state, **card} for name, state in states.items()]
+        route.fulfill(json={"data": data})
+
+    engine = FakeEngine(script)
+    with serve(engine, any_model_name=True) as client, opened(address(client)) as tab:
+        tab.route("**/v1/models", models)
+        tab.reload()
+        picker = tab.get_by_label("Model", exact=True)
+        picker.select_option("two")
+        assert picker.locator("option").all_inner_texts() == ["one (ready)", "two (on disk)"]
+        say(tab, "hi")
+        tab.get_by_text("two is being loaded into memory").wait_for()
+        states["two"] = "ready"
+        finished(tab)
+        assert tab.locator("article.assistant h3").inner_text() == "two"
 
 
 def test_the_first_view_says_what_one_can_do(mtp_server: Server, opened: Open) -> None:
