@@ -78,18 +78,26 @@ def exactness_of(model: LoadedModel, folder: Path | None = None) -> Exactness | 
     """
     if gpu.backend() != "metal" or not model.can_be_exact:
         return None
-    known: Exactness | None = vars(model.model).get("exactness")
-    if known is not None:
+    if (known := known_exactness(model)) is not None:
         return known
     path = None
     if folder is not None:
         path = folder / f"exactness-{fingerprint(model, None, [str(_FORMAT)])[:32]}.json"
-    found = _read(path) or _checked(model)
+    if (found := _read(path)) is None:
+        found = _checked(model)
+    else:  # Without faults, or it would not have been kept.
+        vars(model.model).setdefault("one_order_faults", {})
     vars(model.model)["exactness"] = found
     if path is not None and not found.faults:
         _write(path, found)
     for name, why in found.faults.items():
         logger.warning("Answers are not exact, %s: %s", name, why)
+    return found
+
+
+def known_exactness(model: LoadedModel) -> Exactness | None:
+    """What `exactness_of` has found for a model, if it was asked."""
+    found: Exactness | None = vars(model.model).get("exactness")
     return found
 
 
