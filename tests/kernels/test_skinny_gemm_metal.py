@@ -9,11 +9,8 @@ import pytest
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
-from mlx_mtp.kernels.row_check import ROWS, same_rows
-from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
 from mlx_mtp.models.gemm import measure, routes
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, routes_of, with_routes
 from mlx_mtp.selftest import products
@@ -255,19 +252,3 @@ def test_what_does_not_fit(emulated):
     }
     assert all(fits.values()) == (emulated == "metal")
     assert not metal_gemm.applies(weight_of(linear(96, 8, Format("affine", 4, 32), 0)), BF16)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(gpu.backend() != "cuda", reason="needs a GPU of NVIDIA")
-@pytest.mark.parametrize("form", [AFFINE4, AFFINE8, MX4, MX8, NV4, *ODD], ids=str)
-def test_on_a_real_gpu_sums_of_lanes_have_one_order(form):
-    """The body for Metal, as CUDA compiles it, for 1, 2, 4 and 8 rows at once."""
-    gate, up = (weight_of(linear(2048, 1024, form, seed, BF16)) for seed in (1, 2))
-    x = mx.random.normal((2 * ROWS[-1], 2048), key=mx.random.key(1)).astype(BF16)
-
-    def product(rows):
-        plain = metal_gemm.run_kernel(SkinnyGemm(x[rows], [gate], one_order=True))
-        return plain + metal_gemm.run_kernel(SkinnyGemm(x[rows], [gate, up], 2, one_order=True))
-
-    near(product(slice(0, 8))[0], exact(x[:8], gate))
-    assert same_rows(product)

@@ -86,11 +86,3 @@ def test_ragged_rows_of_more_buffers_than_a_launch_has(emulated, monkeypatch):
         cache.attend(packing, queries, 0.125, exact).astype(mx.float32) for exact in (1, 0)
     )
     np.testing.assert_allclose(found, true, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(gpu.backend() != "cuda", reason="needs a GPU of NVIDIA")
-@pytest.mark.parametrize("heads", [(16, 2, 256), (24, 4, 256), (32, 8, 128)])
-def test_on_a_real_gpu_it_is_right_and_a_position_does_not_depend_on_others(heads):
-    """The body for Metal, as CUDA compiles it."""
-    assert window_attention.BLOCK_ATTENTION.error(heads, BF16) < gpu.TOLERANCE
