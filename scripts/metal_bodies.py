@@ -33,6 +33,7 @@ HEADS = [(16, 2, 256), (24, 4, 256), (32, 8, 128), (4, 2, 64)]
 
 
 def product(mode: str, bits: int, group: int) -> str:
+    """Of 2,048 inputs and 1,024 outputs, plain and with gate, up and SwiGLU."""
     mx.random.seed(bits)
     layers = [nn.Linear(2048, 1024, bias=False) for _ in range(2)]
     for layer in layers:
@@ -53,11 +54,13 @@ def product(mode: str, bits: int, group: int) -> str:
 
 
 def attention(*heads: int) -> str:
+    """Windows of 1 to 17 tokens, by heads of queries and of KV and their dimension."""
     error = window_attention.BLOCK_ATTENTION.error(heads, mx.bfloat16)
     return f"off by {error:.1e}, exact" if error < gpu.TOLERANCE else f"WRONG, off by {error:.1e}"
 
 
 def router(experts: int, chosen: int, rows: int) -> str:
+    """Which experts, their order, and the time."""
     kind = topk.Router(experts, chosen, True)
     logits, gate = mx.random.normal((rows, experts)), mx.random.normal((rows, 1))
     found, true = topk.run_kernel(logits, gate, kind), topk.portable(logits, gate, kind)
@@ -69,6 +72,7 @@ def router(experts: int, chosen: int, rows: int) -> str:
 
 
 def main() -> None:
+    """Print a line for each case."""
     cases = [(product, form) for form in FORMS] + [(attention, heads) for heads in HEADS]
     cases += [(router, (512, 10, rows)) for rows in (1, 16, 128, 1000)]
     print(gpu.backend(), mx.__version__)
