@@ -4,6 +4,7 @@ Random shapes, each row alone and beside others, in the emulator. docs/exact.md 
 """
 
 import itertools
+import os
 import random
 from collections.abc import Callable
 
@@ -256,5 +257,6 @@ def test_attention_of_windows(attention):
 
 
 def test_enough_has_been_compared(request):
-    if request.session.testscollected > 20:
+    """In a process that has run all of the above."""
+    if request.session.testscollected > 30 and "PYTEST_XDIST_WORKER" not in os.environ:
         assert _CASES["cases"] >= 10_000, _CASES
