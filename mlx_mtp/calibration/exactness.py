@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MOST_COST = 0.05  # of a plain step, with which answers are exact by default
 _ROWS = (1, 2, 4, 8)  # of the steps that are compared
 _TIMED_ROWS = (1, 4)  # a plain step of one row; one with three drafts, or of four rows
-_TIMED_KEYS = 2048  # of attention
+_TIMED_KEYS, _CALLS = 2048, 8  # of attention
 _PROMPT, _TOKENS = 7, 4  # of each row
 _FORMAT = 1
 
@@ -245,9 +245,14 @@ def _cost(model: LoadedModel, rows: int) -> float:
         given = queries, positions, [buffer], spec.kv_heads, slots, rows, scale, True
         mask = mx.arange(_TIMED_KEYS) <= positions[None, None, :, None]
         by_mlx = queries[None], kv, positions[None], lambda: mask, _TIMED_KEYS, 0, None, scale
-        ours += len(own) * timed(lambda: attention.attend_windows(*given))[1]
-        best += len(own) * timed(lambda: attention.attend_rectangle(*by_mlx))[1]
+        ours += len(own) * _seconds(lambda: attention.attend_windows(*given))
+        best += len(own) * _seconds(lambda: attention.attend_rectangle(*by_mlx))
     return ours / best - 1
+
+
+def _seconds(launch: Callable[[], mx.array | None]) -> float:
+    """Of one of several launches; alone it would be mostly the host's time."""
+    return timed(lambda: [launch() for _ in range(_CALLS)])[1] / _CALLS
 
 
 def _path(model: LoadedModel, folder: Path | None) -> Path | None:
