@@ -14,7 +14,7 @@ import platformdirs
 
 from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.calibration.cost_file import fingerprint
-from mlx_mtp.calibration.exactness import decide_exact
+from mlx_mtp.calibration.exactness import decide_exact, expect_exact
 from mlx_mtp.config import (
     MAX_DRAFT_TOKENS,
     MAX_HOST_DRAFTS,
@@ -194,14 +194,14 @@ def draft_ids(
 
 def engine_config(model: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
     """The settings of a command line and of `given`, with `exact` resolved for the model."""
-    exact = model.resolve_exact(wants_exact(options))
+    exact = expect_exact(model, wants_exact(options), _cache_dir(options))
     return from_options(EngineConfig, options, exact=exact, **given)
 
 
 def settled(model: LoadedModel, options: argparse.Namespace, config: EngineConfig) -> EngineConfig:
     """The settings with `exact` as the loaded model decides it, where no flag does.
 
-    Before, it was taken to be exact where that is possible: so all that is planned fits both.
+    Before, it was taken to be exact unless an earlier start knew better: what is planned fits both.
     """
     exact = config.exact and decide_exact(model, wants_exact(options), _cache_dir(options))
     return replace(config, exact=exact)

@@ -151,8 +151,8 @@ class EngineConfig:
         "the same tokens, to the bit, whatever runs beside a request and is cached: prompts are "
         "computed one by one, in chunks of turns and of --prefill-step-size tokens, and only what "
         "was computed so is reused, so that answers are computed again as part of the next prompt",
-        default_text="on CUDA, where kernels serve all weights, and on Metal, where the machine's own "
-        "check finds nothing and it costs at most 5%, unless --max-decode-pause or "
+        default_text="on CUDA, where kernels serve all weights, and on Metal, where the machine's "
+        "own check finds nothing and it costs at most 5%, unless --max-decode-pause or "
         "--kv-cache-quantization is given",
         program_default=False,
     )

@@ -50,7 +50,7 @@ DRAFT_VOCAB = Flag(
 )
 _CACHE_DIR = Flag(
     "multi-token prediction: --cache-dir DIR",
-    "directory for measured step costs",
+    "directory for what is measured: step costs, and on a Mac exactness",
     nonempty_text,
     default_text="the user's cache directory",
 )

@@ -232,7 +232,8 @@ def test_the_banner_says_why_a_source_of_drafts_is_off(flags, mtp, copies):
     ],
 )
 def test_the_banners_line_on_answers(exact, can, size, told):
-    loaded = SimpleNamespace(can_be_exact=can, dtype=SimpleNamespace(size=size))
+    given = {"dtype": SimpleNamespace(size=size), "model": SimpleNamespace()}
+    loaded = SimpleNamespace(can_be_exact=can, **given)
     assert told in answers_text(EngineConfig(exact=exact), loaded)
 
 

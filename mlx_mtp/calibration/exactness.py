@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 MOST_COST = 0.05  # of a plain step, with which answers are exact by default
 _ROWS = (1, 2, 4, 8)  # of the steps that are compared
 _TIMED_ROWS = (1, 4)  # a plain step of one row; one with three drafts, or of four rows
-_TIMED_KEYS = 2048  # of attention
+_TIMED_KEYS, _CALLS = 2048, 8  # of attention
 _PROMPT, _TOKENS = 7, 4  # of each row
 _FORMAT = 1
 
@@ -70,6 +70,15 @@ def decide_exact(model: LoadedModel, wanted: bool | None, folder: Path | None = 
     return exact if found is None or wanted is not None else found.default
 
 
+def expect_exact(model: LoadedModel, wanted: bool | None, folder: Path | None) -> bool:
+    """What `decide_exact` will say, as far as it is known before the weights are read."""
+    exact = model.resolve_exact(wanted)
+    if not exact or wanted is not None or gpu.backend() != "metal":
+        return exact
+    found = _recalled(model, _path(model, folder))
+    return found is None or found.default
+
+
 def exactness_of(model: LoadedModel, folder: Path | None = None) -> Exactness | None:
     """What the check of a loaded model on this machine finds, now or at an earlier start.
 
@@ -78,14 +87,12 @@ def exactness_of(model: LoadedModel, folder: Path | None = None) -> Exactness | 
     """
     if gpu.backend() != "metal" or not model.can_be_exact:
         return None
-    known: Exactness | None = vars(model.model).get("exactness")
-    if known is not None:
+    if (known := known_exactness(model)) is not None:
         return known
-    path = None
-    if folder is not None:
-        path = folder / f"exactness-{fingerprint(model, None, [str(_FORMAT)])[:32]}.json"
-    found = _read(path) or _checked(model)
-    vars(model.model)["exactness"] = found
+    path = _path(model, folder)
+    if (found := _recalled(model, path)) is not None:
+        return found
+    found = vars(model.model)["exactness"] = _checked(model)
     if path is not None and not found.faults:
         _write(path, found)
     for name, why in found.faults.items():
@@ -93,18 +100,24 @@ def exactness_of(model: LoadedModel, folder: Path | None = None) -> Exactness | 
     return found
 
 
+def known_exactness(model: LoadedModel) -> Exactness | None:
+    """What `exactness_of` has found for a model, if it was asked."""
+    found: Exactness | None = vars(model.model).get("exactness")
+    return found
+
+
 def _checked(model: LoadedModel) -> Exactness:
     began = time.perf_counter()
     checked, faults, costs = list[str](), dict[str, str](), dict[int, float]()
-    for name, problem in _checks(model):
-        checked.append(name)
-        if (fault := _fault(problem)) is not None:
-            faults[name] = fault
-    if not faults:
-        try:
+    try:
+        for name, problem in _checks(model):
+            checked.append(name)
+            if (fault := _fault(problem)) is not None:
+                faults[name] = fault
+        if not faults:
             costs = {rows: _cost(model, rows) for rows in _TIMED_ROWS}
-        except Exception as error:
-            faults["the time of products"] = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        faults["the check itself"] = f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - began
     return Exactness(checked=checked, faults=faults, costs=costs, seconds=seconds)
 
@@ -232,21 +245,37 @@ def _cost(model: LoadedModel, rows: int) -> float:
         given = queries, positions, [buffer], spec.kv_heads, slots, rows, scale, True
         mask = mx.arange(_TIMED_KEYS) <= positions[None, None, :, None]
         by_mlx = queries[None], kv, positions[None], lambda: mask, _TIMED_KEYS, 0, None, scale
-        ours += len(own) * timed(lambda: attention.attend_windows(*given))[1]
-        best += len(own) * timed(lambda: attention.attend_rectangle(*by_mlx))[1]
+        ours += len(own) * _seconds(lambda: attention.attend_windows(*given))
+        best += len(own) * _seconds(lambda: attention.attend_rectangle(*by_mlx))
     return ours / best - 1
 
 
-def _read(path: Path | None) -> Exactness | None:
+def _seconds(launch: Callable[[], mx.array | None]) -> float:
+    """Of one of several launches; alone it would be mostly the host's time."""
+    return timed(lambda: [launch() for _ in range(_CALLS)])[1] / _CALLS
+
+
+def _path(model: LoadedModel, folder: Path | None) -> Path | None:
+    """By all that the check depends on: the model, the chip, the system, mlx."""
+    if folder is None:
+        return None
+    return folder / f"exactness-{fingerprint(model, None, [str(_FORMAT)])[:32]}.json"
+
+
+def _recalled(model: LoadedModel, path: Path | None) -> Exactness | None:
+    """What an earlier start has found, if it was kept."""
     if path is None:
         return None
     try:
-        return Exactness.model_validate_json(path.read_bytes())
+        found = Exactness.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         logger.warning("%s is not used, and exactness is checked anew: %s", path, error)
         return None
+    # Only what has no faults is kept.
+    vars(model.model).update(exactness=found, one_order_faults={})
+    return found
 
 
 def _write(path: Path, found: Exactness) -> None:

@@ -147,9 +147,9 @@ def prefixes_text(config: EngineConfig) -> str:
 
 def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
     """A sentence on when the same request with the same seed gets the same answer."""
-    from mlx_mtp.calibration.exactness import exactness_of
+    from mlx_mtp.calibration.exactness import known_exactness
 
-    found = exactness_of(loaded)
+    found = known_exactness(loaded)
     same = "the same with MTP on or off, beside any other requests, from a cold or a warm cache"
     if found is not None and found.faults:
         return found.text(config.exact)

@@ -8,7 +8,7 @@
   cuda.skinny_gemm        GEMMs of few rows with one input; gate, up, SwiGLU;    CUDA, decode steps
                           experts, by pairs sorted by expert
   metal.skinny_gemm       the same for up to sixteen rows; experts               Metal, decode steps
-  metal.window_attention  attention of windows, the same bits in every pass      Metal, exact answers
+  metal.window_attention  attention of windows that is the same in every pass    Metal, exact mode
   metal.gated_delta_prompts  mlx's own gated delta rule in chunks                Metal, prompts
   cuda.decode_attention   attention of windows, split over the KV                CUDA, decode steps
   cuda.flash_attention    attention of a chunk, scores in registers              Hopper, prompts

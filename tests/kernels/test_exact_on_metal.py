@@ -127,6 +127,7 @@ class Answers:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)  # of an emulator, on a machine that does other things too
 @on_metal
 @pytest.mark.parametrize("name", SHAPES)
 def test_whole_answers_are_the_same_to_the_bit(metal, name):
@@ -159,6 +160,7 @@ def test_whole_answers_are_the_same_to_the_bit(metal, name):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)  # of an emulator, on a machine that does other things too
 @on_metal
 @pytest.mark.parametrize("planted", [False, True])
 def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
@@ -195,6 +197,7 @@ def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)  # of an emulator, on a machine that does other things too
 @on_metal
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_operations_of_a_step_are_independent(metal, dtype):

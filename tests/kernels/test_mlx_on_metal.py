@@ -4,6 +4,7 @@ Random shapes, each row alone and beside others, in the emulator. docs/exact.md 
 """
 
 import itertools
+import os
 import random
 from collections.abc import Callable
 
@@ -232,7 +233,7 @@ def attention(headers, folder):
 def test_attention_of_windows(attention):
     """A query is by itself within one function and number of blocks; between these it is not."""
     chance, differ = random.Random(3), 0
-    for turn in range(60):
+    for turn in range(30):
         heads, kv_heads, length = chance.choice([(2, 1, 3), (4, 2, 2), (2, 2, 4), (1, 1, 5)])
         count = chance.randint(length, 150)
         draw = [
@@ -252,9 +253,10 @@ def test_attention_of_windows(attention):
             found[blocks] = window
         differ += not mx.array_equal(found[0], found[32]).item()
         differ += not mx.array_equal(found[32], found[64]).item()
-    assert differ > 60, "the number of blocks, which follows from the pass, decides bits"
+    assert differ > 30, "the number of blocks, which follows from the pass, decides bits"
 
 
 def test_enough_has_been_compared(request):
-    if request.session.testscollected > 20:
+    """In a process that has run all of the above."""
+    if request.session.testscollected > 30 and "PYTEST_XDIST_WORKER" not in os.environ:
         assert _CASES["cases"] >= 10_000, _CASES

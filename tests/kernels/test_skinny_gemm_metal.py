@@ -11,6 +11,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
+from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
 from mlx_mtp.models.gemm import measure, routes
 from mlx_mtp.models.gemm.routes import BY_MLX, Routes, routes_of, with_routes
 from mlx_mtp.selftest import products
@@ -74,6 +75,18 @@ def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
         near(both, gated[most])
         assert mx.array_equal(gemms.products(x[some], [weight])[0], found[some])
         assert mx.array_equal(gemms.gate_and_up(x[some], weight, other), both[some])
+
+
+@on_metal
+@pytest.mark.parametrize("rows", [9, full(2), full(3), full(64)])
+def test_sums_of_lanes_have_one_order_at_all_numbers_of_rows(emulated, rows):
+    weight = weight_of(linear(448, 10, AFFINE4, seed=1))
+    x = mx.random.normal((rows, 448), key=mx.random.key(1)).astype(BF16)
+    (found,) = metal_gemm.run_kernel(SkinnyGemm(x, [weight], one_order=True))
+    near(found, exact(x, weight))
+    for row in (0, rows - 1):
+        (alone,) = metal_gemm.run_kernel(SkinnyGemm(x[row : row + 1], [weight], one_order=True))
+        assert mx.array_equal(alone[0], found[row])
 
 
 @on_both
