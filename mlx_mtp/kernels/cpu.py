@@ -1,8 +1,11 @@
 """A decode step on a CPU, in few operations: each costs mlx two to three microseconds, views too.
 
-What is elementwise is compiled into one operation, what all layers need of a pass is computed once,
-and sums go into products. Beside each function is what it replaces; the results agree but for the
-order of sums.
+What every layer computes element by element is compiled into one operation, what all layers need of
+a pass is computed once, and sums go into products. Each function's docstring names what it
+replaces; the results agree but for the order of sums.
+
+mlx runs a C++ compiler for each compiled operation, once for a boot of the machine, and that takes
+it half a second. So there are few of them.
 """
 
 import functools
@@ -11,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.gated_delta import compute_g
 
@@ -65,7 +67,8 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
     """RMS norm of x by a weight, times silu of z."""
-    return _gated(x, _squares(x), weight, z, *_numbers(x.shape[-1], eps))
+    gated: mx.array = swiglu(z, rms_norm(x, weight, eps))
+    return gated
 
 
 def _squares(x: mx.array) -> mx.array:
@@ -77,13 +80,6 @@ def _normed(
     x: mx.array, squares: mx.array, weight: mx.array, share: mx.array, eps: mx.array
 ) -> mx.array:
     return x * mx.rsqrt(squares * share + eps) * weight
-
-
-@_elementwise
-def _gated(
-    x: mx.array, squares: mx.array, weight: mx.array, z: mx.array, share: mx.array, eps: mx.array
-) -> mx.array:
-    return x * mx.rsqrt(squares * share + eps) * weight * nn.silu(z)
 
 
 class TokenWeights(NamedTuple):
@@ -158,9 +154,11 @@ def run_window(
     below, diagonal, lower = _triangles(length)
     decay = mx.cumprod(mx.where(below, decays, 1), axis=-2)  # from each position up to each
     total = decay[..., :1] * decays[..., :1, :]
-    solve = mx.linalg.tri_inv(_mixing(below, diagonal, decay, alike[1], strengths), stream=mx.cpu)
-    delta = solve @ _written(values, total, seen[1], strengths)
-    outputs = mx.addmm(total * seen[0], _attending(lower, decay, alike[0]), delta)
+    mixing = mx.where(below, mx.sigmoid(strengths) * decay * alike[1], diagonal)
+    written = _delta(values, total * seen[1], strengths, _always())
+    delta = mx.linalg.tri_inv(mixing, stream=mx.cpu) @ written
+    attending = mx.where(lower, decay * alike[0], 0)
+    outputs = mx.addmm(total * seen[0], attending, delta)
     y, delta = (x.transpose(0, 3, 1, 2, 4).reshape(v.shape) for x in (outputs, delta))
     return y, PendingWindow(unit[:, :, hk:], delta, g), history
 
@@ -172,7 +170,7 @@ def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.arra
     decays = mx.where(kept, pending.g, 1)
     later = mx.cumprod(decays, axis=1, reverse=True, inclusive=False)
     everything = (later[:, 0] * decays[:, 0])[..., None, None]
-    weighted = _weighted(pending.delta, later[..., None], kept[..., None])
+    weighted = pending.delta * mx.where(kept, later, 0)[..., None]
     writes = weighted.reshape(rows, length, hk, -1).transpose(0, 2, 3, 1)
     before = (state * everything).reshape(rows, hk, -1, dk)
     return mx.addmm(before, writes, pending.k.swapaxes(1, 2)).reshape(state.shape)
@@ -244,28 +242,6 @@ def _delta(v: mx.array, known: mx.array, b: mx.array, alive: mx.array) -> mx.arr
     return mx.where(alive, (v - known) * mx.sigmoid(b), 0.0)
 
 
-@_elementwise
-def _mixing(
-    below: mx.array, diagonal: mx.array, decay: mx.array, alike: mx.array, b: mx.array
-) -> mx.array:
-    return mx.where(below, mx.sigmoid(b) * decay * alike, diagonal)
-
-
-@_elementwise
-def _written(v: mx.array, total: mx.array, seen: mx.array, b: mx.array) -> mx.array:
-    return mx.sigmoid(b) * (v - total * seen)
-
-
-@_elementwise
-def _attending(lower: mx.array, decay: mx.array, alike: mx.array) -> mx.array:
-    return mx.where(lower, decay * alike, 0.0)
-
-
-@_elementwise
-def _weighted(delta: mx.array, later: mx.array, kept: mx.array) -> mx.array:
-    return mx.where(kept, delta * later, 0.0)
-
-
 class Router(NamedTuple):
     """How a mixture chooses experts."""
 
@@ -325,12 +301,8 @@ def turned_heads(x: mx.array, norms: HeadNorms, positions: mx.array) -> mx.array
     cosines, sines = _angles(positions, norms.dims, norms.base, norms.scale)
     normed, half = rms_norm(x, norms.weights, norms.eps), norms.dims // 2
     first, second, *rest = mx.split(normed, [half, 2 * half], axis=-1)
-    return mx.concatenate([*_turned(first, second, cosines, sines), *rest], axis=-1)
-
-
-@_elementwise
-def _turned(a: mx.array, b: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array]:
-    return a * cos - b * sin, a * sin + b * cos
+    turned = first * cosines - second * sines, first * sines + second * cosines
+    return mx.concatenate([*turned, *rest], axis=-1)
 
 
 @once
@@ -344,12 +316,6 @@ def _angles(positions: mx.array, dims: int, base: float, scale: float) -> tuple[
 def _frequencies(dims: int, base: float, scale: float) -> mx.array:
     steps = mx.arange(0, -(dims // 2), -1, dtype=mx.float32)
     return _made(mx.exp(steps * (math.log(base) / (dims // 2))) * scale)
-
-
-@_elementwise
-def gated(x: mx.array, gate: mx.array) -> mx.array:
-    """x times the gate's sigmoid."""
-    return x * mx.sigmoid(gate)
 
 
 def attend_token(

@@ -207,7 +207,7 @@ class _Attention:
         return cache.attend(packing, queries, 1.0).flatten(1) if attended is None else attended
 
     def output(self, x: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
-        return mx.addmm(x, cpu.gated(attended, gate), self._out)
+        return mx.addmm(x, attended * mx.sigmoid(gate), self._out)
 
 
 def _heads(
