@@ -28,7 +28,7 @@ def tower(
     tiny: bool = False,
     pause: float = 100.0,
     cases: tuple[str, ...] = tuple(f"{images}x{tokens}" for images, tokens in _CASES),
-    seconds: float = 100,
+    seconds: float = 60,
 ) -> Rows:
     """Seconds of the vision tower of the 27B beside its prefill of the same tokens.
 
