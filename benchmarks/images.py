@@ -20,15 +20,14 @@ from mlx_mtp.vision.tower import TowerShape, VisionTower
 _SHAPE, _LAYERS = "Qwen3.5-27B", 64
 _OF_27B = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
 _TINY = {"depth": 4, "hidden_size": 288, "intermediate_size": 1076, "num_heads": 4}
-_CASES = ("1x4096", "1x1024", "4x1024", "4x4096")  # images, and tokens of each
 
 
 def tower(
     layers: int = 8,
     tiny: bool = False,
     pause: float = 100.0,
-    cases: tuple[str, ...] = _CASES,
-    seconds: float = 100,
+    cases: tuple[str, ...] = ("1x4096", "1x1024", "4x1024", "4x4096"),
+    seconds: float = 60,
 ) -> Rows:
     """Seconds of the vision tower of the 27B beside its prefill of the same tokens.
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_mtp.cache.packing import ImageRows, Packing
 from mlx_mtp.distributed import broadcast
 from mlx_mtp.vision.placed import PromptImages
-from mlx_mtp.vision.tower import Part, VisionTower
+from mlx_mtp.vision.tower import TowerPart, VisionTower
 
 _NO_LIMIT = 1e30  # multiplications
 
@@ -37,7 +37,7 @@ class Vision:
         self.image_id, self.first_id = image_id, first_id
         self._rows: OrderedDict[bytes, mx.array] = OrderedDict()
         # An image that is half-way through the tower, and what is left of its parts.
-        self._begun: tuple[bytes, Iterator[Part]] | None = None
+        self._begun: tuple[bytes, Iterator[TowerPart]] | None = None
         self._positions = WeakKeyDictionary[PromptImages, mx.array]()
 
     def advance(self, images: PromptImages, start: int, end: int) -> bool:
@@ -85,7 +85,7 @@ class Vision:
         self._rows.clear()
         self._begun = None
 
-    def _run(self, digest: bytes, parts: Iterator[Part]) -> None:
+    def _run(self, digest: bytes, parts: Iterator[TowerPart]) -> None:
         """Evaluate as many parts as a step may take by the speed of earlier ones, at least one."""
         allowed = _NO_LIMIT if not self._pause else (self._speed or 0.0) * self._pause
         most: Any = broadcast(mx.array(allowed)).item()  # All ranks need the same.

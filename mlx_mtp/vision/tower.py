@@ -85,7 +85,7 @@ class TowerShape:
         return patches * max(beginning, keys, attention) + 20 * some * self.intermediate_size
 
 
-class Part(NamedTuple):
+class TowerPart(NamedTuple):
     """A part of the tower's work on an image, not evaluated yet."""
 
     arrays: tuple[mx.array, ...]
@@ -159,7 +159,7 @@ class VisionTower(nn.Module):
         *_, last = self.parts(rgb)
         return last.arrays[0]
 
-    def parts(self, rgb: np.ndarray) -> Iterator[Part]:
+    def parts(self, rgb: np.ndarray) -> Iterator[TowerPart]:
         """The parts of the work on an image, in order; the last one has its rows.
 
         In each layer they are the keys of all patches, and then `PART_TOKENS` tokens at a time. The
@@ -170,23 +170,23 @@ class VisionTower(nn.Module):
         step = PART_TOKENS * shape.spatial_merge_size**2
         slices = [slice(at, at + step) for at in range(0, count, step)]
         states, turn = self._embedded(rgb)
-        yield Part((states,), count * size * shape.patch_numbers)
+        yield TowerPart((states,), count * size * shape.patch_numbers)
         for block in self.blocks:
             q, k, v = block.attn.project(block.norm1(states), *turn)
-            yield Part((q, k, v), 3 * count * size**2)
+            yield TowerPart((q, k, v), 3 * count * size**2)
             work = step * size * (size + 2 * shape.intermediate_size + 2 * count)
             ready = []
             for some in slices:
                 attended = states[some] + block.attn(q[:, :, some], k, v)
                 ready.append(attended + block.mlp(block.norm2(attended)))
-                yield Part((ready[-1],), work)
+                yield TowerPart((ready[-1],), work)
             states = mx.concatenate(ready)
         wide = size * shape.spatial_merge_size**2
         rows = []
         for some in slices:
             rows.append(self.merger(states[some]))
-            yield Part((rows[-1],), PART_TOKENS * wide * (wide + shape.out_hidden_size))
-        yield Part((mx.concatenate(rows),), 0)
+            yield TowerPart((rows[-1],), PART_TOKENS * wide * (wide + shape.out_hidden_size))
+        yield TowerPart((mx.concatenate(rows),), 0)
 
     def _embedded(self, rgb: np.ndarray) -> tuple[mx.array, tuple[mx.array, mx.array]]:
         """States [N, H] of patches, and cos and sin [N, 1, head size / 2] of their places."""

@@ -64,7 +64,7 @@ def seen(seeing_tokenizer):
     """`with seen() as (client, requests)`: an application whose model sees, and what it asks."""
 
     @contextlib.contextmanager
-    def made(sees: bool = True, **settings):
+    def made(sees: bool = True, tokenizer: Tokenizer = seeing_tokenizer, **settings):
         pad = seeing_tokenizer.added_tokens["<|image_pad|>"]
         sizes = ImageSizes(4, 2, least_pixels=64, most_pixels=1 << 20, most_tokens=64, token_id=pad)
         requests = []
@@ -75,7 +75,7 @@ def seen(seeing_tokenizer):
 
         engine = FakeEngine(script)
         engine.info = FakeInfo(vocab_size=5000, images=sizes if sees else None)
-        with in_process(engine, tokenizer=seeing_tokenizer, **settings) as client:
+        with in_process(engine, tokenizer=tokenizer, **settings) as client:
             yield client, requests
 
     return made
@@ -218,6 +218,17 @@ def test_refusals(seen, name):
         reply = client.post(CHAT, json=body)
     assert reply.status_code == 400 and not requests
     assert re.search(words, reply.json()["error"]["message"]), reply.text
+
+
+@pytest.mark.parametrize("places", [0, 2])
+def test_a_template_with_other_places_than_images(seen, places):
+    inner = seeing_library_tokenizer()
+    pad = "<|image_pad|>"
+    inner.chat_template = inner.chat_template.replace(pad, pad * places)
+    with seen(tokenizer=Tokenizer(inner, "the test's model")) as (client, requests):
+        reply = client.post(CHAT, json=chat(text("see"), openai_part()))
+    assert reply.status_code == 400 and not requests
+    assert f"made {places} places for 1 images" in reply.json()["error"]["message"]
 
 
 def test_other_refusals(seen):

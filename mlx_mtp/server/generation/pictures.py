@@ -38,18 +38,6 @@ class Picture(NamedTuple):
     data: str  # base64
     detail: str
 
-    @property
-    def content(self) -> bytes:
-        """The file's bytes; InvalidRequestError if they are no base64."""
-        try:
-            return base64.b64decode("".join(self.data.split()), validate=True)
-        except binascii.Error as error:
-            raise InvalidRequestError(f"The image is no base64: {error}.") from None
-
-    @property
-    def url(self) -> str:
-        return f"data:;base64,{self.data}"
-
 
 Found = tuple[int, Picture]
 """The number of a message, and an image in it."""
@@ -126,15 +114,16 @@ def listed(text: str, kinds: tuple[str, str]) -> list[dict[str, Any]] | str:
     """A text as an API lists it; with images it is parts of these two types."""
     if not has_images(text):
         return text
-    return [
-        {"type": kinds[0], "text": part}
-        if isinstance(part, str)
-        else {
-            "type": kinds[1],
-            "image_url": part.url if kinds[1] == "input_image" else {"url": part.url},
-        }
-        for part in texts_and_pictures(text)
-    ]
+    parts: list[dict[str, Any]] = []
+    for part in texts_and_pictures(text):
+        if isinstance(part, str):
+            parts.append({"type": kinds[0], "text": part})
+            continue
+        url = f"data:;base64,{part.data}"
+        parts.append(
+            {"type": kinds[1], "image_url": url if kinds[1] == "input_image" else {"url": url}}
+        )
+    return parts
 
 
 class Sight:
@@ -184,7 +173,10 @@ class Sight:
             prompt += token_ids[after:place]
             after = place + 1
             try:
-                pixels = self._read(picture.content, sizes_for_detail(sizes, picture.detail))
+                data = base64.b64decode("".join(picture.data.split()), validate=True)
+                pixels = self._read(data, sizes_for_detail(sizes, picture.detail))
+            except binascii.Error as error:
+                raise _wrong(f"Message {number}: The image is no base64: {error}.") from None
             except InvalidRequestError as error:
                 raise _wrong(f"Message {number}: {error}") from None
             rows, columns = pixels.height // sizes.token, pixels.width // sizes.token
