@@ -121,7 +121,7 @@ export function Question({ chat, node }) {
   const [text, setText] = useEdit(node);
   if (text !== null) return html`<${Edit} chat=${chat} node=${node} text=${text} onText=${setText} />`;
   return html`<article class="message ${node.role}">
-    <h3>${node.role === "tool" ? `Result of ${node.name}` : "You"}</h3>
+    <h2>${node.role === "tool" ? `Result of ${node.name}` : "You"}</h2>
     ${node.files?.length > 0 && html`<div class="files">${node.files.map((file) => html`<${Attached} key=${file.id} file=${file} />`)}</div>`}
     ${node.content && html`<div class="said">${node.content}</div>`}
     <p class="actions"><${Branches} chat=${chat} node=${node} />
@@ -139,7 +139,7 @@ export function Answer({ chat, node, isLast, onSettings }) {
   const cut = asking.isCut(chat, node);
   const button = (name, act) => html`<button type="button" class="small" onClick=${act}>${name}</button>`;
   return html`<article class="message assistant" aria-busy=${live}>
-    <h3>${node.model ?? state.model ?? "The model"}${node.edited && " (edited by you)"}</h3>
+    <h2>${node.model ?? state.model ?? "The model"}${node.edited && " (edited by you)"}</h2>
     ${live && waiting(node) && html`<p class="hint waiting">${waiting(node)}</p>`}
     ${raw ? html`<pre class="raw" tabindex="0">${node.reasoning && `${node.reasoning}\n\n`}${node.content}</pre>`
       : view.drafts && traced

@@ -435,6 +435,7 @@ def look(server: Server, opened: Open, size: tuple[int, int], **more: Any) -> No
             check(name)
         # By the keyboard alone.
         tab.goto(f"{server.url}#live")
+        tab.reload()
         tab.locator(".charts").wait_for()
         tab.keyboard.press("Tab")
         assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
@@ -452,9 +453,10 @@ def test_a_phone_cancels_without_scrolling_and_offers_the_drafts_that_there_are(
     with serve(engine) as client, opened(address(client), viewport=size) as tab:
         # A chat may have been set up with another server.
         tab.evaluate("""localStorage.setItem("mlx-mtp.chat.a", JSON.stringify(
-            {id: "a", title: "a", at: 1, settings: {drafts: "3"}, nodes: {}, leaf: null}))""")
+            {id: "a", title: "a", at: 1, settings: {drafts: "3"}, leaf: "q",
+             nodes: {q: {id: "q", parent: null, role: "user", content: "before"}}}))""")
         tab.reload()
-        tab.get_by_text("Ask test/model something").wait_for()
+        tab.get_by_text("before").wait_for()
         say(tab, "hi")
         tab.locator("article.assistant .markdown").wait_for()
         assert engine.submitted[0].options.num_draft_tokens == (3 if "mtp" in sources else None)

@@ -455,7 +455,7 @@ def test_the_state_of_several_models_is_told(serve: Serve, opened: Open) -> None
         tab.get_by_text("two is being loaded into memory").wait_for()
         states["two"] = "ready"
         finished(tab)
-        assert tab.locator("article.assistant h3").inner_text() == "two"
+        assert tab.locator("article.assistant > h2").inner_text() == "two"
 
 
 def test_the_first_view_says_what_one_can_do(mtp_server: Server, opened: Open) -> None:
