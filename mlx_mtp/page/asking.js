@@ -3,7 +3,7 @@
 import { ApiError, api, changed, connect, events, state, withConnection } from "./api.js";
 import { add, path, running, save } from "./chats.js";
 import { content } from "./files.js";
-import { offered, parsedJson } from "./settings.js";
+import { offered, parsedJson, toldOf } from "./settings.js";
 
 const SAVE_SECONDS = 1;
 const STATE_SECONDS = 2;
@@ -86,8 +86,8 @@ export function goOn(chat, node) {
 export const stop = (node) => running.get(node.id)?.abort();
 
 function answer(chat, parent, seed) {
-  const { model } = state, settings = chat.settings;
-  const node = add(chat, parent.id, { role: "assistant", reasoning: "", calls: [], steps: [], model, settings });
+  const { model } = state, made = toldOf(chat.settings);
+  const node = add(chat, parent.id, { role: "assistant", reasoning: "", calls: [], steps: [], model, made });
   const own = seed === undefined ? {} : { seed };
   return run(chat, node, async () => ({ ...(await requestBody(chat, path(chat, parent.id))), ...own }));
 }

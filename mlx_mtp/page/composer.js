@@ -115,8 +115,10 @@ export function Composer({ chat }) {
   };
   useEffect(() => {
     const take = (event) => {
-      const given = [...((event.clipboardData ?? event.dataTransfer)?.files ?? [])];
-      if (given.length) (event.preventDefault(), attach(given));
+      const data = event.clipboardData ?? event.dataTransfer, given = [...(data?.files ?? [])];
+      // Office programs add a picture of the text that is copied.
+      const isText = data?.types.includes("text/html") && data.types.includes("text/plain");
+      if (given.length && !isText) (event.preventDefault(), attach(given));
     };
     const allow = (event) => event.dataTransfer.types.includes("Files") && event.preventDefault();
     const heard = { paste: take, drop: take, dragover: allow };

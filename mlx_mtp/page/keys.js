@@ -29,7 +29,7 @@ export function useKeys(act) {
   now.current = act;
   useEffect(() => {
     const press = (event) => {
-      if (event.isComposing || event.defaultPrevented || document.querySelector("dialog[open]")) return;
+      if (event.isComposing || event.defaultPrevented || document.querySelector("dialog[open], :popover-open")) return;
       const { key, target, altKey } = event, command = event.ctrlKey || event.metaKey;
       const does = command
         ? { "/": "list", "?": "list", k: "search", O: event.shiftKey && "create", o: event.shiftKey && "create" }[key]

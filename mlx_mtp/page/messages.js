@@ -8,7 +8,7 @@ import { Code } from "./code.js";
 import { Attached, BOX, Box } from "./composer.js";
 import { Drafts } from "./drafts.js";
 import { Markdown } from "./markdown.js";
-import { settingOf, toldOf } from "./settings.js";
+import { settingOf } from "./settings.js";
 import { useTyped } from "./typed.js";
 import { Copy, Failure, html, number, percent } from "./ui.js";
 
@@ -21,13 +21,12 @@ function Figures({ chat, node }) {
     chat.settings = { ...chat.settings, seed: String(node.seed) };
     store.save(chat);
   };
-  const settings = toldOf(node.settings ?? {});
   return html`<p class="figures">
     <span><b>${number(t.predicted_per_second, 1)}</b> tokens/s</span>
     <span>first token after <b>${number(node.first ?? t.prompt_ms / 1000, 2)} s</b></span>
     <span><b>${t.cache_n}</b> of ${t.cache_n + t.prompt_n} prompt tokens cached</span>
     <span>${t.draft_n ? html`<b>${t.draft_n_accepted}</b> of ${t.draft_n} drafts accepted (${percent(t.draft_n_accepted, t.draft_n)})` : "no drafts"}</span>
-    ${settings && html`<span>${settings}</span>`}
+    ${node.made && html`<span>${node.made}</span>`}
     <span>seed ${node.seed}${" "}${chat.settings.seed === String(node.seed)
       ? "(in use)"
       : html`<button type="button" class="link" onClick=${reuse}>use again</button>`}</span>
@@ -121,7 +120,7 @@ export function Question({ chat, node }) {
   const [text, setText] = useEdit(node);
   if (text !== null) return html`<${Edit} chat=${chat} node=${node} text=${text} onText=${setText} />`;
   return html`<article class="message ${node.role}">
-    <h3>${node.role === "tool" ? `Result of ${node.name}` : "You"}</h3>
+    <h2>${node.role === "tool" ? `Result of ${node.name}` : "You"}</h2>
     ${node.files?.length > 0 && html`<div class="files">${node.files.map((file) => html`<${Attached} key=${file.id} file=${file} />`)}</div>`}
     ${node.content && html`<div class="said">${node.content}</div>`}
     <p class="actions"><${Branches} chat=${chat} node=${node} />
@@ -139,7 +138,7 @@ export function Answer({ chat, node, isLast, onSettings }) {
   const cut = asking.isCut(chat, node);
   const button = (name, act) => html`<button type="button" class="small" onClick=${act}>${name}</button>`;
   return html`<article class="message assistant" aria-busy=${live}>
-    <h3>${node.model ?? state.model ?? "The model"}${node.edited && " (edited by you)"}</h3>
+    <h2>${node.model ?? state.model ?? "The model"}${node.edited && " (edited by you)"}</h2>
     ${live && waiting(node) && html`<p class="hint waiting">${waiting(node)}</p>`}
     ${raw ? html`<pre class="raw" tabindex="0">${node.reasoning && `${node.reasoning}\n\n`}${node.content}</pre>`
       : view.drafts && traced
