@@ -62,21 +62,29 @@ def mac_memory(gigabytes: int) -> MemoryLimit:
     return MemoryLimit(int(gigabytes * 2**30 * share), source)
 
 
-def wire_memory(limit: MemoryLimit) -> None:
-    """Tell mlx the limit on CUDA; ask a Mac to keep the model resident, as mlx-lm does."""
+def wire_memory(limit: MemoryLimit) -> str:
+    """Tell mlx the limit on CUDA; ask a Mac to keep the model resident, as mlx-lm does.
+
+    Returns what became of a Mac's wired limit; elsewhere nothing.
+    """
     if mx.cuda.is_available():
         # Expanded weights are allocated ahead of the GPU, for as many layers as there is room for.
         mx.set_memory_limit(limit.nbytes)
-        return
+        return ""
     # A limit above Metal's recommendation, or before macOS 15, is an error. Not run on a Mac yet.
     version = re.match(r"[0-9]+", platform.mac_ver()[0])
-    if not mx.metal.is_available() or version is None or int(version[0]) < _WIRED_SINCE:
-        return
+    if not mx.metal.is_available() or version is None:
+        return ""
+    if int(version[0]) < _WIRED_SINCE:
+        return f"not set before macOS {_WIRED_SINCE}"
     recommended = int(mx.device_info().get("max_recommended_working_set_size", 0))
+    wired = min(limit.nbytes, recommended)
     try:
-        mx.set_wired_limit(min(limit.nbytes, recommended))
+        mx.set_wired_limit(wired)
     except (ValueError, RuntimeError) as error:
         logger.warning("The wired limit was not set: %s", error)
+        return f"not set: {error}"
+    return f"set to {wired / 1e9:.1f} GB"
 
 
 def physical_memory() -> int:

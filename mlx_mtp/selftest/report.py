@@ -152,7 +152,9 @@ class Report:
             yield f"tokens/s, {s['concurrency']} at once: {s['subject']}", text, ""
         if memory := self.memory:
             text = f"{memory['limit'] / 1e9:.1f} GB ({memory['source']})"
-            yield "memory that is used at most", text, ""
+            yield "memory", text, ""
+            if memory["wired"]:
+                yield "wired limit", memory["wired"], ""
             text = f"{memory['kept'] / 1e6:+.1f} MB, {memory['peak'] / 1e9:.2f} GB at most before"
             yield "memory after all engines have ended", text, ""
         for what in self.skipped:

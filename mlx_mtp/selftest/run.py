@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_mtp.bench.measure import showing
 from mlx_mtp.calibration.exactness import exactness_of
-from mlx_mtp.machine import machine_memory
+from mlx_mtp.machine import machine_memory, wire_memory
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.selftest.commands import check_engines
 from mlx_mtp.selftest.kernels import check_model
@@ -24,7 +24,9 @@ def run_selftest(
     options: argparse.Namespace, model: LoadedModel, tokenizer: Tokenizer, backend: str
 ) -> int:
     """Check and measure a model with its head, and print the table; returns the exit status."""
-    began = perf_counter()
+    began, limit = perf_counter(), machine_memory()
+    # On CUDA what is free now, behind a loaded model, would become the limit.
+    wired = wire_memory(limit) if mx.metal.is_available() else ""
     with showing("selftest: kernels ..."):
         kernels = check_model(model)
     with showing("selftest: exactness ..."):
@@ -38,9 +40,13 @@ def run_selftest(
         report.windows = window_milliseconds(model)
     before = _active_memory()
     check_engines(report, model, tokenizer, options.seconds, began)
-    limit, peak = machine_memory(), mx.get_peak_memory()
-    report.memory = {"limit": limit.nbytes, "source": limit.source, "peak": peak}
-    report.memory["kept"] = _active_memory() - before
+    report.memory = {
+        "limit": limit.nbytes,
+        "source": limit.source,
+        "wired": wired,
+        "peak": mx.get_peak_memory(),
+        "kept": _active_memory() - before,
+    }
     report.seconds = perf_counter() - began
     report.show()
     report.write(options.json, options.report)
