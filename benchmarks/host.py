@@ -3,6 +3,7 @@
 import io
 import re
 import statistics
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from benchmarks import Rows, row
+from benchmarks import Row, Rows, row
 from benchmarks.cores import core_of, decode, row_of
 from benchmarks.shapes import build, shape_of
 from mlx_mtp.engine import runner as runner_module
@@ -22,8 +23,11 @@ from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.step import InFlightStep
+from mlx_mtp.errors import UsageError
 from mlx_mtp.kernels import gpu
 from mlx_mtp.models.gemm import measure as gemm
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loader import load_model
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.speculative.drafter import MTPDrafter
 
@@ -47,10 +51,16 @@ _PARTS: dict[str, _Place] = {
     "step": (ModelRunner, ModelRunner._decode),
 }
 _COUNTED = ("trunk", "draw", "draft")  # lm_head is counted with the draw
+_BUNDLED = "bundled"
+_PHASES = {
+    "scheduling": ("schedule", "update"),
+    "launching": ("launch",),
+    "reading": ("read",),
+}  # all else builds the step's graph
 
 
 def host(
-    shape: str = "Qwen3-Next-80B-A3B-Instruct",
+    shape: tuple[str, ...] = ("Qwen3-Next-80B-A3B-Instruct",),
     layers: int = 0,
     cases: tuple[tuple[int, int], ...] = ((1, 0), (1, 1), (1, 3), (4, 0), (4, 3), (16, 0), (16, 3)),
     temperature: float = 0.0,
@@ -61,49 +71,81 @@ def host(
 ) -> Rows:
     """The host's time of a decode step, and the operations that it launches. Needs no GPU.
 
-    The model has the shape's layers and small sizes. Where there is no GPU, one that computes
-    nothing stands in for it: layers are compiled and kernels launched as on CUDA, and a launch is
-    an operation of mlx that does nothing. Times are the processor's, of the thread that builds the
-    steps, in microseconds: what mlx takes to encode a launch on a GPU is not among them (4 to 5
-    each on an H200's host). "launches" leaves out what only changes a shape.
+    A model has the shape's layers and small sizes. Where there is no GPU, one that computes nothing
+    stands in for it: layers are compiled and kernels launched as on CUDA, and a launch is an
+    operation of mlx that does nothing. "bundled" is the bundled model, which computes here. Times
+    are the processor's, of the thread that runs the steps, in microseconds: what mlx takes to
+    encode a launch on a GPU is not among them (4 to 5 each on an H200's host), nor what a CPU
+    computes, except in "process", the time of all threads. "building" is Python and mlx's graph,
+    "calls" are those of Python's functions, not mlx's. "launches" leaves out what only changes a
+    shape. Counts do not depend on what else the machine does. Delivery to clients is the server's,
+    and not measured here.
 
     Args:
+        shape: published shapes, or the bundled model
         cases: rows x drafts
         steps: that are measured
         parts: show times and operations by part too
     """
-    if gpu.backend() is None:
+    if _BUNDLED in shape and len(shape) > 1:
+        raise UsageError("The bundled model computes, so measure it in a run of its own.")
+    if gpu.backend() is None and _BUNDLED not in shape:
         _use_idle_gpu()
-    config = shape_of(shape, layers)
+    for name in shape:
+        model = _model(name, layers)
+        for rows, drafts in cases:
+            core = core_of(model, drafts, max_num_seqs=rows, prefill_step_size=512)
+            sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            prompts = [(row,) * (_PROMPTS // rows) for row in range(rows)]
+            decode(core, [row_of(str(n), ids, seed=n, **sampling) for n, ids in enumerate(prompts)])
+            for _ in range(_WARM_STEPS):
+                core.step()
+            yield from _measured(
+                core, steps, parts, row("shape | rows | drafts", name, rows, drafts)
+            )
+
+
+def _model(name: str, layers: int) -> LoadedModel:
+    if name == _BUNDLED:
+        return load_model(BUNDLED_MODEL, enable_mtp=True)
+    config = shape_of(name, layers)
     inner = config.get("text_config", config)
     inner |= {name: size for name, size in _SIZES.items() if name in inner}
-    model, _ = build(config, 4)
-    for rows, drafts in cases:
-        core = core_of(model, drafts, max_num_seqs=rows, prefill_step_size=512)
-        sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        prompts = [(row,) * (_PROMPTS // rows) for row in range(rows)]
-        decode(core, [row_of(str(n), ids, seed=n, **sampling) for n, ids in enumerate(prompts)])
-        for _ in range(_WARM_STEPS):
+    return build(config, 4)[0]
+
+
+def _measured(core: EngineCore, steps: int, parts: bool, line: Row) -> Rows:
+    laps, process = [], []
+    for _ in range(steps):
+        watch, began = _Parts(), time.process_time()
+        with watch.watched(_PARTS):
             core.step()
-        laps = []
-        for _ in range(steps):
-            watch = _Parts()
-            with watch.watched(_PARTS):
-                core.step()
-            watch.lap()
-            laps.append(watch.seconds)
-        us = {n: 1e6 * statistics.median(lap[n] for lap in laps) for n in [*_PARTS, "rest"]}
-        total = 1e6 * statistics.median(sum(lap.values()) for lap in laps)
-        counts = _count(core)
-        every = sum(counts.values(), Counter())
-        figures = total, total - us["launch"], us["launch"], every.total(), _launches(every)
-        names = "rows | drafts | us a step | building | launching | operations | launches"
-        yield row(names, rows, drafts, *figures)
-        for name in [*_PARTS, "rest"] if parts else ():
-            of = counts.get(name, Counter())
-            yield row(
-                "part | us | operations | launches", name, us[name], of.total(), _launches(of)
-            )
+        watch.lap()
+        laps.append(watch.seconds)
+        process.append(time.process_time() - began)
+    us = {n: 1e6 * statistics.median(lap[n] for lap in laps) for n in [*_PARTS, "rest"]}
+    total = 1e6 * statistics.median(sum(lap.values()) for lap in laps)
+    phases = {phase: sum(us[part] for part in of) for phase, of in _PHASES.items()}
+    counts = _count(core)
+    every = sum(counts.values(), Counter[str]())
+    line |= row("us a step | building", total, total - sum(phases.values())) | phases
+    names = "process | calls | operations | launches"
+    figures = 1e6 * statistics.median(process), _calls(core), every.total(), _launches(every)
+    yield line | row(names, *figures)
+    for name in [*_PARTS, "rest"] if parts else ():
+        of = counts.get(name, Counter())
+        yield row("part | us | operations | launches", name, us[name], of.total(), _launches(of))
+
+
+def _calls(core: EngineCore) -> int:
+    """Calls of functions in Python and C that a step makes on this thread."""
+    kinds = Counter[str]()
+    sys.setprofile(lambda _, kind, __: kinds.update((kind,)))
+    try:
+        core.step()
+    finally:
+        sys.setprofile(None)
+    return kinds["call"] + kinds["c_call"]
 
 
 def _use_idle_gpu() -> None:

@@ -1,4 +1,5 @@
-"""Kernels for a GPU, each beside the mlx operations that run where it is not used.
+"""Kernels for a GPU, each beside the mlx operations that run where it is not used; `cpu` has forms
+of these operations for small models on a CPU.
 
   module                  what one launch computes                               for
   gated_delta             fold of a window's kept prefix, recurrence of the next any GPU

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.gated_delta import compute_g
 
@@ -22,6 +23,9 @@ from mlx_mtp.kernels.portable import EPS, silu_of_sum
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+MOST_BYTES = 1 << 23  # of weights that are copied; more take longer to read than operations take
+_OUTPUTS = 256  # of a block
 
 _elementwise = functools.partial(mx.compile, shapeless=True)
 
@@ -80,6 +84,27 @@ def _normed(
     x: mx.array, squares: mx.array, weight: mx.array, share: mx.array, eps: mx.array
 ) -> mx.array:
     return x * mx.rsqrt(squares * share + eps) * weight
+
+
+class BlockedLinear(nn.Linear):
+    """A product with many outputs, in blocks: for a larger one OpenBLAS copies the matrix first."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight: mx.array = self.weight
+        of, blocks = self.__dict__.get("_blocks", (None, None))
+        if of is not weight:
+            by_input = weight.reshape(-1, _OUTPUTS, weight.shape[1]).swapaxes(1, 2)
+            blocks = _made(mx.contiguous(by_input))
+            self.__dict__["_blocks"] = weight, blocks
+        parts = x.reshape(-1, x.shape[-1]) @ blocks
+        return parts.swapaxes(0, 1).reshape(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def serves(layer: nn.Module) -> bool:
+        """Whether a layer is plain and small, and can be cut."""
+        if type(layer) is not nn.Linear or "bias" in layer or layer.weight.dtype != mx.float32:
+            return False
+        return layer.weight.nbytes <= MOST_BYTES and len(layer.weight) % _OUTPUTS == 0
 
 
 class TokenWeights(NamedTuple):

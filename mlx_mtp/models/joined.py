@@ -22,8 +22,6 @@ from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 
-_MOST_BYTES = 1 << 23  # of a layer
-
 
 def can_be_joined(module: nn.Module) -> bool:
     """Whether a layer, or a head, is small, has float32 weights, and runs on a CPU."""
@@ -32,7 +30,7 @@ def can_be_joined(module: nn.Module) -> bool:
     plain = all(type(rope) is nn.RoPE and not rope.traditional for rope in ropes)
     plain = plain and not any("scales" in part or "bias" in part for part in parts)
     plain = plain and all(a.dtype == mx.float32 for name, a in arrays if not name.endswith("A_log"))
-    small = sum(array.nbytes for _, array in arrays) <= _MOST_BYTES
+    small = sum(array.nbytes for _, array in arrays) <= cpu.MOST_BYTES
     return plain and small and backend() is None and world().size == 1
 
 

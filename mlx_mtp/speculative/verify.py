@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.gpu import fused
+from mlx_mtp.kernels.gpu import fused, zeros
 
 
 class AcceptResult(NamedTuple):
@@ -47,12 +47,12 @@ def _verify_window(
     finished: mx.array,
     num_drafts: mx.array | None,
 ) -> AcceptResult:
-    num_agreed = mx.zeros_like(remaining)
-    if window.shape[1] > 1:  # Nothing empty may be compiled.
-        agreed = (sampled[:, :-1] == window[:, 1:]).astype(mx.int32)
-        if num_drafts is not None:
-            agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
-        num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
+    if window.shape[1] == 1:
+        return _verify_token(sampled[:, 0], window[:, 0], stop_ids, remaining, finished)
+    agreed = (sampled[:, :-1] == window[:, 1:]).astype(mx.int32)
+    if num_drafts is not None:
+        agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
+    num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
     allowed = mx.minimum(num_agreed + 1, remaining)
     is_stop = (sampled[..., None] == stop_ids[:, None]).any(axis=-1)
     stop_in = is_stop & (mx.arange(sampled.shape[1]) < allowed[:, None])
@@ -69,4 +69,27 @@ def _verify_window(
         remaining=remaining,
         last=mx.where(num_kept > 0, newest, window[:, 0]),
         at_last=at_last,
+    )
+
+
+def _verify_token(
+    sampled: mx.array,  # int32 [B]
+    last: mx.array,  # int32 [B], emitted before
+    stop_ids: mx.array,
+    remaining: mx.array,
+    finished: mx.array,
+) -> AcceptResult:
+    """A window without drafts, in fewer operations."""
+    emits = mx.logical_not(finished | (remaining <= 0))
+    num_kept = emits.astype(mx.int32)
+    remaining = remaining - num_kept
+    is_stop = (sampled[:, None] == stop_ids).any(axis=1)
+    none = zeros(len(sampled))
+    return AcceptResult(
+        num_kept=num_kept,
+        num_accepted=none,
+        finished=finished | (is_stop & emits) | (remaining <= 0),
+        remaining=remaining,
+        last=mx.where(emits, sampled, last),
+        at_last=none,
     )

@@ -1,13 +1,15 @@
 """A layer's compiled parts, and its joined form, compute what it does uncompiled."""
 
+import copy
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
-from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels import cpu, gpu
 from mlx_mtp.models import compiled as shared
 from mlx_mtp.models import layers
 from mlx_mtp.models.joined import JoinedLayer
@@ -140,3 +142,18 @@ def test_engines_of_one_process_trace_one_after_the_other(tmp_path, monkeypatch)
     monkeypatch.setattr(layers, "add_mlp", slow)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(run, range(3, 11)))
+
+
+def test_a_product_in_blocks_is_the_product():
+    layer = nn.Linear(64, 512, bias=False)
+    assert cpu.BlockedLinear.serves(layer)
+    blocked = copy.copy(layer)
+    blocked.__class__ = cpu.BlockedLinear
+    for _ in range(2):
+        for shape in ((0, 64), (3, 64), (2, 1, 64), (2, 3, 64)):
+            x = mx.random.normal(shape)
+            assert blocked(x).shape == layer(x).shape
+            assert mx.allclose(blocked(x), layer(x), rtol=1e-5, atol=1e-5)
+        # As `DraftVocabulary` does with a copy.
+        blocked = copy.copy(blocked)
+        layer.weight = blocked.weight = layer.weight[256:]

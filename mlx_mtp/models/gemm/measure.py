@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP, Qwen3NextSparseMoeBlock
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels import cpu, gpu
 from mlx_mtp.kernels.cuda import grouped_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.models.gemm.routes import (
@@ -81,6 +81,9 @@ def choose_routes(model: nn.Module, dtype: mx.Dtype) -> bool:
             module.joins_shared = _joins(module, dtype)
     if gpu.backend() == "cuda":
         _choose_expansion(model, dtype)
+    for name, module in model.named_modules() if gpu.backend() is None else ():
+        if name.endswith("lm_head") and cpu.BlockedLinear.serves(module):
+            module.__class__ = cpu.BlockedLinear
     return used
 
 
