@@ -102,7 +102,7 @@ for words in ("--version", "serve --help", "serve --port x", "bench offline --he
         cli.main(words.split(), {})
     except SystemExit:
         pass
-heavy = {"mlx", "mlx_lm", "transformers", "starlette", "uvicorn", "httpx", "pydantic", "numpy"}
+heavy = {"mlx", "mlx_lm", "transformers", "fastapi", "uvicorn", "httpx", "pydantic", "numpy"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
+from fastapi import FastAPI
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.applications import Starlette
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.router import views
@@ -97,12 +97,12 @@ class RouterState:
         return self.fleet.find("").card.get("images") is True
 
 
-def create_router(config: ServerConfig, fleet: Fleet) -> Starlette:
+def create_router(config: ServerConfig, fleet: Fleet) -> FastAPI:
     """Build the application; its lifespan starts and ends the models' processes."""
     state = RouterState(config, fleet)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         fleet.start()
         try:
             yield

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.context import Context
@@ -25,7 +25,7 @@ _NUM_THREADS = 16  # beside the event loop; all kinds of long work together occu
 
 def create_app(
     engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: Mapping[str, Any]
-) -> Starlette:
+) -> FastAPI:
     """Build the application; its lifespan starts and stops the engine.
 
     `defaults` is the model's generation_config.json.
@@ -34,7 +34,7 @@ def create_app(
     live = Live(context)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mlx-mtp-work")
         asyncio.get_running_loop().set_default_executor(threads)
         context.dispatcher.start()

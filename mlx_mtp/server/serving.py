@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -77,15 +77,16 @@ def make_app(
     context: ServerState,
     routes: Iterable[Route],
     find_route: Callable[[str], Route],
-    lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]],
-) -> Starlette:
+    lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]],
+) -> FastAPI:
     """Build an application of these routes, with the log, the limits and the checks of access."""
-    app = Starlette(lifespan=lifespan)
-    app.router.redirect_slashes = False
+    # No OpenAPI schema: the handlers read the bodies themselves, so FastAPI can't describe them.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.context = context
     for route in routes:
         for path in route.paths:
-            methods = route.methods.split()  # GET has HEAD with it.
+            # FastAPI's own routes would look for parameters to read. GET has HEAD with it.
+            methods = route.methods.split()
             app.router.add_route(path, route.handler, methods=methods)
     for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
@@ -95,7 +96,7 @@ def make_app(
     return app
 
 
-def _add_checks(app: Starlette, config: ServerConfig, limiter: RequestLimiter) -> None:
+def _add_checks(app: FastAPI, config: ServerConfig, limiter: RequestLimiter) -> None:
     inner: list[Check] = [limiter.check_admission]
     if config.parent_keys is not None:  # The parent has checked the rest.
         checks = [access.take_client, limiter.check_connection, *inner]
@@ -244,7 +245,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(
-    app: Starlette, *, log_level: str = "info", on_ready: Callable[[], None] = lambda: None
+    app: FastAPI, *, log_level: str = "info", on_ready: Callable[[], None] = lambda: None
 ) -> Server:
     """Build the server of an application whose `state.context` is a `ServerState`."""
     context: ServerState = app.state.context

@@ -28,10 +28,10 @@ from mlx_mtp import backend
 
 backend.prepare()
 
+import fastapi  # noqa: F401
 import httpx
 import huggingface_hub  # noqa: F401
 import mlx_lm.convert  # noqa: F401
-import starlette.applications  # noqa: F401
 import uvicorn  # noqa: F401
 
 from mlx_mtp.cli import main as cli

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from llguidance import LLTokenizer
-from starlette.applications import Starlette
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.models.hub import BUNDLED_MODEL
@@ -35,7 +35,7 @@ class Served(httpx.Client):
 
 
 @contextlib.contextmanager
-def listening(app: Starlette, client: Served, **settings: Any) -> Iterator[None]:
+def listening(app: FastAPI, client: Served, **settings: Any) -> Iterator[None]:
     """Serve an application on a loopback port, at which `client` finds it."""
     ready = threading.Event()
     client.server = server = make_server(app, on_ready=ready.set, **settings)

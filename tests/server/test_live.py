@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from rich.console import Console
-from starlette.applications import Starlette
 
 from mlx_mtp import progress
 from mlx_mtp.cli import main as cli
@@ -109,7 +109,7 @@ def test_an_hour_of_messages_leaves_nothing_behind(
 def test_no_more_watch_than_may_however_many_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MOST_WATCHERS", 3)
 
-    async def ask(app: Starlette, method: str, stays: bool, statuses: list[int]) -> None:
+    async def ask(app: FastAPI, method: str, stays: bool, statuses: list[int]) -> None:
         async def receive() -> dict[str, str]:
             await asyncio.sleep(3600 if stays else 0)
             return {"type": "http.disconnect"}
@@ -122,7 +122,7 @@ def test_no_more_watch_than_may_however_many_come_at_once(monkeypatch: pytest.Mo
         scope = {"type": "http", "method": method, "path": "/live", "headers": headers}
         await app(scope | {"query_string": b"", "client": ("127.0.0.1", 1)}, receive, send)
 
-    async def burst(app: Starlette) -> None:
+    async def burst(app: FastAPI) -> None:
         watched: live.Live = app.state.live
         for _ in range(3):  # Places are given back, so that the next burst gets as many.
             # These have left before their first message.

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.app import create_app
@@ -38,7 +38,7 @@ GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA_CHAT, OLLAMA_TEXT)
 class _Bridge(httpx.BaseTransport):
     """Runs each request on the application's event loop, which is in another thread."""
 
-    def __init__(self, app: Starlette, portal: BlockingPortal) -> None:
+    def __init__(self, app: FastAPI, portal: BlockingPortal) -> None:
         self._inner = httpx.ASGITransport(app, raise_app_exceptions=False)
         self._portal = portal
 

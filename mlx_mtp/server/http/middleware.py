@@ -87,7 +87,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            record.status = record.status or 500  # Starlette's outermost layer will answer it.
+            record.status = record.status or 500  # FastAPI's outermost layer will answer it.
             record.reason = record.reason or type(error).__name__
             raise
         finally:
