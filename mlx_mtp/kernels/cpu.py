@@ -20,6 +20,7 @@ from mlx_lm.models.gated_delta import compute_g
 
 from mlx_mtp.kernels.gdn_types import GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import EPS, silu_of_sum
+from mlx_mtp.kernels.topk import Router
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -267,13 +268,6 @@ def _delta(v: mx.array, known: mx.array, b: mx.array, alive: mx.array) -> mx.arr
     return mx.where(alive, (v - known) * mx.sigmoid(b), 0.0)
 
 
-class Router(NamedTuple):
-    """How a mixture chooses experts."""
-
-    num_chosen: int
-    normalize: bool
-
-
 def add_mixture(
     x: mx.array,  # [N, H]
     normed: mx.array,  # [N, H]
@@ -284,7 +278,7 @@ def add_mixture(
 ) -> mx.array:
     """x plus a mixture of experts of its norm, [N, H]: mlx-lm's module and the sum behind it."""
     logits, share, gate, up = parts
-    count = router.num_chosen
+    count = router.chosen
     scores = logits if router.normalize else mx.softmax(logits, axis=-1, precise=True)
     chosen = mx.argpartition(logits, kth=-count, axis=-1)[..., -count:]
     scores = mx.take_along_axis(scores, chosen, axis=-1)

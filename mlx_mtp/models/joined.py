@@ -21,6 +21,7 @@ from mlx_mtp.distributed import world
 from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels.topk import Router
 
 
 def can_be_joined(module: nn.Module) -> bool:
@@ -39,9 +40,11 @@ class JoinedLayer:
 
     def __init__(self, layer: Any) -> None:
         mixer = layer.linear_attn if layer.is_linear else layer.self_attn
-        self.mixer: Any = _Recurrence(mixer) if layer.is_linear else _Attention(mixer)
-        self._mlp: _Mixture | _MLP
-        self._mlp = (_Mixture if type(layer.mlp) is Qwen3NextSparseMoeBlock else _MLP)(layer.mlp)
+        self.mixer: Any = _RecurrentMixer(mixer) if layer.is_linear else _AttentionMixer(mixer)
+        self._mlp: _Mixture | _DenseMLP
+        self._mlp = (_Mixture if type(layer.mlp) is Qwen3NextSparseMoeBlock else _DenseMLP)(
+            layer.mlp
+        )
         self._norm = layer.post_attention_layernorm
 
     def forward(
@@ -111,7 +114,7 @@ def _by_input(weight: mx.array) -> mx.array:
     return copy
 
 
-class _Recurrence:
+class _RecurrentMixer:
     def __init__(self, mixer: Any) -> None:
         self._shape = GDNShape(
             mixer.num_k_heads,
@@ -156,7 +159,7 @@ class _Recurrence:
         return GDNProjections(*(part.reshape(rows, length, *size) for part, size in parts))
 
 
-class _Attention:
+class _AttentionMixer:
     def __init__(self, mixer: Any) -> None:
         self._mixer, self._out = mixer, _by_input(mixer.o_proj.weight)
         self._num_heads = mixer.num_attention_heads
@@ -221,7 +224,7 @@ def _stacked(keys: mx.array, values: mx.array) -> mx.array:
     return mx.stack([keys, values.reshape(keys.shape)], axis=1)
 
 
-class _MLP:
+class _DenseMLP:
     def __init__(self, mlp: Any) -> None:
         self._project = _Product(mlp.gate_proj.weight.T, mlp.up_proj.weight.T)
         self._down = _by_input(mlp.down_proj.weight)
@@ -238,7 +241,7 @@ class _Mixture:
         pair = [experts.gate_proj.weight, experts.up_proj.weight]
         self._experts = _by_input(mx.concatenate(pair, axis=1)), _by_input(experts.down_proj.weight)
         self._down = _by_input(shared.down_proj.weight)
-        self._router = cpu.Router(mlp.top_k, mlp.norm_topk_prob)
+        self._router = Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
 
     def add(self, x: mx.array, normed: mx.array) -> mx.array:
         parts = self._project(normed)
