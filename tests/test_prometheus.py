@@ -41,7 +41,7 @@ def dashboard() -> Iterator[str]:
 @pytest.mark.full
 def test_prometheus_reads_the_metrics_and_promtool_finds_nothing_new(tmp_path: Path) -> None:
     found = programs(tmp_path)
-    with running("--vllm-metrics", "--enable-mtp") as server:
+    with running("--vllm-metrics", "--mtp-num-draft-tokens", "2") as server:
         message = {"role": "user", "content": "Tell me a story."}
         assert server.post(CHAT, messages=[message], max_tokens=20).status_code == 200
         text = server.http.get("/metrics").text

@@ -137,7 +137,7 @@ import time
 from mlx_mtp.engine.runner import ModelRunner
 run = ModelRunner.run
 def hanging(self, plan):
-    if any(s.num_prompt == 3 for s in plan.decode):
+    if any(row.sequence.num_prompt == 3 for row in plan.decode):
         time.sleep(7 if not hasattr(self, "hung") else 0)
         self.hung = True
     return run(self, plan)
