@@ -178,7 +178,8 @@ def add_flags(parser: argparse.ArgumentParser, *flags: Flag, grouped: bool = Fal
             groups[group] = parser.add_argument_group(group)
         shown = f" (default: {flag.shown_default})" if flag.shown_default else ""
         default = argparse.SUPPRESS if grouped else flag.default
-        options: dict[str, Any] = {"help": flag.help + shown, "default": default}
+        text = (flag.help + shown).replace("%", "%%")  # argparse formats it
+        options: dict[str, Any] = {"help": text, "default": default}
         if flag.parse is None:
             options["action"] = argparse.BooleanOptionalAction
         else:

@@ -44,9 +44,8 @@ def prepare(folder: Path) -> None:
         (folder / name).mkdir()
         (folder / name).chmod(mode)
     (folder / "LINK").symlink_to(folder / "DIR")
-    (
-        folder / "FOLDER"
-    ).mkdir()  # Without it as a runtime directory the user's own servers are listed.
+    # A runtime directory that isn't there is replaced by the user's.
+    (folder / "FOLDER").mkdir()
     files = {"FILE": "", "KEYS": "one\nt\two\n", "WRONG": "[serve]\nprot = 1\n"}
     files["SETTINGS"] = "[models.EMPTY]\nmtp-draft-vocab = 9\n"
     for name, text in files.items():

@@ -8,9 +8,9 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from mlx_mtp.cli.banner import (
     announced_alone,
@@ -26,7 +26,10 @@ from mlx_mtp.options import SAMPLING_DEFAULTS, check_serve, model_name, wants_he
 from mlx_mtp.prepare import prepare_command
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mlx_mtp.server.serving import Server
+    from mlx_mtp.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +53,11 @@ def serve(
 
     from mlx_mtp import build
     from mlx_mtp.distributed import world
-    from mlx_mtp.ranks.launch import connect_ranks, follow_rank_zero, watch
+    from mlx_mtp.ranks.launch import connect_ranks, follow_rank_zero
     from mlx_mtp.server.app import create_app
     from mlx_mtp.server.http.access import read_keys, warn_if_open
     from mlx_mtp.server.serving import bind, give_up, make_server, run_server
 
-    engine: Any
     part = rank, _ = world()[:2]  # waits for the other ranks
     load = partial(build.load, options, enable_mtp=wants_head(options), lazy=True, part=part)
     if rank:
@@ -73,26 +75,11 @@ def serve(
         parent.sock if parent else bind(options.host, options.port) as sock,
         contextlib.ExitStack() as stack,
     ):
-        embeds = build.embedding_directory(options.model) is not None
-        if embeds:
-            engine, tokenizer, path, limit, texts = build.load_embeddings(options)
-            defaults: Any = {}
+        if build.embedding_directory(options.model) is not None:
+            model = _embedding_model(options, str(info))
         else:
-            loaded, tokenizer = load()
-            links = connect_ranks(options, loaded)
-            plan = build.plan_engine(loaded, options, links)
-            memory, store = plan.memory, plan.store
-            kept = prefixes_text(plan.config)
-            if store is not None:
-                kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
-            loaded.load_weights()
-            limits = build.settled(loaded, options, plan.config)
-            plan = plan._replace(config=limits)
-            engine = build.engine(loaded, tokenizer, options, plan, links)
-            if links is not None:
-                watch(engine, links)
-            path, defaults, limit = loaded.path, loaded.generation_config, memory.limit
-            texts = memory.bytes_by_use()["texts"]
+            model = _chat_model(options, load, str(info))
+        engine = model.engine
         # Images take more room than texts.
         sees = engine.info.images is not None and "max_body_size" not in options.given
         seeing: Any = {"max_body_bytes": SEEING_BODY_BYTES} if sees else {}
@@ -106,37 +93,84 @@ def serve(
             api_keys=keys,
             parent_keys=parent and parent.num_keys,
             sampling=sampling,
-            model_bytes=sum(f.stat().st_size for f in path.glob("[!.]*.safetensors")),
-            max_held_bytes=texts * 8 // 9,
+            model_bytes=sum(f.stat().st_size for f in model.path.glob("[!.]*.safetensors")),
+            max_held_bytes=model.text_bytes * 8 // 9,
             # The bundled model's files are a part of this program.
-            text_workers=path if options.model or options.request_chat_template else None,
+            text_workers=model.path if options.model or options.request_chat_template else None,
             **seeing,
         )
-        app = create_app(engine, tokenizer, config, defaults)
+        app = create_app(engine, model.tokenizer, config, model.generation_config)
         # Garbage collections, which stop all threads, need not visit what is loaded for good.
         gc.collect()
         gc.freeze()
         engine.launch()  # raises if the model can't answer
-        if embeds:
-            text = embeddings_banner(config, engine.info, path, str(info))
-        else:
-            shares, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
-            width = width_of(sys.stdout)
-            off = {source: off_text(options, source) for source in ("mtp", *HOST_DRAFTS)}
-            text = banner(config, loaded, engine.info, str(info), shares, kept, answers, off, width)
+        text = model.banner(config)
 
         def ready() -> None:
             if on_ready is not None:
                 on_ready(server, config.port)
                 return
             if parent is None:
-                stack.enter_context(announced_alone(config, path, engine.info, limit.nbytes))
+                stack.enter_context(
+                    announced_alone(config, model.path, engine.info, model.memory_limit)
+                )
             _announce(text)
 
         server = make_server(app, log_level=options.log_level, on_ready=ready)
         if not run_server(server, sock, engine.stop):
             give_up("the engine's thread hangs and can't be ended")
     return 0
+
+
+class _Served(NamedTuple):
+    """A model that is loaded to be served, of either kind."""
+
+    engine: Any
+    tokenizer: Tokenizer
+    path: Path
+    generation_config: Mapping[str, Any]
+    memory_limit: int  # bytes
+    text_bytes: int  # of the memory, for what clients send and wait for
+    banner: Callable[[ServerConfig], str]
+
+
+def _chat_model(options: argparse.Namespace, load: Callable[[], Any], backend: str) -> _Served:
+    from mlx_mtp import build
+    from mlx_mtp.ranks.launch import connect_ranks, watch
+
+    loaded, tokenizer = load()
+    links: Any = connect_ranks(options, loaded)
+    plan = build.plan_engine(loaded, options, links)
+    memory, store = plan.memory, plan.store
+    kept = prefixes_text(plan.config)
+    if store is not None:
+        kept += f"; up to {store.max_bytes / 1e9:.2f} GB in {store.path}"
+    loaded.load_weights()
+    limits = build.settled(loaded, options, plan.config)
+    engine = build.engine(loaded, tokenizer, options, plan._replace(config=limits), links)
+    if links is not None:
+        watch(engine, links)
+
+    def text(config: ServerConfig) -> str:
+        shares, answers = memory.lines(options.max_num_seqs), answers_text(limits, loaded)
+        off = {source: off_text(options, source) for source in ("mtp", *HOST_DRAFTS)}
+        width = width_of(sys.stdout)
+        return banner(config, loaded, engine.info, backend, shares, kept, answers, off, width)
+
+    nbytes = memory.bytes_by_use()["texts"]
+    defaults, limit = loaded.generation_config, memory.limit.nbytes
+    return _Served(engine, tokenizer, loaded.path, defaults, limit, nbytes, text)
+
+
+def _embedding_model(options: argparse.Namespace, backend: str) -> _Served:
+    from mlx_mtp import build
+
+    engine, tokenizer, path, limit, nbytes = build.load_embeddings(options)
+
+    def text(config: ServerConfig) -> str:
+        return embeddings_banner(config, engine.info, path, backend)
+
+    return _Served(engine, tokenizer, path, {}, limit.nbytes, nbytes, text)
 
 
 def _announce(text: str) -> None:

@@ -44,12 +44,12 @@ class EmbeddingRequest(OllamaEmbedRequest):
     truncate: bool = False
 
 
-Body = TypeVar("Body", bound=OllamaEmbedRequest)
+_Body = TypeVar("_Body", bound=OllamaEmbedRequest)
 
-Found = tuple[Any, int]  # normalized vectors, float32 [inputs, dimensions]; tokens of the inputs
+Embedded = tuple[Any, int]  # normalized vectors, float32 [inputs, dimensions]; tokens of the inputs
 
 
-async def _vectors(request: Request, context: Context, body: OllamaEmbedRequest) -> Found:
+async def _vectors(request: Request, context: Context, body: OllamaEmbedRequest) -> Embedded:
     engine: Any = context.engine
     most, limit = engine.info.embedding_size, context.max_model_len
     if (size := body.dimensions or most) > most:
@@ -75,8 +75,8 @@ async def _vectors(request: Request, context: Context, body: OllamaEmbedRequest)
     return found, sum(map(len, rows))
 
 
-async def _respond(request: Request, kind: type[Body], write: Callable[..., Any]) -> Response:
-    """Answer with the JSON of what `write` returns for the body and what was `Found`."""
+async def _respond(request: Request, kind: type[_Body], write: Callable[..., Any]) -> Response:
+    """Answer with the JSON of what `write` returns for the body and the `Embedded` inputs."""
     context, body = await read_request(request, kind)
     context.limiter.reserve(request.scope, 1)
     async with context.in_time(request.scope):
