@@ -54,7 +54,8 @@ const MAKERS = {
   br: () => html`<br />`,
   code: ({ text, lang }) => html`<${Code} text=${text.replace(/\n+$/, "")} name=${lang ?? ""} />`,
   math: ({ text, raw, display }) => html`<${Formula} text=${text} raw=${raw} display=${display} />`,
-  run: (token) => (token.made ??= fixed(token.tokens.map(element))),
+  // Several runs are blocks of lines: otherwise each redraw would lay all of the paragraph out.
+  run: (token) => (token.made ??= fixed(token.several ? html`<span class="run">${token.tokens.map(element)}</span>` : token.tokens.map(element))),
   codespan: ({ text }) => html`<code>${text}</code>`,
   checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   escape: ({ text }) => text,
@@ -119,11 +120,12 @@ class BoundedLexer extends Lexer {
   inlineTokens(text, tokens = []) {
     if (this.level > 0) return this.within(text, tokens, () => super.inlineTokens(text, tokens));
     const isKnown = size(this.tokens.links) === this.given;
-    for (const raw of runs(text)) {
+    const all = [...runs(text)], several = all.length > 1;
+    for (const raw of all) {
       Object.assign(this.state, { inLink: false, inRawBlock: false });
-      const known = isKnown && (this.read.get(raw) ?? this.known.get(raw));
-      const run = known || { type: "run", raw, tokens: this.within(raw, [], () => super.inlineTokens(raw, [])) };
-      if (isKnown) this.read.set(raw, run);
+      const key = several + raw, known = isKnown && (this.read.get(key) ?? this.known.get(key));
+      const run = known || { type: "run", raw, several, tokens: this.within(raw, [], () => super.inlineTokens(raw, [])) };
+      if (isKnown) this.read.set(key, run);
       tokens.push(run);
     }
     return tokens;
