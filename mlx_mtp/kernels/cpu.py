@@ -92,6 +92,8 @@ class BlockedLinear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight: mx.array = self.weight
+        if len(weight) % _OUTPUTS:  # Its rows are some of a vocabulary's, as in `DraftVocabulary`.
+            return super().__call__(x)
         of, blocks = self.__dict__.get("_blocks", (None, None))
         if of is not weight:
             by_input = weight.reshape(-1, _OUTPUTS, weight.shape[1]).swapaxes(1, 2)

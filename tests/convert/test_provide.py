@@ -73,7 +73,8 @@ def test_one_name_is_enough(hub, tmp_path, monkeypatch, capsys):
             assert hub.num_requests == 0 and len(lines) == 1
             continue
         size = sum(len(hub.others[ORIGINAL][name]) for name in SHARDS[1:]) / 1000
-        (line,) = lines[1:]
+        where, line = lines[1:]
+        assert where.startswith(f"Downloading {REPO}, ")
         assert f"{ORIGINAL}, of which {size:.1f} kB are downloaded" in line
         assert "--no-enable-mtp" in line
         assert SHARDS[0] not in hub.downloaded >= {*SHARDS[1:], "model.safetensors"}

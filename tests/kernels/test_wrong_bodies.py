@@ -13,6 +13,7 @@ from mlx_mtp.kernels.cuda import (
     mma,
 )
 from mlx_mtp.kernels.gdn_types import GDNShape
+from mlx_mtp.kernels.metal import window_attention
 from mlx_mtp.selftest.kernels import check_cases
 from tests.kernels.conftest import OBJECTS
 from tests.support.quick import full
@@ -28,6 +29,7 @@ GATED_NORM = KernelCase(norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3),
 ROTATE = KernelCase(norms.ROTATE, norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5), F32)
 WINDOWS = KernelCase(decode_attention.WINDOW_ATTENTION, (4, 1, 128), BF16)
 FLASH = KernelCase(flash_attention.FLASH_ATTENTION, (2, 1, flash_attention.DIM), BF16)
+BLOCKS = KernelCase(window_attention.BLOCK_ATTENTION, (4, 1, 128), BF16)
 SMALL = [GATED_DELTA, SHORT_CONV, CHUNKS, ROUTER, ADD_NORM, MIX_NORM, GATED_NORM, ROTATE]
 
 # Case, owner of a part of the source, the right text in it, and a wrong one.
@@ -54,6 +56,8 @@ OTHERS = [
     (WINDOWS, decode_attention, "lane + 32 * i <= own ?", "lane + 32 * i < own ?"),
     (WINDOWS, decode_attention, "(stats[2 * from] - most) * SCALE", "0.0f"),
     (WINDOWS, decode_attention, "int end = pos", "int end = pos[0] + pos"),
+    (BLOCKS, window_attention, "sum *= kept", "sum *= 1.0f + 0.0f * kept"),
+    (BLOCKS, window_attention, "int end = positions[token] + 1", "int end = positions[token]"),
     (FLASH, flash_attention, "(lane ^ warp) % 8", "lane % 8"),
     (FLASH, flash_attention, "BLOCK * 128, 1024", "1024, BLOCK * 128"),
     (FLASH, flash_attention, "(long long)min(first + 8 * i + warp, last)", "0"),
@@ -79,17 +83,19 @@ OTHERS = [
 )
 def test_a_wrong_body_is_found_and_not_used(matrix_units, spoil, caplog, case, owner, right, wrong):
     """Also where the operation is compared within a step."""
-    names = "body", "_BODY", "_PIECES", "_ADD", "_LOAD", "MATRIX"
+    names = "body", "_BODY", "_PART", "_PIECES", "_ADD", "_LOAD", "MATRIX"
     spoil(owner, next(name for name in names if right in getattr(owner, name, "")), right, wrong)
     with gpu.decode_pass(case is ADD_NORM):
         assert not case.operation.works(case.shape, case.dtype)
     assert "slower code is used" in caplog.text
 
 
-@pytest.mark.parametrize("case", [*SMALL, FLASH, full(WINDOWS)], ids=lambda c: c.operation.name)
+@pytest.mark.parametrize(
+    "case", [*SMALL, FLASH, *map(full, (WINDOWS, BLOCKS))], ids=lambda c: c.operation.name
+)
 def test_right_bodies_are_used(matrix_units, case, caplog):
     """In both types, and the self-test shows the same; of attention there are tests by type."""
-    others = {CHUNKS: (BF16, mx.float16), FLASH: (), WINDOWS: ()}
+    others = {CHUNKS: (BF16, mx.float16), FLASH: (), WINDOWS: (), BLOCKS: ()}
     dtypes = others.get(case, (F32, BF16))
     (check,) = check_cases("small", [case])
     assert check.ok and check.applies and 0 < check.difference < gpu.TOLERANCE
@@ -100,4 +106,4 @@ def test_right_bodies_are_used(matrix_units, case, caplog):
 def test_every_operation_is_a_case():
     operations = {id(each) for each in OBJECTS if isinstance(each, gpu.Operation)}
     assert operations == {id(each) for each in cases.OPERATIONS}
-    assert {id(case.operation) for case in [*SMALL, WINDOWS, FLASH]} == operations
+    assert {id(case.operation) for case in [*SMALL, WINDOWS, BLOCKS, FLASH]} == operations

@@ -59,7 +59,8 @@ def test_the_bundled_model_passes(selftest, tmp_path):
     assert all(len(p["microseconds"]) == len(p["reading"]) == 5 for p in found["products"])
     assert "microseconds (over reading once) at 1, 2, 4, 8, 16 rows" in out
     assert len(found["windows"]) == 5 and found["exact"] is None
-    assert found["memory"]["kept"] < 1 << 20 < found["memory"]["limit"]
+    # A CPU's copies of weights (`kernels.cpu`) are made at the first step, and stay.
+    assert found["memory"]["kept"] < 1 << 23 < found["memory"]["limit"]
     names = [e["name"] for e in found["equality"]]
     assert names == ["MTP off", "MTP, k = 1", "MTP, k = 2", "MTP, k = 3"]
     for depth, equality in enumerate(found["equality"]):
