@@ -41,10 +41,8 @@ class JoinedLayer:
     def __init__(self, layer: Any) -> None:
         mixer = layer.linear_attn if layer.is_linear else layer.self_attn
         self.mixer: Any = _RecurrentMixer(mixer) if layer.is_linear else _AttentionMixer(mixer)
-        self._mlp: _Mixture | _DenseMLP
-        self._mlp = (_Mixture if type(layer.mlp) is Qwen3NextSparseMoeBlock else _DenseMLP)(
-            layer.mlp
-        )
+        is_mixture = type(layer.mlp) is Qwen3NextSparseMoeBlock
+        self._mlp: Any = _Mixture(layer.mlp) if is_mixture else _DenseMLP(layer.mlp)
         self._norm = layer.post_attention_layernorm
 
     def forward(
