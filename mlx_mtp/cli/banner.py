@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.stats import EngineInfo
     from mlx_mtp.models.model import LoadedModel
 
+_PAGE = " A browser finds a chat at the address."
 _OPTIMISTIC = (
     "drafts with {:g} times the probability of the token drawn are accepted too: answers are not "
     "those of plain decoding"
@@ -102,21 +103,21 @@ def banner(
     body = f'{{"model": {json.dumps(config.model_name)},\n       "messages": {messages}}}'
     curl.append(f"-d {shlex.quote(body)}")
     command = " \\\n  ".join(curl)
-    page = " A browser finds a chat at the address." if config.page else ""
+    page = _PAGE if config.page else ""
     ready = f"Ready.{page} Ctrl-C stops the server."
     shown = {name: str(text) for name, text in rows.items() if text}
     return f"\n{labelled(shown, width, '  ')}\n\n{command}\n\n{ready}\n"
 
 
-def router_banner(url: str, models: Sequence[str], keep_alive: float) -> str:
+def router_banner(url: str, models: Sequence[str], keep_alive: float, *, has_page: bool) -> str:
     """The text that `serve` prints for several models: address, names, what is in memory."""
     kept = f"{keep_alive:g} s" if keep_alive < float("inf") else "forever"
     shown = {
         "address": url,
         "models": "\n".join(models),
-        "in memory": f"when they are asked for, and {kept} longer, if there is room",
+        "in memory": f"from the first request on, until {kept} after the last, if there is room",
     }
-    return _short(shown)
+    return _short(shown, _PAGE if has_page else "")
 
 
 def embeddings_banner(config: ServerConfig, engine: EngineInfo, path: Path, backend: str) -> str:
@@ -127,8 +128,8 @@ def embeddings_banner(config: ServerConfig, engine: EngineInfo, path: Path, back
     return _short(rows)
 
 
-def _short(rows: Mapping[str, str]) -> str:
-    return f"\n{labelled(rows, None, '  ')}\n\nReady. Ctrl-C stops the server.\n"
+def _short(rows: Mapping[str, str], page: str = "") -> str:
+    return f"\n{labelled(rows, None, '  ')}\n\nReady.{page} Ctrl-C stops the server.\n"
 
 
 def _url(host: str, port: int) -> str:

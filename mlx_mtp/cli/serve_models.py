@@ -82,7 +82,8 @@ def run_router(given: argparse.Namespace) -> int:
         def ready() -> None:
             stack.enter_context(announced(entry))
             with contextlib.suppress(OSError):  # as in `mlx-mtp serve A B | head`
-                say(router_banner(entry.url, entry.models[: len(models)], config.keep_alive))
+                names = entry.models[: len(models)]
+                say(router_banner(entry.url, names, config.keep_alive, has_page=settings.page))
 
         server = make_server(
             create_router(settings, fleet), log_level=options.log_level, on_ready=ready

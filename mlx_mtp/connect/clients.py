@@ -309,7 +309,8 @@ def setup_text(name: str, served: Served, path: Path | None = None) -> str:
     path = path or Path("~", *client.where[1:])
     config = client.config(served)
     new = config if path.exists() else {**client.needed, **config}
-    text = f"# {path}\n{files.config_text(path, new)}{hint}"
+    mark = "//" if path.suffix == ".json" else "#"
+    text = f"{mark} {path}\n{files.config_text(path, new)}{hint}"
     if client.once is None:
         return text
     return (

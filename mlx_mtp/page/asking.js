@@ -85,7 +85,7 @@ export function goOn(chat, node) {
 
 export const stop = (node) => running.get(node.id)?.abort();
 
-function answer(chat, parent, seed) {
+export function answer(chat, parent, seed) {
   const { model } = state, made = toldOf(chat.settings);
   const node = add(chat, parent.id, { role: "assistant", reasoning: "", calls: [], steps: [], model, made });
   const own = seed === undefined ? {} : { seed };

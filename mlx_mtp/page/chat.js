@@ -79,7 +79,7 @@ export function Chat() {
         ${nodes.length === 0 && html`<${Empty} />`}
         ${nodes.map((node, index) => node.role === "assistant"
           ? html`<${Answer} key=${node.id} chat=${chat} node=${node} isLast=${index === nodes.length - 1} onSettings=${() => setPanel("settings")} />`
-          : html`<${Question} key=${node.id} chat=${chat} node=${node} />`)}
+          : html`<${Question} key=${node.id} chat=${chat} node=${node} isLast=${node === last} />`)}
       </div>
       <p role="status" class="unseen">${{ done: "The answer is complete.", streaming: "The model answers." }[last?.state]}</p>
       ${view.problem && html`<${Failure}>${view.problem}<//>`}

@@ -116,7 +116,7 @@ function Delete({ chat, node }) {
   return html`<button type="button" class="small" onClick=${ask}>Delete</button>`;
 }
 
-export function Question({ chat, node }) {
+export function Question({ chat, node, isLast }) {
   const [text, setText] = useEdit(node);
   if (text !== null) return html`<${Edit} chat=${chat} node=${node} text=${text} onText=${setText} />`;
   return html`<article class="message ${node.role}">
@@ -125,6 +125,7 @@ export function Question({ chat, node }) {
     ${node.content && html`<div class="said">${node.content}</div>`}
     <p class="actions"><${Branches} chat=${chat} node=${node} />
       ${node.role === "user" && html`<button type="button" class="small" onClick=${() => setText(node.content)}>Edit</button>`}
+      ${isLast && html`<button type="button" class="small" onClick=${() => asking.answer(chat, node)}>Answer</button>`}
       ${node.content && html`<${Copy} text=${node.content} />`}<${Delete} chat=${chat} node=${node} /></p>
   </article>`;
 }

@@ -36,7 +36,7 @@ export function Conversations({ chat, onClose }) {
   const chooser = useRef(null);
   const found = store.listed(words);
   const used = Math.round(100 * store.stored());
-  const choose = (act) => () => (act(), onClose());
+  const choose = (act) => () => (act(), setTold(null), onClose());
   const take = async ({ target }) => {
     const [file] = target.files;
     setTold(null);
@@ -52,6 +52,7 @@ export function Conversations({ chat, onClose }) {
   const everything = async () => (await import("./transfer.js")).download(store.listed().filter((each) => each.leaf !== null));
   const clear = () => confirm(`Delete all ${plural(store.chats.size, "chat")}? This can't be undone.`) && [...store.chats.values()].forEach(store.remove);
   return html`<nav class="conversations" aria-label="Conversations">
+    <header class="only-narrow"><h2>Chats</h2><button type="button" class="icon" aria-label="Close the chats" onClick=${onClose}>×</button></header>
     <button type="button" class="wide-button" onClick=${choose(store.newChat)}>New chat</button>
     <input type="search" id="search" aria-label="Search the chats" placeholder="Search" value=${words} onInput=${(event) => setWords(event.target.value)} />
     <ul>${found.map((each) => html`<${Conversation} key=${each.id} chat=${each} isCurrent=${each === chat} onOpen=${choose(() => store.open(each))} />`)}

@@ -7,12 +7,13 @@ import * as files from "./files.js";
 const ROLES = new Set(["user", "assistant", "tool"]);
 const MOST_BYTES = 200 << 20;
 
-/** A conversation as other programs can read it. */
+/** A conversation as other programs can read it; `branches` are all messages, those that are not shown too. */
 async function exported(chat) {
   const { system } = chat.settings;
+  const branches = await Promise.all(Object.values(chat.nodes).map(async ({ id, parent, ...node }) => ({ id, parent, ...(await message(node)) })));
   const messages = await Promise.all(store.path(chat).map(message));
   if (system?.trim()) messages.unshift({ role: "system", content: system });
-  return { title: chat.title, updated_at: chat.at / 1000, settings: chat.settings, messages };
+  return { title: chat.title, updated_at: chat.at / 1000, settings: chat.settings, messages, branches, shown: chat.leaf };
 }
 
 /** Save chats as a file: one as an object, several as a list. */
@@ -44,6 +45,7 @@ function read(one) {
     });
     return [found, one.chat?.history?.currentId ?? one.current_node];
   }
+  if (Array.isArray(one?.branches)) return [one.branches.map((each) => [each?.id, each?.parent, each?.role, each?.content, each ?? {}]), one.shown];
   const list = one?.messages ?? one?.chat?.messages;
   if (!Array.isArray(list)) throw new Error("this is no chat that Export, Open WebUI or ChatGPT has written.");
   return [list.map((each, index) => [index, index - 1, each?.role, each?.content, each ?? {}]), list.length - 1];

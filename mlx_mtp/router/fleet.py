@@ -57,7 +57,7 @@ class ServedModel(Resident):
     def last_words(self) -> str:
         """What the last process wrote to its log in the end."""
         lines = [shortened(line) for line in self.last_lines[-3:]]
-        return f"The last lines of its log: {' | '.join(lines) or 'none'}"
+        return f"The last lines of its log: {' | '.join(lines)}" if lines else "Its log is empty."
 
     def take_waiting(self) -> list[asyncio.Future[Child]]:
         """Return the requests that wait for the model, which do so no longer."""

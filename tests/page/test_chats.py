@@ -113,6 +113,14 @@ def test_chats_are_found_named_and_taken_along(
         assert tab.locator(".markdown").inner_text() == "Two."
         tab.get_by_role("button", name="Earlier version").click()
         assert tab.locator(".markdown").inner_text() == "One."
+        tab.get_by_role("button", name="More").click()
+        with tab.expect_download() as download:
+            tab.get_by_role("button", name="Export", exact=True).click()
+        take(Path(download.value.path()).read_text())
+        tab.get_by_text("1 chat imported.").wait_for()
+        assert tab.locator(".markdown").inner_text() == "One."
+        tab.get_by_role("button", name="Later version").click()
+        assert tab.locator(".markdown").inner_text() == "Two."
         say(tab, "And now?")
         finished(tab)
         for bad, told in (("{", "not JSON"), ("[1]", "no chat"), ({"messages": []}, "no messages")):

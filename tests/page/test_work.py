@@ -284,6 +284,11 @@ def test_messages_are_edited_deleted_and_read_raw(
         assert "bold" in other.locator("article.assistant .markdown").inner_text()
         other.reload()
         assert other.locator("article").count() == 2
+        # A question that has lost its answer is asked again.
+        tab.locator("article.assistant").get_by_role("button", name="Delete").click()
+        tab.get_by_role("button", name="Answer", exact=True).click()
+        finished(tab)
+        assert tab.locator("article").count() == 2
         tab.locator("article.user").get_by_role("button", name="Delete").click()
         tab.locator(".empty").wait_for()
         other.locator(".empty").wait_for()
