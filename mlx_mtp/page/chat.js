@@ -21,7 +21,7 @@ function Empty() {
   return html`<div class="empty"><h2>Ask ${state.model ?? "the model"} something</h2>
     <p>Write below, or drop ${state.sees ? "a picture, a text or code" : "a text or code"} onto this page.</p>
     <ul class="examples">${EXAMPLES.map((text) => html`<li><button type="button" onClick=${() => begin(text)}>${text}</button></li>`)}</ul>
-    <p class="hint">Everything stays on the machine that runs the server, and chats in this browser. <kbd>?</kbd> lists the shortcuts.</p></div>`;
+    <p class="hint">The model runs on the server's machine, and chats are kept in this browser. <kbd>?</kbd> lists the shortcuts.</p></div>`;
 }
 
 function More({ chat, onKeys }) {

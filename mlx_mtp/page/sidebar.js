@@ -63,7 +63,7 @@ export function Conversations({ chat, onClose }) {
       <p class="actions"><button type="button" class="small" onClick=${() => chooser.current.click()}>Import</button>
         <button type="button" class="small" onClick=${everything}>Export all</button>
         <button type="button" class="small" onClick=${clear}>Delete all</button></p>
-      <p class="hint">Kept in this browser alone, for the address ${location.host}: under another one, or in another browser, there are others.
+      <p class="hint">Kept in this browser alone, for the address ${location.host}. Another browser or address doesn't have these chats.
         ${" "}${used > 0 ? `${used}% of its storage for texts is used.` : ""}</p>
     </div>
   </nav>`;

@@ -32,12 +32,17 @@ def _state(request: Request) -> RouterState:
     return state
 
 
+_SIZES = ("max_model_len", "max_input_tokens", "size")
+
+
 def _card(state: RouterState, model: ServedModel) -> dict[str, Any]:
     plan = model.plan
     own: dict[str, Any] = {"state": model.shown_state, "size": plan.get("weights", 0)}
     own |= {"embeddings": True} if plan.get("able") == cards.EMBEDS else {}
     made = cards.model_card(model.name, state.created, plan.get("context", 0), draft_sources=[])
-    return made | model.card | {"id": model.name, "display_name": model.name} | own
+    made |= model.card | {"id": model.name, "display_name": model.name} | own
+    # Before a model is planned for, its sizes are not known.
+    return {key: value for key, value in made.items() if value or key not in _SIZES}
 
 
 def _ollama_card(state: RouterState, model: ServedModel, **more: Any) -> dict[str, Any]:
@@ -70,7 +75,7 @@ async def processes_of_all(request: Request) -> Response:
         if each.share:
             left = min(state.fleet.seconds_left(each), 1e10)  # within the years of a date
             until = datetime.fromtimestamp(time.time() + left, UTC).isoformat()
-            length = _card(state, each)["max_model_len"]
+            length = _card(state, each).get("max_model_len", 0)
             more = {"expires_at": until, "size_vram": each.share, "context_length": length}
             listed.append(_ollama_card(state, each, **more))
     return JSONResponse({"models": listed})
