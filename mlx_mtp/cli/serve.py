@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mlx_mtp.server.serving import Server
-    from mlx_mtp.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ class _Served(NamedTuple):
     """A model that is loaded to be served, of either kind."""
 
     engine: Any
-    tokenizer: Tokenizer
+    tokenizer: Any
     path: Path
     generation_config: Mapping[str, Any]
     memory_limit: int  # bytes
