@@ -92,7 +92,9 @@ def test_a_new_file(connect, home, client, urls):
     assert not any(home.iterdir())
     said = connect(client, "--write", url=f"{url}/v1/")
     text, config = path.read_text(), load(path)
-    before, _, body = printed.partition(f"# {path}\n")
+    # The printed text is a file of this form, with its comment.
+    mark = "//" if path.suffix == ".json" else "#"
+    before, _, body = printed.partition(f"{mark} {path}\n")
     assert body.partition("Set MLX_MTP_API_KEY")[0].strip() == text.strip()
     assert bool(before) == (client == "claude")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
