@@ -26,6 +26,7 @@ from mlx_mtp.config import (
 from mlx_mtp.console import size_text
 from mlx_mtp.convert.provide import check_head_on_hub, provide_head
 from mlx_mtp.convert.source import check_format_on_hub
+from mlx_mtp.engine.chunk_costs import PrefillCosts
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.embedding import EmbeddingEngine
 from mlx_mtp.engine.engine import Engine
@@ -56,7 +57,7 @@ from mlx_mtp.ranks.links import Link, Links
 from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.ranks.segments import LeaderStore
 from mlx_mtp.sampling.params import check_draft_vocab
-from mlx_mtp.speculative.costs import HOST, MTP, PrefillCosts, StepCosts
+from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.drafter import MTPDrafter, make_drafter
 from mlx_mtp.speculative.host_sources import HostSources

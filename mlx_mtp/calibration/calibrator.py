@@ -13,21 +13,19 @@ from typing import NamedTuple
 
 from mlx_mtp.calibration.cost_file import CostFile
 from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN, EngineConfig
+from mlx_mtp.engine.chunk_costs import CHUNK, PrefillCosts
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.prefill import PrefillScheduler
+from mlx_mtp.engine.prefill import WholeChunks
 from mlx_mtp.engine.request import Request
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.engine.step import InFlightStep
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.costs import (
-    CHUNK,
     HOST,
     MTP,
     RAGGED,
     CostKey,
-    PrefillCosts,
     StepCosts,
     StepShape,
     Table,
@@ -56,6 +54,7 @@ _STEPS = (
     *_beside_plain(RAGGED, 16, 16),
     *_beside_plain(HOST, 4, 4, 16),
     *_beside_plain(MTP, 4, 2, 5, 8),
+    *_beside_plain(MTP, 32, 1),
     *_beside_plain(MTP, 16, 5),
 )
 # Measured at every start: the machine may have been busy at an earlier one.
@@ -112,14 +111,6 @@ class _Run(NamedTuple):
         return []
 
 
-class _WholeChunks(PrefillScheduler):
-    """Chunks of the length of a cell, which are whole steps."""
-
-    def observe(self, step: InFlightStep) -> None:
-        assert step.seconds is not None
-        self._costs.observe(self._step, 0, step.seconds)
-
-
 class Calibrator:
     """Loads costs at the start, measures while no request runs, and saves them in `folder`, if any.
 
@@ -148,7 +139,6 @@ class Calibrator:
         self._saved_at = clock()
         self._seconds_left = config.calibration_seconds
         self._work: Iterator[None] = iter(())
-        self._last: tuple[CostKey, float] | None = None  # cell of steps, and its seconds
         self._core: EngineCore | None = None  # that runs the first cell
         known = self.file.load()
         if known:
@@ -216,7 +206,7 @@ class Calibrator:
         if is_chunk:
             length = int(cell.size)
             config = replace(config, prefill_step_size=length, max_decode_pause=0.0, overlap=False)
-            prefills = _WholeChunks(config, self._chunks)
+            prefills = WholeChunks(config, self._chunks)
         core = self._core = EngineCore(
             Scheduler(config, drafts, prefills=prefills),
             runner,
@@ -230,25 +220,15 @@ class Calibrator:
                 core.scheduler.cancel()
                 core.scheduler.add(_prefilling(cell, runner.vocab_size))
             if len(drafts.seconds) == _TIMED_STEPS or core.idle:
-                self._compare(cell, drafts.seconds[2:])
+                if times := drafts.seconds[2:]:
+                    # A step may be late but never early.
+                    self._steps.learn(cell, statistics.median_low(times))
                 return
             if any(output.error is not None for output in core.step()):
                 logger.warning("A step failed while costs were measured: %s", cell)
                 self._cells[1:] = [c for c in self._cells[1:] if (c.kind == CHUNK) != is_chunk]
                 return
             yield
-
-    def _compare(self, cell: CostKey, times: Many[float]) -> None:
-        """Compare a cell of steps with the one before, if either has no drafts."""
-        if times:
-            seconds = statistics.median_low(times)  # A step may be late but never early.
-            before, self._last = self._last, (cell, seconds)
-            if before is None or before[0].rows != cell.rows:
-                return
-            if cell.size == 0 < before[0].size:
-                self._steps.compare(*before, seconds)
-            elif before[0].size == 0 < cell.size:
-                self._steps.compare(cell, seconds, before[1])
 
 
 def _prefilling(cell: CostKey, vocab_size: int) -> Sequence:

@@ -23,7 +23,7 @@ from mlx_mtp.speculative.costs import LEAST_COST, CostKey, Table
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 5
+_FORMAT = 6
 _LARGEST = 1 << 22  # bytes of a file
 _FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
 _Size = Annotated[float, Field(ge=0, le=1 << 20)]

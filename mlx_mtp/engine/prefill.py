@@ -10,9 +10,9 @@ from collections.abc import Collection
 from collections.abc import Sequence as Many
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.chunk_costs import PrefillCosts
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepRow
-from mlx_mtp.speculative.costs import PrefillCosts
 
 
 class PrefillScheduler:
@@ -84,6 +84,14 @@ class PrefillScheduler:
             # Halves, else the few tokens that are left over would take a chunk of their own.
             row.length = -(-left // 2) if most < left < 2 * most else min(left, most)
         return rows
+
+
+class WholeChunks(PrefillScheduler):
+    """For calibration: each chunk is a whole step, whose seconds are its own."""
+
+    def observe(self, step: InFlightStep) -> None:
+        assert step.seconds is not None
+        self._costs.observe(self._step, 0, step.seconds)
 
 
 def _num_left(group: Many[Sequence]) -> int:

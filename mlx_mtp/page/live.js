@@ -182,7 +182,7 @@ function Why({ choice, server }) {
     <tbody><tr><th>Time of a step</th>${cells(costs)}</tr>
       <tr><th>Tokens expected</th>${cells(tokens.map((count) => count / rows))}</tr>
       <tr><th>Speed</th>${cells(worth)}</tr></tbody></table></div>
-    <p class="hint">Times and speeds are relative to a step without drafts, tokens are those of one answer. An answer gets what it is expected to gain from: answers may differ, and one that copies gets none of the head's. Another choice must promise 2% more than the one in use.</p></details>`;
+    <p class="hint">Times and speeds are relative to a step without drafts, tokens are those of one answer. All answers get the same number of the head's drafts; one that copies verifies its copy instead. Another choice must promise 2% more than the one in use.</p></details>`;
 }
 
 const WORDS = {

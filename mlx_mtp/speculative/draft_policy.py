@@ -1,11 +1,9 @@
 """How many drafts each row gets, and from which source: those that gain more than they cost.
 
 A step decides twice. `best_windows`: which drafts each row verifies now, those of the head that
-wait for it or a run of the host. `best_proposals`: how many drafts the head makes for the next
-windows. Drafts are taken in the order of their cumulative acceptance, up to the number with the
-most expected tokens per second. A row may get none, and rows may differ. Choices rest on estimates,
-so a new one must promise more than the current one, and now and then a few steps probe one draft
-more, or none, for a fixed share of the time.
+wait for it or a run of the host. `AdaptiveDrafts._review`: how many drafts the head makes for the
+next windows, the same number for all rows. Both compare expected tokens per second. Choices rest on
+estimates, so a new one must promise more than the current one.
 """
 
 import math
@@ -20,27 +18,21 @@ from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.host_sources import HostDrafter
 
 # How many times as fast a choice must be to replace the current one (_STAY), one without drafts
-# (_PLAIN), one with equal numbers of drafts (_EVEN), and one that copies nothing (_PAYS).
-_STAY, _PLAIN, _EVEN, _PAYS = 1.02, 1.02, 1.03, 1.03
+# (_PLAIN), and one that copies nothing (_PAYS).
+_STAY, _PLAIN, _PAYS = 1.02, 1.02, 1.03
 _AS_GOOD = 1.01  # a smaller number of drafts is chosen if the best is at most this times as fast
 _COPY_GAIN = 0.05  # weight of a window in the share of runs that go on in the next window
-_ALIKE = 1.2  # rows whose miss ratios differ by at most this factor get equal numbers of drafts
-_ROW_MEMORY = 0.98  # share of a row's counts that stays with each window
-_ALL_ROWS = 6.0  # weight of the rates of all rows in those of one, in misses
-# The mean length of answers is that of the last _ANSWERS per row; before one has ended it is
-# _FIRST_ANSWER.
-_ANSWERS, _FIRST_ANSWER = 5, 256.0
 # The head's acceptance rates: the prior of the first position (_FIRST_RATE); the prior of a later
 # one as a share of the rate before it (_DECLINE); the weight of these priors, in trials
 # (_PRIOR_TRIALS); and the share of the counts that stays with each step (_FADE).
-_FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.9975
+_FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.99
 _LEAST_USEFUL = 0.05  # cumulative acceptance of a draft that is offered
 _LIMITS = (1, 2, 4, 8)  # lengths that a run may be cut to, so that no window is longer
-_STEPS_PER_REVIEW = 8  # without copies; a review takes the host 0.3 ms for 16 rows
-_PROBE_STEPS = 6  # the first has a part of the step before it
-_PROBE_SHARE = 0.006  # share of the time that probes may lose
-_LEAST_REST = 50  # steps between two probes
-_LEAST_LOSS = 0.03  # what a step of a probe is taken to lose at least: estimates may be wrong
+_STEPS_PER_REVIEW = 8  # without copies
+# A probe is _PROBE_STEPS without drafts, or with one draft of the head more in each row. Between
+# two are _LONG_REST steps, or _REST where one draft more was not measured, or drafts took other
+# times than expected (see `StepCosts`).
+_REST, _LONG_REST, _PROBE_STEPS = 48, 1024, 5
 
 
 @dataclass(eq=False, slots=True)
@@ -53,14 +45,6 @@ class RowDrafting:
     waiting: int = 0  # drafts of the head for its next window
     on_host: bool = False  # its last window has the host's drafts
     ahead: int = 0  # most tokens that its window in flight may emit
-    missed: float = 0.0  # windows with a wrong draft, the latest count most,
-    expected: float = 0.0  # and how many were expected
-    miss_ratio: float = 1.0  # how many times as often its drafts are wrong as those of all rows
-
-    def observe(self, missed: bool, expected: float) -> None:
-        self.missed = _ROW_MEMORY * self.missed + missed
-        self.expected = _ROW_MEMORY * self.expected + expected
-        self.miss_ratio = (self.missed + _ALL_ROWS) / (self.expected + _ALL_ROWS)
 
     def offer(self) -> list[float]:
         """Cumulative acceptance of the host's best run, or []; notes its source."""
@@ -90,7 +74,6 @@ class Choice(NamedTuple):
 
     head: tuple[int, ...]  # of the head, for the next window
     host: tuple[int, ...]  # of the host in place of the head's, for the window that is planned
-    speed: float = 0.0  # expected tokens in the time that a step without drafts takes
 
     @property
     def shape(self) -> StepShape:
@@ -120,21 +103,17 @@ class HeadRates:
 
     def __init__(self, size: int) -> None:
         self._tried, self._accepted = [0.0] * size, [0.0] * size
-        self._rates: list[float] = []
-        self.fade(1)
+        self._memory = 1.0
 
-    def observe(self, num_drafts: int, num_gained: int) -> float:
+    def observe(self, num_drafts: int, num_gained: int) -> None:
         """Count a row's window, which emitted `num_gained` tokens more than without drafts.
 
-        A draft after an answer's end counts as a miss. Returns the number of misses that were to be
-        expected.
+        A draft after an answer's end counts as a miss.
         """
-        num_tried = min(num_gained + 1, num_drafts)
-        for position in range(num_tried):
+        for position in range(min(num_gained + 1, num_drafts)):
             self._tried[position] = self._tried[position] * self._memory + 1.0
             is_accepted = position < num_gained
             self._accepted[position] = self._accepted[position] * self._memory + is_accepted
-        return num_tried - sum(self._rates[:num_tried])
 
     def fade(self, num_rows: int) -> None:
         """Call when the rows of a step have been counted.
@@ -145,17 +124,14 @@ class HeadRates:
         self._memory = 1.0 - 0.02 / math.sqrt(num_rows)
         self._tried = [_FADE * tried for tried in self._tried]
         self._accepted = [_FADE * accepted for accepted in self._accepted]
-        rates: list[float] = []
-        for tried, accepted in zip(self._tried, self._accepted):
-            prior = _DECLINE * rates[-1] if rates else _FIRST_RATE
-            rates.append((accepted + _PRIOR_TRIALS * prior) / (tried + _PRIOR_TRIALS))
-        self._rates = rates
 
-    def cumulative_acceptance(self, miss_ratio: float) -> list[float]:
-        """Of the first, second, .. draft of a row with this `miss_ratio` (see `RowDrafting`)."""
-        return list(
-            accumulate((max(1.0 - miss_ratio * (1.0 - rate), 0.0) for rate in self._rates), mul)
-        )
+    def cumulative_acceptance(self) -> list[float]:
+        """Of the first, second, .. draft of a window."""
+        rate, rates = _FIRST_RATE / _DECLINE, list[float]()
+        for tried, accepted in zip(self._tried, self._accepted):
+            rate = (accepted + _PRIOR_TRIALS * _DECLINE * rate) / (tried + _PRIOR_TRIALS)
+            rates.append(rate)
+        return list(accumulate(rates, mul))
 
 
 class FixedDrafts:
@@ -172,42 +148,6 @@ class FixedDrafts:
 
     def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
         pass
-
-
-class Copying(NamedTuple):
-    """What a row's run will bring to the next window, if the row copies then."""
-
-    chance: float = 0.0  # that it does
-    drafts: int = 0
-    tokens: float = 0.0  # expected, beside the one that each window brings
-
-
-def best_proposals(
-    costs: BatchCosts,
-    head: Sequence[Sequence[float]],
-    passes: Sequence[int],
-    copying: Sequence[Copying] = (),
-) -> Choice:
-    """Numbers of the head's drafts for the next windows; `head` is their cumulative acceptance.
-
-    Greedy: for each of these numbers of `passes`, take the drafts in order of acceptance, up to the
-    number with the most expected tokens per time. A draft counts with the chance that its row does
-    not copy instead.
-    """
-    rows = len(head)
-    start = _copied(rows, copying)
-    stays = [1.0 - each.chance for each in copying] or [1.0] * rows
-    best = Choice((0,) * rows, (0,) * rows)
-    for num_passes in passes:
-        offers = [
-            (-share * each, n, row)
-            for row, (of_head, share) in enumerate(zip(head, stays))
-            for n, each in enumerate(of_head[:num_passes], 1)
-        ]
-        speed, counts = _fastest(costs, rows, num_passes, start, offers)
-        if speed > best.speed:
-            best = Choice(counts, (0,) * rows, speed)
-    return best
 
 
 def best_windows(
@@ -229,42 +169,21 @@ def best_windows(
     for limit in (0, *(n for n in _LIMITS if n < longest_run), longest_run):
         runs = [run[:limit] for run in host]
         on_host = [bool(run) and _gain(run, per_draft) > gain for run, gain in zip(runs, least)]
-        others = [each for each, copies in zip(waiting, on_host) if not copies]
-        start = _Taken(
-            rows + sum(map(sum, others)), sum(map(len, others)), max(map(len, others), default=0)
-        )
+        kept = [() if copies else each for each, copies in zip(waiting, on_host)]
         offers = [
             (-each, n, row)
             for row, (run, copies) in enumerate(zip(runs, on_host))
             for n, each in enumerate(run if copies else (), 1)
         ]
-        speed, counts = _fastest(costs, rows, 0, start, offers)
+        speed, counts = _fastest(costs, kept, offers)
         if speed > best_speed * (1.0 if any(best) else _PAYS):
             best_speed, best = speed, counts
     return best
 
 
-class _Taken(NamedTuple):
-    """What a step has before drafts are added to it."""
-
-    tokens: float
-    drafts: int
-    longest: int
-
-
-def _copied(rows: int, copying: Sequence[Copying]) -> _Taken:
-    return _Taken(
-        rows + sum(each.chance * each.tokens for each in copying),
-        round(sum(each.chance * each.drafts for each in copying)),
-        max((each.drafts for each in copying), default=0),
-    )
-
-
 def _fastest(
     costs: BatchCosts,
-    rows: int,
-    num_passes: int,
-    start: _Taken,
+    waiting: Sequence[Sequence[float]],
     offers: list[tuple[float, int, int]],
 ) -> tuple[float, tuple[int, ...]]:
     """Most expected tokens per time with the first of these offers, and drafts by row then.
@@ -272,16 +191,15 @@ def _fastest(
     An offer is its acceptance, negative; its place in the window; and its row.
     """
     offers.sort()
-    tokens, drafts, longest = start
-    fixed, padding = costs.passes[num_passes], costs.padding
-    best = tokens / (costs.verify[drafts] + fixed + padding * (rows * longest - drafts))
+    lengths = [*map(len, waiting)]
+    rows, drafts, longest = len(lengths), sum(lengths), max(lengths)
+    tokens = rows + sum(map(sum, waiting))
+    best = tokens / costs.cost(StepShape(rows, drafts, 0, longest))
     taken = 0
-    for number, (minus, place, _) in enumerate(offers[: len(costs.verify) - 1 - drafts], 1):
+    for number, (minus, place, _) in enumerate(offers, 1):
         tokens -= minus
-        drafts += 1
-        if place > longest:
-            longest = place
-        speed = tokens / (costs.verify[drafts] + fixed + padding * (rows * longest - drafts))
+        longest = max(longest, place)
+        speed = tokens / costs.cost(StepShape(rows, drafts + number, 0, longest))
         if speed > best:
             best, taken = speed, number
     counts = [0] * rows
@@ -296,46 +214,34 @@ class AdaptiveDrafts:
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
         self._costs, self._most = costs, most  # drafts of the head per row; 0: no head
         self._head_rates = HeadRates(most)
-        # Faded counts of answers, and of their tokens.
-        self._answers, self._tokens = 1.0, _FIRST_ANSWER
         self.choices: dict[int, float] = {}  # last drafts per row, by number of rows
         self.reason: ChoiceReason | None = None  # of the last choice; None before the first
         self._goes_on = 0.5  # share of the rows that copy and do so in their next window too
-        self._choice = Choice((), ())
-        self._costs_of, self._tokens_of = list[float](), list[float]()  # by the head's drafts
-        self._depth: int | None = 0  # of all rows in the choice; None: they differ
-        self._since_review = 0
-        self._probe, self._probing, self._num_probes = Choice((), ()), 0, 0
-        self._rested = _LEAST_REST  # steps since a probe; the first one waits for nothing
+        self._depth = self._num_rows = 0  # of the current choice
+        self._speeds, self._costs_of, self._tokens_of = [1.0], [1.0], [0.0]  # by depth
+        self._since_review = self._since_probe = 0  # steps
+        self._num_surprises = 0  # before the last probe
 
     def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
         """Choose for rows; `steady`: nothing is prefilled beside them."""
-        steady = steady and len(rows) == len(self._choice.head)
-        head = [self._useful(self._head_rates.cumulative_acceptance(r.miss_ratio)) for r in rows]
-        host = [self._useful(row.offer()) for row in rows]
-        self._rested += 1
-        self._since_review += 1
-        if not steady:
-            self._probing = 0
-        due = self._since_review >= _STEPS_PER_REVIEW and not self._probing
+        head = self._head_rates.cumulative_acceptance()
+        head = head[: sum(each > _LEAST_USEFUL for each in head)]
+        host = [row.offer() for row in rows]
         windows = (0,) * len(rows)
-        if any(host) and not (self._probing and not any(self._probe.head)):
-            waiting = [each[: row.waiting] for row, each in zip(rows, head)]
+        if any(host):
+            waiting = [head[: row.waiting] for row in rows]
             windows = best_windows(self._costs.of_batch(len(rows)), waiting, host)
-        if not steady or due or (any(windows) and not self._probing):
-            self._since_review = 0
-            copying = [
-                Copying(self._goes_on, count, sum(run[:count])) if count else Copying()
-                for run, count in zip(host, windows)
-            ]
-            self._review(rows, head, copying, steady=steady)
-        choice = (self._probe if self._probing else self._choice)._replace(host=windows)
-        self._note(rows, self._choice._replace(host=windows))
-        self._probing = max(self._probing - 1, 0)
-        for row, count, num_copied in zip(rows, choice.head, choice.host):
-            if row.on_host and not self._probing:
+        self._since_review += 1
+        changed = not steady or len(rows) != self._num_rows
+        if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
+            copied = [run[:count] for run, count in zip(host, windows)]
+            self._review([row.fixed for row in rows], head, copied)
+        choice = even_choice(rows, self._depth_or_probe(len(rows), changed), windows)
+        for row, count, num_copied in zip(rows, choice.head, windows):
+            if row.on_host:
                 self._goes_on += _COPY_GAIN * ((num_copied > 0) - self._goes_on)
             row.waiting, row.on_host = count, num_copied > 0
+        self._note(rows, choice)
         return choice
 
     def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
@@ -344,60 +250,54 @@ class AdaptiveDrafts:
         `seconds` are its cost, or None if that is not known (see `StepClock`).
         """
         for row in rows:
-            drafts, tokens = row.num_verified, row.num_cached
-            self._tokens += tokens
-            if not tokens:
-                memory = 1.0 - 1.0 / (_ANSWERS * len(rows))
-                self._tokens *= memory
-                self._answers = self._answers * memory + 1.0
-            elif row.source == MTP:
-                row.drafting.observe(tokens <= drafts, self._head_rates.observe(drafts, tokens - 1))
+            if row.source == MTP and row.num_cached:
+                self._head_rates.observe(row.num_verified, row.num_cached - 1)
         self._head_rates.fade(shape.rows)
         self._costs.observe(shape, seconds)
 
     def _review(
         self,
-        rows: Sequence[RowDrafting],
-        head: Sequence[Sequence[float]],
-        copying: Sequence[Copying],
-        *,
-        steady: bool,
+        fixed: Sequence[int | None],
+        head: Sequence[float],
+        copied: Sequence[Sequence[float]],
     ) -> None:
-        """Choose the head's drafts for the next windows, of which some rows may copy."""
-        costs = self._costs.of_batch(len(rows))
-        stays = [1.0 - each.chance for each in copying]
-        base, num_copied, longest = _copied(len(rows), copying)
-        even = [even_choice(rows, depth) for depth in range(self._most + 1)]
-        self._costs_of, self._tokens_of = list[float](), list[float]()
-        for choice in even:
-            drafts = num_copied + round(sum(map(mul, stays, choice.head)))
-            depth = max(choice.head)
+        """Choose the head's drafts for the next windows, of which some rows may copy again."""
+        rows, goes_on = len(fixed), self._goes_on
+        costs = self._costs.of_batch(rows)
+        num_copied, longest = sum(map(len, copied)), max(map(len, copied))
+        base = rows + goes_on * sum(map(sum, copied))
+        drafting = 1.0 - goes_on * sum(map(bool, copied)) / rows  # share of the rows
+        self._costs_of, self._tokens_of = [], []
+        for depth in range(len(head) + 1):
+            depths = [depth if each is None else each for each in fixed]
+            drafts = round(goes_on * num_copied + drafting * sum(depths))
             # Copying rows may not copy on, and then no window is as long.
-            reach = depth + round(self._goes_on * max(longest - depth, 0))
-            shape = StepShape(len(rows), drafts, depth, reach)
-            self._costs_of.append(costs.cost(shape))
-            gains = (x * sum(each[:n]) for x, each, n in zip(stays, head, choice.head))
-            self._tokens_of.append(base + sum(gains))
-        speeds = list(map(truediv, self._tokens_of, self._costs_of))
-        scores = speeds[:]
-        before = self._depth
-        if before is not None:
-            scores[before] *= _STAY
+            passes = max(depths)
+            reach = passes + round(goes_on * max(longest - passes, 0))
+            self._costs_of.append(costs.cost(StepShape(rows, drafts, passes, reach)))
+            self._tokens_of.append(base + drafting * sum(sum(head[:each]) for each in depths))
+        self._speeds = list(map(truediv, self._tokens_of, self._costs_of))
+        scores = self._speeds[:]
+        if self._depth < len(scores):
+            scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
         # Of numbers that are as good, the fewest: later drafts are known less well.
-        self._depth = best = next(n for n, x in enumerate(scores) if x * _AS_GOOD >= max(scores))
-        self._choice = even[best]._replace(speed=speeds[best])
-        miss_ratios = [row.miss_ratio for row in rows]
-        if max(miss_ratios) > _ALIKE * min(miss_ratios):
-            # The numbers that requests set are not to be chosen.
-            offered = [each if row.fixed is None else [] for row, each in zip(rows, head)]
-            near = sorted({0, *range(max(best - 1, 0), min(best + 2, self._most) + 1)})
-            uneven = best_proposals(costs, offered, near, copying)
-            if uneven.speed * (_STAY if before is None else 1.0) > _EVEN * speeds[best]:
-                self._choice = uneven._replace(head=_with_fixed(rows, uneven.head))
-                self._depth = None
-        if steady and self._rested >= _LEAST_REST:
-            self._begin_probe(even, speeds)
+        self._depth = next(n for n, x in enumerate(scores) if x * _AS_GOOD >= max(scores))
+        self._num_rows, self._since_review = rows, 0
+
+    def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
+        """The chosen depth, or now and then another: what is said of its cost may be wrong."""
+        self._since_probe += 1
+        more = min(self._depth + 1, self._most)
+        is_unknown = not self._costs.has_measured(num_rows, more)
+        is_surprised = self._depth > 0 and self._costs.num_surprises > self._num_surprises
+        rest = _REST if is_unknown or is_surprised else _LONG_REST
+        if self._since_probe <= rest:
+            return self._depth
+        if changed or self._since_probe > rest + _PROBE_STEPS:
+            self._since_probe, self._num_surprises = 0, self._costs.num_surprises
+            return self._depth
+        return more if is_unknown or not self._depth else 0
 
     def _note(self, rows: Sequence[RowDrafting], choice: Choice) -> None:
         """Set `choices` and `reason`."""
@@ -406,50 +306,18 @@ class AdaptiveDrafts:
             drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = choice.shape.drafts / len(rows)
         cost = self._costs.of_batch(len(rows)).cost(choice.shape)
+        brought = self._speeds[self._depth] * cost
         figures = tuple(self._costs_of), tuple(self._tokens_of)
-        self.reason = ChoiceReason(len(rows), drafts, cost, choice.speed * cost, *figures)
-
-    def _useful(self, acceptance: Sequence[float]) -> list[float]:
-        """Cumulative acceptance, less what an answer's end costs.
-
-        When an answer ends, one more step has been launched, for nothing. That loss is shared out
-        among the answer's tokens, so each counts for a little less than 1.
-        """
-        share = max(1.0 - self._answers / self._tokens, 0.0)
-        useful = [each * share**place for place, each in enumerate(acceptance, 1)]
-        return useful[: sum(each > _LEAST_USEFUL for each in useful)]
-
-    def _begin_probe(self, even: Sequence[Choice], speeds: Sequence[float]) -> None:
-        """Choose otherwise for some steps, if the steps since the last probe pay for it.
-
-        Probes see in turns what a step without drafts takes, and what one draft more takes and
-        brings. The very first one is not paid for.
-        """
-        rows, now = len(self._choice.head), self._choice.speed
-        other = round(sum(self._choice.head) / rows) + 1 if self._num_probes % 2 else 0
-        if other > self._most or even[other].head == self._choice.head:
-            self._num_probes += 1
-            return
-        speed = speeds[other] if other else float(rows)
-        steps = int(self._rested * _PROBE_SHARE / max(1.0 - speed / now, _LEAST_LOSS))
-        if self._num_probes == 0 and not self._costs.is_measured(rows):
-            steps = _PROBE_STEPS
-        if steps >= _PROBE_STEPS:
-            self._probe, self._probing, self._rested = even[other], _PROBE_STEPS, 0
-            self._num_probes += 1
+        self.reason = ChoiceReason(len(rows), drafts, cost, brought, *figures)
 
 
 DraftPolicy = FixedDrafts | AdaptiveDrafts
 
 
-def even_choice(rows: Sequence[RowDrafting], depth: int) -> Choice:
+def even_choice(rows: Sequence[RowDrafting], depth: int, host: tuple[int, ...] = ()) -> Choice:
     """`depth` drafts of the head for each row whose request does not set a number."""
-    return Choice(_with_fixed(rows, (depth,) * len(rows)), (0,) * len(rows))
-
-
-def _with_fixed(rows: Sequence[RowDrafting], head: Sequence[int]) -> tuple[int, ...]:
-    """The counts, replaced by those that rows' requests set."""
-    return tuple(count if row.fixed is None else row.fixed for row, count in zip(rows, head))
+    head = tuple(depth if row.fixed is None else row.fixed for row in rows)
+    return Choice(head, host or (0,) * len(rows))
 
 
 def _gain(acceptance: Sequence[float], cost: float) -> float:

@@ -14,16 +14,14 @@ from mlx_mtp.calibration.calibrator import Calibrator, steps_to_measure
 from mlx_mtp.calibration.cost_file import CostFile, fingerprint
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine import engine as engine_module
+from mlx_mtp.engine.chunk_costs import CHUNK, CONTEXT, PrefillCosts
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.speculative.costs import (
-    CHUNK,
-    CONTEXT,
     HOST,
     MTP,
     RAGGED,
     CostKey,
-    PrefillCosts,
     StepCosts,
 )
 from mlx_mtp.speculative.drafter import MTPDrafter
@@ -199,7 +197,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
 def test_a_thread_that_dies_while_it_measures_is_restarted_once(tiny_models, monkeypatch):
     monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.0)
     config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
-    monkeypatch.setattr(StepCosts, "compare", lambda *_: 1 / 0)
+    monkeypatch.setattr(StepCosts, "learn", lambda *_: 1 / 0)
     client = Client(build_engine(tiny_models["qwen3_5"], config, VOCAB, ()))
     wait_until(lambda: client.engine.stats().num_restarts and not client.engine.measuring)
     monkeypatch.undo()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.chunk_costs import PrefillCosts
 from mlx_mtp.engine.core import EngineCore
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request, RequestOptions
@@ -20,7 +21,6 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import PrefillCosts
 from mlx_mtp.speculative.draft_policy import FixedDrafts
 from tests.support.cases import ask, driver, words
 from tests.support.harness import greedy, request

@@ -24,12 +24,13 @@ from mlx_mtp.calibration.calibrator import Calibrator
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.convert.convert import add_head
 from mlx_mtp.distributed import World
+from mlx_mtp.engine.chunk_costs import PrefillCosts
 from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.errors import EngineStoppedError, ModelError, RankError, UsageError
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.ranks import launch, links
 from mlx_mtp.ranks.messages import Compare
-from mlx_mtp.speculative.costs import PrefillCosts, StepCosts
+from mlx_mtp.speculative.costs import StepCosts
 from tests.conftest import DEMO, DENSE_DEMO
 from tests.engine.test_optimistic import optimistic, replay
 from tests.ranks.rank import answers, requests_of
