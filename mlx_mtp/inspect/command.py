@@ -66,7 +66,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     """Print whether a model fits, and what it is; returns the exit status."""
     backend.prepare()
     from mlx_mtp.inspect.choose import choose_model
-    from mlx_mtp.inspect.embeddings import embedding_need, embedding_rows
+    from mlx_mtp.inspect.embeddings import embedding_need
     from mlx_mtp.inspect.found import family, find_model, next_command, quantization
     from mlx_mtp.inspect.memory import fit_rows, memory_demand, memory_rows
     from mlx_mtp.machine import memory_limit
@@ -74,7 +74,15 @@ def run_inspect(options: argparse.Namespace) -> int:
     name, ranks = choose_model(options.model, options.memory_limit), options.ranks
     limit = memory_limit(options.memory_limit)
     if (need := embedding_need(name, options.dtype, None)) is not None:
-        say(labelled(embedding_rows(name, need, limit), width_of()))
+        fits = need["nbytes"] <= limit.nbytes
+        parts = f"weights of {size_text(need['weights'])} and a text of {need['context']:,} tokens"
+        rows = {
+            "fits": f"{'yes' if fits else 'no'}, in {size_text(limit.nbytes)} ({limit.source})",
+            "model": f"{name}, a {need['kind']}, makes embeddings of {need['size']:,} numbers",
+            "memory": f"{size_text(need['nbytes'])}: {parts}",
+            "next": f"mlx-mtp serve {name}" if fits else "none, as `serve` would refuse it",
+        }
+        say(labelled(rows, width_of()))
         return 0
     model = find_model(name)
     demand = memory_demand(model, options.dtype, ranks)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -53,13 +54,14 @@ class Child:
             )
         return cls(name, path, process)
 
-    async def wait(self) -> int:
-        """Wait for the end of the process and of its log; return its exit status."""
+    async def wait(self) -> str:
+        """Wait for the end of the process and of its log; return how it ended, in words."""
         status = await self._process.wait()
         with contextlib.suppress(TimeoutError):  # A process of its own may still have the pipe.
             await asyncio.wait_for(self._log, 1.0)
         self.path.unlink(missing_ok=True)
-        return status
+        by_signal = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+        return by_signal if status < 0 else f"has ended with status {status}"
 
     def terminate(self, most: int) -> None:
         """Send one signal more, of at most so many.

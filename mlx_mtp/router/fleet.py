@@ -255,7 +255,7 @@ class Fleet:
             if model.state is ModelState.STOPPING:  # Since a moment ago.
                 child.kill()
             watch = asyncio.create_task(self._watch(model, child))
-            end = f"has ended with status {await child.wait()}"
+            end = await child.wait()
             watch.cancel()
             model.last_lines = [*child.last_lines]
         except OSError as error:
@@ -265,16 +265,13 @@ class Fleet:
         if state is ModelState.STOPPING:
             logger.info("%s: its process is gone, %s of memory are free", model.name, freed)
         else:
-            self._count_death(model)
+            self.counts["deaths", model.name] += 1
+            model.count_death(self._loop.time())
             logger.error("%s: its process %s", model.name, end)
         if state is ModelState.LOADING:
             reason = f"The model {model.name!r} could not be loaded: its process {end}."
             model.fail_waiting(errors.UnavailableError(f"{reason} {model.last_words}"))
         self._decide()
-
-    def _count_death(self, model: ServedModel) -> None:
-        self.counts["deaths", model.name] += 1
-        model.count_death(self._loop.time())
 
     async def _watch(self, model: ServedModel, child: Child) -> None:
         """Wait until the process is ready, and kill it if it no longer answers."""
@@ -303,7 +300,8 @@ class Fleet:
         logger.error("%s: killed, as it was not healthy for %g s", model.name, HEALTH_SECONDS)
         if model.state is ModelState.READY:  # From now on requests wait for the next process.
             model.state = ModelState.STOPPING
-            self._count_death(model)
+            self.counts["deaths", model.name] += 1
+            model.count_death(self._loop.time())
         child.kill()
 
     async def _plan(self) -> None:

@@ -71,7 +71,7 @@ class Forwarded(Response):
             error = await self._pass_on(scope, send)
         except (MlxMtpError, *BROKEN) as fault:
             if not isinstance(fault, MlxMtpError):
-                message = f"The process of the model {self._model.name!r} ended before its answer."
+                message = f"The process of the model {self._model.name!r} ended before its answer was complete."
                 fault = UnavailableError(message)
             record.route = route
             if not self._begun:

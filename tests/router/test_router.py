@@ -23,8 +23,10 @@ import pytest
 
 from mlx_mtp.router import fleet as fleet_module
 from mlx_mtp.router.child import Child
+from mlx_mtp.safe_path import command_of
+from mlx_mtp.server.adopted import PARENT
 from mlx_mtp.server.http.access import digest_of
-from tests.router.conftest import Routed, is_gone, routed
+from tests.router.conftest import Routed, routed
 from tests.support.raw_http import error_of, exchange, request_bytes
 from tests.support.waiting import wait_until
 
@@ -358,27 +360,22 @@ def test_the_parent_drains_and_then_ends_what_is_open() -> None:
         os.kill(pid, 0)
 
 
-ORPHAN = """
-import os, sys, threading, time
-sys.path.insert(0, {root!r})
-from tests.router.conftest import routed
-with routed("a") as client:
-    print(client.chat("a").json()["pid"], flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.full
-def test_processes_end_with_their_parent() -> None:
-    root = str(Path(__file__).parents[2])
-    with subprocess.Popen(
-        [sys.executable, "-c", ORPHAN.format(root=root)], stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-
-    wait_until(lambda: is_gone(pid))
+def test_a_process_watches_its_parent_before_it_does_anything_else(tmp_path: Path) -> None:
+    """It waits for an end of its standard input, which takes no time; here it has come already."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "1"))
+        done = subprocess.run(
+            [*command_of("mlx_mtp"), "serve", "--no-such-flag"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            pass_fds=[listening.fileno()],
+            env={**os.environ, PARENT: f"{listening.fileno()} 0"},
+            cwd=tmp_path.parent,
+            timeout=60,
+        )
+    # It has not come to its command line, and has tidied up.
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert not tmp_path.exists()
 
 
 @pytest.mark.full
