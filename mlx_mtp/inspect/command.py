@@ -11,7 +11,7 @@ from mlx_mtp.flags import Flag, add_flags, byte_size, gigabytes, integer, nonemp
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 from mlx_mtp.running import RunningServer, running_servers
 
-_PS_HEADINGS = ("model", "address", "process", "weights of the memory it may use", "since")
+_PS_HEADINGS = ("models", "address", "process", "weights of memory limit", "since")
 _WIDTH = 120  # of a table where there is no terminal
 _PULL = (
     "Download a model with its MTP head, or bring it up to date. A download that was interrupted "
@@ -137,14 +137,9 @@ def _run_rm(options: argparse.Namespace) -> int:
     return 0
 
 
-def _shown_models(server: RunningServer) -> str:
-    more = len(server.directories) - 1
-    return f"{server.models[0]} and {more} more" if more > 0 else server.models[0]
-
-
 def _shown_memory(server: RunningServer) -> str:
     if server.weights is None or server.memory_limit is None:
-        return "while they are asked for"
+        return "loaded on demand"
     return f"{size_text(server.weights)} of {size_text(server.memory_limit)}"
 
 
@@ -155,7 +150,7 @@ def _run_ps(_: argparse.Namespace) -> int:
         return 0
     rows = [
         [
-            _shown_models(each),
+            ", ".join(each.models[: len(each.directories)]),
             each.url,
             str(each.pid),
             _shown_memory(each),

@@ -20,8 +20,6 @@ from mlx_mtp.unix_http import BROKEN, ask
 
 logger = logging.getLogger(__name__)
 
-_MAX_LINE = 1 << 24  # bytes of a line of the log
-
 
 class Child:
     """One process. It exits by itself when this process ends, as its standard input does then."""
@@ -49,7 +47,7 @@ class Child:
                 pass_fds=[sock.fileno()],
                 env={**kept, VARIABLE: "", PARENT: f"{sock.fileno()} {num_keys}"},
                 cwd=path.parent,
-                limit=_MAX_LINE,
+                limit=1 << 24,  # bytes of a line of the log
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on.
             )
         return cls(name, path, process)
@@ -60,8 +58,9 @@ class Child:
         with contextlib.suppress(TimeoutError):  # A process of its own may still have the pipe.
             await asyncio.wait_for(self._log, 1.0)
         self.path.unlink(missing_ok=True)
-        by_signal = f"was ended by signal {-status} ({signal.strsignal(-status)})"
-        return by_signal if status < 0 else f"has ended with status {status}"
+        if status < 0:
+            return f"was ended by signal {-status} ({signal.strsignal(-status)})"
+        return f"has ended with status {status}"
 
     def terminate(self, most: int) -> None:
         """Send one signal more, of at most so many.
@@ -70,12 +69,16 @@ class Child:
         """
         if self._num_signals < most:
             self._num_signals += 1
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        # asyncio's own methods may take the exit status from the thread that waits for it.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def is_healthy(self, seconds: float | None = None) -> bool:
         """Ask it, and wait so long for the answer."""

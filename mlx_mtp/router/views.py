@@ -152,6 +152,7 @@ class LiveFeed:
             return {each.name: each.child.path for each in state.fleet.running if each.child}
 
         async for message in merged_stream(paths):
+            message["waiting"] += sum(len(each.waiting) for each in state.fleet.models)
             message["server"] |= {
                 "models": state.model_names,
                 "states": {each.name: each.shown_state for each in state.fleet.models},

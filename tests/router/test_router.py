@@ -35,6 +35,11 @@ MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
 GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA)
 
 
+def live_state(live: httpx.Response) -> dict[str, Any]:
+    """The first message of /live."""
+    return dict(json.loads(next(live.iter_lines()).removeprefix("data: ")))
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Routed]:
     """For tests that leave models loaded, and don't mind others that do."""
@@ -134,8 +139,10 @@ def test_too_many_or_too_long_waiting_requests_are_refused_with_numbers() -> Non
         with client.stream("POST", CHAT, json=long):
             waits = pool.submit(client.chat, "b")
             wait_until(lambda: bool(client.model("b").waiting))
+            with client.stream("GET", "/live") as live:
+                assert live_state(live)["waiting"] == 1
             refused = client.chat("b")
-            assert "1 requests wait" in error_of(refused, CHAT, 503)
+            assert "is full: 1 of 1" in error_of(refused, CHAT, 503)
             assert refused.headers["retry-after"] == "2"
             fleet = client.fleet
             fleet.config, fleet._max_queue = replace(fleet.config, model_timeout=0.3), 2
@@ -162,7 +169,9 @@ def test_idle_models_leave_after_their_time_and_by_ollamas_field() -> None:
         assert "'soon' is not a time" in error_of(wrong, OLLAMA, 400)
 
 
-def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api() -> None:
+def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api(
+    log: pytest.LogCaptureFixture,
+) -> None:
     def waited(client: Routed, path: str, **fields: Any) -> httpx.Response:
         return client.post(path, json={"model": "slow", "stream": True} | fields)
 
@@ -192,6 +201,8 @@ def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api
             else:
                 fields = fields["error"]
             assert "'slow'" in fields["message"]
+        wait_until(lambda: "slow: its process was ended by signal 9" in log.text)
+    assert "Unknown child process" not in log.text
 
 
 def test_a_model_that_breaks_again_and_again_is_refused_with_its_last_words() -> None:
@@ -211,7 +222,9 @@ def test_a_model_that_breaks_again_and_again_is_refused_with_its_last_words() ->
         assert client.chat("good").status_code == 200
 
 
-def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_it() -> None:
+def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_it(
+    log: pytest.LogCaptureFixture,
+) -> None:
     with routed("a") as client:
         assert "ended before its answer" in error_of(client.chat("a", die=0), CHAT, 503)
         url = str(client.base_url)
@@ -232,6 +245,11 @@ def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_
                 )
             )
         wait_until(lambda: client.states() == {"a": "on disk"})
+        lost = [each for each in log.records if "ended before its answer" in each.getMessage()]
+        assert [each.levelname for each in lost] == ["WARNING"] * 3
+        for line, path in zip(lost[1:], (CHAT, MESSAGES)):  # of streams that had begun
+            assert line.getMessage().startswith(f"{path} 200 ")
+            assert "id-a: The process of the model 'a'" in line.getMessage()
         # After three deaths within a minute it is refused.
         assert client.chat("a").status_code == 503
         assert client.count("deaths", "a") == 3
@@ -326,7 +344,7 @@ def test_views_of_all_models() -> None:
         assert client.get("/api/version").json()["version"]
         assert client.get("/clients").status_code == 200
         with client.stream("GET", "/live") as live:
-            first = json.loads(next(live.iter_lines()).removeprefix("data: "))
+            first = live_state(live)
         assert first["server"]["states"] == {"a": "ready", "b": "ready"}
         assert first["totals"]["generation_tokens"] == 0
 
