@@ -12,7 +12,9 @@ import ollama
 import openai
 import pytest
 
+from mlx_mtp.cli import main as cli
 from mlx_mtp.config import ServerConfig
+from mlx_mtp.console import size_text
 from mlx_mtp.embeddings import EmbeddingEngine
 from mlx_mtp.inspect.embeddings import embedding_directory
 from mlx_mtp.inspect.needs import _need
@@ -140,7 +142,9 @@ def test_what_is_refused(client: Served, path: str, body: dict[str, Any], said: 
     assert "nan" not in client.post(EMBEDDINGS, json={"input": "a"}).text.lower()
 
 
-def test_which_models_make_embeddings(made: Any, tmp_path: Path) -> None:
+def test_which_models_make_embeddings(
+    made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert embedding_directory(str(made[0])) == made[0]
     assert embedding_directory(None) is None
     other = tmp_path / "other"
@@ -155,3 +159,8 @@ def test_which_models_make_embeddings(made: Any, tmp_path: Path) -> None:
     assert (need["able"], need["context"], need["size"]) == (["embedding"], 100, 48)
     weights = sum(4 * each.size for each in made[1].values())
     assert need["weights"] == weights < need["nbytes"]
+    assert cli.main(["inspect", str(made[0]), "--dtype", "float32", "--memory-limit", "1GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "yes, in 1.0 GB (--memory-limit)" in shown
+    assert "makes embeddings of 48 numbers" in shown
+    assert f"{size_text(weights)} and a text of 4,096 tokens" in shown
