@@ -7,6 +7,10 @@ safe_path.drop_current_directory()
 
 import sys  # noqa: E402
 
+from mlx_mtp.server.adopted import watch_starter  # noqa: E402
+
+watch_starter()
+
 from mlx_mtp.cli.main import main  # noqa: E402
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from mlx_mtp.config import (
 from mlx_mtp.console import size_text
 from mlx_mtp.convert.provide import check_head_on_hub, provide_head
 from mlx_mtp.convert.source import check_format_on_hub
+from mlx_mtp.embeddings import EmbeddingEngine
 from mlx_mtp.engine.chunk_costs import PrefillCosts
 from mlx_mtp.engine.core import EngineCore
-from mlx_mtp.engine.embedding import EmbeddingEngine
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.engine.health import Heartbeat
 from mlx_mtp.engine.memory import MemoryPlan, footprint, plan_memory
@@ -42,7 +42,6 @@ from mlx_mtp.engine.warmup import warm_up
 from mlx_mtp.errors import EngineStoppedError, MissingHeadError, UsageError
 from mlx_mtp.inspect.embeddings import embedding_directory as embedding_directory
 from mlx_mtp.machine import MemoryLimit, client_text_bytes, memory_limit, wire_memory
-from mlx_mtp.models.embedding import EmbeddingModel
 from mlx_mtp.models.files import read_json
 from mlx_mtp.models.gemm.exact import make_batch_invariant
 from mlx_mtp.models.hub import resolve_model
@@ -114,15 +113,13 @@ def load_embeddings(
     Also returns its directory, the memory, and the bytes of it for texts; UsageError: no room.
     """
     path, limit = resolve_model(options.model), memory_limit(options.memory_limit)
-    model = EmbeddingModel(path, options.dtype, limit.nbytes, options.max_model_len)
-    if model.need > limit.nbytes:
-        need, room = size_text(model.need), f"{size_text(limit.nbytes)} ({limit.source})"
+    engine = EmbeddingEngine(path, options.dtype, limit.nbytes, options.max_model_len)
+    if engine.need > limit.nbytes:
+        need, room = size_text(engine.need), f"{size_text(limit.nbytes)} ({limit.source})"
         message = f"{options.model} needs {need} of {room}: --max-model-len lowers it."
         raise UsageError(message)
     wire_memory(limit)
-    model.load_weights()
-    texts = client_text_bytes(limit.nbytes)
-    return EmbeddingEngine(model), Tokenizer.load(path), path, limit, texts
+    return engine, Tokenizer.load(path), path, limit, client_text_bytes(limit.nbytes)
 
 
 class EnginePlan(NamedTuple):

@@ -33,7 +33,7 @@ class RunningServer:
     directories: list[str]  # of the models' files
     needs_key: bool
     started: float  # seconds since the epoch
-    # None: several models, in memory while they are asked for
+    # None: several models, which are loaded on demand
     max_model_len: int | None = None  # tokens of prompt and answer together
     weights: int | None = None  # bytes in memory, with the head's
     memory_limit: int | None = None  # most bytes that the server plans with

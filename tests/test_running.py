@@ -50,7 +50,7 @@ def test_a_server_is_found_while_it_runs(folder, capsys):
     with announced(several):
         assert running_servers() == [several]
         assert cli.main(["ps"], {}) == 0
-        assert "org/a and 1 more" in capsys.readouterr().out
+        assert "org/a, org/b" in capsys.readouterr().out
 
 
 def test_a_killed_servers_file_is_removed(folder):

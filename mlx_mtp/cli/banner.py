@@ -111,12 +111,9 @@ def banner(
 
 def router_banner(url: str, models: Sequence[str], keep_alive: float, *, has_page: bool) -> str:
     """The text that `serve` prints for several models: address, names, what is in memory."""
-    kept = f"{keep_alive:g} s" if keep_alive < float("inf") else "forever"
-    shown = {
-        "address": url,
-        "models": "\n".join(models),
-        "in memory": f"from the first request on, until {kept} after the last, if there is room",
-    }
+    ends = f"after {keep_alive:g} s without one, or " if keep_alive < float("inf") else ""
+    memory = f"a request loads its model, which is unloaded {ends}when another needs the room"
+    shown = {"address": url, "models": "\n".join(models), "memory": memory}
     return _short(shown, _PAGE if has_page else "")
 
 

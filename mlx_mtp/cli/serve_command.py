@@ -7,7 +7,6 @@ from mlx_mtp.cli.model_flags import wants_router
 from mlx_mtp.cli.serve import serve
 from mlx_mtp.cli.serve_models import run_router
 from mlx_mtp.options import SERVE_FLAGS
-from mlx_mtp.server.adopted import stop_with_owner
 from mlx_mtp.settings import add_settings, resolve
 
 
@@ -19,6 +18,5 @@ def add_serve(commands: Any) -> None:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    stop_with_owner()
     options = resolve(given, SERVE_FLAGS, given.environ)
     return run_router(given) if wants_router(options) else serve(options)

@@ -16,12 +16,12 @@ class EngineInfo:
     """Properties that never change while an engine lives."""
 
     vocab_size: int  # token ids are less
-    eos_token_ids: tuple[int, ...]  # end a sequence unless it ignores them
     max_model_len: int  # most tokens of prompt and answer together
-    num_draft_tokens: DraftTokens  # per step, if a request doesn't say; 0: nothing is drafted
     model_type: str  # as in config.json
-    mtp_enabled: bool  # an MTP head drafts
-    max_num_seqs: int  # rows that are computed at once
+    eos_token_ids: tuple[int, ...] = ()  # end a sequence unless it ignores them
+    num_draft_tokens: DraftTokens = 0  # per step, if a request doesn't say; 0: nothing is drafted
+    mtp_enabled: bool = False  # an MTP head drafts
+    max_num_seqs: int = 1  # rows that are computed at once
     prefix_cache_size: int = 0  # limit in bytes; 0: no prefix cache
     memory: Mapping[str, int] = field(default_factory=dict)  # planned bytes by part; empty: no plan
     draft_sources: tuple[str, ...] = ()  # names in --drafts

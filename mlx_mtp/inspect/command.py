@@ -11,7 +11,7 @@ from mlx_mtp.flags import Flag, add_flags, byte_size, gigabytes, integer, nonemp
 from mlx_mtp.options import DTYPE, MODEL_FLAG
 from mlx_mtp.running import RunningServer, running_servers
 
-_PS_HEADINGS = ("model", "address", "process", "weights of the memory it may use", "since")
+_PS_HEADINGS = ("models", "address", "process", "weights of memory limit", "since")
 _WIDTH = 120  # of a table where there is no terminal
 _PULL = (
     "Download a model with its MTP head, or bring it up to date. A download that was interrupted "
@@ -66,7 +66,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     """Print whether a model fits, and what it is; returns the exit status."""
     backend.prepare()
     from mlx_mtp.inspect.choose import choose_model
-    from mlx_mtp.inspect.embeddings import embedding_need, embedding_rows
+    from mlx_mtp.inspect.embeddings import embedding_need
     from mlx_mtp.inspect.found import family, find_model, next_command, quantization
     from mlx_mtp.inspect.memory import fit_rows, memory_demand, memory_rows
     from mlx_mtp.machine import memory_limit
@@ -74,7 +74,15 @@ def run_inspect(options: argparse.Namespace) -> int:
     name, ranks = choose_model(options.model, options.memory_limit), options.ranks
     limit = memory_limit(options.memory_limit)
     if (need := embedding_need(name, options.dtype, None)) is not None:
-        say(labelled(embedding_rows(name, need, limit), width_of()))
+        fits = need["nbytes"] <= limit.nbytes
+        parts = f"weights of {size_text(need['weights'])} and a text of {need['context']:,} tokens"
+        rows = {
+            "fits": f"{'yes' if fits else 'no'}, in {size_text(limit.nbytes)} ({limit.source})",
+            "model": f"{name}, a {need['kind']}, makes embeddings of {need['size']:,} numbers",
+            "memory": f"{size_text(need['nbytes'])}: {parts}",
+            "next": f"mlx-mtp serve {name}" if fits else "none, as `serve` would refuse it",
+        }
+        say(labelled(rows, width_of()))
         return 0
     model = find_model(name)
     demand = memory_demand(model, options.dtype, ranks)
@@ -129,14 +137,9 @@ def _run_rm(options: argparse.Namespace) -> int:
     return 0
 
 
-def _shown_models(server: RunningServer) -> str:
-    more = len(server.directories) - 1
-    return f"{server.models[0]} and {more} more" if more > 0 else server.models[0]
-
-
 def _shown_memory(server: RunningServer) -> str:
     if server.weights is None or server.memory_limit is None:
-        return "while they are asked for"
+        return "loaded on demand"
     return f"{size_text(server.weights)} of {size_text(server.memory_limit)}"
 
 
@@ -147,7 +150,7 @@ def _run_ps(_: argparse.Namespace) -> int:
         return 0
     rows = [
         [
-            _shown_models(each),
+            ", ".join(each.models[: len(each.directories)]),
             each.url,
             str(each.pid),
             _shown_memory(each),

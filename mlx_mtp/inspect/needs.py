@@ -78,6 +78,7 @@ async def planned(models: Sequence[dict[str, Any]], memory: int | None) -> Async
         assert process.stdout is not None
         async for line in process.stdout:
             yield json.loads(line)
+        await process.wait()
     finally:
         if process.returncode is None:
             process.kill()

@@ -274,7 +274,6 @@ def _unread_formats(path: Path) -> str:
 
 def cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
     """Give a model the type `dtype`, as `load_model` does; `stored` is that of the checkpoint."""
-    """Give a model the type `dtype`, as `load_model` does; `stored` is that of the checkpoint."""
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     on_cpu = mx.default_device() == mx.cpu

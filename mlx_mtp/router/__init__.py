@@ -1,4 +1,1 @@
-"""Several models at one address: a parent process without mlx, and one of today's servers a model.
-
-`policy` decides, `fleet` and `child` run the processes, `forward` and `views` answer, `app` is all.
-"""
+"""Several models at one address: a parent process without mlx, and a process for each model."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -18,8 +19,6 @@ from mlx_mtp.settings import VARIABLE
 from mlx_mtp.unix_http import BROKEN, ask
 
 logger = logging.getLogger(__name__)
-
-_MAX_LINE = 1 << 24  # bytes of a line of the log
 
 
 class Child:
@@ -48,18 +47,20 @@ class Child:
                 pass_fds=[sock.fileno()],
                 env={**kept, VARIABLE: "", PARENT: f"{sock.fileno()} {num_keys}"},
                 cwd=path.parent,
-                limit=_MAX_LINE,
+                limit=1 << 24,  # bytes of a line of the log
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on.
             )
         return cls(name, path, process)
 
-    async def wait(self) -> int:
-        """Wait for the end of the process and of its log; return its exit status."""
+    async def wait(self) -> str:
+        """Wait for the end of the process and of its log; return how it ended, in words."""
         status = await self._process.wait()
         with contextlib.suppress(TimeoutError):  # A process of its own may still have the pipe.
             await asyncio.wait_for(self._log, 1.0)
         self.path.unlink(missing_ok=True)
-        return status
+        if status < 0:
+            return f"was ended by signal {-status} ({signal.strsignal(-status)})"
+        return f"has ended with status {status}"
 
     def terminate(self, most: int) -> None:
         """Send one signal more, of at most so many.
@@ -68,12 +69,16 @@ class Child:
         """
         if self._num_signals < most:
             self._num_signals += 1
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        # asyncio's own methods may take the exit status from the thread that waits for it.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def is_healthy(self, seconds: float | None = None) -> bool:
         """Ask it, and wait so long for the answer."""

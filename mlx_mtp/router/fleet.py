@@ -90,7 +90,6 @@ class Fleet:
         self._num_keys, self._max_queue, self._any_name = num_keys, max_queue, any_name
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_started = 0
 
     def start(self) -> None:
         """Plan the memory of all models, and start those that are pinned."""
@@ -213,8 +212,8 @@ class Fleet:
             reason += f"are {size_text(max(room, 0))} of {size_text(total)} at most."
         elif waiting >= self._max_queue:
             retry = errors.UNKNOWN_RETRY_SECONDS
-            reason = f"{waiting} requests wait for models, and no more than {self._max_queue} may "
-            reason += f"(--max-queue); {len(self.running)} of {len(self.models)} models are loaded."
+            reason = f"The queue for models is full: {waiting} of {self._max_queue} (--max-queue); "
+            reason += f"{len(self.running)} of {len(self.models)} models are loaded."
         else:
             return
         raise errors.UnavailableError(reason, retry_after=retry)
@@ -229,7 +228,7 @@ class Fleet:
         decision = policy.decide(self.models, self._limit, now, self.config.switch_after)
         for model in self.models:
             if model in decision.stops:
-                logger.info("%s: is ended; idle for %.0f s", model.name, now - model.idle_since)
+                logger.info("%s: unloading, idle for %.0f s", model.name, now - model.idle_since)
                 self.counts["unloads", model.name] += 1
                 if model.child is not None:
                     model.child.terminate(1)
@@ -245,17 +244,17 @@ class Fleet:
 
     async def _life(self, model: ServedModel) -> None:
         """Run the model's process from its start to its end."""
-        self._num_started += 1
         self.counts["loads", model.name] += 1
         logger.info("%s: loading, with %s of memory", model.name, size_text(model.share))
-        path, model.last_lines = self._folder / str(self._num_started), []
+        # No other process has had this total.
+        path, model.last_lines = self._folder / str(self.counts.total()), []
         try:
             child = await Child.start(model.name, path, self._command(model), self._num_keys)
             model.child = child
             if model.state is ModelState.STOPPING:  # Since a moment ago.
                 child.kill()
             watch = asyncio.create_task(self._watch(model, child))
-            end = f"has ended with status {await child.wait()}"
+            end = await child.wait()
             watch.cancel()
             model.last_lines = [*child.last_lines]
         except OSError as error:
@@ -263,18 +262,15 @@ class Fleet:
         state, model.state, model.child = model.state, ModelState.ON_DISK, None
         freed, model.share = size_text(model.share), 0
         if state is ModelState.STOPPING:
-            logger.info("%s: its process is gone, %s of memory are free", model.name, freed)
+            logger.info("%s: its process has ended, which frees %s", model.name, freed)
         else:
-            self._count_death(model)
+            self.counts["deaths", model.name] += 1
+            model.count_death(self._loop.time())
             logger.error("%s: its process %s", model.name, end)
         if state is ModelState.LOADING:
             reason = f"The model {model.name!r} could not be loaded: its process {end}."
             model.fail_waiting(errors.UnavailableError(f"{reason} {model.last_words}"))
         self._decide()
-
-    def _count_death(self, model: ServedModel) -> None:
-        self.counts["deaths", model.name] += 1
-        model.count_death(self._loop.time())
 
     async def _watch(self, model: ServedModel, child: Child) -> None:
         """Wait until the process is ready, and kill it if it no longer answers."""
@@ -287,7 +283,7 @@ class Fleet:
                     async with ask(child.path, "GET", "/v1/models") as answer:
                         model.card = json.loads(await answer.body())["data"][0]
         except TimeoutError:
-            logger.error("%s: not loaded after %g s", model.name, self.config.model_timeout)
+            logger.error("%s: killed, not loaded in %g s", model.name, self.config.model_timeout)
             child.kill()
             return
         now, failures = self._loop.time(), 0
@@ -303,7 +299,8 @@ class Fleet:
         logger.error("%s: killed, as it was not healthy for %g s", model.name, HEALTH_SECONDS)
         if model.state is ModelState.READY:  # From now on requests wait for the next process.
             model.state = ModelState.STOPPING
-            self._count_death(model)
+            self.counts["deaths", model.name] += 1
+            model.count_death(self._loop.time())
         child.kill()
 
     async def _plan(self) -> None:
@@ -313,7 +310,7 @@ class Fleet:
             async for line in self._plans([*self.models]):
                 if "limit" in line:
                     self._limit = int(line["limit"])
-                    logger.info("%s for all models (%s)", size_text(self._limit), line["source"])
+                    logger.info("Memory: %s for all (%s)", size_text(self._limit), line["source"])
                 else:
                     self._know(unknown.pop(line["model"]), line)
         except (OSError, *errors.UNEXPECTED) as error:

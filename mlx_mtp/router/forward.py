@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 # Headers that are not passed on: a connection's own, keys, and what a process would believe.
 _OWN = {*HOP_BY_HOP, b"content-length", b"expect", b"authorization", b"x-api-key", CLIENT.encode()}
-_RETRY_SECONDS = 0.05  # until the end of a process is noticed
 _OF_ANSWER = {*HOP_BY_HOP, b"date", REQUEST_ID.encode()}
 
 
@@ -71,8 +70,8 @@ class Forwarded(Response):
             error = await self._pass_on(scope, send)
         except (MlxMtpError, *BROKEN) as fault:
             if not isinstance(fault, MlxMtpError):
-                message = f"The process of the model {self._model.name!r} ended before its answer."
-                fault = UnavailableError(message)
+                lost = "ended before its answer was complete"
+                fault = UnavailableError(f"The process of the model {self._model.name!r} {lost}.")
             record.route = route
             if not self._begun:
                 await refuse(scope, fault)(scope, receive, send)
@@ -95,7 +94,7 @@ class Forwarded(Response):
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)
             except ConnectionRefusedError:  # It has ended: the request waits for the next one.
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(0.05)  # until its end is noticed
 
     def _using(self, send: Send) -> contextlib.AbstractAsyncContextManager[Child]:
         """Wait for the model's process; a stream gets signs of life meanwhile."""

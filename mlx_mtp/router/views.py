@@ -32,17 +32,14 @@ def _state(request: Request) -> RouterState:
     return state
 
 
-_SIZES = ("max_model_len", "max_input_tokens", "size")
-
-
 def _card(state: RouterState, model: ServedModel) -> dict[str, Any]:
     plan = model.plan
     own: dict[str, Any] = {"state": model.shown_state, "size": plan.get("weights", 0)}
     own |= {"embeddings": True} if plan.get("able") == cards.EMBEDS else {}
     made = cards.model_card(model.name, state.created, plan.get("context", 0), draft_sources=[])
     made |= model.card | {"id": model.name, "display_name": model.name} | own
-    # Before a model is planned for, its sizes are not known.
-    return {key: value for key, value in made.items() if value or key not in _SIZES}
+    sizes = ("max_model_len", "max_input_tokens", "size")  # not known before it is planned for
+    return {key: value for key, value in made.items() if value or key not in sizes}
 
 
 def _ollama_card(state: RouterState, model: ServedModel, **more: Any) -> dict[str, Any]:
@@ -155,6 +152,7 @@ class LiveFeed:
             return {each.name: each.child.path for each in state.fleet.running if each.child}
 
         async for message in merged_stream(paths):
+            message["waiting"] += sum(len(each.waiting) for each in state.fleet.models)
             message["server"] |= {
                 "models": state.model_names,
                 "states": {each.name: each.shown_state for each in state.fleet.models},

@@ -23,24 +23,41 @@ class Adopted(NamedTuple):
     num_keys: int
 
 
-def adopted(environ: MutableMapping[str, str] = os.environ) -> Adopted | None:
-    """Return what a parent has given to this process, which from now on ends with the parent.
+def watch_starter(environ: MutableMapping[str, str] = os.environ) -> None:
+    """End this process when the one of ours that started it, if one did, is gone.
 
-    None if no parent started it.
+    For the very start of the program, as imports and loads take a while. The watching thread waits
+    in the system, which wakes it at once. Then it needs the interpreter's lock for a moment; mlx
+    releases that while it reads weights and computes.
     """
+    if PARENT in environ:
+        with socket.socket(fileno=os.dup(_fields(environ[PARENT])[0])) as sock:
+            path = Path(os.fsdecode(sock.getsockname()))
+        threading.Thread(target=_end_with_parent, args=(path,), daemon=True).start()
+    elif environ.pop(OWNED, None) is not None:
+        threading.Thread(target=_stop_with_owner, daemon=True).start()
+
+
+def adopted(environ: MutableMapping[str, str] = os.environ) -> Adopted | None:
+    """Return what a parent has given to this process; None if no parent started it."""
     if (text := environ.pop(PARENT, None)) is None:
         return None
+    fd, num_keys = _fields(text)
+    return Adopted(socket.socket(fileno=fd), num_keys)
+
+
+def _fields(text: str) -> tuple[int, int]:
     fd, num_keys = map(int, text.split())
-    sock = socket.socket(fileno=fd)
-    path = Path(os.fsdecode(sock.getsockname()))
-    threading.Thread(target=_end_with_parent, args=(path,), daemon=True).start()
-    return Adopted(sock, num_keys)
+    return fd, num_keys
 
 
-def stop_with_owner(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Stop this process, as a signal would, when the `mlx-mtp launch` that started it is gone."""
-    if environ.pop(OWNED, None) is not None:
-        threading.Thread(target=_stop_with_owner, daemon=True).start()
+def _end_with_parent(path: Path) -> None:
+    _wait_for_other_side()
+    # The parent was killed, or is through with this process: whom an answer was for has left.
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
+    os._exit(1)
 
 
 def _stop_with_owner() -> None:
@@ -53,12 +70,3 @@ def _wait_for_other_side() -> None:
     with contextlib.suppress(OSError):
         while os.read(0, 1 << 10):
             pass
-
-
-def _end_with_parent(path: Path) -> None:
-    _wait_for_other_side()
-    # The parent was killed, or is through with this process: whom an answer was for has left.
-    with contextlib.suppress(OSError):
-        path.unlink()
-        path.parent.rmdir()
-    os._exit(1)

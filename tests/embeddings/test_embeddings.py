@@ -12,11 +12,12 @@ import ollama
 import openai
 import pytest
 
+from mlx_mtp.cli import main as cli
 from mlx_mtp.config import ServerConfig
-from mlx_mtp.engine.embedding import EmbeddingEngine
+from mlx_mtp.console import size_text
+from mlx_mtp.embeddings import EmbeddingEngine
 from mlx_mtp.inspect.embeddings import embedding_directory
 from mlx_mtp.inspect.needs import _need
-from mlx_mtp.models.embedding import EmbeddingModel, groups
 from mlx_mtp.server.app import create_app
 from mlx_mtp.text.tokenizer import Tokenizer
 from tests.embeddings.qwen3 import Weights, reference, write_embedding_model
@@ -39,10 +40,9 @@ def tokenizer(made: Any) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def client(made: Any, tokenizer: Tokenizer) -> Iterator[Served]:
-    model = EmbeddingModel(made[0], "float32", 1 << 40, 64)
-    model.load_weights()
     config = ServerConfig(model_name="tiny", other_names=("same",), max_queue=4)
-    engine: Any = EmbeddingEngine(model)
+    engine: Any = EmbeddingEngine(made[0], "float32", 1 << 40, 64)
+    engine.launch()
     served = Served(timeout=60)
     with listening(create_app(engine, tokenizer, config, {}), served):
         yield served
@@ -57,20 +57,18 @@ def test_vectors_are_those_of_the_reference(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any company, and in one step or several."""
-    monkeypatch.setattr("mlx_mtp.models.embedding.STEP_TOKENS", 64)
+    monkeypatch.setattr("mlx_mtp.embeddings.STEP_TOKENS", 64)
     weights = write_embedding_model(tmp_path / "model", prefix)
-    model = EmbeddingModel(tmp_path / "model", "float32", 1 << 40)
+    engine = EmbeddingEngine(tmp_path / "model", "float32", 1 << 40)
     draw = random.Random(0)
     lengths = [1, 2, 7, 30, 64, 65, 200, 1, 64, 128, 3]
     rows = [[draw.randrange(4096) for _ in range(n)] for n in lengths]
     seen = []
-    for group in groups(rows):
+    for group in engine.groups(rows):
         of_group = [rows[index] for index in group]
         longest = max(map(len, of_group))
         assert len(group) == 1 or len(group) * longest <= 64
-        found = model(of_group)
-        found /= np.linalg.norm(found, axis=1, keepdims=True)
-        for index, row in zip(group, found):
+        for index, row in zip(group, engine.embed(of_group, 48)):
             assert close(row, reference(weights, rows[index])), lengths[index]
         seen += group
     assert sorted(seen) == list(range(len(rows)))
@@ -144,7 +142,9 @@ def test_what_is_refused(client: Served, path: str, body: dict[str, Any], said: 
     assert "nan" not in client.post(EMBEDDINGS, json={"input": "a"}).text.lower()
 
 
-def test_which_models_make_embeddings(made: Any, tmp_path: Path) -> None:
+def test_which_models_make_embeddings(
+    made: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert embedding_directory(str(made[0])) == made[0]
     assert embedding_directory(None) is None
     other = tmp_path / "other"
@@ -159,3 +159,8 @@ def test_which_models_make_embeddings(made: Any, tmp_path: Path) -> None:
     assert (need["able"], need["context"], need["size"]) == (["embedding"], 100, 48)
     weights = sum(4 * each.size for each in made[1].values())
     assert need["weights"] == weights < need["nbytes"]
+    assert cli.main(["inspect", str(made[0]), "--dtype", "float32", "--memory-limit", "1GB"]) == 0
+    shown = capsys.readouterr().out
+    assert "yes, in 1.0 GB (--memory-limit)" in shown
+    assert "makes embeddings of 48 numbers" in shown
+    assert f"{size_text(weights)} and a text of 4,096 tokens" in shown

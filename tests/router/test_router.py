@@ -23,14 +23,21 @@ import pytest
 
 from mlx_mtp.router import fleet as fleet_module
 from mlx_mtp.router.child import Child
+from mlx_mtp.safe_path import command_of
+from mlx_mtp.server.adopted import PARENT
 from mlx_mtp.server.http.access import digest_of
-from tests.router.conftest import Routed, is_gone, routed
+from tests.router.conftest import Routed, routed
 from tests.support.raw_http import error_of, exchange, request_bytes
 from tests.support.waiting import wait_until
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, OLLAMA = "/v1/messages", "/api/chat"
 GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA)
+
+
+def live_state(live: httpx.Response) -> dict[str, Any]:
+    """The first message of /live."""
+    return dict(json.loads(next(live.iter_lines()).removeprefix("data: ")))
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +139,10 @@ def test_too_many_or_too_long_waiting_requests_are_refused_with_numbers() -> Non
         with client.stream("POST", CHAT, json=long):
             waits = pool.submit(client.chat, "b")
             wait_until(lambda: bool(client.model("b").waiting))
+            with client.stream("GET", "/live") as live:
+                assert live_state(live)["waiting"] == 1
             refused = client.chat("b")
-            assert "1 requests wait" in error_of(refused, CHAT, 503)
+            assert "is full: 1 of 1" in error_of(refused, CHAT, 503)
             assert refused.headers["retry-after"] == "2"
             fleet = client.fleet
             fleet.config, fleet._max_queue = replace(fleet.config, model_timeout=0.3), 2
@@ -160,7 +169,9 @@ def test_idle_models_leave_after_their_time_and_by_ollamas_field() -> None:
         assert "'soon' is not a time" in error_of(wrong, OLLAMA, 400)
 
 
-def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api() -> None:
+def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api(
+    log: pytest.LogCaptureFixture,
+) -> None:
     def waited(client: Routed, path: str, **fields: Any) -> httpx.Response:
         return client.post(path, json={"model": "slow", "stream": True} | fields)
 
@@ -190,6 +201,8 @@ def test_a_stream_that_waits_for_a_load_gets_signs_of_life_and_errors_of_its_api
             else:
                 fields = fields["error"]
             assert "'slow'" in fields["message"]
+        wait_until(lambda: "slow: its process was ended by signal 9" in log.text)
+    assert "Unknown child process" not in log.text
 
 
 def test_a_model_that_breaks_again_and_again_is_refused_with_its_last_words() -> None:
@@ -209,7 +222,9 @@ def test_a_model_that_breaks_again_and_again_is_refused_with_its_last_words() ->
         assert client.chat("good").status_code == 200
 
 
-def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_it() -> None:
+def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_it(
+    log: pytest.LogCaptureFixture,
+) -> None:
     with routed("a") as client:
         assert "ended before its answer" in error_of(client.chat("a", die=0), CHAT, 503)
         url = str(client.base_url)
@@ -230,6 +245,11 @@ def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_
                 )
             )
         wait_until(lambda: client.states() == {"a": "on disk"})
+        lost = [each for each in log.records if "ended before its answer" in each.getMessage()]
+        assert [each.levelname for each in lost] == ["WARNING"] * 3
+        for line, path in zip(lost[1:], (CHAT, MESSAGES)):  # of streams that had begun
+            assert line.getMessage().startswith(f"{path} 200 ")
+            assert "id-a: The process of the model 'a'" in line.getMessage()
         # After three deaths within a minute it is refused.
         assert client.chat("a").status_code == 503
         assert client.count("deaths", "a") == 3
@@ -324,7 +344,7 @@ def test_views_of_all_models() -> None:
         assert client.get("/api/version").json()["version"]
         assert client.get("/clients").status_code == 200
         with client.stream("GET", "/live") as live:
-            first = json.loads(next(live.iter_lines()).removeprefix("data: "))
+            first = live_state(live)
         assert first["server"]["states"] == {"a": "ready", "b": "ready"}
         assert first["totals"]["generation_tokens"] == 0
 
@@ -358,27 +378,22 @@ def test_the_parent_drains_and_then_ends_what_is_open() -> None:
         os.kill(pid, 0)
 
 
-ORPHAN = """
-import os, sys, threading, time
-sys.path.insert(0, {root!r})
-from tests.router.conftest import routed
-with routed("a") as client:
-    print(client.chat("a").json()["pid"], flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.full
-def test_processes_end_with_their_parent() -> None:
-    root = str(Path(__file__).parents[2])
-    with subprocess.Popen(
-        [sys.executable, "-c", ORPHAN.format(root=root)], stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-
-    wait_until(lambda: is_gone(pid))
+def test_a_process_watches_its_parent_before_it_does_anything_else(tmp_path: Path) -> None:
+    """It waits for an end of its standard input, which takes no time; here it has come already."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "1"))
+        done = subprocess.run(
+            [*command_of("mlx_mtp"), "serve", "--no-such-flag"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            pass_fds=[listening.fileno()],
+            env={**os.environ, PARENT: f"{listening.fileno()} 0"},
+            cwd=tmp_path.parent,
+            timeout=60,
+        )
+    # It has not come to its command line, and has tidied up.
+    assert (done.returncode, done.stderr) == (1, b"")
+    assert not tmp_path.exists()
 
 
 @pytest.mark.full

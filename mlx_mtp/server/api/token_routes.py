@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,11 +13,10 @@ from mlx_mtp.errors import InvalidRequestError
 from mlx_mtp.server.api import schema
 from mlx_mtp.server.api.history import readable
 from mlx_mtp.server.api.openai.protocol import OpenAIMessage, OpenAITool, TemplateFields
-from mlx_mtp.server.context import context_of
 from mlx_mtp.server.generation.inputs import Conversation
 from mlx_mtp.server.generation.job import chat_prompt
-from mlx_mtp.server.generation.writer import packed_json, packed_slowly
-from mlx_mtp.server.http.body import read_request, until_disconnect
+from mlx_mtp.server.generation.writer import packed_json, packed_slowly, respond_packed
+from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.record import client_of, record_of
 
 _TOKEN_CHARACTERS = 8  # that an answer has per token, about
@@ -103,7 +101,7 @@ async def tokenize(request: Request) -> Response:
         }
         return packed_slowly(fields)
 
-    return await _respond(request, len(ids), content)
+    return await respond_packed(request, _TOKEN_CHARACTERS * len(ids), content)
 
 
 async def detokenize(request: Request) -> Response:
@@ -121,11 +119,4 @@ async def detokenize(request: Request) -> Response:
         text = packed_json(raw.decode(errors="replace"))
         return f'{{"prompt":{text},"content":{text}}}'
 
-    return await _respond(request, len(body.tokens), content)
-
-
-async def _respond(request: Request, num_tokens: int, content: Callable[[], str]) -> Response:
-    """Answer with the JSON that `content` makes, in the client's turn and while it stays."""
-    size, client = _TOKEN_CHARACTERS * num_tokens, client_of(request.scope)
-    work = context_of(request).limiter.packing.run_by_size(size, client, content)
-    return Response(await until_disconnect(request.receive, work), media_type="application/json")
+    return await respond_packed(request, _TOKEN_CHARACTERS * len(body.tokens), content)

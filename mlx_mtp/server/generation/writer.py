@@ -186,6 +186,16 @@ def packed_slowly(value: Any) -> str:
     return "".join(_encoder.iterencode(value))
 
 
+async def respond_packed(request: Request, size: int, content: Callable[[], str]) -> Response:
+    """Answer with the JSON of about `size` characters that `content` makes.
+
+    That is done in the client's turn, and while it stays.
+    """
+    client, packing = client_of(request.scope), context_of(request).limiter.packing
+    work = packing.run_by_size(size, client, content)
+    return Response(await until_disconnect(request.receive, work), media_type="application/json")
+
+
 def event(fields: dict[str, Any], name: str | None = None) -> bytes:
     """The bytes of a server-sent event."""
     head = f"event: {name}\n" if name else ""

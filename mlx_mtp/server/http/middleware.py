@@ -133,7 +133,9 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
         reason = reason or "the client left"
     fields["reason"] = reason
     fields = {name: value for name, value in fields.items() if value is not None}
-    failed = status >= 500 or (generation is not None and generation.error is not None)
+    # An answer that began well may have failed later.
+    failed = status >= 500 or (status < 400 and record.reason is not None)
+    failed |= generation is not None and generation.error is not None
     shown = {name for name, value in fields.items() if value not in _USUAL.get(name, ())}
     text = "".join(part for name, part in _PARTS.items() if name in shown)
     logger.log(logging.WARNING if failed else logging.INFO, text, fields)
