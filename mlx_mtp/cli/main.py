@@ -12,13 +12,31 @@ from mlx_mtp.cli.serve import CLOSED_PIPE_STATUS, discard
 from mlx_mtp.errors import BenchError, MlxMtpError, UsageError
 from mlx_mtp.flags import CommandParser, print_error
 
+_DESCRIPTION = """\
+Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.
+
+to begin:
+  mlx-mtp serve            serve the bundled test model, and the page
+  mlx-mtp models           list the published models that fit this machine
+  mlx-mtp launch opencode  run an agent on the best of them
+"""
+_EPILOG = """\
+Each flag of serve, generate and chat may also come from an environment
+variable (--port: MLX_MTP_PORT), or from ~/.config/mlx-mtp/config.toml: see
+mlx-mtp config.
+"""
+
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """Run a command; returns the exit status."""
     # transformers would advise to install PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     _open_closed_streams()
-    given = _parser().parse_args(argv)
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.command is None:
+        parser.print_help()
+        return 0
     try:
         if "MLX_RANK" in environ and given.command != "serve":
             raise UsageError(f"mlx.launch is for `mlx-mtp serve`: {given.command} runs alone.")
@@ -53,12 +71,12 @@ def _open_closed_streams() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="mlx-mtp",
-        description="Serve Qwen3-Next and Qwen3.5+ models with their multi-token-prediction head.",
-        epilog="Each flag of serve, generate and chat may also come from an environment variable "
-        "(--port: MLX_MTP_PORT), or from ~/.config/mlx-mtp/config.toml: see mlx-mtp config.",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"mlx-mtp {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for add in ADDERS:
         add(commands)
     for action in commands._choices_actions:

@@ -112,6 +112,8 @@ def _percent(part: float, whole: float) -> str:
 
 def _state_line(state: LiveState, last: LiveState | None) -> str:
     server, totals = state["server"], state["totals"]
+    if not server["context"]:
+        return f"{server['state']}: no model is in memory; a request loads one"
     return (
         f"{server['state']}: {state['running']} running, {state['waiting']} waiting; "
         f"answers {_per_second(state, last, 'generation_tokens'):.1f} tokens/s, "
@@ -131,18 +133,20 @@ def _screen(state: LiveState, last: LiveState | None) -> RenderableType:
     ]
     states = server.get("states", {})  # of several models at one address
     models = ", ".join(f"{name} ({state})" for name, state in states.items())
+    head = f"{models or server['models'][0]}, mlx-mtp {server['version']}"
     sections = {
-        f"{models or server['models'][0]}, mlx-mtp {server['version']}": [_state_line(state, last)],
         "Drafts accepted, by their position in a step": accepted or ["nothing drafted yet"],
-        "Why so many drafts": [_why(drafts["choice"])],
+        "Why so many drafts": [_why(drafts["choice"], server["drafts"])],
         "Memory": _memory(state),
         "Prefix cache": [_prefixes_text(state["prefixes"])],
         "Queue and errors": [_queue(state)],
     }
-    shown: list[RenderableType] = []
-    for title, lines in sections.items():
-        shown += [Text(one_line(title), style="bold"), *map(Text, map(one_line, lines)), ""]
-    shown.insert(3, _row_table(state["rows"]))
+    shown: list[RenderableType] = [Text(one_line(head), style="bold")]
+    shown += [Text(_state_line(state, last)), ""]
+    if server["context"]:  # otherwise none of several models is in memory
+        shown.append(_row_table(state["rows"]))
+        for title, lines in sections.items():
+            shown += [Text(title, style="bold"), *map(Text, map(one_line, lines)), ""]
     return Group(*shown, Text("Ctrl-C ends this.", style="dim"))
 
 
@@ -168,15 +172,20 @@ def _row_table(rows: list[LiveState]) -> RenderableType:
     return table
 
 
-def _why(choice: LiveState | None) -> str:
+def _why(choice: LiveState | None, setting: str | int | None) -> str:
+    if setting is None:
+        return "nothing is drafted: --drafts says so, or the model has no MTP head"
+    if setting != "auto":
+        return f"--mtp-num-draft-tokens {setting} fixes the number"
     if choice is None:
-        return "the number is fixed, or nothing has been planned yet"
+        return "no step has been planned yet"
     rows, cost = choice["num_rows"], choice["cost"]
     gain = choice["num_tokens"] / rows
     drafts = " and ".join(f"{n} of {source}" for source, n in choice["drafts"].items() if n)
     return (
-        f"{drafts or 'none'} for {rows} row{'s' * (rows != 1)}: a step takes {cost:.2f} times as "
-        f"long and brings {gain:.2f} times as many tokens, {gain / cost:.2f} times the speed"
+        f"{rows} answer{'s' * (rows != 1)} at a time, drafts: {drafts or 'none'}; a step takes "
+        f"{cost:.2f} times as long as without drafts and brings {gain:.2f} times as many tokens: "
+        f"{gain / cost:.2f} times the speed"
     )
 
 
@@ -191,7 +200,7 @@ def _memory(state: LiveState) -> list[str]:
             full = round(_BAR * min(used[name] / most, 1.0))
             share = f"{size_text(int(used[name]))} of {size_text(most)}"
             lines.append(f"{name:<16}{'█' * full}{'░' * (_BAR - full)} {share}")
-    return [*lines, f"arrays take {size_text(memory['active'])} now"]
+    return [*lines, f"{size_text(memory['active'])} are in use now"]
 
 
 def _prefixes_text(prefixes: LiveState) -> str:

@@ -62,12 +62,13 @@ def choose_model(name: str | None, memory: int | None = None) -> str | None:
 
 
 def known_releases(name: str) -> list[PublishedQuant]:
-    """The releases of a short name; UsageError, with the nearest names, if it is not known."""
+    """The releases of a short name; UsageError, with those that are like it, if it is not known."""
     if releases := releases_named(name):
         return releases
+    near = ", ".join(nearest_names(name))
+    told = f" Names like it: {near}, each also with -4bit or -8bit at its end." if near else ""
     raise UsageError(
-        f"{name!r} is no directory, no hub id (organisation/name) and no known name. The nearest "
-        f"are {', '.join(nearest_names(name))}, each also with -4bit or -8bit at its end; "
+        f"{name!r} is no directory, no hub id (organisation/name) and no known name.{told} "
         "`mlx-mtp models` lists what fits this machine."
     )
 

@@ -201,8 +201,8 @@ def releases_named(text: str) -> list[PublishedQuant]:
 
 
 def nearest_names(text: str, count: int = 3) -> list[str]:
-    """The known short names that are most like a mistyped one."""
-    return difflib.get_close_matches(_split(text)[0], _MODELS_NAMED, n=count, cutoff=0)
+    """The known short names that a mistyped one is like; there may be none."""
+    return difflib.get_close_matches(_split(text)[0], _MODELS_NAMED, n=count)
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -5,8 +5,7 @@ import { add, path, running, save } from "./chats.js";
 import { content } from "./files.js";
 import { offered, parsedJson, toldOf } from "./settings.js";
 
-const SAVE_SECONDS = 1;
-const STATE_SECONDS = 2;
+const SAVE_SECONDS = 1, STATE_SECONDS = 2;
 
 const wrapped = (tool) => (tool?.function ? tool : { type: "function", function: tool });
 

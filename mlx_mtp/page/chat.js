@@ -19,9 +19,9 @@ const EXAMPLES = ["Explain how a rainbow forms, with the formula for its angle."
 function Empty() {
   const begin = (text) => ((view.fill = text), changed());
   return html`<div class="empty"><h2>Ask ${state.model ?? "the model"} something</h2>
-    <p>Write below, or drop ${state.sees ? "a picture, a text or code" : "a text or code"} onto this page.</p>
+    <p>Write below${isTouched ? "; + attaches" : ", or drop"} ${state.sees ? "a picture, a text or code" : "a text or code"}${isTouched ? "" : " onto this page"}.</p>
     <ul class="examples">${EXAMPLES.map((text) => html`<li><button type="button" onClick=${() => begin(text)}>${text}</button></li>`)}</ul>
-    <p class="hint">The model runs on the server's machine, and chats are kept in this browser. <kbd>?</kbd> lists the shortcuts.</p></div>`;
+    <p class="hint">The model runs on the server's machine, and chats are kept in this browser.${!isTouched && html`${" "}<kbd>?</kbd> lists the shortcuts.`}</p></div>`;
 }
 
 function More({ chat, onKeys }) {

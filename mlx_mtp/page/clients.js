@@ -10,8 +10,7 @@ export function Clients() {
   const [failed, setFailed] = useState(null);
   const [name, setName] = useState(null);
   useEffect(() => {
-    const fill = async () => setClients(await (await api("/clients")).json());
-    fill().catch((error) => setFailed(error.message));
+    api("/clients").then((found) => found.json()).then(setClients).catch((error) => setFailed(error.message));
   }, [state.lost]);
   if (!clients) return html`<div class="clients">${failed ? html`<${Failure}>${failed}<//>` : html`<p class="hint">Loading…</p>`}</div>`;
   const chosen = clients.find((each) => each.name === name) ?? clients[0];

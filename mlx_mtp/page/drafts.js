@@ -7,23 +7,26 @@ const NAMES = { mtp: "of the MTP head", copy: "copied from earlier text" };
 export const nameOf = (source) => NAMES[source] ?? `of ${source}`;
 const shown = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 
-/** What each position of each source was tried and accepted, over an answer's steps. */
+const LAST = 3; // position of a colour of its own
+
+/** What each position of each source was tried and accepted, over an answer's steps; those behind the last as one. */
 function counted(steps) {
   const counts = new Map();
   for (const [, drafts, accepted] of steps) {
-    drafts.forEach(([, source], position) => {
-      const key = `${source} ${position}`;
+    drafts.forEach(([, source], place) => {
+      const position = Math.min(place, LAST), key = `${source} ${position}`;
       const found = counts.get(key) ?? { source, position, tried: 0, accepted: 0 };
       // Behind the first that was rejected nothing is tried.
-      found.tried += position <= accepted;
-      found.accepted += position < accepted;
+      found.tried += place <= accepted;
+      found.accepted += place < accepted;
+      found.later ||= place > LAST;
       counts.set(key, found);
     });
   }
   return [...counts.values()].sort((a, b) => a.source.localeCompare(b.source) || a.position - b.position);
 }
 
-const classOf = (source, position) => `from-${source in NAMES ? source : "other"} depth-${Math.min(position + 1, 4)}`;
+const classOf = (source, position) => `from-${source in NAMES ? source : "other"} depth-${Math.min(position, LAST) + 1}`;
 const ORDINALS = ["1st", "2nd", "3rd"];
 export const ordinal = (position) => ORDINALS[position] ?? `${position + 1}th`;
 
@@ -36,8 +39,8 @@ function Legend({ steps }) {
       <span><span class="key">a</span> drawn by the model: ${own}</span></p>
     ${[...new Set(tried.map((each) => each.source))].map((source) => html`<p>
       <span>Accepted drafts ${nameOf(source)}:</span>
-      ${tried.filter((each) => each.source === source).map(({ position, tried: all, accepted }) => html`<span title="${accepted} of ${all} that were tried">
-        <span class="key ${classOf(source, position)}">a</span> ${ordinal(position)} draft ${percent(accepted, all)}</span>`)}
+      ${tried.filter((each) => each.source === source).map(({ position, tried: all, accepted, later }) => html`<span title="${accepted} of ${all} that were tried">
+        <span class="key ${classOf(source, position)}">a</span> ${ordinal(position)}${later ? " and later drafts" : " draft"} ${percent(accepted, all)}</span>`)}
     </p>`)}
     <details><summary>What are drafts?</summary><p>Tokens that are guessed ahead; one step of the model checks several. Where a guess is what the model itself writes it is accepted, and saves a step. The answer is the same without drafts. Of drafts copied from other answers only accepted ones are shown.</p></details>
   </div>`;

@@ -5,8 +5,7 @@ import { api, events, sleep } from "./api.js";
 import { nameOf, ordinal } from "./drafts.js";
 import { Failure, bytes, html, number, percent, plural, seconds } from "./ui.js";
 
-const SAMPLE_SECONDS = 2;
-const MOST_SAMPLES = 150;
+const SAMPLE_SECONDS = 2, MOST_SAMPLES = 150;
 
 const watched = { now: null, samples: [], error: null };
 
@@ -58,10 +57,7 @@ function watch(show) {
     if (navigator.locks) navigator.locks.request("mlx-mtp live", { signal: own.signal }, lead).catch(() => {});
     else lead();
   };
-  const end = () => {
-    reading?.abort();
-    reading = null;
-  };
+  const end = () => (reading?.abort(), (reading = null));
   const turn = () => (document.hidden ? end() : begin());
   document.addEventListener("visibilitychange", turn);
   begin();
@@ -86,8 +82,7 @@ function firstToken(sample, before) {
   return count > 0 ? (sample.first_token_seconds - before.first_token_seconds) / count : null;
 }
 
-const WIDTH = 300;
-const HEIGHT = 64;
+const WIDTH = 300, HEIGHT = 64;
 
 function Chart({ title, unit, points, digits = 0, dots = false }) {
   const end = watched.now.totals.time;
@@ -169,7 +164,7 @@ function Why({ choice, server }) {
   const worth = tokens.map((count, k) => count / costs[k] / rows);
   const all = Object.entries(drafts).filter(([, count]) => count);
   // Copies are counted in each of the figures, and there are bars for none of them.
-  const depth = all.some(([source]) => source !== "mtp") || (!all.length && worth[0] > 1.05) ? -1 : drafts.mtp / rows;
+  const depth = all.some(([source]) => source !== "mtp") || (!all.length && worth[0] > 1.05) ? -1 : (drafts.mtp ?? 0) / rows;
   const told = all.length
     ? `each step checks ${all.map(([source, count]) => `${plural(count, "draft")} ${nameOf(source)}`).join(" and ")}. It takes ${number(cost, 2)} times as long as one without drafts and brings ${number(brought / rows, 2)} times as many tokens: ${number(brought / rows / cost, 2)} times the speed.`
     : depth < 0 ? "the last step had no drafts."
@@ -240,11 +235,8 @@ export function Live() {
   const before = samples.findLast((each) => now.totals.time - each.time >= SAMPLE_SECONDS);
   const tokens = before ? perSecond("generation_tokens")(now.totals, before, now.totals.time - before.time) : 0;
   const status = { ready: "ready", stopping: "stopping: it finishes what it has and takes nothing new", failed: `failed: ${server.reason}` };
-  return html`<div class="live">
-    ${error && html`<${Failure}>${error} These figures are old; trying again…<//>`}
-    <p class="headline"><b class=${server.state}>${status[server.state]}</b> · up ${seconds(server.uptime)} ·
-      ${" "}<b>${number(tokens, 1)}</b> tokens/s · <b>${now.running}</b> running, <b>${now.waiting}</b> waiting ·
-      ${" "}<b>${percent(now.totals.accepted, now.totals.drafts)}</b> of drafts accepted · context ${number(server.context)} · mlx-mtp ${server.version}</p>
+  const models = Object.entries(server.states ?? {}); // of several at one address
+  const figures = html`
     <${Card} title="Answers now" wide><${Rows} rows=${now.rows} /><//>
     <${Card} title="The last minutes" wide><div class="charts">
       <${Chart} title="Tokens of answers" unit="tokens/s" points=${rates(samples, perSecond("generation_tokens"))} />
@@ -260,6 +252,14 @@ export function Live() {
     <${Card} title="Memory"><${Memory} memory=${now.memory} prefixes=${now.prefixes} /><//>
     <${Card} title="Prompt memory"><${Prefixes} prefixes=${now.prefixes} /><//>
     <${Card} title="Queue and errors"><${Queue} now=${now} /><//>
-    <${Legend} />
+    <${Legend} />`;
+  const isLoaded = server.context > 0;
+  return html`<div class="live">
+    ${error && html`<${Failure}>${error} These figures are old; trying again…<//>`}
+    <p class="headline"><b class=${server.state}>${status[server.state]}</b> · up ${seconds(server.uptime)}
+      ${isLoaded && html`${" "}· <b>${number(tokens, 1)}</b> tokens/s · <b>${now.running}</b> running, <b>${now.waiting}</b> waiting ·
+        ${" "}<b>${percent(now.totals.accepted, now.totals.drafts)}</b> of drafts accepted · context ${number(server.context)}`}${" "}· mlx-mtp ${server.version}</p>
+    ${models.length > 0 && html`<${Card} title="Models" wide><p>${models.map(([name, state]) => `${name} (${state})`).join(", ")}</p><//>`}
+    ${isLoaded ? figures : html`<p class="hint headline">No model is in memory, so there are no figures. A question in the chat, or a client's request, loads one.</p>`}
   </div>`;
 }

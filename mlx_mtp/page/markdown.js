@@ -17,6 +17,7 @@ const MOST_CHARACTERS = 100_000; // of a block, unless it is code
 const MOST_STEPS = 1_000_000; // marks of a run times its characters
 const MARK = /[*_~`[\]<>&\\$]|\s\s/g;
 const FENCE = /^(`{3,}(?=[^`\n]*\n)|~{3,})([^\n]*)\n/;
+const LINES = /(?:[^\n]*\n){1,10}|[^\n]+$/g; // parts of a text that isn't read
 const MOST_INFO = 300; // characters of the line that opens a fence
 
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", "#39": "'" };
@@ -43,6 +44,14 @@ function list(token) {
   return token.ordered ? html`<ol start=${token.start || 1}>${items}</ol>` : html`<ul>${items}</ul>`;
 }
 
+/** One of several parts is a block of lines: otherwise each redraw would lay all of them out. */
+const part = (children, several) => html`<span class=${several ? "run several" : "run"}>${children}</span>`;
+
+function unread({ raw }) {
+  const parts = raw.match(LINES) ?? [];
+  return html`<span class="unread">${parts.map((each) => part(each, parts.length > 1))}</span>`;
+}
+
 const TAGS = { paragraph: "p", blockquote: "blockquote", strong: "strong", em: "em", del: "del" };
 const MAKERS = {
   link,
@@ -54,15 +63,14 @@ const MAKERS = {
   br: () => html`<br />`,
   code: ({ text, lang }) => html`<${Code} text=${text.replace(/\n+$/, "")} name=${lang ?? ""} />`,
   math: ({ text, raw, display }) => html`<${Formula} text=${text} raw=${raw} display=${display} />`,
-  // Several runs are blocks of lines: otherwise each redraw would lay all of the paragraph out.
-  run: (token) => (token.made ??= fixed(token.several ? html`<span class="run">${token.tokens.map(element)}</span>` : token.tokens.map(element))),
+  run: (token) => (token.made ??= fixed(part(token.tokens.map(element), token.several))),
   codespan: ({ text }) => html`<code>${text}</code>`,
   checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   escape: ({ text }) => text,
-  html: ({ raw }) => raw,
+  html: unread,
   // Nothing is fetched for an answer: an image is its description, and a link to it.
   image: (token) => link({ ...token, tokens: null, text: `[image: ${token.text || token.href}]` }),
-  unread: ({ raw }) => html`<span class="unread">${raw}</span>`,
+  unread,
 };
 
 /** Preact compares a component with itself no further, so what is the same in the next redraw costs nothing. */

@@ -1,6 +1,6 @@
 // Formulas between $, $$, \( \) and \[ \]: found as parts of Markdown, set by KaTeX.
 
-import { useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
+import { useLayoutEffect, useRef } from "./vendor/hooks.js";
 import { html } from "./ui.js";
 
 const MOST_CHARACTERS = 4000;
@@ -29,7 +29,7 @@ function blockMath(src) {
   const part = blank < 0 ? src : src.slice(0, blank + 1);
   const end = part.indexOf(close, begin.length);
   if (end < 0) return blank < 0 ? { type: "unread", raw: src, open: true } : undefined;
-  const [, rest] = /^([ \t]*(?:\n|$))?/.exec(part.slice(end + 2));
+  const [rest] = /^[ \t]*(?:\n|$)/.exec(part.slice(end + 2)) ?? [];
   const text = part.slice(begin.length, end);
   if (rest === undefined || !text.trim() || text.includes("`")) return undefined;
   return { type: "math", raw: part.slice(0, end + 2) + rest, text, display: true, open: !rest.endsWith("\n") };
@@ -41,18 +41,12 @@ function startOfBlock(src) {
   return found ? found.index + 1 : undefined;
 }
 
-function startOfInline(src) {
-  const found = /\$|\\[([]/.exec(src);
-  return found?.index;
-}
-
 export const extensions = {
   block: [(src) => blockMath(src)], startBlock: [(src) => startOfBlock(src)],
-  inline: [(src, tokens) => inlineMath(src, tokens)], startInline: [(src) => startOfInline(src)],
+  inline: [(src, tokens) => inlineMath(src, tokens)], startInline: [(src) => /\$|\\[([]/.exec(src)?.index],
 };
 
-let katex = null;
-let coming = null;
+let katex = null, coming = null;
 async function load() {
   const style = document.createElement("link");
   style.rel = "stylesheet";
@@ -69,27 +63,36 @@ function depth(root) {
   return found;
 }
 
-/** A formula; its source where KaTeX can't read it, or until KaTeX has come. */
+const MOST_MS = 6; // of a frame: formulas beyond these are set in the next ones
+const waiting = [];
+let spent = 0, frame = 0;
+function inTurn(...works) {
+  waiting.push(...works);
+  for (const began = performance.now() - spent; waiting.length && spent < MOST_MS; spent = performance.now() - began) waiting.shift()();
+  if (works.length || waiting.length) frame ||= requestAnimationFrame(() => ((spent = frame = 0), inTurn()));
+}
+
+/** A formula as KaTeX sets it; its source, with the reason, where KaTeX can't read it. */
+function made(text, raw, displayMode) {
+  const root = document.createElement("span");
+  try {
+    if (text.length > MOST_CHARACTERS) throw new Error("This formula is too long.");
+    katex.render(text, root, { ...OPTIONS, displayMode });
+    if (depth(root) > MOST_DEPTH) throw new Error("This formula is nested too deeply.");
+    return root;
+  } catch ({ message }) {
+    return Object.assign(document.createElement("code"), { textContent: raw.trim(), title: message });
+  }
+}
+
+/** A formula; its source until it is set. */
 export function Formula({ text, raw, display }) {
   const place = useRef(null);
-  const [ready, setReady] = useState(katex !== null);
-  const [failed, setFailed] = useState(null);
-  useEffect(() => {
-    if (!ready) (coming ??= load()).then(() => setReady(true), () => (coming = null));
-  }, [ready]);
   useLayoutEffect(() => {
-    if (!ready) return;
-    try {
-      if (text.length > MOST_CHARACTERS) throw new Error("This formula is too long.");
-      const made = document.createElement("span");
-      katex.render(text, made, { ...OPTIONS, displayMode: display });
-      if (depth(made) > MOST_DEPTH) throw new Error("This formula is nested too deeply.");
-      place.current.replaceChildren(made);
-      setFailed(null);
-    } catch (error) {
-      setFailed(error.message);
-    }
-  }, [text, display, ready]);
-  if (!ready || failed) return html`<code key="source" class="formula" title=${failed}>${raw.trim()}</code>`;
-  return display ? html`<div key="set" class="wide" tabindex="0" role="math" ref=${place}></div>` : html`<span key="set" class="formula" ref=${place}></span>`;
+    const set = () => place.current?.replaceChildren(made(text, raw, display));
+    if (katex) inTurn(set);
+    else (coming ??= load()).then(() => inTurn(set), () => (coming = null));
+  }, [text, display]);
+  const source = html`<code>${raw.trim()}</code>`;
+  return display ? html`<div class="wide" tabindex="0" role="math" ref=${place}>${source}</div>` : html`<span class="formula" ref=${place}>${source}</span>`;
 }

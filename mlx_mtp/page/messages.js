@@ -152,7 +152,7 @@ export function Answer({ chat, node, isLast, onSettings }) {
     ${node.calls.length > 0 && html`<${Calls} chat=${chat} node=${node} isLast=${isLast} />`}
     ${node.state === "failed" && html`<${Failure}>${node.error}
       ${settingOf(node.param) && html`${" "}<button type="button" class="link" onClick=${onSettings}>Open the settings</button>`}<//>`}
-    ${node.finish === "length" && html`<p class="hint">It ends here because it has as many tokens as it may.</p>`}
+    ${node.finish === "length" && html`<p class="hint">Cut by the limit of tokens: Max tokens in the settings, or the context.</p>`}
     ${node.state === "stopped" && html`<p class="hint">Stopped.</p>`}
     ${!live && ["sent", "queued", "streaming"].includes(node.state) && html`<p class="hint">It is not finished: the page was closed meanwhile, or another tab reads it.</p>`}
     <${Figures} chat=${chat} node=${node} />

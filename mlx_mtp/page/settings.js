@@ -4,17 +4,16 @@ import { useState } from "./vendor/hooks.js";
 import { ApiError, state } from "./api.js";
 import { Failure, html } from "./ui.js";
 
-const number = (text) => Number(text);
 const SETTINGS = [
   { name: "system", label: "System prompt", kind: "text", help: "What the model is told before everything else." },
-  { name: "temperature", label: "Temperature", parse: number, step: 0.1, help: "0 always takes the most probable token." },
-  { name: "top_p", label: "Top p", parse: number, step: 0.05, help: "Keep the most probable tokens that add up to this." },
-  { name: "top_k", label: "Top k", parse: number, step: 1, help: "Keep only so many of the most probable tokens." },
-  { name: "min_p", label: "Min p", parse: number, step: 0.01, help: "Keep tokens at least this likely relative to the best." },
-  { name: "repetition_penalty", label: "Repetition penalty", parse: number, step: 0.05, help: "Above 1: repeat less." },
-  { name: "presence_penalty", label: "Presence penalty", parse: number, step: 0.1, help: "Lower what the answer has already." },
-  { name: "max_tokens", label: "Most tokens", parse: number, step: 1, help: "Of an answer; empty: as the context has room." },
-  { name: "seed", label: "Seed", parse: number, step: 1, help: "The same seed gives the same answer; empty: a new one each time." },
+  { name: "temperature", label: "Temperature", parse: Number, step: 0.1, help: "0 always takes the most probable token." },
+  { name: "top_p", label: "Top p", parse: Number, step: 0.05, help: "Keep the most probable tokens that add up to this." },
+  { name: "top_k", label: "Top k", parse: Number, step: 1, help: "Keep only so many of the most probable tokens." },
+  { name: "min_p", label: "Min p", parse: Number, step: 0.01, help: "Keep tokens at least this likely relative to the best." },
+  { name: "repetition_penalty", label: "Repetition penalty", parse: Number, step: 0.05, help: "Above 1: repeat less." },
+  { name: "presence_penalty", label: "Presence penalty", parse: Number, step: 0.1, help: "Lower what the answer has already." },
+  { name: "max_tokens", label: "Max tokens", parse: Number, step: 1, help: "Of an answer; empty: as the context has room." },
+  { name: "seed", label: "Seed", parse: Number, step: 1, help: "The same seed gives the same answer; empty: a new one each time." },
   {
     name: "thinking", label: "Reasoning", kind: "choice", choices: { "": "as the model does", on: "on", off: "off" },
     help: "Whether the model thinks before it answers, where it can.",

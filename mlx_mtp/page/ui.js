@@ -15,7 +15,7 @@ export function number(value, digits = 0) {
 export const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
 export const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 export function bytes(count) {
-  if (!count) return "0";
+  if (count < 1000) return `${count} B`;
   const power = count >= 1e9 ? 9 : count >= 1e6 ? 6 : 3;
   return `${number(count / 10 ** power, power === 9 ? 2 : 1)} ${{ 3: "KB", 6: "MB", 9: "GB" }[power]}`;
 }

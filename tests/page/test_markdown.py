@@ -113,6 +113,7 @@ def test_prices_and_code_are_no_formulas(tmp_path: Path) -> None:
         r"$x$, $$y$$, \(z\) and \[w\]": ["x", "y", "z", "w"],
         r"$\$5 + x$": [r"\$5 + x"],
         "So\n$$\na\n- b\n$$\nis": ["\na\n- b\n"],
+        "So\n\n$$\na\n$$": ["\na\n"],
         "$$a\n\nb$$": [],
         "- $x$\n- \\[\n  y\n  \\]": ["x", "\ny\n"],
         "| $x$ |\n|---|\n| $a|b$ |": ["x"],

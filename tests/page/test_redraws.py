@@ -1,45 +1,85 @@
-"""Redraws of large answers in the browser; `-s` shows how long they take (no time is asserted)."""
+"""Redraws of large answers in the browser; `-s` shows what they take (no time is asserted)."""
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
 from tests.page.conftest import Open
-from tests.page.test_markdown import LARGE
+from tests.page.test_markdown import FORMULAS, LARGE
 from tests.server.conftest import Serve
 from tests.support.fake_engine import FakeEngine, endless
 
 pytestmark = pytest.mark.full
 
-# Grows an answer to its last 40 x 8 characters, then adds these in 40 redraws, with layout.
-MEASURE = """async (text) => {
+BEGIN = """async (text) => {
     const { render } = await import("/page/vendor/preact.js");
     const { html } = await import("/page/ui.js");
     const { Markdown } = await import("/page/markdown.js");
-    const box = document.createElement("div"), base = text.length - 320;
+    const box = document.createElement("div");
+    const draw = (shown) => render(html`<${Markdown} text=${shown} />`, box);
     const frame = () => new Promise((done) => requestAnimationFrame(done));
-    document.querySelector(".messages").append(box);
-    const draw = (length) => render(html`<${Markdown} text=${text.slice(0, length)} />`, box);
-    for (let part = 1; part <= 20; part++) (draw(Math.floor(base * part / 20)), await frame());
-    await new Promise((done) => setTimeout(done, 2000));
-    const times = [];
-    let last = box.querySelectorAll("*").length, kept = box.querySelector(".markdown").firstChild;
-    for (let length = base + 8; length <= text.length; length += 8) {
-        const began = performance.now();
-        draw(length);
+    document.querySelector(".messages").replaceChildren(box);
+"""
+# Grows an answer in 200 redraws, with layout, and then its end by 8 characters in 40 more.
+MEASURE = """
+    const base = text.length - 320, lengths = [];
+    for (let part = 1; part <= 200; part++) lengths.push(Math.floor(base * part / 200));
+    for (let more = 8; more <= 320; more += 8) lengths.push(base + more);
+    let kept = null, blocks = true;
+    for (const [index, length] of lengths.entries()) {
+        performance.mark(`begin ${index}`);
+        draw(text.slice(0, length));
         box.offsetHeight;
-        times.push(performance.now() - began);
+        performance.mark(`end ${index}`);
         await frame();
+        if (index === 10) {
+            await new Promise((done) => setTimeout(done, 2000)); // KaTeX and a mode come
+            kept = box.querySelector("em, li, .katex, .is-comment");
+        }
+        const isBlock = (part) => part.tagName && getComputedStyle(part).display !== "inline";
+        blocks &&= [...box.firstChild.childNodes].every(isBlock);
     }
-    times.sort((a, b) => a - b);
-    const isKept = kept === box.querySelector(".markdown").firstChild;
-    return [times[20], times[36], times[39], box.querySelectorAll("*").length, last, isKept];
+    return [kept !== null && kept.isConnected, blocks];
+}"""
+SET = """
+    const count = () => box.querySelectorAll(".katex").length;
+    draw("$a$");
+    while (count() === 0) await frame();
+    draw(text);
+    const counts = [count()];
+    while (counts.at(-1) < 500) (await frame(), counts.push(count()));
+    return counts;
 }"""
 
 
-def test_redraws_of_large_answers(serve: Serve, opened: Open) -> None:
+def test_redraws_of_large_answers(serve: Serve, opened: Open, tmp_path: Path) -> None:
+    """What was there stays; all parts of an answer are blocks: an inline one among them would have
+    the browser compute the styles of all of them anew when it comes or goes.
+    """
+    trace = tmp_path / "trace.json"
     with serve(FakeEngine(endless(300))) as client, opened(str(client.base_url)) as tab:
         tab.locator(".messages").wait_for()
+        chromium = tab.context.browser
         for name, (text, _) in LARGE.items():
-            median, most, longest, count, before, is_kept = tab.evaluate(MEASURE, text)
-            print(f"{name}: {len(text)} characters, {count} elements: {median:.1f} ms, ", end="")
-            print(f"nine of ten under {most:.1f} ms, all under {longest:.1f} ms")
-            assert count >= before > 1 and is_kept
+            chromium.start_tracing(page=tab, path=trace, categories=["-*", "blink.user_timing"])
+            assert tab.evaluate(BEGIN + MEASURE, text) == [True, True], name
+            chromium.stop_tracing()
+            times = spent(json.loads(trace.read_text())["traceEvents"])
+            for told, some in (("grows", times[:200]), ("its end grows", times[200:])):
+                print(f"{name}, {told}: {median(some):.1f} ms, at most {max(some):.1f} ms")
+
+
+def spent(events: list[dict[str, Any]]) -> list[float]:
+    """Milliseconds of the processor that the main thread took for each redraw."""
+    at = {event["name"]: event["tts"] / 1000 for event in events if "tts" in event}
+    return [at[f"end {n}"] - at[f"begin {n}"] for n in range(sum("end " in name for name in at))]
+
+
+def test_many_formulas_are_set_in_several_frames(serve: Serve, opened: Open) -> None:
+    with serve(FakeEngine(endless(300))) as client, opened(str(client.base_url)) as tab:
+        tab.locator(".messages").wait_for()
+        counts = tab.evaluate(BEGIN + SET, "\n\n".join(FORMULAS))
+        assert counts == sorted(counts) and 0 < counts[0] < counts[-1] // 2 and counts[-1] == 500

@@ -70,7 +70,7 @@ def test_models_have_the_names_that_tell_them_apart(
         (("org/a", "org/a"), "Two models have the name"),
         (("org/a", "org/b", "--served-model-name", "n"), "for one model"),
         (("org/a", "org/b", "--pinned", "c"), "no such model"),
-        (("org/a", "qwen3.6-53b"), "The nearest are qwen3.6-35b"),
+        (("org/a", "qwen3.6-53b"), "Names like it: qwen3.6-35b"),
     ):
         with pytest.raises(UsageError, match=fault):
             models_of(*words)

@@ -219,7 +219,11 @@ def test_top_shows_the_same_in_a_terminal_and_as_lines(
         shown = console.export_text()
         assert r"[bold]\x1b[31mm, mlx-mtp" in shown and "decoding" in shown and "Memory" in shown
         assert f"copy    {' '.join(['89%'] * 16)}\n" in shown
-        assert "weights" in shown and "fixed" in shown and "places taken" in shown
+        assert "weights" in shown and "fixes the number" in shown and "places taken" in shown
+        state["server"] |= {"context": 0, "states": {"a": "on disk"}}
+        console.print(top._screen(state, first))
+        told = console.export_text()
+        assert "a (on disk)" in told and "no model is in memory" in told and "Memory" not in told
         client.delete(f"/live/{state['rows'][0]['id']}", headers=key)
         list(answer)
         assert cli.main(["top", url], {}) == 2
