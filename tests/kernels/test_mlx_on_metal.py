@@ -6,6 +6,7 @@ Random shapes, each row alone and beside others, in the emulator. docs/exact.md 
 import itertools
 import os
 import random
+import re
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -254,6 +255,148 @@ def test_attention_of_windows(attention):
         differ += not mx.array_equal(found[0], found[32]).item()
         differ += not mx.array_equal(found[32], found[64]).item()
     assert differ > 30, "the number of blocks, which follows from the pass, decides bits"
+
+
+# mlx's functions of rows [R, W], and how they are called; T is the rows' type.
+_PLACE = (
+    "const uint lid = 32 * simd_gid + simd_lid, size = 32 * blockDim.y;"
+    "int width = number[4]; const int rows = number[5]; const int64_t stride = width;"
+    "const T* x = (const T*)inputs[0]; T* y = (T*)outputs[0];"
+    "const uint3 group = {0, tid.x, 0}, groups = {1, tpg.x, 1};"
+    "const uint3 lane = {lid, 0, 0}, lanes = {size, 1, 1};"
+)
+_OF_ROWS = {
+    "softmax_single_row": "<T, float, 4>(x, y, width, tid.x, lid, ONE)",
+    "softmax_looped": "<T, float, 4>(x, y, width, tid.x, lid, size, ONE)",
+    "logsumexp": "<T, float, 4>(x, y, width, tid.x, lid, ONE)",
+    "logsumexp_looped": "<T, float, 4>(x, y, width, tid.x, lid, size, ONE)",
+    "contiguous_scan": "<T, T, Sum, 4, true, false>(x, y, width, group, groups, lane, lanes, ONE)",
+    "row_reduce_simple": "<T, T, OP>(x, y, width, rows, group, groups, lane, lanes, SEVERAL)",
+    "row_reduce_looped": "<T, T, OP, int, 1>(x, y, stride, 1, &rows, &stride, 1, &rows, &stride, "
+    "0, group, groups, lane, lanes, SEVERAL)",
+    "all_reduce": "<T, T, OP>(x, y, width, width, group, lane, lanes, LAST)",
+}
+_LANES = {
+    "ONE": "simd_lid, simd_gid",
+    "SEVERAL": "simd_lid, blockDim.y, simd_gid",
+    "LAST": "blockDim.y, simd_lid, simd_gid",
+}
+
+
+@pytest.fixture(scope="module")
+def of_rows(headers, folder):
+    """`run(name, x, threads, operator)`: one of `_OF_ROWS`, so many threads to a threadgroup."""
+    names = ("softmax", "logsumexp", "reduction/reduce_row", "reduction/reduce_all")
+    texts = [(headers / f"{name}.h").read_text() for name in names]
+    scan, utils = ((headers / f"{name}.h").read_text() for name in ("scan", "utils"))
+    texts.append(
+        mlx_metal.part(scan, "template <typename T, typename U, int N_READS", "strided_scan(")
+    )
+    for first, last in (
+        ("template <int DIM", "// Calculation"),
+        ("template <typename IdxT = int64_t>\nMETAL_FUNC", "// Non templated"),
+    ):
+        texts.insert(0, utils[utils.index(first) : utils.index(last)])
+    constants = re.findall("MTL_CONST (constexpr int .*;)", (headers / "defines.h").read_text())
+    header, made = mlx_metal.as_cpp("\n".join([*constants, *texts])), {}
+
+    def run(name: str, x: mx.array, threads: int, operator: str = "") -> mx.array:
+        rows, width = x.shape
+        by_four = name == "row_reduce_simple"
+        kind = name, operator, x.dtype
+        if kind not in made:
+            own = "float" if x.dtype == mx.float32 else "bfloat16_t"
+            call = _PLACE + name + _OF_ROWS[name]
+            for word, meaning in {**_LANES, "OP": operator, "T": own}.items():
+                call = re.sub(rf"\b{word}\b", meaning, call)
+            made[kind] = mlx_metal.MlxKernel(
+                folder,
+                name=f"mlx_{name}",
+                input_names=["x", "numbers"],
+                output_names=["y"],
+                source=call,
+                header=header,
+            )
+        groups = -(-rows // 4) if by_four else rows
+        return made[kind](
+            inputs=[x, mx.array([1, groups, 1, 1, width, rows], dtype=mx.int32)],
+            template=[],
+            grid=(32 * groups, threads // 32, 1),
+            threadgroup=(32, threads // 32, 1),
+            output_shapes=[(rows,) if operator or "logsumexp" in name else (rows, width)],
+            output_dtypes=[x.dtype],
+        )[0]
+
+    return run
+
+
+def drawn(chance: random.Random, rows: int, width: int, dtype: mx.Dtype) -> mx.array:
+    x = 3 * mx.random.normal((rows, width), key=mx.random.key(chance.randrange(1 << 30)))
+    return x.astype(dtype)
+
+
+def threads_for(width: int, reads: int = 4) -> int:
+    """What mlx launches for a row, of at most 1,024."""
+    return min(1024, 32 * -(-width // (32 * reads)))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["softmax_single_row", "softmax_looped", "logsumexp", "logsumexp_looped", "contiguous_scan"],
+)
+def test_operations_of_rows(of_rows, name, dtype):
+    """Softmax, log-sum-exp and running sums: a row is by itself."""
+    chance = random.Random(f"{name}{dtype}")
+    for _ in range(8):
+        width = chance.randint(4097, 9000) if "looped" in name else chance.randint(1, 4096)
+        x = drawn(chance, chance.randint(2, 12), width, dtype)
+
+        def run(x):
+            return of_rows(name, x, threads_for(x.shape[1]))
+
+        wide = x.astype(mx.float32)
+        expected = {
+            "s": mx.softmax(wide, axis=-1),
+            "l": mx.logsumexp(wide, axis=-1),
+            "c": mx.cumsum(wide, axis=-1),
+        }[name[0]]
+        near = 1e-4 if dtype == mx.float32 else 0.05
+        if name[0] != "c" or dtype == mx.float32:
+            found = run(x).astype(mx.float32)
+            np.testing.assert_allclose(found, expected, rtol=near, atol=near * width**0.5)
+        assert compare(run, x, chance)
+
+
+@pytest.mark.parametrize("operator", ["Sum", "Max"])
+def test_reductions(of_rows, operator):
+    """A row is by itself in each function; sums differ between these, and maxima do not.
+
+    mlx takes `all_reduce` for one row, `row_reduce_looped` below 32 and `row_reduce_simple` from
+    there on, so a sum along rows depends on their number.
+    """
+    chance, differ = random.Random(operator), 0
+    for _ in range(20):
+        width = chance.randint(65, 5000)
+        threads = 32 if width <= 512 else 128 if width <= 1024 else threads_for(width)
+        x = drawn(chance, chance.randint(4, 12), width, mx.float32)
+
+        def run(x, name="row_reduce_looped"):
+            return of_rows(name, x, threads, operator)  # noqa: B023
+
+        looped = run(x)
+        reference = {"Sum": mx.sum, "Max": mx.max}[operator](x, axis=-1)
+        np.testing.assert_allclose(looped, reference, rtol=1e-4, atol=1e-3)
+        assert compare(run, x, chance)
+        # The last four rows are written by one threadgroup, at whatever place they are.
+        simple = run(x, "row_reduce_simple")
+        for row, found in zip(x, simple):
+            same = run(mx.broadcast_to(row, (4, width)), "row_reduce_simple")
+            assert mx.array_equal(same, mx.broadcast_to(found, (4,))).item()
+            _CASES["cases"] += 1
+        alone = [of_rows("all_reduce", row[None], threads_for(width), operator)[0] for row in x]
+        differ += not mx.array_equal(mx.stack(alone), looped).item()
+    assert differ > 5 if operator == "Sum" else not differ
 
 
 def test_enough_has_been_compared(request):
