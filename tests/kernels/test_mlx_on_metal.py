@@ -18,15 +18,17 @@ from mlx_mtp.kernels.metal import skinny_gemm
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
 from tests.kernels import mlx_metal
 from tests.kernels.emulator import WHY_NOT
-from tests.kernels.test_skinny_gemm import exact, linear
+from tests.kernels.test_skinny_gemm import exact, linear, near
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 
 BF16 = mx.bfloat16
 AFFINE = [Format("affine", *each) for each in itertools.product((4, 5, 6, 8), (32, 64, 128))]
+OURS = [Format("affine", *each) for each in itertools.product((2, 3), (32, 64, 128))]
 FP = [Format("mxfp4", 4, 32), Format("nvfp4", 4, 16), Format("mxfp8", 8, 32)]
 _CASES = {"cases": 0}  # rows that have been compared
 
@@ -138,18 +140,18 @@ def test_products(headers, folder, form):
 
 
 @pytest.mark.parametrize("emulated", ["metal"], indirect=True)
-@pytest.mark.parametrize(
-    "form", [*AFFINE, *FP, Format("affine", 2, 64), Format("affine", 3, 32)], ids=str
-)
+@pytest.mark.parametrize("form", [*OURS, *AFFINE, *FP], ids=str)
 def test_our_products(emulated, form):
-    """In one order at all numbers of rows."""
+    """In one order at all numbers of rows from 1 to 64, and right."""
     chance = random.Random(str(form))
-    for turn in range(8):
-        x, weight = inputs_of(form, random.Random(turn), aligned=False)
+    for turn in range(4):
+        few, weight = inputs_of(form, random.Random(turn), aligned=False)
+        x = mx.random.normal((64, weight.inputs), key=mx.random.key(turn)).astype(few.dtype)
 
         def run(x):
             return skinny_gemm.run_kernel(SkinnyGemm(x, [weight], one_order=True))[0]  # noqa: B023
 
+        near(run(x), exact(x, weight))
         assert compare(run, x, chance)
 
 
@@ -340,14 +342,22 @@ def threads_for(width: int, reads: int = 4) -> int:
     return min(1024, 32 * -(-width // (32 * reads)))
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, BF16], ids=str)
 @pytest.mark.parametrize(
-    "name",
-    ["softmax_single_row", "softmax_looped", "logsumexp", "logsumexp_looped", "contiguous_scan"],
+    ("name", "dtype"),
+    [
+        *itertools.product(
+            ("softmax_single_row", "softmax_looped", "logsumexp", "logsumexp_looped"),
+            (mx.float32, BF16),
+        ),
+        ("contiguous_scan", mx.float32),
+    ],
+    ids=str,
 )
 def test_operations_of_rows(of_rows, name, dtype):
     """Softmax, log-sum-exp and running sums: a row is by itself."""
     chance = random.Random(f"{name}{dtype}")
+    by_name = {"s": mx.softmax, "l": mx.logsumexp, "c": mx.cumsum}
+    near = 1e-4 if dtype == mx.float32 else 0.05
     for _ in range(8):
         width = chance.randint(4097, 9000) if "looped" in name else chance.randint(1, 4096)
         x = drawn(chance, chance.randint(2, 12), width, dtype)
@@ -355,29 +365,22 @@ def test_operations_of_rows(of_rows, name, dtype):
         def run(x):
             return of_rows(name, x, threads_for(x.shape[1]))
 
-        wide = x.astype(mx.float32)
-        expected = {
-            "s": mx.softmax(wide, axis=-1),
-            "l": mx.logsumexp(wide, axis=-1),
-            "c": mx.cumsum(wide, axis=-1),
-        }[name[0]]
-        near = 1e-4 if dtype == mx.float32 else 0.05
-        if name[0] != "c" or dtype == mx.float32:
-            found = run(x).astype(mx.float32)
-            np.testing.assert_allclose(found, expected, rtol=near, atol=near * width**0.5)
+        expected = by_name[name[0]](x.astype(mx.float32), axis=-1)
+        found = run(x).astype(mx.float32)
+        np.testing.assert_allclose(found, expected, rtol=near, atol=near * width**0.5)
         assert compare(run, x, chance)
 
 
 @pytest.mark.parametrize("operator", ["Sum", "Max"])
 def test_reductions(of_rows, operator):
-    """A row is by itself in each function; sums differ between these, and maxima do not.
+    """A row is by itself in each function; sums may differ between these, and maxima do not.
 
     mlx takes `all_reduce` for one row, `row_reduce_looped` below 32 and `row_reduce_simple` from
-    there on, so a sum along rows depends on their number.
+    there on. Up to 1,024 columns the first has other threads, so a sum depends on the rows' number.
     """
     chance, differ = random.Random(operator), 0
     for _ in range(20):
-        width = chance.randint(65, 5000)
+        width = chance.randint(*chance.choice([(65, 1024), (1025, 4096)]))
         threads = 32 if width <= 512 else 128 if width <= 1024 else threads_for(width)
         x = drawn(chance, chance.randint(4, 12), width, mx.float32)
 
@@ -392,11 +395,11 @@ def test_reductions(of_rows, operator):
         simple = run(x, "row_reduce_simple")
         for row, found in zip(x, simple):
             same = run(mx.broadcast_to(row, (4, width)), "row_reduce_simple")
-            assert mx.array_equal(same, mx.broadcast_to(found, (4,))).item()
+            assert same.tolist() == [found.item()] * 4
             _CASES["cases"] += 1
         alone = [of_rows("all_reduce", row[None], threads_for(width), operator)[0] for row in x]
         differ += not mx.array_equal(mx.stack(alone), looped).item()
-    assert differ > 5 if operator == "Sum" else not differ
+    assert differ > 3 if operator == "Sum" else not differ
 
 
 def test_enough_has_been_compared(request):
