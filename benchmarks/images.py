@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +13,14 @@ from benchmarks.cores import core_of, random_ids
 from benchmarks.prompts import first_token_seconds
 from benchmarks.shapes import build, shape_of
 from benchmarks.timed import within
-from mlx_mtp.vision.features import Vision
+from mlx_mtp.engine.prompts import Prompts
+from mlx_mtp.engine.request import Request
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import StepRow
+from mlx_mtp.models.model import LoadedModel
+from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.vision.images import Pixels
-from mlx_mtp.vision.placed import MOST_ROWS, PlacedImage, PromptImages
+from mlx_mtp.vision.placed import PlacedImage, PromptImages
 from mlx_mtp.vision.tower import TowerShape, VisionTower
 
 _SHAPE, _LAYERS = "Qwen3.5-27B", 64
@@ -33,7 +39,7 @@ def tower(
 
     Random weights, on a GPU in BF16 and the model's in 4 bit. "ms" is the tower's time without a
     limit, "limited, ms" that in steps of at most --pause; of these are "steps", "longest, ms" (of
-    any but the first two, which learn the speed) and "median, ms". "prefill, ms" is from a prompt
+    any but the first two) and "median, ms". "prefill, ms" is from a prompt
     of as many tokens to the first token, with the time of --layers layers taken for all 64; "share"
     is the tower's of both.
 
@@ -52,11 +58,11 @@ def tower(
     num_layers = len(model.causal_lm.model.layers)
     for step in (2048, 1024):  # compiles kernels
         first_token_seconds(core, random_ids(model.vocab_size, step, 0))
-    _times(seeing, 1, 256, 0.0)
+    _times(model, seeing, 1, 256, 0.0)
     for case in within(time.perf_counter() + seconds, cases):
         count, tokens = map(int, case.split("x"))
-        whole = sum(_times(seeing, count, tokens, 0.0))
-        limited = _times(seeing, count, tokens, pause / 1e3)
+        whole = sum(_times(model, seeing, count, tokens, 0.0))
+        limited = _times(model, seeing, count, tokens, pause / 1e3)
         prefill = first_token_seconds(core, random_ids(model.vocab_size, count * tokens, 1))
         prefill *= _LAYERS / num_layers
         figures = [whole, sum(limited), max(limited[2:], default=0.0), statistics.median(limited)]
@@ -81,9 +87,11 @@ def _random_tower(shape: TowerShape, dtype: mx.Dtype) -> VisionTower:
     return seeing
 
 
-def _times(seeing: VisionTower, count: int, tokens: int, pause: float) -> list[float]:
+def _times(
+    model: LoadedModel, seeing: VisionTower, count: int, tokens: int, pause: float
+) -> list[float]:
     """Seconds of each step in which the tower sees so many new images, nothing else running."""
-    vision = Vision(seeing, 0, 1 << 20, MOST_ROWS, pause)
+    prompts = Prompts(replace(model, tower=seeing), pause)
     side = seeing.shape.patch_size * seeing.shape.spatial_merge_size
     rows = 2 ** (int(tokens).bit_length() // 2)
     columns = tokens // rows
@@ -93,9 +101,11 @@ def _times(seeing: VisionTower, count: int, tokens: int, pause: float) -> list[f
         rgb = random.integers(0, 256, shape, np.uint8).tobytes()
         pixels = Pixels.of(shape[0], shape[1], rgb)
         placed.append(PlacedImage(number * (tokens + 1), rows, columns, pixels))
-    images, times, seen = PromptImages(placed, count * (tokens + 1)), [], False
+    length, times, seen = count * (tokens + 1), [], False
+    wanted = Request("", (0,) * length, SamplingParams(1), images=PromptImages(placed, length))
+    row = StepRow(Sequence(wanted, (), 1), 0, length)
     while not seen:
         began = time.perf_counter()
-        seen = vision.advance(images, 0, images.length)
+        seen = prompts.see(row)
         times.append(time.perf_counter() - began)
     return times[:-1]  # The last one found all.

@@ -238,7 +238,7 @@ def build_engine(
         ids = tuple(token for token in ids if token not in model.image_token_ids) or ids
     uses_head = drafter is None and "mtp" in config.drafts
     # Its parts change no bits, so the limit holds with --exact too.
-    prompts = Prompts.of(model, config.max_decode_pause / 1e3)
+    prompts = Prompts(model, config.max_decode_pause / 1e3)
     if links is not None:
         links.send(Begin(vocab_size, uses_head, ids))
     if uses_head:

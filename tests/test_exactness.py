@@ -40,7 +40,7 @@ def found(faults=(), costs=(0.0,)) -> Exactness:
 )
 def test_what_a_check_decides_and_what_the_banner_says(monkeypatch, check, wanted, is_exact, told):
     monkeypatch.setattr(gpu, "backend", lambda: "metal")
-    monkeypatch.setattr(exactness, "_checked", lambda _: check)
+    monkeypatch.setattr(exactness, "_checked", lambda *_: check)
     model = SimpleNamespace(
         can_be_exact=True,
         resolve_exact=lambda given: True if given is None else given,
@@ -59,10 +59,53 @@ def test_a_check_that_fails_is_a_fault_and_elsewhere_there_is_none(monkeypatch):
     model = SimpleNamespace(can_be_exact=True, model=nn.Linear(2, 2), dtype=mx.bfloat16)
     assert exactness_of(model) is None, "not on Metal"
     monkeypatch.setattr(gpu, "backend", lambda: "metal")
-    monkeypatch.setattr(exactness, "_checks", lambda _: iter([("x", broken), ("y", lambda: None)]))
+    monkeypatch.setattr(exactness, "_checks", lambda *_: iter([("x", broken), ("y", lambda: None)]))
     monkeypatch.setattr(exactness, "_cost", lambda *_: 0.0)
     assert exactness_of(model).faults == {"x": "RuntimeError: no memory"}
     assert exactness_of(SimpleNamespace(can_be_exact=False)) is None
+
+
+@pytest.mark.parametrize("wanted", [None, True])
+def test_a_check_that_no_flag_asks_for_ends_in_seconds(monkeypatch, wanted):
+    """By a clock that each of ten operations takes two seconds of."""
+    now, compared = [0.0], list[str]()
+
+    def compare(name: str) -> None:
+        compared.append(name)
+        now[0] += 2
+
+    monkeypatch.setattr(gpu, "backend", lambda: "metal")
+    monkeypatch.setattr(exactness, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(
+        exactness, "_checks", lambda *_: ((n, lambda n=n: compare(n)) for n in "abcdefghij")
+    )
+    monkeypatch.setattr(exactness, "_cost", lambda *_: 0.0)
+    model = SimpleNamespace(
+        can_be_exact=True,
+        resolve_exact=lambda given: True if given is None else given,
+        model=nn.Linear(2, 2),
+        dtype=mx.bfloat16,
+    )
+    assert decide_exact(model, wanted) == bool(wanted)
+    assert "".join(compared) == ("abcdefghij" if wanted else "abc")
+    told = answers_text(EngineConfig(exact=bool(wanted)), model)
+    late = "not exact, the check: it ended after 5 s, with 3 operations compared; --exact gives"
+    assert (late in told) == (not wanted), told
+
+
+def test_products_and_steps_end_in_seconds(monkeypatch):
+    """What takes long asks within it whether there is time."""
+
+    def late() -> None:
+        raise TimeoutError
+
+    model = Products()
+    monkeypatch.setattr(exact, "kinds_of", lambda *_: {"one": [model.served]})
+    with pytest.raises(TimeoutError):
+        exact.one_order_faults(model, mx.bfloat16, late)
+    assert "one_order_faults" not in vars(model), "they are compared when they are needed"
+    with pytest.raises(TimeoutError):
+        exactness._Steps(SimpleNamespace(make_cache=lambda _: None), [[1]], late)
 
 
 @pytest.mark.parametrize("where", ["beside", "place", None])

@@ -7,9 +7,10 @@ bits are compared. What is found is kept for the next start.
 
 import json
 import logging
-import time
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from mlx_mtp.models.model import LoadedModel
 logger = logging.getLogger(__name__)
 
 MOST_COST = 0.05  # of a plain step, with which answers are exact by default
+MOST_SECONDS = 5.0  # of a check, unless --exact asks for it
 _ROWS = (1, 2, 4, 8)  # of the steps that are compared
 _TIMED_ROWS = (1, 4)  # a plain step of one row; one with three drafts, or of four rows
 _TIMED_KEYS, _CALLS = 2048, 8  # of attention
@@ -66,7 +68,8 @@ class Exactness(BaseModel):
 def decide_exact(model: LoadedModel, wanted: bool | None, folder: Path | None = None) -> bool:
     """Whether answers are to be exact, as a flag wants it or else as the loaded model is."""
     exact = model.resolve_exact(wanted)
-    found = exactness_of(model, folder) if exact else None
+    most = MOST_SECONDS if wanted is None else math.inf
+    found = exactness_of(model, folder, most) if exact else None
     return exact if found is None or wanted is not None else found.default
 
 
@@ -79,11 +82,13 @@ def expect_exact(model: LoadedModel, wanted: bool | None, folder: Path | None) -
     return found is None or found.default
 
 
-def exactness_of(model: LoadedModel, folder: Path | None = None) -> Exactness | None:
+def exactness_of(
+    model: LoadedModel, folder: Path | None = None, most: float = math.inf
+) -> Exactness | None:
     """What the check of a loaded model on this machine finds, now or at an earlier start.
 
     None where there is nothing to check: on CUDA, or if answers can't be exact. What goes wrong in
-    the check is a fault, no error.
+    the check is a fault, no error; so is an end after `most` seconds.
     """
     if gpu.backend() != "metal" or not model.can_be_exact:
         return None
@@ -92,7 +97,7 @@ def exactness_of(model: LoadedModel, folder: Path | None = None) -> Exactness | 
     path = _path(model, folder)
     if (found := _recalled(model, path)) is not None:
         return found
-    found = vars(model.model)["exactness"] = _checked(model)
+    found = vars(model.model)["exactness"] = _checked(model, most)
     if path is not None and not found.faults:
         _write(path, found)
     for name, why in found.faults.items():
@@ -106,32 +111,50 @@ def known_exactness(model: LoadedModel) -> Exactness | None:
     return found
 
 
-def _checked(model: LoadedModel) -> Exactness:
-    began = time.perf_counter()
+def _checked(model: LoadedModel, most: float) -> Exactness:
+    began = perf_counter()
     checked, faults, costs = list[str](), dict[str, str](), dict[int, float]()
+
+    def in_time() -> None:
+        if perf_counter() - began > most:
+            raise TimeoutError(
+                f"it ended after {most:.0f} s, with {len(checked)} operations compared; --exact "
+                "gives it the time that it takes"
+            )
+
     try:
-        for name, problem in _checks(model):
-            checked.append(name)
+        for name, problem in _checks(model, in_time):
+            in_time()
             if (fault := _fault(problem)) is not None:
                 faults[name] = fault
-        if not faults:
-            costs = {rows: _cost(model, rows) for rows in _TIMED_ROWS}
+            checked.append(name)
+        for rows in _TIMED_ROWS if not faults else ():
+            in_time()
+            costs[rows] = _cost(model, rows)
+    except TimeoutError as late:
+        faults["the check"] = str(late)
     except Exception as error:
         faults["the check itself"] = f"{type(error).__name__}: {error}"
-    seconds = time.perf_counter() - began
-    return Exactness(checked=checked, faults=faults, costs=costs, seconds=seconds)
+    return Exactness(checked=checked, faults=faults, costs=costs, seconds=perf_counter() - began)
 
 
 def _fault(problem: Callable[[], str | None]) -> str | None:
     try:
         return problem()
+    except TimeoutError:
+        raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _checks(model: LoadedModel) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """The operations of a decode step, each with what says why it is not exact; steps come last."""
-    faults = one_order_faults(model.model, model.dtype)
+def _checks(
+    model: LoadedModel, in_time: Callable[[], None]
+) -> Iterator[tuple[str, Callable[[], str | None]]]:
+    """The operations of a decode step, each with what says why it is not exact; steps come last.
+
+    `in_time` is called within those that take long, and ends them by an error.
+    """
+    faults = one_order_faults(model.model, model.dtype, in_time)
     for kind in kinds_of(model.model, model.dtype):
         _, shapes = kind
         (codes, form), *_ = shapes
@@ -142,7 +165,7 @@ def _checks(model: LoadedModel) -> Iterator[tuple[str, Callable[[], str | None]]
     for case in _kernel_cases(model):
         name = f"{case.operation.name.replace('_', ' ')} {tuple(case.shape)}"
         yield name, lambda case=case: row_problem(case)  # type: ignore[misc]
-    yield "a whole step", lambda: _step_problem(model)
+    yield "a whole step", lambda: _step_problem(model, in_time)
 
 
 def _kernel_cases(model: LoadedModel) -> list[cases.KernelCase]:
@@ -162,7 +185,7 @@ class _Row(NamedTuple):
     logits: list[mx.array]  # after each of these, computed alone, one by one
 
 
-def _step_problem(model: LoadedModel) -> str | None:
+def _step_problem(model: LoadedModel, in_time: Callable[[], None]) -> str | None:
     """Compare steps of the whole model: rows alone, token by token, and windows of several rows.
 
     Of a first window one token is kept, which a second window folds into its states.
@@ -173,14 +196,13 @@ def _step_problem(model: LoadedModel) -> str | None:
             count = _PROMPT + _TOKENS - number % 3
             ids = [(97 * (number + 1) + 7919 * i) % model.vocab_size for i in range(count)]
             rows.append(_Row(ids[:-_TOKENS], ids[-_TOKENS:], []))
-            steps = _Steps(model, [rows[-1].prompt])
+            steps = _Steps(model, [rows[-1].prompt], in_time)
             for token in rows[-1].tokens:
                 logits = steps.window([[token]], [1], is_kept=True)
                 rows[-1].logits.append(logits[0])
-            mx.eval(rows[-1].logits)
         for count in _ROWS:
             some = rows[:count]
-            steps = _Steps(model, [row.prompt for row in some])
+            steps = _Steps(model, [row.prompt for row in some], in_time)
             # Rejected drafts of other lengths, then windows of the tokens themselves.
             wrong = [[row.tokens[0], *[1] * (n % 4)] for n, row in enumerate(some)]
             first = steps.window(wrong, [1] * count)
@@ -201,8 +223,11 @@ def _step_problem(model: LoadedModel) -> str | None:
 class _Steps:
     """Rows of prompts, each computed alone as one window, and decode steps after them."""
 
-    def __init__(self, model: LoadedModel, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, model: LoadedModel, prompts: list[list[int]], in_time: Callable[[], None]
+    ) -> None:
         self._model, self._lengths = model, [len(prompt) for prompt in prompts]
+        self._in_time = in_time
         caches = [model.make_cache(1) for _ in prompts]
         for cache, prompt in zip(caches, prompts):
             count = mx.array([len(prompt)], dtype=mx.int32)
@@ -224,10 +249,13 @@ class _Steps:
     def _run(
         self, cache: BatchCache, tokens: list[list[int]], limits: list[int], kept: mx.array | None
     ) -> mx.array:
+        self._in_time()
         cache.reserve(limits)
         cache.begin_window([len(own) for own in tokens], kept)
         ids = mx.array([token for own in tokens for token in own], dtype=mx.int32)
-        return self._model.logits(self._model.hidden(ids, cache))
+        logits = self._model.logits(self._model.hidden(ids, cache))
+        mx.eval(logits)  # else the time would be that of launching
+        return logits
 
 
 def _cost(model: LoadedModel, rows: int) -> float:

@@ -12,20 +12,18 @@ from mlx.utils import tree_flatten
 from mlx_mtp.console import say_wrapped, size_text
 from mlx_mtp.convert.files import SafetensorsFile
 from mlx_mtp.convert.source import HubRepo, LocalRepo, Source, weight_map_of
-from mlx_mtp.errors import CheckpointError, ConvertError
+from mlx_mtp.errors import ConvertError
 from mlx_mtp.models.family import text_config
 from mlx_mtp.models.files import read_json
 from mlx_mtp.models.published import head_repo_of, source_of
+from mlx_mtp.models.tower_weights import CONFIG_KEYS, PREFIXES, SIDECAR, load_tower, tower_name
 from mlx_mtp.vision.images import PROCESSOR
-from mlx_mtp.vision.tower import (
-    CONFIG_KEYS,
-    PREFIXES,
-    SIDECAR,
-    is_of_tower,
-    load_tower,
-)
 
 _GROUP = 64
+
+
+def _divides(_: str, layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) and layer.weight.shape[1] % _GROUP == 0
 
 
 def add_tower(
@@ -44,29 +42,31 @@ def add_tower(
     repo = source.repo
     if source.name == head_repo_of(model_name):  # It has the head alone.
         repo = HubRepo(source_of(model_name) or "", None)
-    in_model = any(is_of_tower(key) for key in weight_map_of(LocalRepo(model)))
-    path, config = repo.file("config.json"), read_json(model / "config.json")
-    given = {} if path is None else read_json(path)
-    names = {key: file for key, file in weight_map_of(repo).items() if is_of_tower(key)}
-    if in_model or (directory / SIDECAR).exists() or "vision_config" not in given or not names:
+    if (directory / SIDECAR).exists() or any(map(tower_name, weight_map_of(LocalRepo(model)))):
+        return
+    given = {} if (path := repo.file("config.json")) is None else read_json(path)
+    names = {key: file for key, file in weight_map_of(repo).items() if tower_name(key)}
+    if "vision_config" not in given or not names:
         return
     if dry_run:
         say_wrapped(f"Would add the vision tower, of {len(names)} tensors.")
         return
-    processor = repo.file(PROCESSOR)
+    processor, files = repo.file(PROCESSOR), sorted({*names.values()})
     seeing = {key: given[key] for key in CONFIG_KEYS if key in given}
     seeing["preprocessor_config"] = {} if processor is None else read_json(processor)
-    files = {name: SafetensorsFile(_there(repo, name)) for name in sorted({*names.values()})}
+    repo.missing(files)  # refuses what the index names and the repository lacks
     tensors = {}
-    for key, name in names.items():
-        if (stored := files[name].tensors.get(key)) is None:
-            raise CheckpointError(f"{files[name].path} has no {key}, though the index says so.")
-        stored.like()  # refuses a type that can't be read
-        value = stored.read()
-        tensors[key] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
-    tower = load_tower(seeing, tensors, int(text_config(config)["hidden_size"]))
+    for path in filter(None, map(repo.file, files)):
+        for key, stored in SafetensorsFile(path).tensors.items():
+            if key in names:
+                stored.like()  # refuses a type that can't be read
+                value = stored.read()
+                tensors[key] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
+    config = text_config(read_json(model / "config.json"))
+    tower = load_tower(seeing, tensors, int(config["hidden_size"]))
     if bits is not None:
-        nn.quantize(tower, _GROUP, bits, class_predicate=_is_packed)
+        for each in (*tower.blocks, tower.merger):
+            nn.quantize(each, _GROUP, bits, class_predicate=_divides)
     weights: Any = tree_flatten(tower.parameters())
     named = {f"{PREFIXES[0]}{name}": value for name, value in weights}
     header = {"format": "mlx", "vision": json.dumps(seeing)}
@@ -81,15 +81,3 @@ def add_tower(
     size = size_text(sum(value.nbytes for value in named.values()))
     how = "unquantized" if bits is None else f"{bits} bits, groups of {_GROUP}"
     say_wrapped(f"Wrote {SIDECAR}, the vision tower of {repo.repo_id}: {size}, {how}.")
-
-
-def _there(repo: LocalRepo | HubRepo, name: str) -> Path:
-    if (path := repo.file(name)) is None:
-        raise ConvertError(f"{repo.repo_id} has no {name}, which its index names.")
-    return path
-
-
-def _is_packed(name: str, layer: nn.Module) -> bool:
-    """Of blocks and merger, the matrices whose rows the groups divide."""
-    is_matrix = name.startswith(("blocks.", "merger.")) and isinstance(layer, nn.Linear)
-    return is_matrix and layer.weight.shape[1] % _GROUP == 0

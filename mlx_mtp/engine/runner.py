@@ -59,7 +59,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.prefixes = prefixes or PrefixCache()
         self._clear_answers = clear_answers
-        self._prompts = prompts or Prompts.of(model)
+        self._prompts = prompts or Prompts(model)
         self.batches = Batches()
         self._num_steps = self._num_tokens = 0  # since mlx's cache was cleared
         self._failed_last = False

@@ -5,6 +5,7 @@ from mlx_mtp.prefix.policy import PrefixState
 from mlx_mtp.prefix.radix_tree import root_key
 from mlx_mtp.sampling.grammar_masks import Constraint
 from mlx_mtp.speculative.draft_policy import RowDrafting
+from mlx_mtp.vision.placed import NO_TOKEN
 
 
 class Sequence:
@@ -42,7 +43,9 @@ class Sequence:
         keys = self.prompt if images is None else images.keys(self.prompt)
         self.prefix = PrefixState(keys, salt, looks_up)
         # The prompt as drafts may copy it.
-        self.copied = self.prompt if images is None else images.text_of(self.prompt)
+        self.copied = self.prompt
+        if images is not None:
+            self.copied = tuple(images.with_ids(self.prompt, NO_TOKEN).tolist())
 
     @property
     def surely_finished(self) -> bool:

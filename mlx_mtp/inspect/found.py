@@ -11,7 +11,7 @@ from mlx_mtp.convert.files import FORMAT_VERSION_KEY, Existing, SafetensorsFile
 from mlx_mtp.convert.target import Target
 from mlx_mtp.models.hub import resolve_model
 from mlx_mtp.models.published import fetched_head_nbytes, source_of
-from mlx_mtp.vision.tower import SIDECAR, is_of_tower
+from mlx_mtp.models.tower_weights import SIDECAR, tower_name
 
 
 class FoundModel(NamedTuple):
@@ -131,7 +131,7 @@ def _remote(repo: source.HubRepo) -> FoundModel:
 
 
 def _tower(weights: Mapping[str, str], target: Target) -> str | None:
-    files = {file for key, file in weights.items() if is_of_tower(key)}
+    files = {file for key, file in weights.items() if tower_name(key)}
     return _file_names(files) if files and "vision_config" in target.config else None
 
 

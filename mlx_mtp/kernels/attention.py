@@ -45,13 +45,29 @@ def attend_windows(
     exact: bool,  # a position has the same bits in every pass
 ) -> mx.array | None:
     """Attention of all rows of a decode step in one, [N, heads, dim]; None without a kernel."""
-    if gpu.backend() == "metal":
-        if not exact or not window_attention.fits(queries, buffers[0], kv_heads, longest, scale):
-            return None
-        return window_attention.attend(queries, positions, buffers, kv_heads, rows)
-    if not decode_attention.fits(queries, buffers[0], kv_heads, longest, scale):
+    on_metal = gpu.backend() == "metal"
+    operation = window_attention.BLOCK_ATTENTION if on_metal else decode_attention.WINDOW_ATTENTION
+    if on_metal and not exact:
         return None
-    return decode_attention.attend(queries, positions, buffers, kv_heads, rows)
+    if not fits(operation, queries, buffers[0], kv_heads, longest, scale):
+        return None
+    attend = window_attention.attend if on_metal else decode_attention.attend
+    return attend(queries, positions, buffers, kv_heads, rows)
+
+
+def fits(
+    operation: gpu.Operation,
+    queries: mx.array,
+    kv: mx.array,
+    kv_heads: int,
+    longest: int,
+    scale: float,
+) -> bool:
+    """Whether a kernel serves such queries [N, heads, dim], in windows of up to `longest`."""
+    _, heads, dim = queries.shape
+    if longest > gpu.LONGEST_WINDOW or scale != dim**-0.5 or kv.dtype != queries.dtype:
+        return False
+    return operation.works((heads, kv_heads, dim), kv.dtype)
 
 
 def attend_rectangle(

@@ -193,7 +193,7 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
-    """Quantize the module where the tensors are, check every shape, and load."""
+    """`load_weights`, of a head for inference; CheckpointError if it is FP8."""
     fp8 = [k for k in weights if k.endswith(FP8_SCALES)]
     if fp8:
         raise CheckpointError(
@@ -201,22 +201,28 @@ def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> Non
             "`mlx-mtp add-mtp-weights MODEL --source-model MODEL --force`."
         )
 
-    def quantization(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):
+    load_weights(head, weights, f"The head in {source}")
+    head.eval()
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, mx.array], what: str) -> None:
+    """Quantize a module where its tensors are, and load them; CheckpointError if they don't fit."""
+
+    def quantization(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in weights or not hasattr(layer, "to_quantized"):
             return False
-        config = infer_quant_config(path, module, weights)
+        config = infer_quant_config(path, layer, weights)
         return {k: config[k] for k in ("group_size", "bits", "mode")}
 
     try:
-        nn.quantize(head, class_predicate=quantization)
+        nn.quantize(module, class_predicate=quantization)
     except (ValueError, ZeroDivisionError, KeyError) as error:
-        raise CheckpointError(f"The quantized head in {source} is malformed: {error}") from error
+        raise CheckpointError(f"{what} is malformed where it is quantized: {error}") from error
     try:
-        head.load_weights(list(weights.items()))
+        module.load_weights(list(weights.items()))
     except ValueError as error:
         why = few_names(str(error).split(",\n"))
-        raise CheckpointError(f"The head in {source} does not fit: {why}") from error
-    head.eval()
+        raise CheckpointError(f"{what} does not fit: {why}") from error
 
 
 def has_router(names: Iterable[str]) -> bool:

@@ -36,7 +36,7 @@ from mlx_mtp.models.qwen3_5 import PRISM_HADAMARD, QWEN3_5
 from mlx_mtp.models.qwen3_next import QWEN3_NEXT
 from mlx_mtp.models.sizes import check_sizes
 from mlx_mtp.models.tensor_parallel import shard
-from mlx_mtp.vision.tower import SIDECAR, VisionTower, is_of_tower, load_tower, read_tower
+from mlx_mtp.models.tower_weights import SIDECAR, VisionTower, load_tower, read_tower, tower_name
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ def load_trunk(
 
         class Model(base):  # type: ignore[misc, valid-type]
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                seen["tower"] = {k: v for k, v in weights.items() if is_of_tower(k)}
+                seen["tower"] = {k: v for k, v in weights.items() if tower_name(k)}
                 trunk, seen["head"] = head_weights.split_head(weights)
                 shapes = {key: value.shape for key, value in trunk.items()}
                 seen["convention"] = head_weights.trunk_convention(shapes) or "mlx"

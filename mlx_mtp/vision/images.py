@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import warnings
 from dataclasses import dataclass, replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mlx_mtp.errors import InvalidRequestError, ModelError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PROCESSOR = "preprocessor_config.json"  # of a model
 MOST_BYTES = 32 << 20
 MOST_PIXELS = 100_000_000
 MOST_ASPECT = 200
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_TAKEN = "this server takes PNG, JPEG, WebP and GIF"
-_BEGINNINGS = {  # of what clients send in place of an image, by its name
-    b"%PDF": "a PDF",
-    b"<svg": "an SVG",
-    b"<?xml": "an XML or SVG text",
-    b"http": "an address and no image",
+_KINDS = {  # what clients send in place of an image, by how it begins
+    "empty": rb"$",
+    "a PDF": rb"\s*%pdf",
+    "an SVG": rb"\s*<svg",
+    "an XML or SVG text": rb"\s*<\?xml",
+    "an address and no image": rb"\s*http",
+    "HEIC or AVIF": rb".{4}ftyp(hei[cfx]|mif1|msf1|hevc|avif)",
 }
-_HEIF_BRANDS = (b"heic", b"heix", b"heif", b"mif1", b"msf1", b"hevc", b"avif")
-_DIGEST_BYTES = 16
 _HALVES = [0.5, 0.5, 0.5]
 
 
@@ -52,7 +50,7 @@ class Pixels(NamedTuple):
     @classmethod
     def of(cls, height: int, width: int, rgb: bytes) -> Pixels:
         whole = f"{height} {width} ".encode() + rgb
-        return cls(height, width, rgb, hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest())
+        return cls(height, width, rgb, hashlib.blake2b(whole, digest_size=16).digest())
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,10 @@ class ImageSizes:
         """Pixels of a token's side."""
         return self.patch * self.merge
 
+    def for_detail(self, detail: str) -> ImageSizes:
+        """OpenAI's `detail`: "low" makes 256 tokens the limit."""
+        return replace(self, most_tokens=min(self.most_tokens, 256)) if detail == "low" else self
+
     def fitted(self, height: int, width: int) -> tuple[int, int]:
         """Height and width, multiples of `token`, to which an image is scaled."""
         side, most = self.token, min(self.most_pixels, self.most_tokens * self.token**2)
@@ -106,52 +108,43 @@ def read_image(data: bytes, sizes: ImageSizes) -> Pixels:
 
     Its header is checked before a pixel is decoded.
     """
-    from PIL import Image
-
     if len(data) > MOST_BYTES:
         raise _wrong(f"has {len(data):,} bytes; at most {MOST_BYTES:,} are allowed")
-    if not data:
-        raise _wrong("is empty")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for large images, which are bounded here
-        try:
-            with Image.open(BytesIO(data), formats=_FORMATS) as opened:
-                _check_size(opened.width, opened.height)
-                turned = _upright_rgb(opened)
-        except InvalidRequestError:
-            raise
-        except Image.DecompressionBombError:
-            raise _wrong(f"is too large; at most {MOST_PIXELS:,} pixels are allowed") from None
-        except Exception as error:
-            raise _wrong(_fault(data, error)) from None
-        height, width = sizes.fitted(turned.height, turned.width)
-        tokens = height * width // sizes.token**2
-        if tokens > sizes.most_tokens:
-            shape = f"{turned.width} x {turned.height} pixels"
-            most = f"{sizes.most_tokens:,}, the limit of --max-image-tokens"
-            raise _wrong(f"of {shape} takes {tokens:,} tokens, more than {most}")
-        rgb = turned.resize((width, height), Image.Resampling.BICUBIC).tobytes()
+    try:
+        # PIL warns of large images, which are bounded here.
+        ignored = warnings.catch_warnings(action="ignore")
+        with ignored, Image.open(BytesIO(data), formats=_FORMATS) as opened:
+            turned = _decoded(opened)
+    except InvalidRequestError:
+        raise
+    except Image.DecompressionBombError:
+        raise _wrong(f"is too large; at most {MOST_PIXELS:,} pixels are allowed") from None
+    except UnidentifiedImageError:
+        kinds = (kind for kind, begun in _KINDS.items() if re.match(begun, data[:256], re.I | re.S))
+        kind = next(kinds, "no image that can be read")
+        raise _wrong(f"is {kind}; this server takes PNG, JPEG, WebP and GIF") from None
+    except Exception as error:
+        fault = " ".join(str(error).split())
+        raise _wrong(f"is damaged or cut off: {fault:.200}") from None
+    height, width = sizes.fitted(turned.height, turned.width)
+    tokens = height * width // sizes.token**2
+    if tokens > sizes.most_tokens:
+        shape = f"{turned.width} x {turned.height} pixels"
+        most = f"{sizes.most_tokens:,}, the limit of --max-image-tokens"
+        raise _wrong(f"of {shape} takes {tokens:,} tokens, more than {most}")
+    rgb = turned.resize((width, height), Image.Resampling.BICUBIC).tobytes()
     return Pixels.of(height, width, rgb)
 
 
-def sizes_for_detail(sizes: ImageSizes, detail: str | None) -> ImageSizes:
-    """OpenAI's `detail`: "low" makes 256 tokens the limit."""
-    return replace(sizes, most_tokens=min(sizes.most_tokens, 256)) if detail == "low" else sizes
-
-
-def _check_size(width: int, height: int) -> None:
+def _decoded(image: Image.Image) -> Image.Image:
+    """The first frame as RGB, turned as its EXIF orientation says, on white where transparent."""
+    width, height = image.size
     if width < 1 or height < 1:
         raise _wrong("has no pixels")
     if width * height > MOST_PIXELS:
         raise _wrong(f"has {width} x {height} pixels; at most {MOST_PIXELS:,} are allowed")
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise _wrong(f"is {width} x {height} pixels; sides of 200:1 are the limit")
-
-
-def _upright_rgb(image: Image) -> Image:
-    """The first frame as RGB, turned as its EXIF orientation says, on white where transparent."""
-    from PIL import Image, ImageOps
-
     image.load()
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):  # 16 bits; PIL's own conversion would clip them
@@ -162,18 +155,6 @@ def _upright_rgb(image: Image) -> Image:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
     return image.convert("RGB")
-
-
-def _fault(data: bytes, error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    if isinstance(error, UnidentifiedImageError):
-        start = data[:256].lstrip().lower()
-        names = (name for text, name in _BEGINNINGS.items() if start.startswith(text.lower()))
-        name = "HEIC or AVIF" if data[4:8] == b"ftyp" and data[8:12] in _HEIF_BRANDS else None
-        name = name or next(names, "no image that can be read")
-        return f"is {name}; {_TAKEN}"
-    return f"is damaged or cut off: {' '.join(str(error).split()):.200}"
 
 
 def _wrong(fault: str) -> InvalidRequestError:

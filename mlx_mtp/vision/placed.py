@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_mtp.vision.images import Pixels
 
-NO_TOKEN = -1  # an id that no text has
+NO_TOKEN = -1  # an id that no text has: no draft may copy an image's tokens
 MOST_ROWS = 256 << 20  # bytes of rows of earlier images, which later turns show again
 
 
@@ -62,17 +62,11 @@ class PromptImages:
             keys[image.start : image.end] = array("Q", hashed)
         return tuple(keys)
 
-    def text_of(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """The prompt with NO_TOKEN for each image token: no draft may copy them."""
-        ids = np.array(prompt)
-        ids[self.places] = NO_TOKEN
-        return tuple(ids.tolist())
-
-    def numbered(self, prompt: Sequence[int], first: int) -> np.ndarray:
-        """Ids int32 [length], with `first`, `first` + 1, .. for the tokens of images."""
-        ids = np.array(prompt, dtype=np.int32)
-        ids[self.places] = first + np.arange(len(self.places))
-        return ids
+    def with_ids(self, prompt: Sequence[int], ids: int | np.ndarray) -> np.ndarray:
+        """The prompt, int32 [length], with other ids for the tokens of images."""
+        changed = np.array(prompt, dtype=np.int32)
+        changed[self.places] = ids
+        return changed
 
     def within(self, start: int, end: int) -> tuple[list[PlacedImage], int]:
         """The images with a token from `start` to `end`, and how many image tokens are before."""
@@ -81,15 +75,10 @@ class PromptImages:
         return found, before
 
     def _positions(self) -> np.ndarray:
-        positions = np.zeros((self.length, 3), dtype=np.int32)
-        place = at = 0  # in the prompt, and its position
+        positions = np.arange(self.length, dtype=np.int32)[:, None].repeat(3, axis=1)
         for image in self.images:
-            text = image.start - place
-            positions[place : image.start] = np.arange(at, at + text)[:, None]
-            at += text
-            grid = np.indices((image.rows, image.columns)).reshape(2, -1).T
-            positions[image.start : image.end, 0] = at
-            positions[image.start : image.end, 1:] = at + grid
-            place, at = image.end, at + max(image.rows, image.columns)
-        positions[place:] = np.arange(at, at + self.length - place)[:, None]
+            here, behind = positions[image.start : image.end], positions[image.end :]
+            here[:] = here[0]
+            here[:, 1:] += np.indices((image.rows, image.columns)).reshape(2, -1).T
+            behind += max(image.rows, image.columns) - image.num_tokens
         return positions

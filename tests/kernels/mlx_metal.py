@@ -56,7 +56,12 @@ using namespace metal;
 namespace fast = metal::fast;
 template <typename T> static T select(T no, T yes, bool which) { return which ? yes : no; }
 template <typename T> static T clamp(T a, T low, T high) { return min(max(a, low), high); }
-template <typename T> struct Limits { static constexpr float finite_min = -3.4028234e38f; };
+template <typename T> struct Limits {
+  static constexpr float min = -__builtin_inff(), finite_min = -3.4028234e38f;
+};
+static bool isinf(float a) { return a - a != 0.0f && a == a; }
+template <typename T, typename U> static T ceildiv(T a, U b) { return (a + b - 1) / b; }
+template <typename U, typename T> static U cast_to(T value) { return U(value); }
 static float simd_sum(float value) {
   for (int other = 16; other > 0; other /= 2) value += shuffle_xor(value, other);
   return value;
@@ -69,11 +74,30 @@ static float simd_max(float value) {
   for (int other = 16; other > 0; other /= 2) value = max(value, shuffle_xor(value, other));
   return value;
 }
+static float simd_prefix_exclusive_sum(float value) {
+  const Values* all = exchange({as_word(value)});
+  float sum = 0.0f;
+  for (int lane = 0; lane < lane_now % LANES; ++lane) sum += as_float(all[lane].words[0]);
+  return sum;
+}
 static float simd_shuffle_down(float value, int by) {
   const Values* all = exchange({as_word(value)});
   const int from = lane_now % LANES + by;
   return as_float(all[from < LANES ? from : lane_now % LANES].words[0]);
 }
+// Of the headers with operators, which have atomics that no C++ compiler knows.
+static const int simd_size = LANES;
+struct Sum {
+  static constexpr float init = 0.0f;
+  float operator()(float a, float b) { return a + b; }
+  float simd_reduce(float a) { return simd_sum(a); }
+  float simd_exclusive_scan(float a) { return simd_prefix_exclusive_sum(a); }
+};
+struct Max {
+  static constexpr float init = -__builtin_inff();
+  float operator()(float a, float b) { return a > b ? a : b; }
+  float simd_reduce(float a) { return simd_max(a); }
+};
 #define METAL_FUNC static inline
 #define MLX_MTL_CONST static constexpr const
 #define MLX_MTL_PRAGMA_UNROLL

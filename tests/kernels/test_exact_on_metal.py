@@ -192,7 +192,7 @@ def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
         engine.stop()
     # It is kept for the next start, unless something is wrong: then that looks again.
     vars(model.model).pop("exactness")
-    monkeypatch.setattr(exactness, "_checks", lambda _: iter(()))
+    monkeypatch.setattr(exactness, "_checks", lambda *_: iter(()))
     assert exactness_of(model, tmp_path).checked == ([] if planted else found.checked)
 
 

@@ -6,6 +6,7 @@ Random shapes, each row alone and beside others, in the emulator. docs/exact.md 
 import itertools
 import os
 import random
+import re
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -17,15 +18,17 @@ from mlx_mtp.kernels.metal import skinny_gemm
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
 from tests.kernels import mlx_metal
 from tests.kernels.emulator import WHY_NOT
-from tests.kernels.test_skinny_gemm import exact, linear
+from tests.kernels.test_skinny_gemm import exact, linear, near
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
 ]
 
 BF16 = mx.bfloat16
 AFFINE = [Format("affine", *each) for each in itertools.product((4, 5, 6, 8), (32, 64, 128))]
+OURS = [Format("affine", *each) for each in itertools.product((2, 3), (32, 64, 128))]
 FP = [Format("mxfp4", 4, 32), Format("nvfp4", 4, 16), Format("mxfp8", 8, 32)]
 _CASES = {"cases": 0}  # rows that have been compared
 
@@ -137,18 +140,18 @@ def test_products(headers, folder, form):
 
 
 @pytest.mark.parametrize("emulated", ["metal"], indirect=True)
-@pytest.mark.parametrize(
-    "form", [*AFFINE, *FP, Format("affine", 2, 64), Format("affine", 3, 32)], ids=str
-)
+@pytest.mark.parametrize("form", [*OURS, *AFFINE, *FP], ids=str)
 def test_our_products(emulated, form):
-    """In one order at all numbers of rows."""
+    """In one order at all numbers of rows from 1 to 64, and right."""
     chance = random.Random(str(form))
-    for turn in range(8):
-        x, weight = inputs_of(form, random.Random(turn), aligned=False)
+    for turn in range(4):
+        few, weight = inputs_of(form, random.Random(turn), aligned=False)
+        x = mx.random.normal((64, weight.inputs), key=mx.random.key(turn)).astype(few.dtype)
 
         def run(x):
             return skinny_gemm.run_kernel(SkinnyGemm(x, [weight], one_order=True))[0]  # noqa: B023
 
+        near(run(x), exact(x, weight))
         assert compare(run, x, chance)
 
 
@@ -254,6 +257,149 @@ def test_attention_of_windows(attention):
         differ += not mx.array_equal(found[0], found[32]).item()
         differ += not mx.array_equal(found[32], found[64]).item()
     assert differ > 30, "the number of blocks, which follows from the pass, decides bits"
+
+
+# mlx's functions of rows [R, W], and how they are called; T is the rows' type.
+_PLACE = (
+    "const uint lid = 32 * simd_gid + simd_lid, size = 32 * blockDim.y;"
+    "int width = number[4]; const int rows = number[5]; const int64_t stride = width;"
+    "const T* x = (const T*)inputs[0]; T* y = (T*)outputs[0];"
+    "const uint3 group = {0, tid.x, 0}, groups = {1, tpg.x, 1};"
+    "const uint3 lane = {lid, 0, 0}, lanes = {size, 1, 1};"
+)
+_OF_ROWS = {
+    "softmax_single_row": "<T, float, 4>(x, y, width, tid.x, lid, ONE)",
+    "softmax_looped": "<T, float, 4>(x, y, width, tid.x, lid, size, ONE)",
+    "logsumexp": "<T, float, 4>(x, y, width, tid.x, lid, ONE)",
+    "logsumexp_looped": "<T, float, 4>(x, y, width, tid.x, lid, size, ONE)",
+    "contiguous_scan": "<T, T, Sum, 4, true, false>(x, y, width, group, groups, lane, lanes, ONE)",
+    "row_reduce_simple": "<T, T, OP>(x, y, width, rows, group, groups, lane, lanes, SEVERAL)",
+    "row_reduce_looped": "<T, T, OP, int, 1>(x, y, stride, 1, &rows, &stride, 1, &rows, &stride, "
+    "0, group, groups, lane, lanes, SEVERAL)",
+    "all_reduce": "<T, T, OP>(x, y, width, width, group, lane, lanes, LAST)",
+}
+_LANES = {
+    "ONE": "simd_lid, simd_gid",
+    "SEVERAL": "simd_lid, blockDim.y, simd_gid",
+    "LAST": "blockDim.y, simd_lid, simd_gid",
+}
+
+
+@pytest.fixture(scope="module")
+def of_rows(headers, folder):
+    """`run(name, x, threads, operator)`: one of `_OF_ROWS`, so many threads to a threadgroup."""
+    names = ("softmax", "logsumexp", "reduction/reduce_row", "reduction/reduce_all")
+    texts = [(headers / f"{name}.h").read_text() for name in names]
+    scan, utils = ((headers / f"{name}.h").read_text() for name in ("scan", "utils"))
+    texts.append(
+        mlx_metal.part(scan, "template <typename T, typename U, int N_READS", "strided_scan(")
+    )
+    for first, last in (
+        ("template <int DIM", "// Calculation"),
+        ("template <typename IdxT = int64_t>\nMETAL_FUNC", "// Non templated"),
+    ):
+        texts.insert(0, utils[utils.index(first) : utils.index(last)])
+    constants = re.findall("MTL_CONST (constexpr int .*;)", (headers / "defines.h").read_text())
+    header, made = mlx_metal.as_cpp("\n".join([*constants, *texts])), {}
+
+    def run(name: str, x: mx.array, threads: int, operator: str = "") -> mx.array:
+        rows, width = x.shape
+        by_four = name == "row_reduce_simple"
+        kind = name, operator, x.dtype
+        if kind not in made:
+            own = "float" if x.dtype == mx.float32 else "bfloat16_t"
+            call = _PLACE + name + _OF_ROWS[name]
+            for word, meaning in {**_LANES, "OP": operator, "T": own}.items():
+                call = re.sub(rf"\b{word}\b", meaning, call)
+            made[kind] = mlx_metal.MlxKernel(
+                folder,
+                name=f"mlx_{name}",
+                input_names=["x", "numbers"],
+                output_names=["y"],
+                source=call,
+                header=header,
+            )
+        groups = -(-rows // 4) if by_four else rows
+        return made[kind](
+            inputs=[x, mx.array([1, groups, 1, 1, width, rows], dtype=mx.int32)],
+            template=[],
+            grid=(32 * groups, threads // 32, 1),
+            threadgroup=(32, threads // 32, 1),
+            output_shapes=[(rows,) if operator or "logsumexp" in name else (rows, width)],
+            output_dtypes=[x.dtype],
+        )[0]
+
+    return run
+
+
+def drawn(chance: random.Random, rows: int, width: int, dtype: mx.Dtype) -> mx.array:
+    x = 3 * mx.random.normal((rows, width), key=mx.random.key(chance.randrange(1 << 30)))
+    return x.astype(dtype)
+
+
+def threads_for(width: int, reads: int = 4) -> int:
+    """What mlx launches for a row, of at most 1,024."""
+    return min(1024, 32 * -(-width // (32 * reads)))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *itertools.product(
+            ("softmax_single_row", "softmax_looped", "logsumexp", "logsumexp_looped"),
+            (mx.float32, BF16),
+        ),
+        ("contiguous_scan", mx.float32),
+    ],
+    ids=str,
+)
+def test_operations_of_rows(of_rows, name, dtype):
+    """Softmax, log-sum-exp and running sums: a row is by itself."""
+    chance = random.Random(f"{name}{dtype}")
+    by_name = {"s": mx.softmax, "l": mx.logsumexp, "c": mx.cumsum}
+    near = 1e-4 if dtype == mx.float32 else 0.05
+    for _ in range(8):
+        width = chance.randint(4097, 9000) if "looped" in name else chance.randint(1, 4096)
+        x = drawn(chance, chance.randint(2, 12), width, dtype)
+
+        def run(x):
+            return of_rows(name, x, threads_for(x.shape[1]))
+
+        expected = by_name[name[0]](x.astype(mx.float32), axis=-1)
+        found = run(x).astype(mx.float32)
+        np.testing.assert_allclose(found, expected, rtol=near, atol=near * width**0.5)
+        assert compare(run, x, chance)
+
+
+@pytest.mark.parametrize("operator", ["Sum", "Max"])
+def test_reductions(of_rows, operator):
+    """A row is by itself in each function; sums may differ between these, and maxima do not.
+
+    mlx takes `all_reduce` for one row, `row_reduce_looped` below 32 and `row_reduce_simple` from
+    there on. Up to 1,024 columns the first has other threads, so a sum depends on the rows' number.
+    """
+    chance, differ = random.Random(operator), 0
+    for _ in range(20):
+        width = chance.randint(*chance.choice([(65, 1024), (1025, 4096)]))
+        threads = 32 if width <= 512 else 128 if width <= 1024 else threads_for(width)
+        x = drawn(chance, chance.randint(4, 12), width, mx.float32)
+
+        def run(x, name="row_reduce_looped"):
+            return of_rows(name, x, threads, operator)  # noqa: B023
+
+        looped = run(x)
+        reference = {"Sum": mx.sum, "Max": mx.max}[operator](x, axis=-1)
+        np.testing.assert_allclose(looped, reference, rtol=1e-4, atol=1e-3)
+        assert compare(run, x, chance)
+        # The last four rows are written by one threadgroup, at whatever place they are.
+        simple = run(x, "row_reduce_simple")
+        for row, found in zip(x, simple):
+            same = run(mx.broadcast_to(row, (4, width)), "row_reduce_simple")
+            assert same.tolist() == [found.item()] * 4
+            _CASES["cases"] += 1
+        alone = [of_rows("all_reduce", row[None], threads_for(width), operator)[0] for row in x]
+        differ += not mx.array_equal(mx.stack(alone), looped).item()
+    assert differ > 3 if operator == "Sum" else not differ
 
 
 def test_enough_has_been_compared(request):

@@ -7,7 +7,7 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels import attention, gpu
 from mlx_mtp.kernels.metal import window_attention
 from tests.support.quick import full
 
@@ -35,10 +35,16 @@ def test_it_is_right_and_a_position_does_not_depend_on_others(
     """Windows of several lengths, of rows in one to five buffers."""
     queries, kv = normal(1, heads, dim, dtype=dtype), normal(2 * kv_heads, dim, dtype=dtype)
     longest, scale = gpu.LONGEST_WINDOW, dim**-0.5
-    assert window_attention.fits(queries, kv, kv_heads, longest, scale), caplog.text
-    assert not window_attention.fits(queries, kv, kv_heads, longest + 1, scale)
-    assert not window_attention.fits(queries, kv, kv_heads, 1, 1.0)
-    assert not window_attention.fits(queries.astype(mx.float32), kv, kv_heads, 1, scale)
+    assert attention.fits(
+        window_attention.BLOCK_ATTENTION, queries, kv, kv_heads, longest, scale
+    ), caplog.text
+    assert not attention.fits(
+        window_attention.BLOCK_ATTENTION, queries, kv, kv_heads, longest + 1, scale
+    )
+    assert not attention.fits(window_attention.BLOCK_ATTENTION, queries, kv, kv_heads, 1, 1.0)
+    assert not attention.fits(
+        window_attention.BLOCK_ATTENTION, queries.astype(mx.float32), kv, kv_heads, 1, scale
+    )
 
 
 @on_metal

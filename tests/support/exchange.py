@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_mtp.distributed import World
-from mlx_mtp.engine import batch
+from mlx_mtp.engine import batch, prompts
 from mlx_mtp.models import joined, layers, model, moe
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
@@ -20,7 +20,6 @@ from mlx_mtp.ranks.follower import follow
 from mlx_mtp.ranks.links import Links
 from mlx_mtp.ranks.messages import Fetched
 from mlx_mtp.sampling import sampler
-from mlx_mtp.vision import features
 
 
 class Exchange:
@@ -36,7 +35,7 @@ class Exchange:
             monkeypatch.setattr(each, "world", lambda: World(size=size))
         for module in (batch, model):
             monkeypatch.setattr(module, "all_gather", self.all_gather)
-        for each in (features, sampler):
+        for each in (prompts, sampler):
             monkeypatch.setattr(each, "broadcast", lambda tokens: self.all(tokens)[0])
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:

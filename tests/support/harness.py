@@ -228,8 +228,8 @@ class Driver:
         self.reuse = PrefixReuse(self.prefixes.tree, stop_ids, step, min_gain, exact=exact)
         self.host_sources = host_sources or HostSources(config.host_sources, 1 << 20)
         clear = self.host_sources.clear
-        prompts = Prompts.of(model, config.max_decode_pause / 1e3, vision_limit)
-        self.vision = prompts._vision
+        prompts = Prompts(model, config.max_decode_pause / 1e3, vision_limit)
+        self.prompts = prompts
         given = drafter, self.vocab_size, self.prefixes, clear
         self.runner = make_runner(model, *given, prompts)
         if hasattr(drafter, "new_rows"):

@@ -16,6 +16,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.vision.images import Pixels
 from mlx_mtp.vision.placed import PlacedImage, PromptImages
+from mlx_mtp.vision.tower import VisionTower
 from tests.support.cases import EOS, SAMPLED
 from tests.support.harness import Driver, Plain, PlainMask, greedy, request
 from tests.support.tiny_models import IMAGE_IDS, TOWER, VOCAB
@@ -134,13 +135,19 @@ def turning(model: LoadedModel, wanted: Request, length: int):
             each.rope = rope
 
 
+def rows_of(tower: VisionTower, rgb: np.ndarray) -> mx.array:
+    """The tower's rows [tokens, H] of an image, uint8 [height, width, 3]."""
+    *_, last = tower.parts(rgb)
+    return last[0]
+
+
 def embedded(model: LoadedModel, wanted: Request) -> mx.array:
     """The prompt's embeddings, with the tower's rows in them."""
     inputs = model.causal_lm.model.embed_tokens(mx.array([wanted.prompt_token_ids]))
     for image in wanted.images.images if wanted.images else ():
         pixels = image.pixels
         rgb = np.frombuffer(pixels.rgb, np.uint8).reshape(pixels.height, pixels.width, 3)
-        inputs[0, image.start : image.start + image.num_tokens] = model.tower(rgb)
+        inputs[0, image.start : image.start + image.num_tokens] = rows_of(model.tower, rgb)
     return inputs
 
 

@@ -11,9 +11,9 @@ import pytest
 from mlx_mtp.convert.convert import add_head, convert_model
 from mlx_mtp.errors import CheckpointError, MlxMtpError
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.vision.tower import SIDECAR
+from mlx_mtp.models.tower_weights import SIDECAR
 from tests.support.tiny_models import TOWER, Layout, change_json, write_checkpoint
-from tests.vision.seeing import picture
+from tests.vision.seeing import picture, rows_of
 
 
 def rgb(seed: int = 1) -> np.ndarray:
@@ -31,7 +31,7 @@ def original(tmp_path_factory):
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_a_conversion_keeps_the_tower(original, tmp_path, bits, monkeypatch):
-    expected = np.array(load_model(original, enable_mtp=True).tower(rgb()))
+    expected = np.array(rows_of(load_model(original, enable_mtp=True).tower, rgb()))
 
     def mlx_lm_convert(source, mlx_path, **_):  # needs a tokenizer; it drops tower and head
         write_checkpoint(tmp_path / "made", Layout("qwen3_5", with_head=False, dtype=mx.bfloat16))
@@ -44,7 +44,9 @@ def test_a_conversion_keeps_the_tower(original, tmp_path, bits, monkeypatch):
     assert model.image_token_ids == (90, 91, 92, 93)
     assert model.config["preprocessor_config"] == {"size": {"shortest_edge": 64}}
     # Of this tower the merger alone is packed: groups of 64 don't divide the other matrices' rows.
-    assert np.abs(np.array(model.tower(rgb())) - expected).max() < (1e-6 if bits is None else 0.1)
+    assert np.abs(np.array(rows_of(model.tower, rgb())) - expected).max() < (
+        1e-6 if bits is None else 0.1
+    )
     assert load_model(tmp_path / "out", enable_mtp=True, see=False).tower is None
     # A second run finds all in place, and one without the file brings it back.
     (tmp_path / "out" / SIDECAR).unlink()
@@ -58,7 +60,7 @@ def test_a_conversion_keeps_the_tower(original, tmp_path, bits, monkeypatch):
 
 def test_layouts_and_quantized_towers(original, tmp_path):
     """As mlx-vlm's conversions have it: other names, channels last, packed matrices."""
-    expected = np.array(load_model(original, enable_mtp=True).tower(rgb()))
+    expected = np.array(rows_of(load_model(original, enable_mtp=True).tower, rgb()))
     tensors = mx.load(str(original / "model.safetensors"))
     renamed = {}
     for key, value in tensors.items():
@@ -77,7 +79,7 @@ def test_layouts_and_quantized_towers(original, tmp_path):
                 renamed |= zip(names, parts)
         mx.save_safetensors(str(path / "model.safetensors"), renamed, {"format": "pt"})
         tower = load_model(path, enable_mtp=True).tower
-        assert np.abs(np.array(tower(rgb())) - expected).max() < near
+        assert np.abs(np.array(rows_of(tower, rgb())) - expected).max() < near
 
 
 @pytest.mark.parametrize(

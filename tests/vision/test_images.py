@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mlx_mtp.errors import InvalidRequestError, ModelError
-from mlx_mtp.vision.images import ImageSizes, read_image, sizes_for_detail
+from mlx_mtp.vision.images import ImageSizes, read_image
 
 # A token is 8 x 8 pixels; no image below is scaled but where a test is about that.
 SIZES = ImageSizes(patch=4, merge=2, least_pixels=64, most_pixels=1 << 20, most_tokens=64)
@@ -101,8 +101,8 @@ def test_sizes():
         rows, columns = published.fitted(height, width)
         assert rows % 32 == columns % 32 == 0
         assert 65536 <= rows * columns <= 4096 * 1024
-    low = sizes_for_detail(published, "low")
-    assert low.fitted(3000, 4000) == (416, 576) and sizes_for_detail(published, "high") == published
+    low = published.for_detail("low")
+    assert low.fitted(3000, 4000) == (416, 576) and published.for_detail("high") == published
 
 
 def header_of(width: int, height: int) -> bytes:

@@ -9,21 +9,26 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from PIL import Image
 
-from mlx_mtp.vision.features import Vision
+from mlx_mtp.engine.prompts import Prompts
+from mlx_mtp.engine.sequence import Sequence
+from mlx_mtp.engine.step import StepRow
+from mlx_mtp.models.tower_weights import load_tower
 from mlx_mtp.vision.images import ImageSizes, Pixels, read_image
 from mlx_mtp.vision.placed import PlacedImage, PromptImages
-from mlx_mtp.vision.tower import TowerShape, VisionTower, load_tower, patches_of
+from mlx_mtp.vision.tower import TowerShape, VisionTower, patches_of
 from tests.conformance.sources import Package, directory
-from tests.support.harness import greedy
+from tests.support.harness import greedy, request
 from tests.support.tiny_models import Layout, config_json, hf_tensors
-from tests.vision.seeing import seeing, slow_logits
+from tests.vision.seeing import rows_of, seeing, slow_logits
 
 RECORDED = Path(__file__).parents[1] / "data" / "vision.npz"
 PEER = Package(
@@ -118,7 +123,7 @@ def check(given: dict, expected: dict[str, np.ndarray], shape: ImageSizes = SIZE
         flat = patches.reshape(len(patches), -1)
         assert np.abs(flat - expected[f"patches{number}"]).max() < 1e-5
         if tower is not None:
-            assert np.abs(np.array(tower(rgb)) - expected[f"rows{number}"]).max() < 1e-5
+            assert np.abs(np.array(rows_of(tower, rgb)) - expected[f"rows{number}"]).max() < 1e-5
     for number, (ids, grids) in enumerate(told["prompts"]):
         places = [n + 1 for n, token in enumerate(ids) if token == START]
         nothing = Pixels(0, 0, b"", b"")
@@ -176,11 +181,14 @@ def test_the_planned_scratch_is_what_is_taken(hidden, heads, patch):
     side = 2 * patch
     pixels = Pixels.of(16 * side, 16 * side, bytes(3 * (16 * side) ** 2))
     images = PromptImages([PlacedImage(1, 16, 16, pixels)], 260)
-    vision, at_rest = Vision(tower, 90, 96, 1 << 30), mx.get_active_memory()
+    wanted = replace(request("x", range(260), greedy(1)), images=images)
+    row = StepRow(Sequence(wanted, (), 1), 0, 259)
+    prompts = Prompts(SimpleNamespace(tower=tower))
+    at_rest = mx.get_active_memory()
     mx.reset_peak_memory()
-    assert not vision.advance(images, 0, 260) and vision.advance(images, 0, 260)
+    assert not prompts.see(row) and prompts.see(row)
     taken, planned = mx.get_peak_memory() - at_rest, sizes.scratch(256, 4)
-    assert 0.7 * planned < taken <= planned
+    assert 0.6 * planned < taken <= planned
 
 
 @pytest.mark.full

@@ -278,14 +278,6 @@ def attend(
     return joined if order is None else joined[order]
 
 
-def fits(queries: mx.array, kv: mx.array, kv_heads: int, longest: int, scale: float) -> bool:
-    """Whether the kernel serves such queries [N, heads, D], in windows of up to `longest`."""
-    _, heads, dim = queries.shape
-    if longest > gpu.LONGEST_WINDOW or scale != dim**-0.5 or kv.dtype != queries.dtype:
-        return False
-    return WINDOW_ATTENTION.works((heads, kv_heads, dim), kv.dtype)
-
-
 def _applies(heads: tuple[int, int, int], dtype: mx.Dtype) -> bool:
     return heads[2] in DIMS and dtype in (mx.bfloat16, mx.float16)
 

@@ -187,14 +187,6 @@ def attend(
     return joined if order is None else joined[order]
 
 
-def fits(queries: mx.array, kv: mx.array, kv_heads: int, longest: int, scale: float) -> bool:
-    """Whether the kernel serves such queries [N, heads, D], in windows of up to `longest`."""
-    _, heads, dim = queries.shape
-    if longest > gpu.LONGEST_WINDOW or scale != dim**-0.5 or kv.dtype != queries.dtype:
-        return False
-    return BLOCK_ATTENTION.works((heads, kv_heads, dim), kv.dtype)
-
-
 def serves(dim: int) -> bool:
     """Whether the kernel is made for heads of this dimension."""
     return dim % gpu.LANES == 0 and dim <= 256

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,15 +85,18 @@ def batch_invariant(model: nn.Module, dtype: mx.Dtype) -> Iterator[None]:
                 set_routes(module, routes)
 
 
-def one_order_faults(model: nn.Module, dtype: mx.Dtype) -> dict[Kind, str]:
+def one_order_faults(
+    model: nn.Module, dtype: mx.Dtype, in_time: Callable[[], None] = lambda: None
+) -> dict[Kind, str]:
     """Why the kernel must not serve products of a kind in one order; sound ones are left out.
 
-    They are compared when they are first asked for.
+    They are compared when they are first asked for; an error of `in_time` ends that.
     """
     known: dict[Kind, str] | None = vars(model).get("one_order_faults")
     if known is None:
         known = {}
         for kind, modules in kinds_of(model, dtype).items():
+            in_time()
             if (fault := _one_order_fault(modules[0], dtype)) is not None:
                 known[kind] = fault
                 logger.warning("Products of %s are not exact by the kernel: %s", kind, fault)

@@ -17,18 +17,17 @@ from mlx_mtp.engine.request import prompt_too_long
 from mlx_mtp.errors import InvalidRequestError, UnsupportedParameterError
 from mlx_mtp.text.sandbox.text_worker import TextWorkers
 from mlx_mtp.vision.images import ImageSizes as ImageSizes
-from mlx_mtp.vision.images import read_image, sizes_for_detail
+from mlx_mtp.vision.images import read_image
 from mlx_mtp.vision.placed import PlacedImage, PromptImages
 
 Images = PromptImages | None
 _NAMES = frozenset({"<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"})
 _MARK = f"[image {secrets.token_hex(16)}]"
-_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
-_TAKEN = "PNG, JPEG, WebP and GIF images"
-DETAILS = ("low", "high", "auto", "original")
+_TYPES = ("", "image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
+_DETAILS = ("low", "high", "auto", "original")
 _DATA_URL = re.compile(r"data:([^;,]*)((?:;[^;,]*)*),", re.IGNORECASE)
+# The types of parts that are images: of chat completions, responses and messages.
 PARTS = frozenset({"image_url", "input_image", "image"})
-"""The types of parts that are images: of chat completions, responses and messages."""
 _SHOWN = 60  # characters of a wrong value
 
 
@@ -39,21 +38,33 @@ class Picture(NamedTuple):
     detail: str
 
 
-Found = tuple[int, Picture]
-"""The number of a message, and an image in it."""
+Found = tuple[int, Picture]  # the number of a message, and an image in it
 
 
-def as_text(data: str, detail: str | None = None) -> str:
-    """An image as a stretch of a text; ValueError says what is wrong with its data."""
-    if not data:
-        raise ValueError("the image is empty")
-    if detail not in (None, *DETAILS):
-        raise ValueError(f"detail must be one of {', '.join(DETAILS)}")
-    return f"{_MARK}{detail or 'auto'},{data}{_MARK}"
+def as_text(data: str, detail: str = "auto") -> str:
+    """An image in base64 as a stretch of a text."""
+    return f"{_MARK}{detail},{data}{_MARK}"
 
 
-def from_url(url: object, detail: object = None) -> str:
-    """`as_text` of a data URL; ValueError if it is none, or of another kind."""
+def from_part(part: dict[str, Any]) -> str:
+    """`as_text` of a part of one of the types `PARTS`; ValueError says what is wrong with it."""
+    if part.get("type") == "image":
+        source = part.get("source")
+        if not isinstance(source, dict) or source.get("type") != "base64":
+            raise ValueError(
+                "an image's source must be of type base64: nothing is fetched from a URL"
+            )
+        if not isinstance(data := source.get("data"), str):
+            raise ValueError("an image's source needs data, a text in base64")
+        return _from_url(f"data:{source.get('media_type')!s:.99};base64,{data}")
+    if part.get("file_id") is not None:
+        raise ValueError("this server stores no files; send image_url with a data URL")
+    url = part.get("image_url")
+    given = url if isinstance(url, dict) else part | {"url": url}
+    return _from_url(given.get("url"), given.get("detail"))
+
+
+def _from_url(url: object, detail: object = None) -> str:
     if not isinstance(url, str):
         raise ValueError("an image needs the text of a data URL")
     match = _DATA_URL.match(url, 0, 256)
@@ -62,37 +73,14 @@ def from_url(url: object, detail: object = None) -> str:
             f"{json.dumps(url[:_SHOWN])} is no data URL: this server fetches nothing from a "
             "network; send the image itself, as data:image/png;base64 and so on"
         )
-    check_media_type(match[1])
+    if match[1].lower() not in _TYPES:
+        shown, taken = json.dumps(match[1])[:_SHOWN], "PNG, JPEG, WebP and GIF images"
+        raise ValueError(f"the media type {shown} is not taken; this server takes {taken}")
     if "base64" not in match[2].lower().split(";"):
         raise ValueError("a data URL of an image must be in base64")
-    return as_text(url[match.end() :], detail if detail is None else str(detail))
-
-
-def check_media_type(media_type: object) -> None:
-    """ValueError for a type that is no image that this server takes."""
-    if not isinstance(media_type, str) or (media_type and media_type.lower() not in _TYPES):
-        shown = json.dumps(media_type)[:_SHOWN]
-        raise ValueError(f"the media type {shown} is not taken; this server takes {_TAKEN}")
-
-
-def from_part(part: dict[str, Any]) -> str:
-    """`as_text` of a part of one of the types `PARTS`; ValueError says what is wrong with it."""
-    kind, source = part.get("type"), part.get("source")
-    if kind == "image_url":
-        inner = part.get("image_url")
-        inner = inner if isinstance(inner, dict) else {"url": inner}
-        return from_url(inner.get("url"), inner.get("detail"))
-    if kind == "input_image":
-        if part.get("file_id") is not None:
-            raise ValueError("this server stores no files; send image_url with a data URL")
-        return from_url(part.get("image_url"), part.get("detail"))
-    if not isinstance(source, dict) or source.get("type") != "base64":
-        raise ValueError("an image's source must be of type base64: nothing is fetched from a URL")
-    check_media_type(source.get("media_type"))
-    data = source.get("data")
-    if not isinstance(data, str):
-        raise ValueError("an image's source needs data, a text in base64")
-    return as_text(data)
+    if detail not in (None, *_DETAILS):
+        raise ValueError(f"detail must be one of {', '.join(_DETAILS)}")
+    return as_text(url[match.end() :], str(detail or "auto"))
 
 
 def texts_and_pictures(text: str) -> Iterator[str | Picture]:
@@ -118,11 +106,10 @@ def listed(text: str, kinds: tuple[str, str]) -> list[dict[str, Any]] | str:
     for part in texts_and_pictures(text):
         if isinstance(part, str):
             parts.append({"type": kinds[0], "text": part})
-            continue
-        url = f"data:;base64,{part.data}"
-        parts.append(
-            {"type": kinds[1], "image_url": url if kinds[1] == "input_image" else {"url": url}}
-        )
+        else:
+            url = f"data:;base64,{part.data}"
+            nested = {"url": url} if kinds[1] == "image_url" else url
+            parts.append({"type": kinds[1], "image_url": nested})
     return parts
 
 
@@ -174,7 +161,7 @@ class Sight:
             after = place + 1
             try:
                 data = base64.b64decode("".join(picture.data.split()), validate=True)
-                pixels = self._read(data, sizes_for_detail(sizes, picture.detail))
+                pixels = self._read(data, sizes.for_detail(picture.detail))
             except binascii.Error as error:
                 raise _wrong(f"Message {number}: The image is no base64: {error}.") from None
             except InvalidRequestError as error:

@@ -5,7 +5,7 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field, Tag, model_validator
+from pydantic import AfterValidator, AliasChoices, Field, Tag, model_validator
 
 from mlx_mtp.sampling.params import GrammarSpec
 from mlx_mtp.server.api import schema
@@ -16,17 +16,10 @@ from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most,
 from mlx_mtp.server.generation import inputs, pictures
 from mlx_mtp.server.generation.inputs import AnswerOptions, Conversation
 
-
-def _image(value: object) -> str:
-    try:
-        return pictures.as_text(value if isinstance(value, str) else "")
-    except ValueError as error:
-        raise refusal(str(error)) from None
-
-
 # Each as a stretch of a text; they come before the message's text.
-_Images = Annotated[list[Annotated[str, BeforeValidator(_image)]], at_most(schema.MAX_MESSAGES)]
-
+_Images = Annotated[
+    list[Annotated[str, AfterValidator(pictures.as_text)]], at_most(schema.MAX_MESSAGES)
+]
 
 _OllamaThink = Annotated[
     Annotated[bool, Tag(FORM + "kind")] | Annotated[inputs.Effort, Tag(FORM + "word")],
