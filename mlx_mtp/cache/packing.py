@@ -29,13 +29,13 @@ class Rectangle(NamedTuple):
     tokens: mx.array | None
     places: mx.array | None
 
-    def fill(self, x: mx.array, *sizes: int) -> mx.array:
-        """[N, ..] to [B, T, ..], padded with copies of a row's last token.
+    def fill(self, x: mx.array) -> mx.array:
+        """[N, ..] to [B, T, ..], padded with copies of a row's last token."""
+        return self.padded(x).reshape(self.rows, self.length, *x.shape[1:])
 
-        With `sizes` each token's part is reshaped to these.
-        """
-        taken = x if self.tokens is None else x[self.tokens]
-        return taken.reshape(self.rows, self.length, *(sizes or x.shape[1:]))
+    def padded(self, x: mx.array) -> mx.array:
+        """[N, ..] to [B * T, ..]."""
+        return x if self.tokens is None else x[self.tokens]
 
     def flat(self, x: mx.array) -> mx.array:
         """[B, T, ..] to [N, ..]."""
