@@ -141,7 +141,7 @@ class _RecurrentMixer:
             order = cache.packing.rectangle
             tokens = slice(first, first := first + order.num_tokens)
             own = (each if len(caches) == 1 else each[tokens] for each in (qkv, *gates))
-            rectangles = [order.fill(each, -1) for each in own]
+            rectangles = [order.fill(each) for each in own]
             y = cache.run_few(*rectangles, self._weights)
             if y is None:
                 y = cache.run_window(self._apart(*rectangles), self._convolution)
