@@ -197,9 +197,10 @@ class SplitLayer(nn.Module):
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
         """The layer's output, and that normed by the weight `next_norm`."""
-        if backend() is None and self._joined is not None:
+        on_cpu = backend() is None
+        if on_cpu and self._joined is not None:
             return self._joined.forward(x, normed, next_norm, positions, caches)
-        own = self._uncompiled if backend() is None else self._compiled
+        own = self._uncompiled if on_cpu else self._compiled
         if self.is_linear:
             order = tuple(cache.packing.rectangle for cache in caches)
             held = tuple(cache.held for cache in caches)

@@ -68,7 +68,9 @@ def test_a_sum_in_float32_is_rounded_once(emulated):
 
 def test_only_queries_or_entries(emulated):
     wide = mx.random.normal((3, 2000), key=mx.random.key(0))
-    weights, positions = [mx.ones(128), mx.ones(128) * 2], mx.array([0, 5, 70], dtype=mx.int32)
+    weights = mx.ones(128), mx.ones(128) * 2
+    # Of an image's tokens they are one axis of three.
+    positions = mx.array([[9, 0, 9], [9, 5, 9], [9, 70, 9]], dtype=mx.int32)[:, 1]
     places = (64, 256, 3), (192, 256, 2), (1000, 150, 2)  # of heads in a token's numbers
     q, k, v = (columns(wide, (3,), first, step, (n, 128)) for first, step, n in places)
     assert mx.array_equal(made(v)[2, 1], wide[2, 1150:1278])
