@@ -15,7 +15,7 @@ from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepRow
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.vision.placed import MOST_ROWS, PromptImages
-from mlx_mtp.vision.tower import Part
+from mlx_mtp.vision.tower import TowerPart
 
 
 class Prompts:
@@ -32,7 +32,7 @@ class Prompts:
         self._pause = pause  # most seconds of the tower in a step; 0: no limit
         self._rows: OrderedDict[bytes, mx.array] = OrderedDict()
         # An image that is half-way through the tower, and what is left of its parts.
-        self._begun: tuple[bytes, Iterator[Part]] | None = None
+        self._begun: tuple[bytes, Iterator[TowerPart]] | None = None
         self._ids = WeakKeyDictionary[Sequence, mx.array]()
         self._positions = WeakKeyDictionary[PromptImages, mx.array]()
 
@@ -103,7 +103,7 @@ class Prompts:
         self._rows.clear()
         self._begun = None
 
-    def _run(self, digest: bytes, parts: Iterator[Part]) -> None:
+    def _run(self, digest: bytes, parts: Iterator[TowerPart]) -> None:
         """Evaluate as many parts as a step may take if they are like those before, two at least."""
         mx.synchronize()  # What was launched before is not the tower's time.
         began, last = perf_counter(), mx.array(0)

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
-from mlx_mtp.kernels.view import Source, View, made
+from mlx_mtp.kernels.view import Operand, View, made
 
 _MOST_WARPS = 32  # of a row
 _PROMPT_WARPS = 8  # of a prompt's: while one threadgroup adds up or writes, others read
@@ -203,12 +203,12 @@ class FusedNorm(gpu.Operation):
         self._views = [name for name in inputs if f"{name.upper()}_AT" in body]
         self.kernel = gpu.Kernel(name, names, outputs, body, contiguous=bool(self._views))
 
-    def __call__(self, shape: NormShape, *inputs: Source) -> list[mx.array]:
+    def __call__(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
         if self.works(shape, inputs[1].dtype):  # a mixture's x may be a sum in float32
             return self.by_kernel(shape, *inputs)
         return self.portable(shape, *map(made, inputs))
 
-    def by_kernel(self, shape: NormShape, *inputs: Source) -> list[mx.array]:
+    def by_kernel(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
         """What the kernel computes."""
         rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + 2 * shape.keys
         most = _MOST_WARPS if gpu.few(rows) else _PROMPT_WARPS
@@ -375,8 +375,8 @@ ROTATE = FusedNorm(
 
 def rotate(
     shape: NormShape,
-    queries: Source | None,
-    entries: Sequence[Source],  # keys and values, or nothing
+    queries: Operand | None,
+    entries: Sequence[Operand],  # keys and values, or nothing
     q_weight: mx.array,
     k_weight: mx.array,
     positions: mx.array,

@@ -15,7 +15,7 @@ from mlx_mtp.kernels.gdn_types import (
     GDNWindow,
     ShortConvWeights,
 )
-from mlx_mtp.kernels.view import columns
+from mlx_mtp.kernels.view import column_view
 
 # What a type's rounding adds to a difference of sums, over that of float32: a few half steps.
 _COARSENESS = {mx.float32: 1, mx.float16: 50, mx.bfloat16: 200}
@@ -65,7 +65,7 @@ class RandomInputs:
         shapes = (hk, dk), (hk, dk), (hk, ratio, dv), (hk, ratio), (hk, ratio)
         pairs = zip(firsts, shapes, strict=True)
         return GDNProjections(
-            *(columns(wide, (rows, length), at, step, each) for at, each in pairs)
+            *(column_view(wide, (rows, length), at, step, each) for at, each in pairs)
         )
 
     def convolution(self) -> ShortConvWeights:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow, ShortConvWeights
-from mlx_mtp.kernels.view import Source, View
+from mlx_mtp.kernels.view import Operand, View
 
 _RUN = 4  # positions of a prompt for a warp
 
@@ -164,7 +164,7 @@ def run_kernel(
     return q, GDNWindow(k, v, g, beta), conv_input
 
 
-def _by_token(source: Source) -> View:
+def _by_token(source: Operand) -> View:
     """A view of an array [B * T, ..]."""
     if isinstance(source, View):
         return source

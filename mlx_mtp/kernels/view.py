@@ -21,7 +21,7 @@ class View(NamedTuple):
     offset: int = 0
 
     @classmethod
-    def of(cls, source: Source) -> View:
+    def of(cls, source: Operand) -> View:
         """All of an array that a kernel takes as contiguous; a view as it is."""
         if isinstance(source, View):
             return source
@@ -37,10 +37,10 @@ class View(NamedTuple):
         return {f"{name}_AT": self.offset, **strides}
 
 
-Source = mx.array | View
+Operand = mx.array | View
 
 
-def columns(
+def column_view(
     x: mx.array, rows: tuple[int, ...], first: int, step: int, shape: tuple[int, ...]
 ) -> View:
     """[*rows, *shape] of x [.., W], i of the first axis of `shape` from `first + i * step` on."""
@@ -48,7 +48,7 @@ def columns(
     return View(x, (*rows, *shape), (*(x.shape[-1] * n for n in _dense(rows)), *inner), first)
 
 
-def made(source: Source) -> mx.array:
+def made(source: Operand) -> mx.array:
     """As an array of mlx."""
     if isinstance(source, mx.array):
         return source

@@ -21,7 +21,7 @@ from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.kernels.view import Source, View, columns, made
+from mlx_mtp.kernels.view import Operand, View, column_view, made
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.joined import JoinedLayer, can_be_joined
@@ -36,11 +36,11 @@ class Sections:
     """
 
     rows: int
-    columns: int
+    column_view: int
 
     def axes(self, rotated: int, dim: int) -> list[int]:
         """Of each of `dim` dimensions: 0 for time, 1 for row, 2 for column."""
-        ends = 0, 3 * self.rows, 3 * self.columns
+        ends = 0, 3 * self.rows, 3 * self.column_view
         half = [i % 3 if i < ends[i % 3] else 0 for i in range(rotated // 2)]
         return [*half, *half, *[0] * (dim - rotated)]
 
@@ -95,11 +95,11 @@ class RaggedAttention(Qwen3NextAttention):
         """Queries and gate, each [N, heads, D], of what their projection gives."""
         rows, dim = doubled.shape[:1], self.head_dim
         shape = self.num_attention_heads, dim
-        queries, gate = (columns(doubled, rows, first, 2 * dim, shape) for first in (0, dim))
+        queries, gate = (column_view(doubled, rows, first, 2 * dim, shape) for first in (0, dim))
         return queries, gate
 
     def _rotated(
-        self, positions: mx.array, queries: Source | None, *projected: mx.array
+        self, positions: mx.array, queries: Operand | None, *projected: mx.array
     ) -> list[Any]:
         """Queries [N, heads, D] and entries of keys and values, in one launch if a kernel serves.
 
@@ -117,7 +117,7 @@ class RaggedAttention(Qwen3NextAttention):
             ]
         heads = self.num_attention_heads, self.num_key_value_heads
         dim = self.head_dim
-        entries = [columns(x, (len(x),), 0, dim, (heads[1], dim)) for x in projected]
+        entries = [column_view(x, (len(x),), 0, dim, (heads[1], dim)) for x in projected]
         rope = self.rope
         if type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
@@ -157,7 +157,7 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def mix(
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
-    ) -> tuple[mx.array, Source]:
+    ) -> tuple[mx.array, Operand]:
         """The recurrences' outputs [.., Hv, Dv] of N tokens, and the gate."""
         convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
@@ -172,7 +172,7 @@ class WindowedGatedDeltaNet(nn.Module):
         y, gate = _joined(outputs)
         return y, gate
 
-    def after(self, outputs: mx.array, z: Source) -> mx.array:
+    def after(self, outputs: mx.array, z: Operand) -> mx.array:
         """[N, H]."""
         heads, dim = outputs.shape[-2:]
         shape = norms.NormShape(dim, self.norm.eps, heads, ratio=z.shape[2])
@@ -229,7 +229,7 @@ class SplitLayer(nn.Module):
         """The part before the cache of a layer with attention."""
         return self.self_attn.before(normed, positions)
 
-    def after(self, x: mx.array, next_norm: mx.array, *mixed: Source) -> list[mx.array]:
+    def after(self, x: mx.array, next_norm: mx.array, *mixed: Operand) -> list[mx.array]:
         """The part after the layer's cache."""
         norm = self.post_attention_layernorm
         width = norms.NormShape(x.shape[-1], norm.eps)

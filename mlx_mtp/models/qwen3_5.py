@@ -8,7 +8,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.gdn_types import GDNProjections
-from mlx_mtp.kernels.view import View, columns
+from mlx_mtp.kernels.view import View, column_view
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.head_weights import stack_experts
 from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
@@ -26,13 +26,13 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
         qkv, a, b = (order.padded(parts[i]) for i in (0, 2, 3))
         rows, z = (order.rows, order.length), parts[1]
         projected = GDNProjections(
-            columns(qkv, rows, 0, dim, (heads, dim)),
-            columns(qkv, rows, self.key_dim, dim, (heads, dim)),
-            columns(qkv, rows, 2 * self.key_dim, width, value),
-            columns(a, rows, 0, ratio, (heads, ratio)),
-            columns(b, rows, 0, ratio, (heads, ratio)),
+            column_view(qkv, rows, 0, dim, (heads, dim)),
+            column_view(qkv, rows, self.key_dim, dim, (heads, dim)),
+            column_view(qkv, rows, 2 * self.key_dim, width, value),
+            column_view(a, rows, 0, ratio, (heads, ratio)),
+            column_view(b, rows, 0, ratio, (heads, ratio)),
         )
-        return projected, columns(z, (len(z),), 0, width, value)
+        return projected, column_view(z, (len(z),), 0, width, value)
 
 
 class _Layer(SplitLayer, DecoderLayer):

@@ -7,7 +7,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaN
 
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.gdn_types import GDNProjections
-from mlx_mtp.kernels.view import View, columns
+from mlx_mtp.kernels.view import View, column_view
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
 
@@ -25,13 +25,13 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         qkvz, ba = (order.padded(x) for x in parts)
         rows = order.rows, order.length
         projected = GDNProjections(
-            columns(qkvz, rows, 0, step, (heads, dim)),
-            columns(qkvz, rows, dim, step, (heads, dim)),
-            columns(qkvz, rows, 2 * dim, step, value),
-            columns(ba, rows, ratio, 2 * ratio, (heads, ratio)),
-            columns(ba, rows, 0, 2 * ratio, (heads, ratio)),
+            column_view(qkvz, rows, 0, step, (heads, dim)),
+            column_view(qkvz, rows, dim, step, (heads, dim)),
+            column_view(qkvz, rows, 2 * dim, step, value),
+            column_view(ba, rows, ratio, 2 * ratio, (heads, ratio)),
+            column_view(ba, rows, 0, 2 * ratio, (heads, ratio)),
         )
-        return projected, columns(parts[0], (len(parts[0]),), 2 * dim + width, step, value)
+        return projected, column_view(parts[0], (len(parts[0]),), 2 * dim + width, step, value)
 
 
 class _Layer(SplitLayer, Qwen3NextDecoderLayer):

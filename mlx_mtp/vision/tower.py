@@ -24,7 +24,7 @@ _THETA = 10000.0
 _EPS = 1e-6
 _MEAN = _DEVIATION = 0.5
 _MOST = 1 << 16  # of any size in the configuration
-Part = tuple[mx.array, ...]  # of the tower's work on an image, not evaluated yet
+TowerPart = tuple[mx.array, ...]  # of the work on an image, not evaluated yet
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class VisionTower(nn.Module):
         self.blocks = [_Block(shape) for _ in range(shape.depth)]
         self.merger = _Merger(shape)
 
-    def parts(self, rgb: np.ndarray) -> Iterator[Part]:
+    def parts(self, rgb: np.ndarray) -> Iterator[TowerPart]:
         """The parts of the work on an image, uint8 [height, width, 3], in order.
 
         The last one has its rows [tokens, out_hidden_size]. In each layer they are the keys of all

@@ -10,11 +10,11 @@ from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.engine.step import StepRow
-from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
+from mlx_mtp.speculative.costs import BatchCosts, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
 from tests.engine.test_engine import Client
 from tests.support.cases import EOS, STEP, make_requests
-from tests.support.harness import Driver, curve, greedy, plain, request
+from tests.support.harness import Driver, greedy, plain, request
 from tests.support.quick import pairwise
 from tests.support.tiny_models import VOCAB
 
@@ -22,8 +22,12 @@ from tests.support.tiny_models import VOCAB
 def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
     """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
     costs = StepCosts()
-    head_costs = curve(MTP, 1, {n: 1.0 + draft * n for n in (0, 1, 8)})
-    costs.load_table({**head_costs, **curve(HOST, 1, {4: 1.1, 16: 1.2})})
+
+    def of_batch(rows: int) -> BatchCosts:
+        verify = [1.0 + 0.02 * n / rows for n in range(16 * rows + 1)]
+        return BatchCosts(verify, [draft * n for n in range(9)], 0.0)
+
+    costs.of_batch = of_batch
     return AdaptiveDrafts(costs, 8 if head else 0)
 
 

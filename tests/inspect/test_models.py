@@ -158,7 +158,7 @@ def hub(tmp_path):
         ("auto", 24, {f"{A35}-4bit": 25.0, f"{A27}-4bit": 16.0}, f"{A27}-4bit"),
         ("qwen3.6-35b-8bit", 24, {}, "8bit takes 36.8 GB"),
         ("qwen3.6-35b", 48, {}, f"none of these .*: {A35}-8bit, {A35}-4bit"),
-        ("qwn3.6-35b", 48, {}, r"nearest are qwen3\.6-35b, .*models"),
+        ("qwn3.6-35b", 48, {}, r"Names like it: qwen3\.6-35b, .*models"),
     ],
 )
 def test_the_release_that_fits_is_chosen(hub, monkeypatch, capsys, name, gib, sizes, chosen):

@@ -62,7 +62,7 @@ def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
     packing = Packing(layout, mx.array(starts, dtype=mx.int32), lengths)
     queries = normal(packing.num_tokens, 4, 128, seed=7)
     found = cache.attend(packing, queries, 128**-0.5)
-    monkeypatch.setattr(decode_attention, "fits", lambda *_: False)
+    monkeypatch.setattr(attention, "fits", lambda *_: False)
     true = cache.attend(packing, queries, 128**-0.5)
     assert found.shape == true.shape and found.dtype == true.dtype
     found, true = (np.array(a.astype(mx.float32)) for a in (found, true))

@@ -11,7 +11,7 @@ from mlx_mtp.distributed import World
 from mlx_mtp.kernels import gpu, norms, topk
 from mlx_mtp.kernels.cases import layer_cases
 from mlx_mtp.kernels.topk import Router
-from mlx_mtp.kernels.view import columns, made
+from mlx_mtp.kernels.view import column_view, made
 from mlx_mtp.models import moe
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.selftest.kernels import check_cases
@@ -72,7 +72,7 @@ def test_only_queries_or_entries(emulated):
     # Of an image's tokens they are one axis of three.
     positions = mx.array([[9, 0, 9], [9, 5, 9], [9, 70, 9]], dtype=mx.int32)[:, 1]
     places = (64, 256, 3), (192, 256, 2), (1000, 150, 2)  # of heads in a token's numbers
-    q, k, v = (columns(wide, (3,), first, step, (n, 128)) for first, step, n in places)
+    q, k, v = (column_view(wide, (3,), first, step, (n, 128)) for first, step, n in places)
     assert mx.array_equal(made(v)[2, 1], wide[2, 1150:1278])
     true = norms._rotate(ROTATED, *map(made, (q, k, v)), *weights, positions)
     both = norms.rotate(ROTATED, q, [k, v], *weights, positions)
