@@ -21,7 +21,6 @@ from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.kernels.view import Operand, View, column_view, made
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.joined import JoinedLayer, can_be_joined
@@ -36,11 +35,11 @@ class Sections:
     """
 
     rows: int
-    column_view: int
+    columns: int
 
     def axes(self, rotated: int, dim: int) -> list[int]:
         """Of each of `dim` dimensions: 0 for time, 1 for row, 2 for column."""
-        ends = 0, 3 * self.rows, 3 * self.column_view
+        ends = 0, 3 * self.rows, 3 * self.columns
         half = [i % 3 if i < ends[i % 3] else 0 for i in range(rotated // 2)]
         return [*half, *half, *[0] * (dim - rotated)]
 
@@ -52,20 +51,21 @@ class RaggedAttention(Qwen3NextAttention):
     batch_invariant = False  # attention too (see `gemm.exact.make_batch_invariant`)
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """From tokens [N, H] at positions int32 [N]: queries [N, heads, D], `doubled`, and entries.
+        """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
 
         Positions may be [N, 3]: time, row and column in an image. Each projection is one product,
         over the tokens of all rows.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
-        queries, entries = self._rotated(positions, self.halves(doubled)[0], keys, values)
-        return queries, doubled, entries
+        queries, gate = self.halves(doubled)
+        queries, entries = self._rotated(positions, queries, keys, values)
+        return queries, gate, entries
 
     def mix(
         self, inputs: tuple[mx.array, ...], caches: Sequence[RaggedKVCache]
     ) -> tuple[mx.array, mx.array]:
-        """Attention [N, heads, D], and `doubled`, which has its gate."""
-        queries, doubled, entries = inputs
+        """Attention [N, heads, D], and the gate."""
+        queries, gate, entries = inputs
         counts = [cache.packing.num_tokens for cache in caches]
         outputs = []
         for cache, (cache_queries, new) in zip(caches, _split([queries, entries], counts)):
@@ -73,13 +73,11 @@ class RaggedAttention(Qwen3NextAttention):
             given = cache.packing, cache_queries, self.scale, self.batch_invariant
             outputs.append([cache.attend(*given)])
         (attended,) = _joined(outputs)
-        return attended, doubled
+        return attended, gate
 
-    def after(self, attended: mx.array, doubled: mx.array) -> mx.array:
+    def after(self, attended: mx.array, gate: mx.array) -> mx.array:
         """[N, H]."""
-        _, heads, dim = attended.shape
-        shape = norms.NormShape(dim, self.q_norm.eps, heads)
-        return all_reduce(self.o_proj(norms.GATE(shape, attended, self.halves(doubled)[1])[0]))
+        return all_reduce(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)))
 
     def entries(self, x: mx.array, positions: mx.array) -> mx.array:
         """Keys and values for a cache, [N, 2, heads, D]."""
@@ -87,19 +85,16 @@ class RaggedAttention(Qwen3NextAttention):
         return entries
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """As `before`, without entries."""
-        doubled = self.q_proj(x)
-        return self._rotated(positions, self.halves(doubled)[0])[0], doubled
+        """As `before`, queries and gate alone."""
+        queries, gate = self.halves(self.q_proj(x))
+        return self._rotated(positions, queries)[0], gate
 
-    def halves(self, doubled: mx.array) -> tuple[View, View]:
-        """Queries and gate, each [N, heads, D], of what their projection gives."""
-        rows, dim = doubled.shape[:1], self.head_dim
-        shape = self.num_attention_heads, dim
-        queries, gate = (column_view(doubled, rows, first, 2 * dim, shape) for first in (0, dim))
-        return queries, gate
+    def halves(self, doubled: mx.array) -> Any:
+        """Queries and gate, each [N, heads, D], from what their projection gives."""
+        return mx.split(doubled.reshape(doubled.shape[0], self.num_attention_heads, -1), 2, axis=-1)
 
     def _rotated(
-        self, positions: mx.array, queries: Operand | None, *projected: mx.array
+        self, positions: mx.array, queries: mx.array | None, *projected: mx.array
     ) -> list[Any]:
         """Queries [N, heads, D] and entries of keys and values, in one launch if a kernel serves.
 
@@ -107,7 +102,10 @@ class RaggedAttention(Qwen3NextAttention):
         """
         if positions.ndim == 2:
             # Once by each position, so that a text token gets the bits that it has elsewhere.
-            turned = [self._rotated(positions[:, a], queries, *projected) for a in range(3)]
+            axes = (
+                mx.contiguous(positions[:, a]) for a in range(3)
+            )  # The kernel reads no strides.
+            turned = [self._rotated(axis, queries, *projected) for axis in axes]
             axis = mx.array(self.sections.axes(self.rope.dims, self.head_dim))
             return [
                 None
@@ -116,8 +114,7 @@ class RaggedAttention(Qwen3NextAttention):
                 for time, row, column in zip(*turned)
             ]
         heads = self.num_attention_heads, self.num_key_value_heads
-        dim = self.head_dim
-        entries = [column_view(x, (len(x),), 0, dim, (heads[1], dim)) for x in projected]
+        entries = [x.reshape(len(x), heads[1], -1) for x in projected]
         rope = self.rope
         if type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
@@ -126,10 +123,10 @@ class RaggedAttention(Qwen3NextAttention):
             if norms.ROTATE.works(shape, weights[0].dtype):
                 return norms.rotate(shape, queries, entries, *weights, positions)
         if queries is not None:
-            queries = self._turned(self.q_norm(made(queries)), positions)
+            queries = self._turned(self.q_norm(queries), positions)
         if not entries:
             return [queries, None]
-        keys, values = map(made, entries)
+        keys, values = entries
         return [queries, mx.stack([self._turned(self.k_norm(keys), positions), values], axis=1)]
 
     def _turned(self, x: mx.array, positions: mx.array) -> mx.array:
@@ -149,34 +146,30 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
-    ) -> tuple[GDNProjections, View]:
-        """Of the projections' outputs [N, ..]: q, k, v, a, b, all [B, T, ..], and z, the
+    ) -> tuple[GDNProjections, mx.array]:
+        """From the projections' outputs [N, ..]: q, k, v, a, b, all [B, T, ..], and z, the
         gate of the layer's output, [N, Hk, R, Dv].
         """
         raise NotImplementedError
 
     def mix(
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
-    ) -> tuple[mx.array, Operand]:
-        """The recurrences' outputs [.., Hv, Dv] of N tokens, and the gate."""
+    ) -> Sequence[mx.array]:
+        """The recurrences' outputs [N, Hv, Dv], and the gate."""
         convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
         parts = _split(projected, [order.num_tokens for order in orders])
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
             arranged, z = self.unpack_projections(own, order)
-            y = cache.run_window(arranged, convolution)
-            if len(orders) == 1 and order.places is None:
-                return y, z
-            outputs.append([order.flat(y), made(z)])
-        y, gate = _joined(outputs)
-        return y, gate
+            outputs.append([order.flat(cache.run_window(arranged, convolution)), z])
+        return _joined(outputs)
 
-    def after(self, outputs: mx.array, z: Operand) -> mx.array:
+    def after(self, outputs: mx.array, z: mx.array) -> mx.array:
         """[N, H]."""
-        heads, dim = outputs.shape[-2:]
+        _, heads, dim = outputs.shape
         shape = norms.NormShape(dim, self.norm.eps, heads, ratio=z.shape[2])
-        normed = norms.GATED_NORM(shape, z, outputs, self.norm.weight)[0]
+        normed = norms.GATED_NORM(shape, outputs, z, self.norm.weight)[0]
         return all_reduce(self.out_proj(normed))
 
 
@@ -197,10 +190,9 @@ class SplitLayer(nn.Module):
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
         """The layer's output, and that normed by the weight `next_norm`."""
-        on_cpu = backend() is None
-        if on_cpu and self._joined is not None:
+        if backend() is None and self._joined is not None:
             return self._joined.forward(x, normed, next_norm, positions, caches)
-        own = self._uncompiled if on_cpu else self._compiled
+        own = self._uncompiled if backend() is None else self._compiled
         if self.is_linear:
             order = tuple(cache.packing.rectangle for cache in caches)
             held = tuple(cache.held for cache in caches)
@@ -229,7 +221,7 @@ class SplitLayer(nn.Module):
         """The part before the cache of a layer with attention."""
         return self.self_attn.before(normed, positions)
 
-    def after(self, x: mx.array, next_norm: mx.array, *mixed: Operand) -> list[mx.array]:
+    def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
         """The part after the layer's cache."""
         norm = self.post_attention_layernorm
         width = norms.NormShape(x.shape[-1], norm.eps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -111,7 +110,7 @@ class MTPDrafter:
         after the prefix. `sampler` draws drafts with the noise that will sample the tokens.
         """
         hidden, targets, last, packing, cache = window
-        nothing = _no_drafts(len(num_drafts))
+        nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
         if not any(num_drafts) and packing.longest == 1 and packing.images is None:
             state.defer(window)
             return nothing
@@ -150,14 +149,6 @@ class MTPDrafter:
         assert cache.head is not None
         embedded = self._model.embed(targets, packing.images)
         return self._head.write(embedded, hidden, cache.head, packing)
-
-
-@functools.cache
-def _no_drafts(rows: int) -> mx.array:
-    """int32 [B, 0], made once: a step launches all that it makes."""
-    drafts = mx.zeros((rows, 0), dtype=mx.int32)
-    mx.eval(drafts)
-    return drafts
 
 
 def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:

@@ -271,8 +271,9 @@ def attend(
     for each in launches:
         own = [buffers[number] for number in each.buffers]
         counts = len(each.buffers), each.tiles, len(each.items), len(each.tokens)
-        run = _launcher(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
-        outputs += run(queries, positions, each.items, each.tokens, *own)
+        pieces, add = _launchers(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
+        parts, stats = pieces(queries, positions, each.items, *own)
+        outputs += add(parts, stats, positions, each.tokens)
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return joined if order is None else joined[order]
 
@@ -282,7 +283,7 @@ def _applies(heads: tuple[int, int, int], dtype: mx.Dtype) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launcher(
+def _launchers(
     buffers: int,
     tiles: int,
     items: int,
@@ -291,8 +292,8 @@ def _launcher(
     kv_heads: int,
     dim: int,
     dtype: mx.Dtype,
-) -> Callable[..., list[mx.array]]:
-    """The launches that compute the pieces, and that add them, as one call."""
+) -> tuple[Callable[..., list[mx.array]], ...]:
+    """The launches that compute the pieces, and that add them."""
     rows, warps = tiles * TILE, dim // 32
     sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
     constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE, "AHEAD": _AHEAD}
@@ -311,13 +312,7 @@ def _launcher(
         _ADDING_WARPS,
         (((tokens, heads, dim), dtype),),
     )
-
-    def run(
-        q: mx.array, positions: mx.array, items: mx.array, tokens: mx.array, *kv: mx.array
-    ) -> list[mx.array]:
-        return add(*pieces(q, positions, items, *kv), positions, tokens)
-
-    return mx.compile(run)
+    return pieces, add
 
 
 @functools.cache
