@@ -54,7 +54,8 @@ _FARTHEST = 0.5, 2.0  # shares by which a measurement counts as less or more tha
 _BLOCK, _FEWEST_STEPS = 8, 3  # steps of a measurement in use, and the fewest
 _KEPT = 3  # measurements of a cell, of which the median is kept for the next run
 _LATE = 1.3  # times the usual seconds: a step of a block counts as no more
-_LEAST_PLAIN = 0.1  # seconds of a step without drafts, relative to one of one token
+_MOST_SCALE = 4.0  # times the prior's seconds, by coefficients alone
+_LEAST_PLAIN = 0.1  # seconds that a step is taken to have at least, relative to one token's
 # Of windows, over a step without drafts: what they take more at least, with a draft in each row;
 # and the standard deviations by which they are taken to cost more than estimated.
 _LEAST_MORE, _LEAST_SLOPE, _CAUTION = -0.5, 0.01, 0.5
@@ -120,7 +121,8 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._mean, self._covariance = _prior()  # of speed and coefficients
+        self._prior, self._covariance = _prior()  # of speed and coefficients
+        self._mean = self._prior.copy()
         self._changes = _CHANGES * np.diag(np.diag(self._covariance))
         self._cells: dict[CostKey, deque[float]] = {}  # their latest seconds
         self._in_use = False  # a step in use was measured
@@ -158,8 +160,13 @@ class StepCosts:
         return self._batch_costs[rows]
 
     def has_measured(self, rows: int, depth: int) -> bool:
-        """Whether steps of about as many rows, with at least as many drafts each, were measured."""
-        return any(cell.size >= depth and 0.4 < cell.rows / rows < 2.5 for cell in self._cells)
+        """Whether about as many rows, with at least as many drafts each, were measured twice."""
+        alike = (
+            len(seconds)
+            for cell, seconds in self._cells.items()
+            if cell.size >= depth and 0.4 < cell.rows / rows < 2.5
+        )
+        return sum(alike) >= 2
 
     def table(self) -> Table:
         return {cell: median_low(seconds) for cell, seconds in sorted(self._cells.items())}
@@ -194,7 +201,7 @@ class StepCosts:
     def _learn(self, features: Vector, seconds: float) -> float:
         """Returns by what share the seconds were more or less than expected."""
         speed, coefficients = self._mean[0], self._mean[1:]
-        expected = coefficients @ features
+        expected = max(float(coefficients @ features), _LEAST_PLAIN)
         if np.isnan(speed):  # It is the first measurement.
             self._mean[0] = speed = np.log(seconds / expected)
         self._covariance[0, 0] += _SPEED_CHANGES**2
@@ -206,8 +213,22 @@ class StepCosts:
         gain = spread / (gradient @ spread + _NOISE**2)
         self._mean += gain * off
         self._covariance -= np.outer(gain, spread)
+        scale = float(self._mean[1:] @ features) / float(self._prior[1:] @ features)
+        if scale > _MOST_SCALE:
+            self._rescale(scale)
         self._batch_costs.clear()
         return abs(off)
+
+    def _rescale(self, scale: float) -> None:
+        """Divide all coefficients, and multiply the speed: the same costs.
+
+        Only ratios of costs are known well. So coefficients could grow for ever while the speed
+        falls, and what is added to their covariance would be nothing beside them.
+        """
+        self._mean[0] += math.log(scale)
+        self._mean[1:] /= scale
+        self._covariance[1:] /= scale
+        self._covariance[:, 1:] /= scale
 
     def _costs_of(self, rows: int) -> BatchCosts:
         mean, covariance = self._mean[1:], self._covariance[1:, 1:]
@@ -223,7 +244,7 @@ class StepCosts:
             """The standard deviation of what even windows cost, with the head's passes."""
             even = _features(rows, drafts, min(drafts // rows, MAX_DRAFT_TOKENS), 0, in_use=True)
             off = (even - mean @ even / plain * none) / plain
-            return math.sqrt(off @ covariance @ off)
+            return math.sqrt(max(float(off @ covariance @ off), 0.0))
 
         most = rows * MAX_HOST_DRAFTS
         # Between these numbers of drafts costs are linear.

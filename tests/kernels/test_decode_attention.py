@@ -7,10 +7,11 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention, gpu
+from mlx_mtp.kernels import attention
 from mlx_mtp.kernels.cuda import attention_plan, decode_attention
+from tests.kernels.attention_cases import BF16, check_that_it_fits, normal
 
-BF16, F16 = mx.bfloat16, mx.float16
+F16 = mx.float16
 # Query heads, KV heads, dimension, type.
 CASES = [
     (8, 2, 128, BF16),
@@ -25,25 +26,10 @@ CASES = [
 pytestmark = pytest.mark.usefixtures("matrix_units")
 
 
-def normal(*shape, seed=0, dtype=BF16):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-
-
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype"), CASES)
 def test_it_is_exact_and_a_position_does_not_depend_on_others(heads, kv_heads, dim, dtype, caplog):
     """Windows of several lengths at the borders of pieces, of rows in one to five buffers."""
-    queries, kv = normal(1, heads, dim, dtype=dtype), normal(2 * kv_heads, dim, dtype=dtype)
-    longest, scale = gpu.LONGEST_WINDOW, dim**-0.5
-    assert attention.fits(
-        decode_attention.WINDOW_ATTENTION, queries, kv, kv_heads, longest, scale
-    ), caplog.text
-    assert not attention.fits(
-        decode_attention.WINDOW_ATTENTION, queries, kv, kv_heads, longest + 1, scale
-    )
-    assert not attention.fits(decode_attention.WINDOW_ATTENTION, queries, kv, kv_heads, 1, 1.0)
-    assert not attention.fits(
-        decode_attention.WINDOW_ATTENTION, queries.astype(mx.float32), kv, kv_heads, 1, scale
-    )
+    check_that_it_fits(decode_attention.WINDOW_ATTENTION, heads, kv_heads, dim, dtype, caplog)
 
 
 def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):

@@ -7,16 +7,11 @@ import pytest
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.layout import Layout
 from mlx_mtp.cache.packing import Packing
-from mlx_mtp.kernels import attention, gpu
 from mlx_mtp.kernels.metal import window_attention
+from tests.kernels.attention_cases import BF16, check_that_it_fits, normal
 from tests.support.quick import full
 
-BF16 = mx.bfloat16
 on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
-
-
-def normal(*shape, seed=0, dtype=BF16):
-    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
 @on_metal
@@ -33,18 +28,7 @@ def test_it_is_right_and_a_position_does_not_depend_on_others(
     emulated, heads, kv_heads, dim, dtype, caplog
 ):
     """Windows of several lengths, of rows in one to five buffers."""
-    queries, kv = normal(1, heads, dim, dtype=dtype), normal(2 * kv_heads, dim, dtype=dtype)
-    longest, scale = gpu.LONGEST_WINDOW, dim**-0.5
-    assert attention.fits(
-        window_attention.BLOCK_ATTENTION, queries, kv, kv_heads, longest, scale
-    ), caplog.text
-    assert not attention.fits(
-        window_attention.BLOCK_ATTENTION, queries, kv, kv_heads, longest + 1, scale
-    )
-    assert not attention.fits(window_attention.BLOCK_ATTENTION, queries, kv, kv_heads, 1, 1.0)
-    assert not attention.fits(
-        window_attention.BLOCK_ATTENTION, queries.astype(mx.float32), kv, kv_heads, 1, scale
-    )
+    check_that_it_fits(window_attention.BLOCK_ATTENTION, heads, kv_heads, dim, dtype, caplog)
 
 
 @on_metal

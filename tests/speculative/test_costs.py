@@ -140,6 +140,19 @@ def test_late_steps_and_first_launches_change_nothing():
     assert relative(costs, 1) == pytest.approx(TRUE, rel=0.06)
 
 
+def test_costs_are_still_learned_after_long_use():
+    """On a machine that other work disturbs; in the end drafts cost three times as much."""
+    costs, chance = calibrated(), random.Random(0)
+    for number in range(20_000):
+        rows, depth = chance.choice([1, 4, 16]), number % 3
+        seconds = 0.01 * (1 + 0.4 * depth) * chance.lognormvariate(0.0, 0.3)
+        stay(costs, rows, depth, seconds, 3)
+    for number in range(150):
+        depth = number % 3
+        stay(costs, 4, depth, 0.01 * (1 + 1.2 * depth), 9)
+    assert relative(costs, 4)[1:3] == pytest.approx([2.2, 3.4], rel=0.2)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_costs_are_numbers_whatever_is_seen_and_loaded(data):

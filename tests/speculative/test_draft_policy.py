@@ -214,7 +214,7 @@ def test_near_the_best_fixed_depth(number, shift):
     """With costs that were calibrated, and from nothing; the first step of a shape compiles."""
     table, size = PLACES[number]
     rates = (GOOD, REAL, MIDDLING, LOW, CLIFF)[(number + shift) % 5]
-    for policy, share in ((calibrated(table, size), 0.89), (worth(), 0.75)):
+    for policy, share in ((calibrated(table, size), 0.89), (worth(), 0.93)):
         machine = Machine(cost_of(table), lambda: rates, noise=0.05, first=20)
         machine.run(policy, size, 800)
         best = best_fixed(machine.cost, rates, size)
@@ -285,7 +285,7 @@ def test_any_machine_and_any_head(data):
     machine.run(policy, size, 1000)
     speed = machine.run(policy, size, 1500)
     # Without a calibration deep windows are tried one draft at a time.
-    assert speed > 0.75 * best_fixed(machine.cost, rates, size)
+    assert speed > 0.85 * best_fixed(machine.cost, rates, size)
     assert speed > 0.96 * size / costs[0]
 
 
@@ -437,7 +437,7 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
         copied = [run[:n] for run, n in zip(runs, counts)]
         best = max(best, speed_of(machine.price, waiting, copied, depth))
     # One row alone has a head whose drafts bring little, where costs dip at three.
-    assert speed > (0.92 if size == 1 else 0.95) * best
+    assert speed > (0.92 if size == 1 else 0.96) * best
     even = [[own[:depth] for own in head] for depth in range(K + 1)]
     fixed = max(
         sum(1 + sum(own) for own in cut) / machine.cost(size, depth)
@@ -555,7 +555,7 @@ def test_never_slower_than_any_fixed_choice(size, copies):
             for depth in range(K + 1)
         )
         shares.append(machine.tokens / machine.seconds / best)
-    assert min(shares) > 0.9
+    assert min(shares) > 0.94
     assert sum(shares) > 0.97 * len(shares)
 
 
