@@ -79,7 +79,7 @@ def _culprit(
     fault: str,
     error_of: _ErrorOf,
 ) -> tuple[str | None, str]:
-    """Leave out names one by one; returns the one after which nothing fails, and the error before."""
+    """Leave out names one by one; returns the one without which nothing fails, and its error."""
     for number, name in enumerate(names, 1):
         left = error_of(schema_without(names[:number]))
         if left is None:
