@@ -66,10 +66,7 @@ class Context:
 
     @contextlib.asynccontextmanager
     async def in_time(self, scope: Scope) -> AsyncIterator[None]:
-        """Limit a block, the work before the engine, to --request-timeout seconds.
-
-        Raises RequestTimeoutError.
-        """
+        """Cancel the block when --request-timeout is exceeded, and raise RequestTimeoutError."""
         seconds = self.config.request_timeout
         left = record_of(scope).began + seconds - time.perf_counter() if seconds else None
         try:

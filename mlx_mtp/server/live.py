@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 0.5  # between two messages
 _SAMPLE_SECONDS, _MAX_SAMPLES = 2, 150  # of the history: five minutes
-MOST_ROWS = 64  # answers in a message
+MOST_ROWS = 64  # rows, one per choice, in a message
 MOST_WATCHERS = 64
 STATUS_SECONDS = 10.0
 PREFILL_SECONDS = 5.0

@@ -147,7 +147,7 @@ class Metrics(Collector):
         self._ignored_names: set[str] = set()
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)  # where there is /proc
+        ProcessCollector(registry=self._registry)  # has samples only where /proc exists
 
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

@@ -55,7 +55,7 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTE
 
 
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
-    """Returns the grammar of answers that follow a schema, with properties in its order."""
+    """Returns the grammar of answers that follow a schema and its order of properties."""
     return GrammarSpec("json_schema", json.dumps(schema))
 
 
@@ -198,7 +198,7 @@ class GuidedFields(WireModel):
         return self
 
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
-        """Returns the name of the field that was given, and its grammar; None without a field."""
+        """Returns the name of the field that was given, and its grammar; None if none was given."""
         return (self._forms[0], self._form(self._forms[0])) if self._forms else None
 
     def _form(self, field: str) -> GrammarSpec | None:

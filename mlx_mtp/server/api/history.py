@@ -55,7 +55,7 @@ def _is_asked(entry: object) -> bool:
 
 
 def _is_question(entry: object) -> bool:
-    """Returns True for a user's message without tool results, which Anthropic's API has there."""
+    """Returns True for a user's message without tool results (Anthropic's API has them there)."""
     if not isinstance(entry, dict) or entry.get("role") != "user":
         return False
     content = entry.get("content")
@@ -68,7 +68,7 @@ def _is_output(kind: object) -> bool:
 
 
 def _as_text(entry: Any, note: Callable[[str], None], seen: frozenset[str]) -> Any:
-    """Replace media of types not in `seen` by text, and vendors' calls with all their media."""
+    """Replace media of types that are not in `seen`, and whole calls of vendors' tools, by text."""
     if not isinstance(entry, dict):
         return entry
     kind = entry.get("type")

@@ -42,7 +42,7 @@ from mlx_mtp.server.http.errors import UNSUPPORTED
 MAX_MESSAGES = 4096  # messages of a chat, and parts of a message: far more than fit a context
 MAX_TOOLS = 1024  # tools of a chat, and tool calls of a message
 MAX_VALUES = 1 << 16  # JSON values in a tool's parameters, and in the arguments of a tool call
-MAX_FIELDS = 100  # of an object of the API
+MAX_FIELDS = 100  # fields of an object in a body
 MAX_PROMPT_IDS = 1 << 20  # token ids of one prompt, whatever the model's context
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LABEL_CHARACTERS = 512
@@ -80,7 +80,7 @@ def text_or_list(items: str, item_of: Callable[[str], object]) -> BeforeValidato
 
 
 _NOT_SHOWN = re.compile(r"[^\w.\[\]-]", re.ASCII)
-_PLACES: dict[type, tuple[type, str]] = {}  # by model: the outer model, and its field
+_PLACES: dict[type, tuple[type, str]] = {}  # by model: the model and the field that have it
 
 
 class WireModel(BaseModel):
@@ -240,7 +240,7 @@ def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValid
 
 
 def image_text(part: dict[str, Any], name: str = "") -> str:
-    """Returns an image part as a span of text (see `pictures`); `name` is the part's in errors."""
+    """Returns an image part as a span of text (see `pictures`); `name` is its name in errors."""
     try:
         return pictures.from_part(part)
     except ValueError as error:
@@ -359,7 +359,7 @@ del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `
 
 
 def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
-    """Give a request body these fields of `SamplingParams`, or all that clients may set."""
+    """Add the fields `names` of `SamplingParams` to a body, without names all of `SAMPLING`."""
 
     def with_fields(kind: type[Model]) -> type[Model]:
         # Not `| None`: an explicit null is removed before a field's type is checked.

@@ -167,7 +167,7 @@ class _LabelsBody(WireModel):
 
 
 class _PageQuery(WireModel):
-    after: str | None = None  # the id of the last item of the page before this one
+    after: str | None = None  # the id of the previous page's last item
     limit: Annotated[int, Field(strict=False, ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "asc"
 
@@ -193,10 +193,10 @@ class StoredKind:
     noun: str  # in errors
     unasked: str  # in errors: the parameter with which an answer isn't stored
     deleted: str  # the `object` of the answer to DELETE
-    query: type[_PageQuery]  # for the list of inputs
+    query: type[_PageQuery]  # the parameters of the list of inputs
 
     def find(self, request: Request, name: str | None = None) -> StoredAnswer:
-        """Returns the answer with the id `name`, None: in the path; raises NotFoundError."""
+        """Returns the answer with the id `name` (None: the path's id); raises NotFoundError."""
         name = request.path_params["name"] if name is None else name
         answer = _store(request).find(name) if name.startswith(self.prefix) else None
         if answer is None:

@@ -19,7 +19,7 @@ from mlx_mtp.server.generation.writer import packed_json, packed_slowly, respond
 from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.record import client_of, record_of
 
-_TOKEN_CHARACTERS = 8  # of an answer per token, approximately
+_TOKEN_CHARACTERS = 8  # approximate characters of an answer per token
 
 
 class TokenizeRequest(TemplateFields):

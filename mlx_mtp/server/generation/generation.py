@@ -268,10 +268,7 @@ class Generation:
         return total
 
     def timings(self) -> dict[str, Any]:
-        """Returns times and draft counts in llama.cpp's form; prompt time ends at the first tokens.
-
-        Times are in milliseconds.
-        """
+        """Returns times and drafts in llama.cpp's form; prompt time ends at the first tokens."""
         first = self.last if self.first is None else self.first
         prompt, predicted = first - self.began, self.last - first
         cached, num_tokens = self.cached_tokens, self.completion_tokens

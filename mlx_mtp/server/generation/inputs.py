@@ -118,7 +118,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the model is asked, and how it may answer."""
+    """A chat that the model continues, and the constraints on its answer."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -159,8 +159,8 @@ class Conversation:
     def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> Conversation:
         """Returns the chat with a client's template variables.
 
-        `thinking_budget` is not for the template but for the server. Raises InvalidRequestError if
-        it is not a number of tokens.
+        The server itself uses `thinking_budget`, so the template does not get it. Raises
+        InvalidRequestError if it is not a number of tokens.
         """
         rest = dict(kwargs)
         budget = rest.pop(BUDGET, self.thinking_budget)

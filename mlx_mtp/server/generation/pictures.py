@@ -47,7 +47,7 @@ def as_text(data: str, detail: str = "auto") -> str:
 
 
 def from_part(part: dict[str, Any]) -> str:
-    """Returns the span of text for a part of a type in `PARTS`; raises ValueError if it's wrong."""
+    """Returns the span of text for a part of a type in `PARTS`; raises ValueError if invalid."""
     if part.get("type") == "image":
         source = part.get("source")
         if not isinstance(source, dict) or source.get("type") != "base64":
@@ -133,7 +133,7 @@ class Sight:
     def find(self, contents: Iterable[str]) -> list[Found]:
         """Returns the images in the messages with these contents.
 
-        Raises RequestError if the model takes no images or fewer than these.
+        Raises RequestError if the model takes no images, or the server fewer per request.
         """
         found = [
             (number, part)

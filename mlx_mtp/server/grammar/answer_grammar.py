@@ -62,7 +62,7 @@ def answer_grammar(
     thinking: bool,
     as_standard: bool = False,
 ) -> GrammarSpec | None:
-    """Returns the answer's grammar, None if it may be any text; raises RequestError.
+    """Returns the answer's grammar (None: any text); raises RequestError if it can't be enforced.
 
     If `thinking`, the answer begins within a think block, which may be any text of up to
     `thinking_budget` tokens. If `as_standard`, objects may have properties beyond their schema's.

@@ -42,7 +42,7 @@ def named_error(error: str, lark: str, tools: Sequence[Tool], error_of: _ErrorOf
 def _narrowed(
     tool: Tool, key: str | None, schema: dict[str, Any], fault: str, error_of: _ErrorOf
 ) -> Iterator[str]:
-    """Yields a schema's error with ever more precise places; `key` None: of all arguments."""
+    """Yields a schema's error at ever more precise places; `key` is its parameter (None: all)."""
     place = f"the tool {json.dumps(tool.name)}"
     yield f"{place}: {fault}"
     part, properties = schema, schema.get("properties")

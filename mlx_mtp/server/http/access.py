@@ -83,7 +83,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def check_key(digests: Collection[bytes], scope: Scope) -> None:
-    """Raises AuthenticationError if the route needs a key and the request's is not in `digests`."""
+    """Raises AuthenticationError if the route needs a key and the request has none of `digests`."""
     record = record_of(scope)
     if not record.route.needs_key:
         return
@@ -107,7 +107,7 @@ def client_header(scope: Scope) -> tuple[bytes, bytes]:
 
 
 def take_client(scope: Scope) -> None:
-    """Set the client's key and address from the parent's header: only the parent can connect."""
+    """Set the client's key and address from the header; only the parent process can connect."""
     record = record_of(scope)
     if (given := Headers(scope=scope).get(CLIENT)) is None:  # The parent's own request.
         record.route = record.route._replace(is_logged=False)
@@ -133,7 +133,7 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
 def check_host(names: frozenset[str], scope: Scope) -> None:
     """Raises ForbiddenError if the Host header is neither one of `names` nor an IP address."""
     # Every browser sends the header, with an IP address only if the page itself came from there.
-    # Not with status 421: browsers would try again.
+    # The status is not 421, after which browsers would try again.
     host = Headers(scope=scope).get("host")
     if host is None or ANY in names:
         return

@@ -28,10 +28,8 @@ T = TypeVar("T")
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
-REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # a metric's labels
-FULL = (
-    "mlx_mtp.full"  # A key in the state of a connection beyond the limit; the value is the limit.
-)
+REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # of `requests_rejected`
+FULL = "mlx_mtp.full"  # key in the state of a connection beyond the limit, with the limit as value
 PIECE = 64 << 10
 """Bytes of an answer that are written at a time. The first `PIECE` bytes of each request, body and
 answer together, are not counted: the number of connections bounds them."""
@@ -39,7 +37,7 @@ answer together, are not counted: the number of connections bounds them."""
 # with one character beyond U+FFFF takes four per character, and per JSON object, for a dict.
 BODY_BYTES, OBJECT_BYTES = 4, 512
 SMALL = 1 << 18
-"""Characters or bytes of a text up to which reading or writing it takes only milliseconds."""
+"""Characters or bytes: texts up to this size take only milliseconds to read or write."""
 
 
 class RequestLimiter:
@@ -71,7 +69,7 @@ class RequestLimiter:
         return self._drain_until - self._clock()
 
     def check_connection(self, scope: Scope) -> None:
-        """Raises ConnectionLimitError on a connection beyond the limit."""
+        """Raises ConnectionLimitError beyond the limit of connections, unless `route.when_full`."""
         limit = scope.get("state", {}).get(FULL)
         if limit is not None and not record_of(scope).route.when_full:
             self.rejected["connections"] += 1
@@ -184,7 +182,7 @@ class HeldBytes:
 
 
 class FairExecutor:
-    """Runs at most `max_running` calls at the same time, by clients in turn.
+    """Runs at most `max_running` calls at the same time; clients take turns.
 
     They run on `executor`, or on the event loop's default one. `run_by_size` doesn't wait for a
     turn with texts of up to `small` characters.

@@ -53,7 +53,7 @@ MAX_PARTS = 1 << 17  # objects, lists and strings, names included; agents send t
 MAX_ITEMS = 9 << 17  # values; numbers are cheap, and a prompt may be a million token ids
 _TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
-_SMALL = 64 << 10  # characters that are parsed without switching off garbage collection
+_SMALL = 64 << 10  # characters; up to this size, garbage collection stays on during parsing
 _one_at_a_time = threading.Lock()
 
 

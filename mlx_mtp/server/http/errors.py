@@ -74,7 +74,7 @@ def from_validation(error: ValidationError) -> errors.RequestError:
         return errors.UnsupportedParameterError(message, param=param)
     if first["type"] == "missing":
         return errors.InvalidRequestError(f"{param} is required.", param=param)
-    if first["type"] == "too_short":  # the minimum length of lists is 1, if there is one
+    if first["type"] == "too_short":  # All lists with a minimum length have the minimum 1.
         return errors.InvalidRequestError(f"{param} must not be empty.", param=param)
     unsupported = first["type"] in (UNSUPPORTED, "literal_error")
     kind = errors.UnsupportedParameterError if unsupported else errors.InvalidRequestError

@@ -53,7 +53,7 @@ NO_ROUTE = Route("", "other", cast(Any, None))
 
 
 def route_finder(routes: Iterable[Route]) -> Callable[[str], Route]:
-    """Returns a function that returns the first row for a path, with or without a trailing slash.
+    """Returns a function that finds the first row for a path, with or without a trailing slash.
 
     For a path without a row it returns `NO_ROUTE`, with the error body of the API whose paths have
     the same beginning.
@@ -94,7 +94,7 @@ class RequestRecord:
 
     route: Route = NO_ROUTE
     began: float = field(default_factory=time.perf_counter)
-    id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex[:24]}")  # or the answer's
+    id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex[:24]}")  # later the answer's id
     key: str = ""  # hex SHA-256 of the request's API key; empty on a server without keys
     num_slots: int = 0  # reserved in the engine and its queue
     body_bytes: int = 0  # of text to read: the body, and a stored response that it continues
@@ -102,7 +102,7 @@ class RequestRecord:
     ignored: Ignored = field(default_factory=Ignored)
     generation: Generation | None = None
     status: int = 0  # of the response, once there is one
-    reason: str | None = None  # why it failed
+    reason: str | None = None  # why the request failed
 
 
 def record_of(scope: Scope) -> RequestRecord:

@@ -52,7 +52,7 @@ class OpenAIMessage(WireModel):
     content: _MessageText = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # OpenRouter's and vLLM's name
+    reasoning: str | None = None  # OpenRouter's and vLLM's `reasoning_content`
     refusal: str | None = None
     annotations: Annotated[list[Any], at_most(schema.MAX_MESSAGES)] | None = None
     parsed: schema.Parsed | None = None
@@ -186,7 +186,7 @@ class TemplateFields(WireModel):
     continue_final_message: bool = False
 
     def template_fields(self) -> dict[str, Any]:
-        """Returns them as fields of a `Conversation`, without the template's variables.
+        """Returns the values of fields of a `Conversation`, without the template's variables.
 
         Raises InvalidRequestError for fields that contradict each other.
         """

@@ -93,7 +93,7 @@ class _OpenAIWriter(Writer):
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
         """Returns the logprobs of a choice's prompt, {} if they weren't asked for.
 
-        They are those of the prompt's first choice, which the engine computed them for.
+        They are read from the first choice of the same prompt, which always has them.
         """
         most = self.body.prompt_logprobs
         if most is None:

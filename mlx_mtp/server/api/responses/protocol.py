@@ -256,7 +256,7 @@ class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     store: bool | None = None  # None: stored if possible
     previous_response_id: str | None = None
     conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
-    max_tool_calls: fields.Int | None = None  # without effect: for tools that a server runs
+    max_tool_calls: fields.Int | None = None  # without effect: limits tools that a server runs
     chat_template_kwargs: fields.TemplateKwargs = Field({})
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 

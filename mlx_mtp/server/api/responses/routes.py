@@ -37,7 +37,7 @@ class _ResponseWriter(Writer):
         self._number = -1
 
     def whole(self) -> dict[str, Any]:
-        # An unfinished character has tokens but no text: its block is no message of the answer.
+        # An unfinished character has tokens but no text, so its block is not listed as a message.
         return self._ended(b for b in self.whole_blocks(0) if b.kind != "text" or b.text)
 
     def _ended(self, blocks: Iterable[Block]) -> dict[str, Any]:
