@@ -1,4 +1,4 @@
-"""A server that another process of ours has started: the socket it is given, and its end."""
+"""A server that another mlx-mtp process started: the socket that it inherits, and how it ends."""
 
 import contextlib
 import os
@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 PARENT = "MLX_MTP_PARENT"
-"""Variable of the environment: a listening Unix socket's descriptor, and how many API keys the
-parent has, such as "5 2"."""
+"""Environment variable: the descriptor of a listening Unix socket and the parent's number of API
+keys, such as "5 2"."""
 OWNED = "MLX_MTP_OWNED"
-"""Variable of the environment, set where the server stops with the process that started it."""
+"""Environment variable, set if the server must stop when the process that started it ends."""
 
 
 class Adopted(NamedTuple):
-    """What a parent process has given."""
+    """What a server inherits from its parent process."""
 
-    sock: socket.socket  # listens
-    num_keys: int
+    sock: socket.socket  # a listening Unix socket
+    num_keys: int  # the parent's number of API keys
 
 
 def watch_starter(environ: MutableMapping[str, str] = os.environ) -> None:
-    """End this process when the one of ours that started it, if one did, is gone.
+    """End this process, if another mlx-mtp process started it, when that process has ended.
 
-    For the very start of the program, as imports and loads take a while. The watching thread waits
-    in the system, which wakes it at once. Then it needs the interpreter's lock for a moment; mlx
-    releases that while it reads weights and computes.
+    Call this at the very start of the program, as imports and loading take a while. The watching
+    thread blocks in a read, which the system ends immediately. The thread then needs the GIL for a
+    moment; mlx releases the GIL while it reads weights and computes.
     """
     if PARENT in environ:
         with socket.socket(fileno=os.dup(_fields(environ[PARENT])[0])) as sock:
@@ -39,7 +39,7 @@ def watch_starter(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def adopted(environ: MutableMapping[str, str] = os.environ) -> Adopted | None:
-    """Return what a parent has given to this process; None if no parent started it."""
+    """Returns what this process inherits from its parent; None if no parent started it."""
     if (text := environ.pop(PARENT, None)) is None:
         return None
     fd, num_keys = _fields(text)
@@ -53,7 +53,7 @@ def _fields(text: str) -> tuple[int, int]:
 
 def _end_with_parent(path: Path) -> None:
     _wait_for_other_side()
-    # The parent was killed, or is through with this process: whom an answer was for has left.
+    # The parent was killed, or has given up this process: nobody waits for its answers.
     with contextlib.suppress(OSError):
         path.unlink()
         path.parent.rmdir()
@@ -66,7 +66,7 @@ def _stop_with_owner() -> None:
 
 
 def _wait_for_other_side() -> None:
-    """Wait for the end of standard input, a pipe of which the other process has the other side."""
+    """Wait for the end of standard input, a pipe whose other end the starting process holds."""
     with contextlib.suppress(OSError):
         while os.read(0, 1 << 10):
             pass

@@ -20,7 +20,7 @@ from mlx_mtp.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
-_NUM_THREADS = 16  # beside the event loop; all kinds of long work together occupy fewer
+_NUM_THREADS = 16  # beside the event loop's; all kinds of long work together use fewer
 
 
 def create_app(

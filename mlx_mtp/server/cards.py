@@ -1,4 +1,4 @@
-"""What the APIs' lists of models say about each."""
+"""The entries of the APIs' lists of models."""
 
 import hashlib
 from datetime import UTC, datetime
@@ -7,11 +7,11 @@ from typing import Any
 from mlx_mtp.errors import UnsupportedRouteError
 
 EMBEDS = ["embedding"]
-"""What a model that makes embeddings is able to do, by Ollama's word."""
+"""Ollama's list of capabilities for a model that makes embeddings."""
 
 
 def wrong_kind(name: str, *, embeds: bool) -> UnsupportedRouteError:
-    """The error of a request to a model that does the other thing."""
+    """Returns the error for a request for text to an embedding model (`embeds`), or the reverse."""
     does = "generates text and makes no embeddings: name one that does, such as of Qwen3-Embedding"
     if embeds:
         does = "makes embeddings and generates no text; it answers /v1/embeddings and /api/embed"
@@ -19,7 +19,7 @@ def wrong_kind(name: str, *, embeds: bool) -> UnsupportedRouteError:
 
 
 def model_card(name: str, created: datetime, max_model_len: int, **more: Any) -> dict[str, Any]:
-    """A model in OpenAI's form and Anthropic's in one: no field has two meanings."""
+    """Returns a model's entry with OpenAI's and Anthropic's fields, which don't clash."""
     return {
         "id": name,
         "object": "model",
@@ -36,14 +36,14 @@ def model_card(name: str, created: datetime, max_model_len: int, **more: Any) ->
 
 
 def model_list(cards: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer of /v1/models."""
+    """Returns the answer of /v1/models with these entries."""
     first, last = (cards[0]["id"], cards[-1]["id"]) if cards else ("", "")
     cursor = {"first_id": first, "last_id": last, "has_more": False}
     return {"object": "list", "data": cards, **cursor}
 
 
 def ollama_card(name: str, created: datetime, kind: str, size: int, **more: Any) -> dict[str, Any]:
-    """A model in Ollama's form; `kind` is its model_type, `size` its bytes on the disk."""
+    """Returns a model's entry in Ollama's form; `kind` is its model_type, `size` is in bytes."""
     return {
         "name": name,
         "model": name,
@@ -56,14 +56,14 @@ def ollama_card(name: str, created: datetime, kind: str, size: int, **more: Any)
 
 
 def ollama_unloaded(name: str) -> dict[str, Any]:
-    """The answer to a request that only ends a model."""
+    """Returns Ollama's answer to a request that only unloads a model."""
     done = {"model": name, "created_at": datetime.now(UTC).isoformat(), "done": True}
     empty = {"response": "", "message": {"role": "assistant", "content": ""}}
     return done | empty | {"done_reason": "unload"}
 
 
 def model_details(kind: str) -> dict[str, Any]:
-    """What Ollama says about a model's file."""
+    """Returns the details that Ollama lists about a model's file."""
     fields = {"parent_model": "", "format": "safetensors", "family": kind, "families": [kind]}
     return fields | {"parameter_size": "", "quantization_level": ""}
 
@@ -71,7 +71,7 @@ def model_details(kind: str) -> dict[str, Any]:
 def ollama_show(
     kind: str, max_model_len: int, created: datetime, able: list[str], template: str = ""
 ) -> dict[str, Any]:
-    """The answer of Ollama's /api/show; `able` are its capabilities."""
+    """Returns the answer of Ollama's /api/show; `able` lists the model's capabilities."""
     return {
         "modelfile": "",
         "parameters": "",

@@ -49,7 +49,7 @@ class Context:
         self.prompter = Prompter(tokenizer, config, engine.info.images)
         self.workers = self.prompter.workers
         self.output_format = self.prompter.output_format
-        # The bytes of a token in an answer's text.
+        # Maps a token id to the token's bytes in an answer's text.
         self.text_bytes = tokenizer.text_bytes_with(self.output_format.markers)
         self.grammars = Grammars(
             tokenizer, engine.info.eos_token_ids, as_standard=config.json_schemas == "standard"
@@ -58,7 +58,7 @@ class Context:
         self.held = HeldBytes(config.max_held_bytes, self.limiter.rejected)
         self.metrics = Metrics(engine, self.limiter, config)
         self.dispatcher = Dispatcher(engine)
-        # The engine's thread, in turns, if the model makes embeddings.
+        # If the model makes embeddings: gives clients turns on the engine's thread.
         self.embedding = FairExecutor(1, getattr(engine, "threads", None))
         self.seeds = random.Random(config.seed)
         self.stored: dict[str, Any] = {}  # a `Store` for each API key
@@ -66,7 +66,7 @@ class Context:
 
     @contextlib.asynccontextmanager
     async def in_time(self, scope: Scope) -> AsyncIterator[None]:
-        """Bound the work before the engine by --request-timeout; raises RequestTimeoutError."""
+        """Cancel the block when --request-timeout is exceeded, and raise RequestTimeoutError."""
         seconds = self.config.request_timeout
         left = record_of(scope).began + seconds - time.perf_counter() if seconds else None
         try:
@@ -87,7 +87,7 @@ class Context:
         self.dispatcher.end_all()
 
     def resume(self) -> None:
-        """Go on after the process was stopped and continued."""
+        """Resume after the process was stopped and continued (SIGCONT)."""
         self.engine.resume()
 
     def close(self) -> None:
@@ -96,12 +96,12 @@ class Context:
             self.workers.close()
 
     def served_name(self, name: str) -> str:
-        """Return the model's name in the answer: the requested one, or the first one for "".
+        """Returns the model's name in the answer: the requested `name`, or for "" the first one.
 
         Raises ModelNotFoundError.
         """
         names = self.model_names
-        # Ollama's clients add the tag to names without one.
+        # Ollama's clients add the tag ":latest" to names without a tag.
         is_known = name in ("", *names) or name.removesuffix(":latest") in names
         if not is_known and not self.config.any_model_name:
             served = f"this server has {', '.join(map(repr, names))}"
@@ -110,12 +110,12 @@ class Context:
         return name or names[0]
 
     def check_kind(self, route: Route) -> None:
-        """Raise UnsupportedRouteError for a route of models that do the other thing."""
+        """Raises UnsupportedRouteError for a text route on an embedding model, or the reverse."""
         if (embeds := bool(self.engine.info.embedding_size)) != route.embeds and route.generates:
             raise wrong_kind(self.model_names[0], embeds=embeds)
 
     def checked_ids(self, token_ids: Sequence[int], field: str) -> tuple[int, ...]:
-        """Return a client's token ids; raises InvalidRequestError if one is out of range."""
+        """Returns a client's token ids; raises InvalidRequestError if one is out of range."""
         limit = self.engine.info.vocab_size
         for token in token_ids:
             if not 0 <= token < limit:
@@ -141,6 +141,6 @@ class Context:
 
 
 def context_of(request: Request) -> Context:
-    """Return the parts of the application that the request came to."""
+    """Returns the context of the application that received the request."""
     context: Context = request.app.state.context
     return context

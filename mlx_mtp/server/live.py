@@ -1,4 +1,4 @@
-"""The server's state for the page, `mlx-mtp top` and the log: numbers, no text of a request."""
+"""The server's state for the page, `mlx-mtp top` and the log: numbers, never a request's text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 0.5  # between two messages
 _SAMPLE_SECONDS, _MAX_SAMPLES = 2, 150  # of the history: five minutes
-MOST_ROWS = 64  # answers in a message
+MOST_ROWS = 64  # rows, one per choice, in a message
 MOST_WATCHERS = 64
 STATUS_SECONDS = 10.0
 PREFILL_SECONDS = 5.0
@@ -44,14 +44,14 @@ _PREFILL = "prefill of %(total)d tokens: %(percent).0f%% after %(seconds).0f s"
 
 
 class ProgressLog:
-    """Makes log lines of the engine's statistics at successive times."""
+    """Makes log lines from the engine's statistics, read at successive times."""
 
     def __init__(self, stats: EngineStats, now: float) -> None:
         self._last, self._at = stats, now
         self._reported: dict[str, float] = {}  # when each prefill began or was last reported
 
     def lines(self, stats: EngineStats, now: float) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the format and the fields of each line that is due."""
+        """Yields the format and the fields of each line that is due at `now` (`perf_counter`)."""
         prefills = stats.prefills
         self._reported = {
             name: self._reported.get(name, p.admitted_at) for name, p in prefills.items()
@@ -85,7 +85,7 @@ class ProgressLog:
 
 
 class Live:
-    """Makes one message for all watchers, and only while there are any."""
+    """Makes the messages of /live: one for all watchers, and only while there are watchers."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._engine, self._limiter = context, context.engine, context.limiter
@@ -108,7 +108,7 @@ class Live:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Take one of the watchers' places for the block; raises QueueFullError if none is free."""
+        """Count a watcher during the block; raises QueueFullError if there are `MOST_WATCHERS`."""
         if self._num_watchers >= MOST_WATCHERS:
             raise QueueFullError(
                 f"/live has {MOST_WATCHERS} watchers, the most that it takes: close a page's Live "
@@ -122,9 +122,9 @@ class Live:
             self._num_watchers -= 1
 
     async def event_stream(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events; a watcher that reads slowly gets fewer."""
+        """Yields server-sent events; a watcher that reads slowly misses some."""
         yield event({**self._state(), "history": [*self._history]})
-        # While it drains, the server waits for open responses such as this one.
+        # A draining server waits for open responses, so this one must end with the last answer.
         while not (self._limiter.draining and self._limiter.held == 0):
             if self._next is None:
                 self._next = asyncio.create_task(self._make())
@@ -132,9 +132,10 @@ class Live:
         yield event(self._state())
 
     def cancel(self, answer_id: str, key: str) -> None:
-        """End an answer with all its choices, if the key is the one of its request.
+        """End an answer with all its choices.
 
-        `answer_id` may also be the id of a choice's row. Raises NotFoundError or ForbiddenError.
+        `answer_id` can also be the id of one of the answer's rows in /live. Raises NotFoundError,
+        or ForbiddenError if `key` is not the digest of the API key that the answer's request had.
         """
         open_requests = self._dispatcher.open.items()
         matches = (g for name, g in open_requests if answer_id in (name, name.rpartition("-")[0]))
@@ -142,7 +143,7 @@ class Live:
             raise NotFoundError(
                 f"No answer {shortened(answer_id)!r} is running; it may have ended."
             )
-        owner = generation.requests[0].options.client[0].partition("@")[0]  # The digest's start.
+        owner = generation.requests[0].options.client[0].partition("@")[0]  # a digest's start
         if owner != key[:16]:
             raise ForbiddenError("This answer was asked for with another API key.")
         generation.fail(RequestCancelledError("The answer was cancelled by the server's operator."))

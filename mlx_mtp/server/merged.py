@@ -1,4 +1,4 @@
-"""The /live and the /metrics of several models' servers as those of one."""
+"""Merges /live and /metrics of several models' servers."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ SECONDS = 0.5  # between two messages
 
 _TOTALS = ("prompt_tokens", "generation_tokens", "drafts", "accepted", "first_tokens")
 _PREFIXES = ("queries", "hits", "nbytes", "num_entries", "num_files", "file_nbytes", "limit")
-# A message of /live where nothing runs.
+# The merged parts of a message of /live when no model runs.
 _NOTHING: dict[str, Any] = {
     "totals": dict.fromkeys((*_TOTALS, "first_token_seconds"), 0),
     "rows": [],
@@ -32,7 +32,7 @@ _NOTHING: dict[str, Any] = {
 async def merged_stream(
     running: Callable[[], Mapping[str, Path]],
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield messages of the servers that run, by their models' names and sockets, for ever."""
+    """Yields merged messages of /live forever; `running` returns the servers' sockets by model."""
     latest: dict[str, dict[str, Any]] = {}
     readers: dict[Path, asyncio.Task[None]] = {}
 
@@ -59,7 +59,7 @@ async def merged_stream(
 
 
 def merged_live(messages: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The latest message of each model as one, without `history`; rows have the model's name."""
+    """Merge each model's latest message, without `history`; rows get their model's name."""
     named = [
         message | {"rows": [row | {"model": name} for row in message["rows"]]}
         for name, message in messages.items()
@@ -81,7 +81,7 @@ def merged_live(messages: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _sum(parts: list[Any]) -> Any:
-    """Add up numbers at the same places of values; lists of anything else follow each other."""
+    """Add nested values: numbers at the same place are summed, other lists concatenated."""
     first = next((part for part in parts if part is not None), None)
     if isinstance(first, dict):
         keys = dict.fromkeys(key for part in parts if part for key in part)
@@ -95,7 +95,7 @@ def _sum(parts: list[Any]) -> Any:
 
 
 def merged_metrics(own: str, others: dict[str, str]) -> str:
-    """Texts of metrics as one: the samples of `others`, by models' names, get the label `model`."""
+    """Merge metrics; the samples of `others`, texts by model name, get the label `model`."""
     families: dict[str, list[str]] = {}
     _add_metrics(families, own, "")
     for name, text in others.items():

@@ -1,4 +1,4 @@
-"""Prometheus metrics by tables: observed as it happens, or read when they are requested."""
+"""Prometheus metrics, defined in tables: observed as events happen, or read when requested."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
 
 PREFIX = "mlx_mtp:"
-_MAX_NAMES = 100  # of parameters, which clients choose
+_MAX_NAMES = 100  # ignored parameters counted by name: clients choose these names
 _STARTED = time.time()
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
-# Observed once per sequence; the time per token once per token.
+# Observed once per sequence, except the time per token: once per token. Help text, buckets.
 HISTOGRAMS = {
     "time_to_first_token_seconds": (
         "From a request's arrival in the engine to its first token.",
@@ -48,7 +48,7 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a prompt, those from the cache included.", _TOKENS),
     "request_generation_tokens": ("Tokens of an answer.", _TOKENS),
 }
-# Counted as it happens: help text, labels.
+# Counted as events happen: help text, labels.
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "request_timeouts": ("Requests that took longer than --request-timeout.", ()),
     "request_success": ("Sequences that have ended, by reason.", ("finished_reason",)),
@@ -58,7 +58,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("parameter",),
     ),
 }
-# Read when requested: help text, attribute of the engine's statistics or of the limiter.
+# Read when requested: help text, path to an attribute of the engine's statistics or the limiter.
 _GAUGES = {
     "num_requests_running": ("Requests in a batch.", "stats.num_requests_running"),
     "num_requests_waiting": ("Requests not yet admitted.", "stats.num_requests_waiting"),
@@ -99,7 +99,7 @@ _TOTALS = {
         "stats.num_optimistic_tokens",
     ),
 }
-# Metrics of the same meaning in vLLM: its name, and the older one if its dashboards still have it.
+# Metrics with the same meaning in vLLM: its name, and an older one that dashboards still use.
 _IN_VLLM: dict[str, tuple[str, ...]] = {
     name: (name,)
     for name in (
@@ -118,12 +118,12 @@ _IN_VLLM |= {
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """When a sequence came to the engine, was admitted, and got its tokens, by `perf_counter`."""
+    """`perf_counter` times of a sequence's arrival in the engine, admission and tokens."""
 
     arrived: float
     admitted: float
-    first: float  # token
-    last: float  # token
+    first: float  # first token
+    last: float  # latest token
 
 
 class Metrics(Collector):
@@ -147,19 +147,22 @@ class Metrics(Collector):
         self._ignored_names: set[str] = set()
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        ProcessCollector(registry=self._registry)  # where there is /proc
+        ProcessCollector(registry=self._registry)  # has samples only where /proc exists
 
     def observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
     def observed(self, name: str) -> tuple[int, float]:
-        """Return the number and the sum of a histogram's observations."""
+        """Returns the number and the sum of a histogram's observations."""
         (family,) = self._histograms[name].collect()
         values = {sample.name: sample.value for sample in family.samples}
         return int(values[f"{PREFIX}{name}_count"]), values[f"{PREFIX}{name}_sum"]
 
     def observe_sequence(self, times: SequenceTimes, num_prompt: int, num_tokens: int) -> None:
-        """Observe a sequence that has ended by itself."""
+        """Observe a finished sequence, which was neither cancelled nor failed.
+
+        `num_prompt` and `num_tokens` count the tokens of its prompt and its answer.
+        """
         self.observe("e2e_request_latency_seconds", times.last - times.arrived)
         self.observe("request_queue_time_seconds", times.admitted - times.arrived)
         self.observe("request_prefill_time_seconds", times.first - times.admitted)
@@ -172,7 +175,7 @@ class Metrics(Collector):
         (counter.labels(*labels) if labels else counter).inc()
 
     def error_counts(self) -> list[tuple[str, str, int]]:
-        """Return (route, status, number of responses) for each error status so far."""
+        """Returns (route, status, number of responses) for each route and error status so far."""
         (family,) = self._counters["http_requests"].collect()
         return [
             (each.labels["route"], each.labels["status"], int(each.value))
@@ -181,7 +184,7 @@ class Metrics(Collector):
         ]
 
     def count_ignored(self, names: Iterable[str]) -> None:
-        """Count a request's parameters without effect."""
+        """Count a request's ignored parameters."""
         for name in names:
             if len(self._ignored_names) < _MAX_NAMES:
                 self._ignored_names.add(name)
@@ -222,7 +225,7 @@ class Metrics(Collector):
             name: str,
             text: str,
             labels: Sequence[str],
-            samples: Iterable[tuple[Any, ...]],  # the values of the labels, then of the sample
+            samples: Iterable[tuple[Any, ...]],  # label values, then the sample's value
         ) -> Metric:
             family = kind(PREFIX + name, text, labels=labels)
             for *values, value in samples:

@@ -1,4 +1,4 @@
-"""The page at /, its files, and the routes that ask no model anything."""
+"""The page at /, its files, and the routes that need no model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _TYPES = {
 }
 _OLLAMA_VERSION = "0.12.11"  # clients check that it is new enough
 HEADERS = {
-    # Nothing inline, nothing from elsewhere, in nobody's frame; and no text ever becomes HTML.
-    # Blobs are the pictures that one attaches.
+    # No inline code, nothing from other origins, no framing, and no text that becomes HTML. Blobs
+    # are the images that the user attaches.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; font-src 'self'; img-src 'self' blob:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -42,7 +42,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",  # Browsers ask each time, and get a 304.
+    "Cache-Control": "no-cache",  # Browsers revalidate each time, and get a 304.
     "Vary": "Accept, Accept-Encoding",
 }
 
@@ -56,11 +56,11 @@ class _PageFile(NamedTuple):
 
 @cache
 def page_files() -> dict[str, _PageFile]:
-    """Read and compress the page's files; the keys are their paths."""
+    """Returns the page's files, read and compressed, by their path within `FOLDER`."""
     files = {}
     for path in FOLDER.rglob("[!.]*.*"):
         if path.suffix not in _TYPES or not path.is_file():
-            continue  # The Finder, editors and package managers leave files of theirs everywhere.
+            continue  # The Finder, editors and package managers leave their own files in folders.
         content, tag = path.read_bytes(), hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         packed = gzip.compress(content, 9, mtime=0)
         name = path.relative_to(FOLDER).as_posix()
@@ -85,7 +85,7 @@ async def root(request: Request) -> Response:
     """GET /: the page to a browser, and JSON to everybody else."""
     if request.app.state.context.config.page and "text/html" in request.headers.get("accept", ""):
         return _file_response(request, "index.html")
-    # Agents look whether there is a server. No version: everybody can read this.
+    # Agents probe whether there is a server. No version, as this needs no API key.
     return JSONResponse({"name": "mlx-mtp"}, headers={"Vary": "Accept"})
 
 
@@ -122,7 +122,7 @@ async def clients(request: Request) -> Response:
 
 
 class _Watch(StreamingResponse):
-    """The stream of /live, which takes a watcher's place while it lasts."""
+    """The stream of /live, which counts as a watcher while it lasts."""
 
     def __init__(self, live: Live) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

@@ -1,4 +1,4 @@
-"""The handlers of all routes (`server/table.py`), and those of the models and of metrics."""
+"""Gives all routes (`server/table.py`) their handlers; has the handlers of models and metrics."""
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""The table of all routes, of a model's server and of the parent of several (`mlx_mtp.router`)."""
+"""The table of all routes, for a model's server and the parent of several (`mlx_mtp.router`)."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -13,7 +13,7 @@ _ollama = partial(Route, error_body=ollama_error_body)
 
 
 def route_table(handlers: Mapping[str, Handler]) -> tuple[Route, ...]:
-    """The table with these handlers."""
+    """Returns the table of all routes; `handlers` has each route's handler by name."""
     rows: tuple[Route, ...] = (
         Route("POST", _CHATS, handlers["chat_completions"], generates=True),
         Route("GET", _CHATS, handlers["list_chats"]),
@@ -55,7 +55,7 @@ def route_table(handlers: Mapping[str, Handler]) -> tuple[Route, ...]:
         _open("GET", "/page/{name:path}", handlers["page_file"], is_logged=False),
         _open("GET", "/", handlers["root"]),
     )
-    # Without /v1 too, for clients that were given the host and port alone.
+    # Also without /v1, for clients that were given only the host and port.
     return rows + tuple(
         row._replace(path=row.path.removeprefix("/v1"))
         for row in rows

@@ -1,1 +1,1 @@
-"""The APIs: what their requests and answers look like."""
+"""The APIs: the forms of their requests and answers, and their routes."""

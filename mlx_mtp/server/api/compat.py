@@ -1,10 +1,10 @@
-"""Parameters of other servers that clients send: dropped, renamed, refused or noted."""
+"""Parameters of other servers that clients send: dropped, renamed, refused or reported."""
 
 from typing import Any
 
-ANY = object()  # a neutral value: whatever it is, nothing of the answer changes
-MAX_IGNORED = 16  # names per request that are reported
-MAX_NAME = 64
+ANY = object()  # a wildcard among neutral values: no value of the parameter changes the answer
+MAX_IGNORED = 16  # names of ignored parameters reported per request
+MAX_NAME = 64  # characters of a reported name
 
 # Values that change nothing, and the parameters for which they are neutral; a field within an
 # object is named by its path.
@@ -64,7 +64,7 @@ NEUTRAL = {name: values for values, names in _NEUTRAL_VALUES for name in names.s
 _FORM = "the form of the answer can't be enforced by this name here; chats take response_format"
 _MEDIA = "this server takes and gives text only"
 _ELSEWHERE = "it is not a parameter of this route, and would be missing in the prompt"
-# If these were dropped, an answer would be wrong, not just different.
+# Dropping one of these parameters would make an answer wrong, not just different.
 REFUSED: dict[str, str] = {
     "functions": "send `tools`",
     "function_call": "send `tool_choice`",
@@ -102,7 +102,7 @@ REFUSED: dict[str, str] = {
     ),
 }
 
-# Names of one parameter; a route takes them for the first that it has.
+# Groups of synonyms: a route reads each of them as the first one that it knows.
 _SAME = (
     ("repetition_penalty", "repeat_penalty"),
     (

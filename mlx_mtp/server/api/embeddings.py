@@ -21,14 +21,14 @@ from mlx_mtp.server.http.record import client_of
 
 
 class EmbedRequest(schema.WireModel):
-    """The body of both: each takes the other's parameters."""
+    """The body of both routes: each takes the other's parameters."""
 
     model: schema.ModelName = ""
-    # Texts or lists of token ids, as many as OpenAI's API takes.
+    # Texts or lists of token ids; OpenAI's API has the same limit on their number.
     input: Annotated[list[Any], BeforeValidator(partial(as_prompts, most=2048))]
     dimensions: Annotated[int, Field(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    truncate: bool | None = None  # None: as the API does by itself
+    truncate: bool | None = None  # None: the default of the route's API
     user: str | None = None
 
 
@@ -55,7 +55,7 @@ async def ollama_embed(request: Request) -> Response:
 
 
 async def _embed(request: Request, answer: Callable[..., Any], *, truncates: bool) -> Response:
-    """Answer with what `answer` makes of the inputs' vectors and their number of tokens."""
+    """Embed the inputs; `answer` turns their vectors and number of tokens into the response."""
     context, body = await read_request(request, EmbedRequest)
     engine: Any = context.engine
     most, limit = engine.info.embedding_size, context.max_model_len
@@ -68,7 +68,7 @@ async def _embed(request: Request, answer: Callable[..., Any], *, truncates: boo
         ids = context.tokenizer.encode(given) if isinstance(given, str) else given
         if len(ids) > limit and not truncates:
             raise prompt_too_long(len(ids), limit)
-        # The last token is kept: it ends each text.
+        # Truncation keeps the last token, which ends each text.
         return context.checked_ids((*ids[:-1][: limit - 1], ids[-1]), "input")
 
     async def work() -> tuple[np.ndarray, int]:
@@ -89,4 +89,4 @@ async def _embed(request: Request, answer: Callable[..., Any], *, truncates: boo
             vectors = [base64.b64encode(row.astype("<f4").tobytes()).decode() for row in found]
         return packed_slowly({"model": body.model, **answer(vectors, count)})
 
-    return await respond_packed(request, 20 * found.size, content)  # characters, about
+    return await respond_packed(request, 20 * found.size, content)  # about 20 characters per number

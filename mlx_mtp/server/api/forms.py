@@ -1,4 +1,4 @@
-"""The form of an answer and how much to think before it, in the words of all APIs."""
+"""The fields of all APIs for the form of an answer and for how much to think before it."""
 
 import json
 from functools import cached_property
@@ -55,19 +55,19 @@ GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTE
 
 
 def schema_grammar(schema: dict[str, Any]) -> GrammarSpec:
-    """The grammar of answers that follow a schema, with its properties in its order."""
+    """Returns the grammar of answers that follow a schema and its order of properties."""
     return GrammarSpec("json_schema", json.dumps(schema))
 
 
 def type_grammar(answer_type: AnswerType, schema: dict[str, Any] | None) -> GrammarSpec | None:
-    """The grammar of answers of a type; None leaves them free."""
+    """Returns the grammar of answers of a type; None: any text."""
     if schema is not None:
         return schema_grammar(schema)
     return GrammarSpec("json_object") if answer_type == "json_object" else None
 
 
 class JsonSchema(WireModel):
-    """OpenAI's schema with a name, which llama.cpp's clients leave out."""
+    """OpenAI's named schema; llama.cpp's clients leave out the name."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)] = "answer"
     schema_: AnswerSchema = Field(alias="schema")
@@ -140,7 +140,7 @@ _STYLES = {"disable_any_whitespace", "disable_additional_properties", "whitespac
 
 
 def _from_tgi(value: object) -> object:
-    # TGI's field is an object of a type and a value, llama.cpp's a text.
+    # TGI's field is an object with a type and a value; llama.cpp's is a text.
     if isinstance(value, str):
         _check_size(value, "")
         return {"grammar": value}
@@ -153,7 +153,7 @@ def _from_tgi(value: object) -> object:
 
 
 def either(kind: type) -> Discriminator:
-    """Tell a union of this type and of words, by the tags `kind` and `word`."""
+    """Returns the discriminator of a union: tag `kind` for values of type `kind`, else `word`."""
     return Discriminator(lambda value: FORM + ("kind" if isinstance(value, kind) else "word"))
 
 
@@ -166,14 +166,14 @@ JsonOrSchema = Annotated[
 
 
 def json_grammar(form: dict[str, Any] | str) -> GrammarSpec | None:
-    """The grammar of answers in a form of Ollama's."""
+    """Returns the grammar of answers in Ollama's `format`; None: any text."""
     if isinstance(form, dict):
         return schema_grammar(form)
     return GrammarSpec("json_object") if form else None
 
 
 class GuidedFields(WireModel):
-    """All fields for the form of an answer that OpenAI's two endpoints know."""
+    """All fields of OpenAI's two endpoints, and of similar servers, for the form of an answer."""
 
     response_format: ResponseFormat | None = None
     guided_json: SchemaOrText | None = None
@@ -187,7 +187,7 @@ class GuidedFields(WireModel):
     grammar: Annotated[StructuredOutputs, BeforeValidator(_from_tgi)] | None = None
     format: JsonOrSchema | None = None  # Ollama's, which Open WebUI sends here too
 
-    _forms: list[str] = PrivateAttr()  # those that were given
+    _forms: list[str] = PrivateAttr()  # names of the fields that were given
 
     @model_validator(mode="after")
     def _forms_agree(self) -> Self:
@@ -198,7 +198,7 @@ class GuidedFields(WireModel):
         return self
 
     def guided(self) -> tuple[str, GrammarSpec | None] | None:
-        """The name of the field that was given, and its grammar; None if none was given."""
+        """Returns the name of the field that was given, and its grammar; None if none was given."""
         return (self._forms[0], self._form(self._forms[0])) if self._forms else None
 
     def _form(self, field: str) -> GrammarSpec | None:
@@ -221,7 +221,7 @@ def _spec(kind: str, value: Any) -> GrammarSpec:
 
 
 class _ThinkingWish(WireModel):
-    """What one field says of thinking; what it leaves out is up to the model."""
+    """One field's settings for thinking; those that it leaves out are up to the model."""
 
     enabled: bool | None = None
     type: Literal["enabled", "disabled", "adaptive"] | None = None
@@ -232,7 +232,7 @@ class _ThinkingWish(WireModel):
     exclude: bool = False  # think, but leave it out of the answer
 
     def fields(self) -> dict[str, Any]:
-        """Those of `thinking`, `effort` and `budget` that are given or implied."""
+        """Returns the settings `thinking`, `effort` and `budget` that are given or implied."""
         thinking = {"enabled": True, "disabled": False}.get(self.type or "", self.enabled)
         if thinking is None and (self.effort or self.max_tokens):
             thinking = self.effort != "none"
@@ -270,7 +270,7 @@ class ThinkingFields(WireModel):
     thinking_budget: _ThinkingField | None = None  # Qwen
     include_reasoning: bool = True  # OpenRouter, vLLM
 
-    _wish: dict[str, Any] = PrivateAttr()  # what they say of `thinking`, `effort` and `budget`
+    _wish: dict[str, Any] = PrivateAttr()  # the settings `thinking`, `effort`, `budget`
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -1,7 +1,7 @@
-"""Text for what a chat's history has that this server's models don't read.
+"""Replaces content in a chat's history that this server's models can't read by text.
 
-Sessions that another model began have images, files and calls of tools that only a vendor's servers
-run. Each further request has them too, so refusing them would end the session.
+Sessions that began with another model have images, files and calls of tools that only a vendor's
+servers run. Each later request repeats them, so refusing them would end the session.
 """
 
 import json
@@ -28,10 +28,10 @@ _UNTOLD = {"type", "id", "status", "cache_control", "encrypted_content", "signat
 
 
 def _readable(value: object, info: ValidationInfo) -> object:
-    """The messages or items of a chat, in which text stands for what the model doesn't read.
+    """Returns a chat's messages or items, with text for content that the model can't read.
 
-    Media of the message that asks for the answer are left as they are: without them it would be
-    wrong, so they are an error.
+    Media in the message that asks for the answer stay, and cause an error later: without them the
+    answer would be wrong.
     """
     if not isinstance(value, list) or info.context is None:
         return value
@@ -48,14 +48,14 @@ readable = BeforeValidator(_readable)
 
 
 def _is_asked(entry: object) -> bool:
-    """Whether a message or item is a user's or a tool's, which the model answers."""
+    """Returns True for a message or item of a user or a tool, which the model answers."""
     if not isinstance(entry, dict):
         return False
     return entry.get("role") in ("user", "tool") or _is_output(entry.get("type"))
 
 
 def _is_question(entry: object) -> bool:
-    """Whether a message is a user's, and no tool's result, which Anthropic's API has within it."""
+    """Returns True for a user's message without tool results (Anthropic's API has them there)."""
     if not isinstance(entry, dict) or entry.get("role") != "user":
         return False
     content = entry.get("content")
@@ -68,7 +68,7 @@ def _is_output(kind: object) -> bool:
 
 
 def _as_text(entry: Any, note: Callable[[str], None], seen: frozenset[str]) -> Any:
-    """A message, item or part; media of the types `seen` are left, but in vendors' calls."""
+    """Replace media of types that are not in `seen`, and whole calls of vendors' tools, by text."""
     if not isinstance(entry, dict):
         return entry
     kind = entry.get("type")
@@ -94,7 +94,7 @@ def _as_text(entry: Any, note: Callable[[str], None], seen: frozenset[str]) -> A
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    """A text as a part of content, or for an item of Responses as a message."""
+    """Returns a text as a content part or, if `kind` is an item of Responses, as a message."""
     if not kind.endswith(("_call", "_output")):
         return {"type": "text", "text": text}
     role = "user" if _is_output(kind) else "assistant"
@@ -102,7 +102,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _told(value: Any) -> Any:
-    """What a text says of a vendor's call or its result."""
+    """Returns the fields of a vendor's call or result that are shown as text."""
     if isinstance(value, dict):
         return {key: _told(inner) for key, inner in value.items() if key not in _UNTOLD}
     return [_told(inner) for inner in value] if isinstance(value, list) else value

@@ -39,24 +39,24 @@ from mlx_mtp.server.generation.inputs import AnswerOptions
 from mlx_mtp.server.http.errors import FORM as FORM
 from mlx_mtp.server.http.errors import UNSUPPORTED
 
-MAX_MESSAGES = 4096  # of a chat, and parts of a message: far more than fit a context
-MAX_TOOLS = 1024  # of a chat, and tool calls of a message
-MAX_VALUES = 1 << 16  # within one tool's parameters, and within the arguments of one tool call
-MAX_FIELDS = 100  # of an object of the API
-MAX_PROMPT_IDS = 1 << 20  # of one prompt, whatever the model's context
+MAX_MESSAGES = 4096  # messages of a chat, and parts of a message: far more than fit a context
+MAX_TOOLS = 1024  # tools of a chat, and tool calls of a message
+MAX_VALUES = 1 << 16  # JSON values in a tool's parameters, and in the arguments of a tool call
+MAX_FIELDS = 100  # fields of an object in a body
+MAX_PROMPT_IDS = 1 << 20  # token ids of one prompt, whatever the model's context
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 MAX_LABEL_CHARACTERS = 512
-MAX_LABELS = 64  # of `metadata` and of `chat_template_kwargs`
+MAX_LABELS = 64  # entries of `metadata` and of `chat_template_kwargs`
 
 
 def refusal(message: str, *, field: str | None = None, unsupported: bool = False) -> Exception:
-    """The error for a validator to raise; `unsupported` for what this server does not offer."""
+    """Returns an error for a validator to raise; `unsupported`: the server lacks the feature."""
     kind = UNSUPPORTED if unsupported else "refused"
     return PydanticCustomError(kind, "{message}", {"message": message, "field": field})
 
 
 def at_most(limit: int) -> BeforeValidator:
-    """Count the items of a list or object before any is validated, unlike `max_length`."""
+    """Limit a list or object before its items are validated, unlike `max_length`."""
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -80,7 +80,7 @@ def text_or_list(items: str, item_of: Callable[[str], object]) -> BeforeValidato
 
 
 _NOT_SHOWN = re.compile(r"[^\w.\[\]-]", re.ASCII)
-_PLACES: dict[type, tuple[type, str]] = {}  # of each model, the model and field that have it
+_PLACES: dict[type, tuple[type, str]] = {}  # by model: the model and the field that have it
 
 
 class WireModel(BaseModel):
@@ -97,7 +97,7 @@ class WireModel(BaseModel):
         for name, field in cls.model_fields.items():
             for inner, mark in _models_in(field.annotation):
                 _PLACES.setdefault(inner, (cls, f"{field.alias or name}{mark}."))
-        _path_to.cache_clear()  # A default's model is used before the model that has the field.
+        _path_to.cache_clear()  # Defaults of fields cache paths before the outer model exists.
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +125,10 @@ class WireModel(BaseModel):
 
 
 def is_foreign(place: str, value: object, ignored: list[str] | None, field: str) -> bool:
-    """Whether an unknown parameter may be dropped; raises a refusal if it must not be."""
+    """Returns True if an unknown parameter may be dropped; raises the refusal of one in `REFUSED`.
+
+    `place` is its path (see `compat`), and `field` its name in an error.
+    """
     if is_neutral(place, value):
         return True
     if place in REFUSED:
@@ -136,7 +139,7 @@ def is_foreign(place: str, value: object, ignored: list[str] | None, field: str)
 
 
 def is_neutral(name: str, value: object) -> bool:
-    """Whether a parameter with this value changes nothing."""
+    """Returns True if a parameter with this value changes nothing."""
     return name in NEUTRAL and any(
         each is ANY or (each == value and isinstance(each, bool) == isinstance(value, bool))
         for each in NEUTRAL[name]
@@ -144,7 +147,7 @@ def is_neutral(name: str, value: object) -> bool:
 
 
 def note_ignored(ignored: list[str], name: str) -> None:
-    """Add a client's name of a parameter to those reported: shortened, and safe in a header."""
+    """Add a parameter's name to the reported ones, shortened and made safe for a header."""
     name = _NOT_SHOWN.sub("?", name[: MAX_NAME + 1]) or "?"
     name = name if len(name) <= MAX_NAME else name[: MAX_NAME - 3] + "..."
     if name not in ignored and len(ignored) < MAX_IGNORED:
@@ -153,7 +156,7 @@ def note_ignored(ignored: list[str], name: str) -> None:
 
 @cache
 def _field_names(kind: type[WireModel]) -> frozenset[str]:
-    """A model's fields as clients write them."""
+    """Returns the names of a model's fields as clients write them."""
     names: set[str] = set()
     for name, field in kind.model_fields.items():
         alias = field.validation_alias or name
@@ -163,7 +166,7 @@ def _field_names(kind: type[WireModel]) -> frozenset[str]:
 
 @cache
 def _path_to(kind: type) -> str:
-    """The path of fields to a model; the first of several."""
+    """Returns the path of field names to a model; the first one of several."""
     outer, name = _PLACES.get(kind, (None, ""))
     return name if outer is None else _path_to(outer) + name
 
@@ -176,7 +179,7 @@ def _models_in(annotation: Any, mark: str = "") -> Iterator[tuple[type, str]]:
 
 
 def few_values(value: Any) -> Any:
-    """Bound a value that a template may write as JSON, which holds up every thread meanwhile."""
+    """Limit a value that a template may write as JSON, which blocks all threads meanwhile."""
     try:
         check_value(value, max_values=MAX_VALUES)
     except JSONBoundError as error:
@@ -191,14 +194,14 @@ def _whole_characters(arguments: str) -> str:
 
 
 def is_id(value: object) -> bool:
-    """Whether a value may be a token id of some model."""
+    """Returns True if a value can be a token id of some model."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValidator:
-    """Join a list of parts of these types, text and images; other media are refused by name.
+    """Join a list of text and image parts of the types `kinds`; other types are refused by name.
 
-    Messages of role assistant may also have the parts `of_assistants`, but no images.
+    Messages of role assistant may also have parts of the types `of_assistants`, but no images.
     """
 
     def joined(value: object, info: ValidationInfo) -> object:
@@ -237,7 +240,7 @@ def joined_text(*kinds: str, of_assistants: tuple[str, ...] = ()) -> BeforeValid
 
 
 def image_text(part: dict[str, Any], name: str = "") -> str:
-    """The image of a part as a stretch of a text (see `pictures`)."""
+    """Returns an image part as a span of text (see `pictures`); `name` is its name in errors."""
     try:
         return pictures.from_part(part)
     except ValueError as error:
@@ -245,7 +248,7 @@ def image_text(part: dict[str, Any], name: str = "") -> str:
 
 
 def known_only(*kinds: str) -> BeforeValidator:
-    """Drop and note a list's items that are, or whose `type` is, none of `kinds`."""
+    """Drop and note a list's items that are not in `kinds`; an object counts by its `type`."""
 
     def known(value: object, info: ValidationInfo) -> object:
         if not isinstance(value, list) or info.context is None:
@@ -263,7 +266,7 @@ def known_only(*kinds: str) -> BeforeValidator:
 
 
 def unless_dropped(is_dropped: Callable[[str], object]) -> WrapValidator:
-    """None, noted, for a tool of these types, which the model is not shown."""
+    """Replace a tool of a dropped type by None, and note it: the model doesn't see the tool."""
 
     def tool_or_none(
         value: object, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
@@ -282,7 +285,7 @@ without_none = AfterValidator(lambda items: [item for item in items if item is n
 
 
 def _without_empty(value: list[object], info: ValidationInfo) -> list[object]:
-    # Empty texts of a form's field; no text could end with one and be none.
+    # Empty fields of a client's form become empty stop strings, which can't be meant.
     if "" not in value or info.context is None:
         return value
     note_ignored(info.context, info.field_name or "")
@@ -290,7 +293,7 @@ def _without_empty(value: list[object], info: ValidationInfo) -> list[object]:
 
 
 def only(neutral: object) -> AfterValidator:
-    """Refuse all values but the one that changes nothing."""
+    """Refuse all values except `neutral`, which changes nothing."""
 
     def check(value: Any) -> Any:
         if value != neutral:
@@ -307,7 +310,7 @@ def _is_scalar(value: object) -> object:
 
 
 def _in_64_bits(value: int, info: ValidationInfo) -> int:
-    """Keep longer integers out of errors; the sampler checks exact ranges."""
+    """Refuse longer integers without quoting them in full; the sampler checks exact ranges."""
     if -(1 << 63) <= value < 1 << 63:
         return value
     if (limits := RANGES.get(info.field_name or "")) is None:
@@ -337,12 +340,12 @@ AllowedTokenIds = Annotated[list[Int], FailFast(), at_most(MAX_ALLOWED_TOKEN_IDS
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 BadWordTexts = Annotated[list[_BadWord], FailFast(), at_most(MAX_BAD_WORDS)]
 LogitBias = Annotated[dict[str, Float], at_most(MAX_LOGIT_BIAS)]
-_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]  # as OpenAI has it
+_Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]  # OpenAI's limit
 Labels = Annotated[dict[_Label, _Label], at_most(MAX_LABELS)]
 Scalar = Annotated[Any, BeforeValidator(_is_scalar)]
 TemplateKwargs = Annotated[dict[str, Scalar], at_most(MAX_LABELS)]
 Arguments = Annotated[str, AfterValidator(_whole_characters)]
-Parsed = Annotated[Any, BeforeValidator(few_values)]  # by the openai package's parse()
+Parsed = Annotated[Any, BeforeValidator(few_values)]  # added by the openai package's parse()
 Schema = Annotated[dict[str, Any], BeforeValidator(few_values)]
 OnlyFalse = Annotated[bool, only(False)]
 
@@ -356,10 +359,10 @@ del SAMPLING["choice"], SAMPLING["optimistic"]  # These follow from the body's `
 
 
 def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
-    """Give a request body these fields of `SamplingParams`, or all that clients may set."""
+    """Add the fields `names` of `SamplingParams` to a body, without names all of `SAMPLING`."""
 
     def with_fields(kind: type[Model]) -> type[Model]:
-        # Not `| None`: an explicit null is absent before a field's type is looked at.
+        # Not `| None`: an explicit null is removed before a field's type is checked.
         fields: Any = {name: (SAMPLING[name], None) for name in names or SAMPLING}
         return create_model(kind.__name__, __base__=kind, __module__=kind.__module__, **fields)
 
@@ -367,14 +370,14 @@ def sampled(*names: str) -> Callable[[type[Model]], type[Model]]:
 
 
 class AnswerRequest(WireModel):
-    """What all requests for an answer have."""
+    """The fields that all requests for an answer have."""
 
     model: ModelName = ""
     stream: bool = False
     cache_salt: CacheSalt | None = None
 
     def sampling(self, **more: Any) -> dict[str, Any]:
-        # The given values of `SamplingParams`; `more` are those with other names in this API.
+        # Returns the given fields of `SamplingParams`; `more` are those with other names here.
         same = {name: getattr(self, name, None) for name in SAMPLING}
         return {n: value for n, value in (*same.items(), *more.items()) if value is not None}
 
@@ -405,7 +408,10 @@ class Function(WireModel):
 def form_by_type(
     message: str, *, word: str | None = None, role: str | None = None
 ) -> Discriminator:
-    """Tell a union's form by `type`; `role` is the form of objects with a role, `word` of words."""
+    """Returns the discriminator of a union whose tags are the values of `type`.
+
+    Without a `type`, objects with a role have the tag `role`, and strings the tag `word`.
+    """
 
     def form(value: object) -> str | None:
         if isinstance(value, dict):
@@ -420,7 +426,7 @@ def form_by_type(
 NamedToolT = TypeVar("NamedToolT", bound=WireModel)
 AllowedToolsT = TypeVar("AllowedToolsT", bound=WireModel)
 _CHOICES = 'must be "auto", "none", "required", or an object of type "function" or "allowed_tools"'
-# For OpenAI's two APIs, which differ in how deep tools' names are nested.
+# For OpenAI's two APIs, which nest the names of tools differently.
 OpenAIToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag(FORM + "word")]
     | Annotated[NamedToolT, Tag(FORM + "function")]
@@ -430,7 +436,7 @@ OpenAIToolChoice = Annotated[
 
 
 def tool_choice(choice: Any) -> inputs.ToolChoice:
-    """The choice as the server knows it, whichever API it came through."""
+    """Returns the tool choice of a request to one of OpenAI's two APIs."""
     if isinstance(choice, str):
         return inputs.ToolChoice(choice)  # type: ignore[arg-type]
     if choice.type == "function":

@@ -26,7 +26,7 @@ from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.errors import from_validation
 from mlx_mtp.server.http.record import client_of, record_of
 
-MAX_STORED_BYTES = 64 << 20  # of JSON, for all API keys together, in equal parts
+MAX_STORED_BYTES = 64 << 20  # of JSON, shared equally by all API keys
 _LABEL = re.compile(r"metadata\[(.*)\]")
 Inputs = tuple[tuple[str, bytes], ...]  # messages or items, each with its id
 
@@ -59,7 +59,7 @@ def _make_stored(
 
 
 def _ending(metadata: Mapping[str, str]) -> bytes:
-    """The metadata as an answer's last field."""
+    """Returns the metadata as the end of an answer's JSON: its last field."""
     return b"," + packed_json({"metadata": dict(metadata)})[1:].encode()
 
 
@@ -68,7 +68,7 @@ def _pack_items(items: Iterable[dict[str, Any]]) -> Inputs:
 
 
 def size_of(inputs: Inputs) -> int:
-    """Bytes of their JSON."""
+    """Returns the bytes of the inputs' JSON."""
     return sum(len(packed) for _, packed in inputs)
 
 
@@ -82,7 +82,7 @@ class Store:
         self.find = self._answers.get
 
     def keep(self, answer: StoredAnswer) -> bool:
-        """Store an answer, or its new metadata; False if it alone is too large: nothing changes."""
+        """Store an answer or its new version; returns False, and changes nothing, if too large."""
         if answer.size > self.max_bytes:
             return False
         before = self.find(answer.id)
@@ -118,9 +118,10 @@ async def keeper(
     inputs: Callable[[], Iterable[dict[str, Any]]],
     earlier: Inputs = (),
 ) -> StoreAnswer | None:
-    """Return a function that stores the answer with its inputs, or None if it isn't to be stored.
+    """Returns a function that stores the answer with its inputs; None if the answer isn't stored.
 
-    If `store` is None, the answer is stored if possible; if True and it can't be, RequestError.
+    If `store` is None, the answer is stored if possible. If it is True, raises RequestError if the
+    answer can't be stored.
     """
     if store is False:
         return None
@@ -147,9 +148,9 @@ async def keeper(
 
 
 async def continued(request: Request, name: str) -> Inputs:
-    """What led to a stored response, and its output; raises PreviousResponseError.
+    """Returns a stored response's inputs and output; raises PreviousResponseError.
 
-    It counts as a part of the request's body.
+    Their bytes count as a part of the request's body.
     """
     try:
         stored = RESPONSES.find(request, name)
@@ -166,7 +167,7 @@ class _LabelsBody(WireModel):
 
 
 class _PageQuery(WireModel):
-    after: str | None = None  # the id of the last item of the page before this one
+    after: str | None = None  # the id of the previous page's last item
     limit: Annotated[int, Field(strict=False, ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "asc"
 
@@ -190,12 +191,12 @@ class StoredKind:
 
     prefix: str  # of the ids
     noun: str  # in errors
-    unasked: str  # how an answer is made that isn't stored, in errors
+    unasked: str  # in errors: the parameter with which an answer isn't stored
     deleted: str  # the `object` of the answer to DELETE
-    query: type[_PageQuery]  # for the list of inputs
+    query: type[_PageQuery]  # the parameters of the list of inputs
 
     def find(self, request: Request, name: str | None = None) -> StoredAnswer:
-        """Return an answer by its id, the path's if it is None; raises NotFoundError."""
+        """Returns the answer with the id `name` (None: the path's id); raises NotFoundError."""
         name = request.path_params["name"] if name is None else name
         answer = _store(request).find(name) if name.startswith(self.prefix) else None
         if answer is None:

@@ -19,7 +19,7 @@ from mlx_mtp.server.generation.writer import packed_json, packed_slowly, respond
 from mlx_mtp.server.http.body import read_request
 from mlx_mtp.server.http.record import client_of, record_of
 
-_TOKEN_CHARACTERS = 8  # that an answer has per token, about
+_TOKEN_CHARACTERS = 8  # approximate characters of an answer per token
 
 
 class TokenizeRequest(TemplateFields):
@@ -55,7 +55,7 @@ class TokenizeRequest(TemplateFields):
 
 
 def _ids_only(tokens: list[Any]) -> list[int]:
-    # pydantic would let no other thread run while it checks a million tokens.
+    # pydantic would hold the GIL while it checks a million tokens.
     for number, token in enumerate(tokens):
         if not schema.is_id(token):
             raise schema.refusal(f"entry {number} is not a token id")
@@ -70,7 +70,7 @@ class DetokenizeRequest(schema.WireModel):
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize, answered in vLLM's form, of which llama.cpp's is a part."""
+    """POST /tokenize, answered in vLLM's form, which includes llama.cpp's."""
     context, body = await read_request(request, TokenizeRequest)
     tokenizer = context.tokenizer
     prompter, scope = context.prompter, request.scope
@@ -105,7 +105,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize, answered with the text by vLLM's name and by llama.cpp's."""
+    """POST /detokenize, answered with the text in vLLM's field and in llama.cpp's."""
     context, body = await read_request(request, DetokenizeRequest)
     most = context.config.max_body_bytes
 

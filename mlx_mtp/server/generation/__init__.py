@@ -1,1 +1,1 @@
-"""From a validated request to the deltas of its answers."""
+"""Turns validated requests into engine requests, and the engine's outputs into answers."""

@@ -1,4 +1,4 @@
-"""From the engine's outputs to the deltas and counts of one HTTP request's answers."""
+"""Turns the engine's outputs into the deltas and counts of one HTTP request's choices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
-    """The error of a request that took longer than `seconds`."""
+    """Returns the error for a request that exceeded `seconds` and generated `num_tokens`."""
     return RequestTimeoutError(
         f"The request has waited and run for more than the {seconds:g} seconds that this server "
         f"allows (--request-timeout); {num_tokens} tokens had been generated."
@@ -33,12 +33,12 @@ def timeout_error(seconds: float, num_tokens: int = 0) -> RequestTimeoutError:
 class Dispatcher:
     """Starts and stops the engine, and passes each step's outputs to generations.
 
-    Only the event loop calls it, but for `_deliver`.
+    Its methods are called on the event loop, except `_deliver`, which the engine's thread calls.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.open: dict[str, Generation] = {}  # by the request id of each choice
+        self.open: dict[str, Generation] = {}  # an entry per choice, by request id
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -46,7 +46,8 @@ class Dispatcher:
         self.engine.start(self._deliver)
 
     async def stop(self, timeout: float | None = None) -> None:
-        # Joining the engine's thread takes up to a step, and this loop must take its last outputs.
+        # In a thread: joining the engine's thread can take a whole step, and meanwhile this loop
+        # must deliver the step's outputs.
         await asyncio.to_thread(self.engine.stop, timeout)
         self.end_all()
 
@@ -61,7 +62,7 @@ class Dispatcher:
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         assert self._loop is not None
-        # Runs on the engine's thread. The loop may have been closed by force.
+        # Runs on the engine's thread. A forced exit may already have closed the loop.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._dispatch, time.perf_counter(), outputs)
 
@@ -78,7 +79,10 @@ class Dispatcher:
 
 
 class Generation:
-    """The choices of one HTTP request. Entering submits them, leaving cancels those that run."""
+    """The choices of one HTTP request; a context manager.
+
+    Entering it submits the choices to the engine, and leaving it cancels the unfinished ones.
+    """
 
     def __init__(
         self,
@@ -86,8 +90,8 @@ class Generation:
         metrics: Metrics,
         requests: Sequence[Request],
         streams: Sequence[OutputStream],
-        num_choices: int = 1,  # of each prompt
-        timeout: float = 0.0,  # in seconds; 0: none
+        num_choices: int = 1,  # per prompt
+        timeout: float = 0.0,  # seconds; 0: no timeout
         arrived: float | None = None,  # when the request arrived, by `perf_counter`; None: now
     ) -> None:
         self.streams = streams
@@ -98,14 +102,14 @@ class Generation:
         self._num_choices = num_choices
         self._dispatcher, self._metrics, self._timeout = dispatcher, metrics, timeout
         self._arrived: list[tuple[float, RequestOutput]] = []
-        self.error: Exception | None = None  # that ended it
+        self.error: Exception | None = None  # the error that ended the generation
         self._wakeup = asyncio.Event()
         self._arrived_at = time.perf_counter() if arrived is None else arrived
-        # By `perf_counter`: when it was submitted, and when its first and its last tokens came.
+        # `perf_counter` times of the submission and of the latest and the first tokens.
         self.began = self.last = 0.0
         self.first: float | None = None
-        self.first_tokens = 0  # how many came first
-        self._times: dict[str, SequenceTimes] = {}  # of those that have tokens
+        self.first_tokens = 0  # number of tokens that arrived at the time `first`
+        self._times: dict[str, SequenceTimes] = {}  # by request id, once a choice has tokens
 
     def __enter__(self) -> Generation:
         self.began = self.last = time.perf_counter()
@@ -129,7 +133,7 @@ class Generation:
                 self._metrics.observe_sequence(times, num_prompt, stream.num_tokens)
 
     def live_fields(self, request_id: str, now: float) -> dict[str, Any]:
-        """One of the choices for /live, in numbers alone."""
+        """Returns a choice's row in /live, without text; `now` is a `perf_counter` time."""
         stream, times = self._by_id[request_id], self._times.get(request_id)
         seconds = 0.0 if times is None else times.last - times.first
         return {
@@ -155,7 +159,10 @@ class Generation:
         self._wakeup.set()
 
     async def deltas(self, patience: float) -> AsyncIterator[list[Delta]]:
-        """Yield what is new until all choices are finished, [] after each `patience` seconds."""
+        """Yields new deltas until all choices are finished, and [] after `patience` idle seconds.
+
+        Raises RequestTimeoutError, EngineStoppedError, or the error that ended the generation.
+        """
         while not self.is_finished:
             left = math.inf
             if self._timeout:
@@ -165,8 +172,8 @@ class Generation:
                 self.error = timeout_error(self._timeout, self.completion_tokens)
                 raise self.error
             if self.error is None:
-                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that comes
-                # with the wakeup, and a client that left would never be cancelled.
+                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that arrives
+                # together with the wakeup, so the request of a client that left would continue.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(patience, left)):
                         await self._wakeup.wait()
@@ -178,7 +185,7 @@ class Generation:
                     self.error = EngineStoppedError(f"The engine has stopped: {reason}")
                 if self.error is not None:
                     raise self.error
-                if patience < left:  # Otherwise the request's time is over.
+                if patience < left:  # Otherwise the request has timed out.
                     yield []
             deltas: list[Delta] = []
             for at, output in arrived:
@@ -199,10 +206,10 @@ class Generation:
     async def _push(self, at: float, output: RequestOutput) -> Delta:
         stream = self._by_id[output.request_id]
         if stream.finish_reason is not None:
-            return Delta(stream.index)  # a step that was running when a stop string ended
+            return Delta(stream.index)  # from a step in flight when the choice ended
         self.last = at
         before = stream.num_tokens
-        if output.prompt_logprobs:  # There may be many. All else stays on the event loop.
+        if output.prompt_logprobs:  # There can be many, so they leave the event loop.
             delta = await asyncio.to_thread(stream.push, output)
         else:
             delta = stream.push(output)
@@ -213,7 +220,7 @@ class Generation:
         return delta
 
     def _progress(self, at: float, output: RequestOutput, made: PrefillProgress) -> Delta:
-        """In llama.cpp's form, where the last token of a prompt comes with the answer's first."""
+        # llama.cpp counts a prompt's last token as processed once the answer has a token.
         before = made.total - 1
         progress = {
             "total": made.total,
@@ -256,12 +263,12 @@ class Generation:
         total, n = 0, self._num_choices
         for first in range(0, len(self.streams), n):
             reused = [stream.num_reused_tokens for stream in self.streams[first : first + n]]
-            # At least one token was computed: clients take a prompt of none for a fault.
+            # Never the whole prompt: clients take a prompt without computed tokens for an error.
             total += min(*reused, len(self.requests[first].prompt_token_ids) - 1)
         return total
 
     def timings(self) -> dict[str, Any]:
-        """Times and drafts in llama.cpp's form; the prompt's time lasts until the first tokens."""
+        """Returns times and drafts in llama.cpp's form; prompt time ends at the first tokens."""
         first = self.last if self.first is None else self.first
         prompt, predicted = first - self.began, self.last - first
         cached, num_tokens = self.cached_tokens, self.completion_tokens

@@ -1,4 +1,4 @@
-"""From what a body asks for, whichever API it came through, to requests of the engine."""
+"""What a request asks for, in one form for all APIs, and the engine requests made from it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
 
 BUDGETS: Mapping[str, int] = {"minimal": 512, "low": 2048}
-"""Most tokens to think at an effort; at higher ones the model thinks as long as it likes."""
+"""Maximum number of thinking tokens by reasoning effort; higher efforts have no maximum."""
 _BETWEEN = "\n\n"
-MAX_PROMPT_LOGPROBS = 1 << 16  # of one request, alternatives included
+MAX_PROMPT_LOGPROBS = 1 << 16  # per request, alternatives included
 _MARK = "mlx-mtp:"
-_SEED_BITS = 53  # of seeds that the server draws: exact in clients whose numbers are doubles
-MAX_SEQUENCES = 128  # prompts times choices of one request
-ALL_TOKENS = -1  # vLLM's top_k that keeps all tokens, which is 0 here and in transformers
+_SEED_BITS = 53  # bits of a seed drawn by the server: exact in clients that read it as a double
+MAX_SEQUENCES = 128  # prompts times choices per request
+ALL_TOKENS = -1  # vLLM's value of top_k that keeps all tokens; here and in transformers it is 0
 _NO_LIMIT = int(RANGES["max_tokens"].high)
 THINKING, EFFORT, BUDGET = "enable_thinking", "reasoning_effort", "thinking_budget"
-"""Names of `chat_template_kwargs`; the last is the server's, the others templates' variables."""
+"""Keys of `chat_template_kwargs`: two template variables, and the server's own budget."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -46,7 +46,10 @@ class ToolCall:
     id: str | None = None
 
     def for_template(self, *, as_object: bool = False) -> dict[str, Any]:
-        """The call, with an object for its text; other text is a field of one if `as_object`."""
+        """Returns the call with the object that its arguments encode.
+
+        Arguments that encode no object stay text or, if `as_object`, become {"arguments": text}.
+        """
         arguments = object_or_text(self.arguments)
         if as_object and isinstance(arguments, str):
             arguments = {"arguments": arguments}
@@ -56,7 +59,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message; one of role tool answers the call `tool_call_id`."""
+    """A message of a chat; one of role tool has the result of the call `tool_call_id`."""
 
     role: Role
     content: str = ""
@@ -93,9 +96,9 @@ class Tool:
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as the client described it, with its fields in the usual order.
+        """Returns the tool as the client described it, with its fields in the usual order.
 
-        Some templates need a schema of parameters.
+        A tool without parameters gets an empty schema, as some templates need one.
         """
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
@@ -109,31 +112,31 @@ class ToolChoice:
     """Whether the model may, must or can't call tools."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    names: frozenset[str] | None = None  # of the tools that it may call; None: all
+    names: frozenset[str] | None = None  # tools that the model may call; None: all
     field: str = "tool_choice"  # the name in the request, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the model is asked, and how it may answer."""
+    """A chat that the model continues, and the constraints on its answer."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True  # one answer may have several calls
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # the client's own
-    thinking: bool | None = None  # None: as the template has it
-    thinking_budget: int | None = None  # most tokens to think; then the think block is closed
-    response: GrammarSpec | None = None  # the form of an answer that is no tool call
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables from the client
+    thinking: bool | None = None  # None: the template's default
+    thinking_budget: int | None = None  # tokens after which the think block is closed
+    response: GrammarSpec | None = None  # the grammar of an answer that is not a tool call
     response_field: str = "response_format"  # the name in the request, for errors
-    effort: str | None = None  # how much to think, for templates that know OpenAI's word
+    effort: str | None = None  # OpenAI's `reasoning_effort`, for templates that read it
     continue_final: bool = False  # the last message is the beginning of the answer
     generation_prompt: bool = True  # the prompt ends with the beginning of an answer
-    template: str | None = None  # the client's own
+    template: str | None = None  # the client's chat template; None: the model's
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that the prompt describes; calls of others are text."""
+        """The tools that the prompt describes; a call of any other tool is text."""
         if self.tool_choice.mode == "none":
             return []
         names = self.tool_choice.names
@@ -141,22 +144,23 @@ class Conversation:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the client says of the template's variables, in fields of their own too."""
+        """The template variables that the client set, in `template_kwargs` or in other fields."""
         levels = {THINKING: self.thinking, EFFORT: self.effort}
         given = {key: value for key, value in levels.items() if value is not None}
         return {**given, **self.template_kwargs}
 
     def with_effort(self, effort: Effort | None) -> Conversation:
-        """The same chat with as much thinking as OpenAI's `reasoning_effort` asks for."""
+        """Returns the chat with the thinking that OpenAI's `reasoning_effort` asks for."""
         if effort is None:
             return self
         budget = BUDGETS.get(effort) if self.thinking_budget is None else self.thinking_budget
         return replace(self, thinking=effort != "none", thinking_budget=budget, effort=effort)
 
     def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> Conversation:
-        """The same chat with a client's variables of the template.
+        """Returns the chat with a client's template variables.
 
-        The server heeds `thinking_budget`, no template; InvalidRequestError: it is no number.
+        The server itself uses `thinking_budget`, so the template does not get it. Raises
+        InvalidRequestError if it is not a number of tokens.
         """
         rest = dict(kwargs)
         budget = rest.pop(BUDGET, self.thinking_budget)
@@ -167,19 +171,19 @@ class Conversation:
         return replace(self, template_kwargs=rest, thinking_budget=budget)
 
     def with_defaults(self, kwargs: Mapping[str, Any]) -> Conversation:
-        """The same chat with the server's values for what the client leaves open."""
+        """Returns the chat with the server's values of variables that the client did not set."""
         budget = kwargs.get(BUDGET) if self.thinking_budget is None else self.thinking_budget
         own = self.variables if budget is None else {**self.variables, BUDGET: budget}
         return self.with_template_kwargs({**kwargs, **own})
 
 
 def folded(messages: Iterable[Message]) -> list[Message]:
-    """The same chat with at most one message of role system, the first, and one of role user.
+    """Returns the chat with no system message except the first message.
 
-    Agents send more of the first, and Qwen's templates take no other. A later one becomes a part of
-    the user's message before it, or a user's message: if the first message changed with each turn,
-    no prefix could be reused. Without a user's message, which some templates need, the last system
-    message is one.
+    Agents send system messages in later places, where Qwen's templates refuse them. They are
+    appended to the system or user message before them, or become user messages: merged into the
+    first message they would change the prompt's beginning, and no prefix could be reused. Without
+    a user message, which some templates need, the last system message becomes one.
     """
     given, chat = list(messages), list[Message]()
     systems = [n for n, message in enumerate(given) if message.role == "system"]
@@ -197,7 +201,7 @@ def folded(messages: Iterable[Message]) -> list[Message]:
 
 
 def object_or_text(text: str) -> Any:
-    """The value of an object's JSON text, {} for blank text; other text as it is."""
+    """Returns the object that a JSON text encodes, {} for blank text, or other text unchanged."""
     if not text.strip():
         return {}
     try:
@@ -208,12 +212,12 @@ def object_or_text(text: str) -> Any:
 
 
 def wrap(text: str) -> str:
-    """Encode reasoning as a token that clients keep and send back, and don't take for text."""
+    """Encode reasoning as an opaque string that clients keep and send back, but don't read."""
     return _MARK + base64.b64encode(text.encode()).decode()
 
 
 def unwrap(text: str) -> str:
-    """Decode what `wrap` returned; "" for any other text."""
+    """Decode a string made by `wrap`; returns "" for any other text."""
     if not text.startswith(_MARK):
         return ""
     try:
@@ -224,24 +228,27 @@ def unwrap(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What a body asks of its answers, beside the prompts."""
+    """What a request body sets for its answers, except the prompts."""
 
-    # The values of `SamplingParams` that the client gave; the tokens of `logit_bias` are texts.
+    # The fields of `SamplingParams` that the client set; token ids in `logit_bias` are strings.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     engine: RequestOptions = field(default_factory=RequestOptions)  # `admit` adds client and salt
-    max_tokens_field: str = "max_tokens"  # the API's name for the most tokens of an answer
+    max_tokens_field: str = "max_tokens"  # the API's name of `max_tokens`, for errors
     num_prompts: int = 1
-    n: int = 1  # choices for each prompt
+    n: int = 1  # choices per prompt
     echo: bool = False  # each choice begins with its prompt
     stop: Sequence[str] = ()
-    include_stop: bool = False  # the text ends with the stop string or stop token, if it has text
-    skip_special_tokens: bool = True  # leave them out of the text
+    include_stop: bool = False  # the answer's text includes the stop string or stop token
+    skip_special_tokens: bool = True  # leave special tokens out of the answer's text
     bad_words: Sequence[str] = ()
     user: str | None = None  # the client's name for its end user
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """The model's own values, or neutral ones; raises ModelError for what no sampler could use."""
+    """Returns the values of generation_config.json, and neutral ones for missing values.
+
+    Raises ModelError for a value that can't be used.
+    """
     names = [name for name, values in RANGES.items() if values.from_model]
     given: dict[str, Any] = {
         name: generation_config[name] for name in names if generation_config.get(name) is not None
@@ -261,7 +268,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def with_flags(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """The values of flags over the model's own; raises UsageError for one out of range."""
+    """Returns `defaults` with the flags `given` set; raises UsageError for a value out of range."""
     if given.get("top_k") == ALL_TOKENS:
         given = {**given, "top_k": 0}
     params = replace(defaults, **given)
@@ -279,7 +286,10 @@ def sampling_params(
     info: EngineInfo,
     max_choices: int = 1,
 ) -> SamplingParams:
-    """The client's values over the defaults; InvalidRequestError: an option is wrong."""
+    """Returns `defaults` with the client's values set; a missing seed is drawn from `seeds`.
+
+    Raises InvalidRequestError for an option that is out of range or impossible on this server.
+    """
     n, values = options.n, dict(options.sampling)
     if not 1 <= n <= max_choices:
         raise InvalidRequestError(f"n is {n}, but must be 1 to {max_choices}.", param="n")
@@ -300,7 +310,7 @@ def sampling_params(
     for name in {"stop_token_ids", "allowed_token_ids"} & values.keys():
         values[name] = tuple(values[name])
     params = replace(defaults, **values)
-    # What asks for something of the prompt may do without an answer.
+    # A request for an echo or for logprobs of the prompt needs no answer tokens.
     least = 0 if options.echo or params.prompt_logprobs is not None else 1
     max_tokens = Range(least, RANGES["max_tokens"].high)
     max_tokens.check(options.max_tokens_field, params.max_tokens)
@@ -317,12 +327,13 @@ def engine_requests(
     *,
     grammar: Grammar | None = None,
     bad_words: BadWords | None = None,
-    images: PromptImages | None = None,  # of a single prompt
+    images: PromptImages | None = None,  # in the only prompt
 ) -> list[Request]:
-    """One engine request for each prompt and choice, in the order of the answer's choices.
+    """Returns one engine request per prompt and choice, in the order of the answer's choices.
 
-    `params.max_tokens` is cut to what the context has left. Raises ContextLengthError for a prompt
-    that leaves nothing, and InvalidRequestError where the rest is too little.
+    `params.max_tokens` is cut to the tokens that the prompt leaves of `max_model_len`. Raises
+    ContextLengthError for a prompt that leaves none, and InvalidRequestError for an empty prompt,
+    too large `min_tokens` or too many logprobs of prompts.
     """
     requests: list[Request] = []
     for prompt in prompts:
@@ -332,14 +343,15 @@ def engine_requests(
         left = max_model_len - size
         if left <= 0:
             raise prompt_too_long(size, max_model_len, ", the answer included")
-        # Clients ask for more than fits small contexts, and agents compact a chat that is refused.
+        # Cut, not refused: clients ask for more than small contexts have left, and a refusal would
+        # make agents compact the chat.
         room = min(params.max_tokens, left)
         if params.min_tokens > room:
             message = f"min_tokens is {params.min_tokens}, but the answer can have {room} tokens"
             raise InvalidRequestError(f"{message} at most.", param="min_tokens")
         for choice in range(options.n):
-            # The first choice's logprobs of the prompt are all choices', unless each has an echo;
-            # and its progress is theirs, as they wait for its prefix.
+            # The other choices share the first one's prompt logprobs, unless each has an echo, and
+            # its progress, as they wait for its prefix.
             is_first = choice == 0
             reported = params.prompt_logprobs if options.echo or is_first else None
             request = Request(
@@ -365,7 +377,7 @@ def engine_requests(
 
 
 def _token_id(key: str) -> int:
-    # As an integer prints itself, so that no two keys name one token.
+    # Only as Python prints the integer: no two keys can name the same token.
     if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
         message = f"logit_bias has the key {key[:40]!r}, which is not a token id."
         raise InvalidRequestError(message, param="logit_bias")

@@ -1,4 +1,4 @@
-"""What every route that generates does: check what is asked for, and make the generation."""
+"""What all generating routes share: they check a request and make its generation."""
 
 import asyncio
 import uuid
@@ -106,9 +106,9 @@ class Job(Generic[Body]):
         self,
         prompts: Sequence[tuple[int, ...]],
         make_parser: Callable[[], AnswerParser],
-        field: str,  # of the body, which asks for the grammar
+        field: str,  # the body's field that asked for the grammar
         spec: GrammarSpec | None,
-        echoes: Sequence[Echo | None] = (None,),  # of each prompt
+        echoes: Sequence[Echo | None] = (None,),  # one per prompt
         tools: Sequence[Tool] = (),
         images: Images = None,
     ) -> Generation:
@@ -161,7 +161,10 @@ async def chat_prompt(
     *,
     with_grammar: bool = False,
 ) -> ChatPrompt:
-    """Render and encode a chat in its client's turn, and note what its template doesn't read."""
+    """Render and encode a chat in its client's turn; note parameters that its template ignores.
+
+    Raises RequestError for a chat that can't be rendered or has more than `limit` tokens.
+    """
     record, prompter = record_of(scope), context.prompter
     work = partial(prompter.prompt, conversation, limit, with_grammar=with_grammar)
     prompt = await prompter.executor.run_by_size(record.body_bytes, client, work)
@@ -171,7 +174,10 @@ async def chat_prompt(
 
 
 async def admit(request: Request, model: type[Body], prefix: str) -> Job[Body]:
-    """Read and check what is asked for, and reserve slots; `prefix` begins the answer's id."""
+    """Read and check a request's body, and reserve its slots; `prefix` begins the answer's id.
+
+    Raises RequestError, or BytesLimitError if there is no memory for the body.
+    """
     context, body = await read_request(request, model)
     config, scope, options = context.config, request.scope, body.options()
     params = sampling_params(

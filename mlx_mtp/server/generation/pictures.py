@@ -1,8 +1,8 @@
 """Images in a conversation's texts: from the APIs' parts, through the template, to the prompt.
 
-A message's content stays one text. An image is a stretch of it between two marks, which are drawn
-when the process starts, so that no client can write one: whatever joins, stores or folds texts
-needs no second case.
+A message's content stays one text. An image is a span of it between two copies of a mark, which is
+drawn at random when the process starts, so no client can write it. Code that joins, stores or folds
+texts needs no special case for images.
 """
 
 import base64
@@ -26,9 +26,9 @@ _MARK = f"[image {secrets.token_hex(16)}]"
 _TYPES = ("", "image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 _DETAILS = ("low", "high", "auto", "original")
 _DATA_URL = re.compile(r"data:([^;,]*)((?:;[^;,]*)*),", re.IGNORECASE)
-# The types of parts that are images: of chat completions, responses and messages.
+# The types of image parts in chat completions, responses and messages.
 PARTS = frozenset({"image_url", "input_image", "image"})
-_SHOWN = 60  # characters of a wrong value
+_SHOWN = 60  # characters of a wrong value in an error
 
 
 class Picture(NamedTuple):
@@ -38,16 +38,16 @@ class Picture(NamedTuple):
     detail: str
 
 
-Found = tuple[int, Picture]  # the number of a message, and an image in it
+Found = tuple[int, Picture]  # a message's index, and an image in the message
 
 
 def as_text(data: str, detail: str = "auto") -> str:
-    """An image in base64 as a stretch of a text."""
+    """Returns the span of text that stands for an image in base64."""
     return f"{_MARK}{detail},{data}{_MARK}"
 
 
 def from_part(part: dict[str, Any]) -> str:
-    """`as_text` of a part of one of the types `PARTS`; ValueError says what is wrong with it."""
+    """Returns the span of text for a part of a type in `PARTS`; raises ValueError if invalid."""
     if part.get("type") == "image":
         source = part.get("source")
         if not isinstance(source, dict) or source.get("type") != "base64":
@@ -84,7 +84,7 @@ def _from_url(url: object, detail: object = None) -> str:
 
 
 def texts_and_pictures(text: str) -> Iterator[str | Picture]:
-    """The texts and images that a text is made of, in order; empty texts are left out."""
+    """Yields the images in a text and the texts between them, in order, without empty texts."""
     for number, stretch in enumerate(text.split(_MARK)):
         if number % 2:
             detail, _, data = stretch.partition(",")
@@ -94,12 +94,15 @@ def texts_and_pictures(text: str) -> Iterator[str | Picture]:
 
 
 def has_images(text: str) -> bool:
-    """Whether a text has images."""
+    """Returns True if a text has images."""
     return _MARK in text
 
 
 def listed(text: str, kinds: tuple[str, str]) -> list[dict[str, Any]] | str:
-    """A text as an API lists it; with images it is parts of these two types."""
+    """Returns a text as an API lists it: if it has images, as parts of the types `kinds`.
+
+    `kinds` are the API's types of text parts and of image parts.
+    """
     if not has_images(text):
         return text
     parts: list[dict[str, Any]] = []
@@ -114,18 +117,24 @@ def listed(text: str, kinds: tuple[str, str]) -> list[dict[str, Any]] | str:
 
 
 class Sight:
-    """What a model sees, at most `most` images of a request; nothing without `sizes`."""
+    """Finds a chat's images and puts them into its prompt.
+
+    A request may have at most `most` images; if `sizes` is None, the model takes none.
+    """
 
     def __init__(self, sizes: ImageSizes | None, most: int, workers: TextWorkers | None) -> None:
         self._sizes, self._most = sizes, most
         self._read = read_image if workers is None else workers.read_image
 
     def names(self, added_tokens: Iterable[str]) -> list[str]:
-        """The tokens that stand for images, which no client's text may become."""
+        """Returns the names of the tokens for images, which clients' text must not turn into."""
         return [name for name in added_tokens if name in _NAMES and self._sizes is not None]
 
     def find(self, contents: Iterable[str]) -> list[Found]:
-        """The images of messages with these contents; RequestError if they can't be seen."""
+        """Returns the images in the messages with these contents.
+
+        Raises RequestError if the model takes no images, or the server fewer per request.
+        """
         found = [
             (number, part)
             for number, content in enumerate(contents)
@@ -145,7 +154,10 @@ class Sight:
     def place(
         self, found: Sequence[Found], token_ids: tuple[int, ...], limit: int
     ) -> tuple[tuple[int, ...], Images]:
-        """A prompt with the images that `find` found; RequestError if one can't be read."""
+        """Returns the prompt, each image's token repeated to the image's size, and its images.
+
+        Raises RequestError if an image can't be read or the prompt has more than `limit` tokens.
+        """
         if (sizes := self._sizes) is None:
             return token_ids, None
         places = [place for place, token in enumerate(token_ids) if token == sizes.token_id]

@@ -1,4 +1,4 @@
-"""From a conversation to the tokens that the model reads, on a thread beside the event loop."""
+"""Turns conversations into the tokens that the model reads, on threads beside the event loop."""
 
 import logging
 from functools import cache
@@ -21,22 +21,22 @@ from mlx_mtp.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 LARGE_AT_ONCE = 1
-"""Long prompts that are encoded at the same time: each may take hundreds of megabytes, and a core
-for seconds."""
+"""Maximum number of long prompts that are encoded at the same time: each can take hundreds of
+megabytes of memory, and a core for seconds."""
 
 
 class ChatPrompt(NamedTuple):
     """A chat as the model reads it."""
 
     token_ids: tuple[int, ...]
-    thinking: bool  # whether it ends within a think block
-    grammar: GrammarSpec | None  # of the answer; None leaves it free
+    thinking: bool  # the prompt ends within a think block
+    grammar: GrammarSpec | None  # of the answer; None: any text
     ignored: tuple[str, ...]  # the client's fields that the template doesn't read
     images: Images = None
 
 
 class Prompter:
-    """Renders and encodes chats with `text`: the tokenizer itself, or processes that have it.
+    """Renders and encodes chats with `text`: the tokenizer itself, or processes that run it.
 
     Raises UsageError if the tokenizer doesn't allow the settings.
     """
@@ -47,7 +47,8 @@ class Prompter:
         self.tokenizer = tokenizer
         parsers = config.reasoning_parser, config.tool_call_parser
         self.output_format = OutputFormat.of_template(tokenizer.template, *parsers)
-        # A model's files are its author's programs, and a template a client's.
+        # A model's files run its author's code, and a request's template runs the client's: both
+        # get processes of their own.
         self.workers: TextWorkers | None = None
         self.executor = FairExecutor(LARGE_AT_ONCE)
         if config.text_workers is not None:
@@ -63,7 +64,7 @@ class Prompter:
         self._kwargs = config.chat_template_kwargs or {}
         self._takes = cache(self._takes_effort)
         self._special_as_text = config.special_tokens_in_messages == "text"
-        # A client's text never stands for an image.
+        # A client's text must not turn into the tokens that stand for images.
         self._image_names = self._sight.names(tokenizer.added_tokens)
         if self._special_as_text and (names := tokenizer.hidden_names):
             raise UsageError(
@@ -84,7 +85,10 @@ class Prompter:
     def prompt(
         self, conversation: Conversation, limit: int, *, with_grammar: bool = False
     ) -> ChatPrompt:
-        """The prompt, of at most `limit` tokens, up to where the answer begins."""
+        """Returns the prompt up to where the answer begins, and the grammar if `with_grammar`.
+
+        Raises RequestError for a chat that can't be rendered or has more than `limit` tokens.
+        """
         found = self._sight.find(message.content for message in conversation.messages)
         asked = conversation
         if self._kwargs:
@@ -97,7 +101,7 @@ class Prompter:
         images = None
         if found:
             token_ids, images = self._sight.place(found, token_ids, limit)
-        # Whether the prompt ends within a think block, so that the answer begins in it.
+        # If the prompt ends within a think block, the answer begins in that block.
         thinking = self.output_format.reasoning == QWEN3 and text.rstrip().endswith(OPEN)
         spec = None
         is_free = conversation.response is None and conversation.thinking_budget is None
@@ -112,11 +116,11 @@ class Prompter:
         return ChatPrompt(token_ids, thinking, spec, ignored, images)
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
-        """Return the chat as the template writes it, and the mark of `plain_text.marked`, if any.
+        """Returns the chat as the template writes it, and the mark of `plain_text.marked`, if any.
 
-        RequestError: the template lacks something that the request needs.
+        Raises RequestError if the template does not support what the request needs.
         """
-        # Templates of this format write each argument as a tag.
+        # Templates of this format write each argument as a tag, so they need an object.
         as_object = self.output_format.tools == QWEN3_CODER
         chat = folded(conversation.messages)
         messages = [message.for_template(as_object=as_object) for message in chat]
@@ -133,7 +137,7 @@ class Prompter:
             raise UnsupportedParameterError(
                 "This model's chat template does not support tools.", param="tools"
             )
-        # `render_chat` refuses the closed ones, whether the template has them or not.
+        # Closed variables stay in, so that `render_chat` refuses them.
         closed = self.tokenizer.closed_kwargs if kwargs else frozenset()
         kwargs = {key: value for key, value in kwargs.items() if key in known | closed}
         if template is None and kwargs.get(EFFORT) in EFFORTS:
@@ -157,9 +161,9 @@ class Prompter:
         return text, mark
 
     def _ignored(self, conversation: Conversation) -> tuple[str, ...]:
-        """Names of the client's `template_kwargs` that the template doesn't read.
+        """Returns the names of the client's `template_kwargs` that the template doesn't read.
 
-        UnsupportedParameterError: there are some, and unknown parameters are refused.
+        Raises UnsupportedParameterError for them if unknown parameters are refused.
         """
         known = self.text.variables(conversation.template) | self.tokenizer.closed_kwargs
         unread = [key for key in conversation.template_kwargs if key not in known]
@@ -171,7 +175,7 @@ class Prompter:
         return names
 
     def _fit_effort(self, kwargs: dict[str, Any]) -> None:
-        """Replace an effort by the nearest that the template takes: some raise for others."""
+        """Replace the effort by the nearest one that the template takes: some raise for others."""
         at = EFFORTS.index(kwargs[EFFORT])
         near = sorted(EFFORTS, key=lambda effort: abs(EFFORTS.index(effort) - at))
         kwargs[EFFORT] = next(filter(self._takes, near), kwargs[EFFORT])

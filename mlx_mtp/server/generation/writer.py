@@ -1,4 +1,4 @@
-"""How an API words an answer, whole or as a stream, and how the client gets it."""
+"""Formats an answer for its API, whole or as a stream, and sends it to the client."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 StoreAnswer = Callable[[dict[str, Any]], Awaitable[None]]
-"""Called with the whole answer at its end, streamed or not."""
+"""Called with the whole answer when it is complete, whether it was streamed or not."""
 BlockKind = Literal["text", "reasoning", "call"]
 BlockState = Literal["open", "complete", "cut"]
 _KINDS: Mapping[type, BlockKind]
@@ -40,17 +40,17 @@ Content = events.Text | events.Reasoning | events.ToolArguments
 
 @dataclass(slots=True)
 class Block:
-    """A run of text, a run of reasoning or one tool call of a choice, as far as it has come."""
+    """A run of text, a run of reasoning or one tool call of a choice, as generated so far."""
 
     kind: BlockKind
     choice: int
     id: str = ""
-    name: str = ""  # of a call's function
-    number: int = 0  # of a call, among the choice's calls
+    name: str = ""  # the function that a call is for
+    number: int = 0  # index of a call among the choice's calls
     pieces: list[str] = field(default_factory=list)  # text, or the JSON text of a call's arguments
     tokens: list[events.OutputToken] = field(default_factory=list)  # if logprobs were asked for
     state: BlockState = "open"
-    raw: str = ""  # all of a call that is cut, as the model wrote it
+    raw: str = ""  # a cut call as the model wrote it
 
     @property
     def text(self) -> str:
@@ -58,19 +58,19 @@ class Block:
 
 
 class Writer(ABC):
-    """Words one answer. `write_deltas` turns deltas into blocks, and a stream's into events too.
+    """Formats one answer: `write_deltas` adds deltas to blocks and returns a stream's events.
 
-    A stream consists of `opening`; `prompt_progress`; `block_start`, `block_delta`, `block_stop`;
-    `choice_end`; and `ending` or `failure`. `whole` is the answer that isn't streamed.
+    A stream consists of the events of `opening`; `prompt_progress`; `block_start`, `block_delta`,
+    `block_stop`; `choice_end`; and `ending` or `failure`. `whole` is the answer as one object.
     """
 
     media_type = "text/event-stream"
-    keep_alive = b": keep-alive\n\n"  # breaks a silence
-    done = b""  # the end of every stream
-    prefixes: ClassVar[Mapping[BlockKind, str]] = {}  # of the ids of blocks
-    cut_calls_are_text = False  # in `whole`: their arguments must be a whole object
-    record = True  # whether blocks keep their content, which only `whole` may need
-    slow = False  # whether events are written on a thread beside the event loop
+    keep_alive = b": keep-alive\n\n"  # sent when there have been no events for a while
+    done = b""  # ends every stream
+    prefixes: ClassVar[Mapping[BlockKind, str]] = {}  # of block ids
+    cut_calls_are_text = False  # True if `whole` needs arguments that are a complete object
+    record = True  # whether blocks keep their content, for `whole`
+    slow = False  # whether the answer is formatted on a thread, not on the event loop
 
     def __init__(self, job: Job[Any], generation: Generation) -> None:
         self.answer_id, self.body, self.params = job.answer_id, job.body, job.params
@@ -81,7 +81,7 @@ class Writer(ABC):
         self._opened = False
 
     def write_deltas(self, deltas: Sequence[Delta]) -> list[bytes]:
-        """Take deltas into the blocks; return their events, none if the answer isn't streamed."""
+        """Add deltas to the blocks; returns their events, [] if the answer isn't streamed."""
         written: list[bytes] = []
         if self.streams and not self._opened:
             self._opened = True
@@ -107,7 +107,10 @@ class Writer(ABC):
         return written
 
     def whole_blocks(self, choice: int) -> list[Block]:
-        """A choice's blocks, where a cut call may be text, and joined with the texts around it."""
+        """Returns copies of a choice's blocks, adjacent texts joined.
+
+        If `cut_calls_are_text`, cut calls are texts.
+        """
         blocks: list[Block] = []
         for block in self.blocks[choice]:
             if self.cut_calls_are_text and block.kind == "call" and block.state == "cut":
@@ -182,14 +185,14 @@ packed_json = _encoder.encode
 
 
 def packed_slowly(value: Any) -> str:
-    """The same as `packed_json`, but other threads run meanwhile."""
+    """Returns the same as `packed_json`, but lets other threads run meanwhile."""
     return "".join(_encoder.iterencode(value))
 
 
 async def respond_packed(request: Request, size: int, content: Callable[[], str]) -> Response:
-    """Answer with the JSON of about `size` characters that `content` makes.
+    """Returns a response with the JSON from `content`, about `size` characters.
 
-    That is done in the client's turn, and while it stays.
+    `content` runs on a thread, in the client's turn. Raises ClientDisconnect.
     """
     client, packing = client_of(request.scope), context_of(request).limiter.packing
     work = packing.run_by_size(size, client, content)
@@ -197,13 +200,16 @@ async def respond_packed(request: Request, size: int, content: Callable[[], str]
 
 
 def event(fields: dict[str, Any], name: str | None = None) -> bytes:
-    """The bytes of a server-sent event."""
+    """Returns the bytes of a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {packed_json(fields)}\n\n".encode()
 
 
 async def respond(request: Request, writer: Writer, keep: StoreAnswer | None = None) -> Response:
-    """Run a generation while the client stays, and return the answer that the writer makes."""
+    """Returns the response with the writer's answer; a disconnect cancels the generation.
+
+    `keep` stores the answer. Raises ClientDisconnect or the error that ended the generation.
+    """
     context, record = context_of(request), record_of(request.scope)
     patience = context.config.keep_alive_seconds
     record.id, record.generation = writer.answer_id, writer.generation
@@ -236,9 +242,9 @@ async def _written(writer: Writer, write: Callable[[], T]) -> T:
 async def stream_events(
     writer: Writer, patience: float, keep: StoreAnswer | None = None
 ) -> AsyncIterator[bytes]:
-    """Yield a generation as server-sent events; events of one moment are one piece.
+    """Yields a generation as server-sent events; events of the same moment form one piece.
 
-    An error before the first event is raised, as it can still become an HTTP status; a later one
+    An error before the first event is raised, as it can still become an HTTP status; a later error
     becomes an event. After each `patience` seconds without events a keep-alive is sent.
     """
     begun = False
@@ -252,7 +258,7 @@ async def stream_events(
                 begun = True
                 yield piece
         if keep is not None:
-            # Before the client reads the end: from then on it may ask for the stored answer.
+            # Before the client reads the end of the stream: then it may ask for the stored answer.
             await keep(await _written(writer, writer.whole))
         yield b"".join((*writer.ending(), writer.done))
     except Exception as error:
@@ -278,7 +284,7 @@ class _EventStream(Response):
             await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        # The head waits for the first event: until then an error is still an HTTP status.
+        # The response's head waits for the first event: until then an error can become a status.
         start: Message | None = {"type": "http.response.start", "status": self.status_code}
         async for piece in self._pieces:
             if start is not None:

@@ -1,6 +1,6 @@
-"""The grammar of an answer, from its form, tools and thinking budget, in llguidance's Lark.
+"""Builds an answer's grammar from its form, tools and thinking budget, in llguidance's Lark.
 
-An added token such as `<tool_call>` is a symbol there, which no string and no pattern matches.
+There an added token such as `<tool_call>` is a symbol, which no string and no pattern matches.
 """
 
 import json
@@ -23,7 +23,7 @@ _VALUE_END = r"/\n<\/parameter>\n/"
 
 
 def check_tools(conversation: Conversation, output_format: OutputFormat) -> None:
-    """Raise InvalidRequestError or UnsupportedParameterError for tools that can't be used so."""
+    """Raises InvalidRequestError or UnsupportedParameterError if the tools can't be used."""
     choice, offered = conversation.tool_choice, conversation.offered_tools
     missing = sorted((choice.names or frozenset()) - {tool.name for tool in conversation.tools})
     if missing:
@@ -48,7 +48,7 @@ def check_tools(conversation: Conversation, output_format: OutputFormat) -> None
 
 
 def max_calls(conversation: Conversation) -> int | None:
-    """Most tool calls of one answer; None: as many as the model makes."""
+    """Returns the maximum number of tool calls in one answer; None: no maximum."""
     choice = conversation.tool_choice
     named = choice.mode == "required" and len(choice.names or ()) == 1
     return 1 if named or not conversation.parallel_tool_calls else None
@@ -62,10 +62,10 @@ def answer_grammar(
     thinking: bool,
     as_standard: bool = False,
 ) -> GrammarSpec | None:
-    """The grammar of the answer; None leaves it free. RequestError: it can't be enforced.
+    """Returns the answer's grammar (None: any text); raises RequestError if it can't be enforced.
 
-    If `thinking`, the answer begins within a think block, which is free, up to its budget. If
-    `as_standard`, JSON schemas allow all that their standard allows.
+    If `thinking`, the answer begins within a think block, which may be any text of up to
+    `thinking_budget` tokens. If `as_standard`, objects may have properties beyond their schema's.
     """
     grammar, tools = conversation.response, conversation.offered_tools
     required = conversation.tool_choice.mode == "required"
@@ -94,7 +94,7 @@ def _lark(
     xml: bool,
     thinking: bool,
 ) -> str:
-    """The grammar of an answer that may have calls, whose arguments are tags (`xml`) or JSON."""
+    """Returns the grammar of an answer that may have tool calls, written in tags if `xml`."""
     calls = []
     if xml:
         rules["ANY_TEXT"] = xml_values.ANY_TEXT
@@ -111,7 +111,7 @@ def _lark(
         rules["answer"] = "calls" if required or response is None else _rule(response, rules)
         start = r"/\n{0,2}/ (calls | answer)" if thinking else "calls | answer"
     else:
-        # There may be text around calls, and no calls.
+        # Any text, with any number of calls in it.
         if CALL not in added_tokens:
             raise UnsupportedParameterError(
                 "strict: true needs a model with a token for tool calls; use tool_choice "
@@ -126,7 +126,7 @@ def _lark(
 
 
 def _rule(response: GrammarSpec, rules: "_Rules") -> str:
-    """The form of an answer as the body of a rule."""
+    """Returns the form of an answer as the body of a rule."""
     if response.kind in ("json_schema", "json_object"):
         return rules.json(json.loads(response.value or '{"type": "object"}'), strict=True)
     if response.kind == "choice":
@@ -137,7 +137,7 @@ def _rule(response: GrammarSpec, rules: "_Rules") -> str:
 
 
 class _Rules(dict[str, str]):
-    """Rules' bodies by name. Each parameter in JSON has a copy of its tool's definitions."""
+    """Rule bodies by name, bounded in size: each JSON parameter copies its tool's definitions."""
 
     size = 0
 
@@ -146,7 +146,7 @@ class _Rules(dict[str, str]):
         self._as_standard = as_standard
 
     def json(self, schema: Mapping[str, Any], *, strict: bool) -> str:
-        """The body of a rule for a JSON value; if `strict`, unknown keywords are an error."""
+        """Returns the rule body for a JSON value; if `strict`, unknown keywords are an error."""
         made = styled(schema, as_standard=self._as_standard, lenient=not strict)
         return f"%json {json.dumps(made)}"
 
@@ -183,7 +183,10 @@ def _xml_call(rule: str, tool: Tool, rules: _Rules) -> str:
 
 
 def schema_of_tags(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's parameters whose properties are written as tags."""
+    """Returns the schema of a tool's parameters for a call in tags, with references followed.
+
+    If tags can't express it: the schema as it is, or UnsupportedParameterError for a strict tool.
+    """
     schema = _parameters(tool)
     try:
         return xml_values.plain_parameters(schema)
@@ -193,7 +196,7 @@ def schema_of_tags(tool: Tool) -> Mapping[str, Any]:
 
 
 def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules: _Rules) -> str:
-    """A parameter's value and the tag that ends it."""
+    """Returns the rule body for a parameter's value and the tag that ends it."""
     try:
         terminals, json_schema = xml_values.value_forms(schema, key)
     except xml_values.NotExpressible as error:
@@ -213,7 +216,7 @@ def _xml_value(rule: str, tool: Tool, schema: Mapping[str, Any], key: str, rules
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
-    """The schema of a tool's parameters; a schema that names none allows none.
+    """Returns the schema of a tool's parameters; one without parameters allows none.
 
     OpenAI: "Omitting `parameters` defines a function with an empty parameter list".
     """

@@ -22,18 +22,18 @@ from mlx_mtp.text.sandbox.helper import Helper
 from mlx_mtp.text.tokenizer import Tokenizer
 
 MAX_CACHED = 16
-"""Grammars that are cached, wrong ones included. Their lexers grow as answers use them, up to some
-64 MB with the 50,000 states that each may have (llguidance reports no size). Of 399 real schemas 4
+"""Maximum number of cached grammars, invalid ones included. A grammar's lexer grows as answers use
+it, to about 64 MB at its limit of 50,000 states (llguidance reports no size). Of 399 real schemas 4
 needed more than 5,000 states and none more than 10,000."""
 
-_SEARCH_SECONDS = 1.0  # for the tool at fault
+_SEARCH_SECONDS = 1.0  # limit of the search for the tool whose schema is at fault
 
 
 class Grammars:
-    """Compiles grammars one at a time, and keeps the latest.
+    """Compiles grammars one at a time, and caches the latest.
 
-    Construct it before serving: that takes up to a second and holds up all threads. If
-    `as_standard`, a JSON schema allows all that its standard allows.
+    Construct it before serving: that holds the GIL for up to a second. If `as_standard`, objects
+    may have properties beyond those of their JSON schema.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Grammars:
             except ValueError as error:
                 self._missing = f"llguidance can't use its tokenizer: {error}"
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlx-mtp-grammars")
-        # The thread's stack is larger than a checked grammar can need.
+        # The thread's stack is larger than a grammar that passed the check can need.
         before = threading.stack_size(8 * grammar_check.STACK_BYTES)
         self._pool.submit(int).result()
         threading.stack_size(before)
@@ -65,9 +65,11 @@ class Grammars:
         client: tuple[str, ...],
         tools: Sequence[Tool] = (),
     ) -> Grammar:
-        """Return the compiled grammar; GrammarError: that of `field` is wrong or too expensive.
+        """Returns the compiled grammar; waits for the turn of `client`.
 
-        `tools` are those whose calls are in the grammar, in its order.
+        `field` names the grammar in errors; `tools` are the tools in the grammar, in its order.
+        Raises GrammarError if the grammar is invalid or too expensive, UnsupportedParameterError
+        if no grammar can be used with this model, and UnavailableError if the check was killed.
         """
         if self._compiler is None:
             raise UnsupportedParameterError(

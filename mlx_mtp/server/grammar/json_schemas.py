@@ -1,4 +1,4 @@
-"""JSON schemas as clients mean them: no properties but those listed, and bounded white space."""
+"""JSON schemas as clients mean them: no unlisted properties, and bounded white space."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,12 +8,12 @@ from mlx_mtp.text.parsing.bare_values import resolved
 
 OPTIONS = "x-guidance"
 """The key of llguidance's options in a schema. A schema that has them is left as it is."""
-# Keywords whose schemas apply to the same value as the schema that they are in.
+# Keywords whose subschemas apply to the same value as the schema that has the keyword.
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref")
-# Those whose schema is the value's only one if no other keyword stands beside them.
+# Keywords whose subschema is the value's only schema if the keyword stands alone.
 _ALONE = ("allOf", "anyOf", "oneOf", "$ref")
 _NEGATIVE = ("not", "if")
-# With one of these an object may have properties that it does not list.
+# A schema with one of these keywords may allow properties that it doesn't list.
 _OPEN = {
     *_SAME_VALUE,
     *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
@@ -35,11 +35,12 @@ def styled(
     as_standard: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """The schema with llguidance's options; None for `closed` is the default.
+    """Returns the schema with llguidance's options.
 
-    By default objects are closed, or open if `as_standard`. `whitespace` is a client's pattern for
-    what may be between two parts of the JSON. JSON that has to be on one line makes more answers
-    endless: a model that would end a value with a line break goes on with the value.
+    If `closed` (default: unless `as_standard`), objects have listed properties only. `whitespace`
+    is a client's pattern for the space between two parts of the JSON, and `no_whitespace` allows
+    none. That is not the default, as more answers would be endless: a model that would end a value
+    with a line break continues the value.
     """
     if OPTIONS in schema:
         return dict(schema)
@@ -53,9 +54,9 @@ def styled(
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, closed: an object that lists properties and doesn't mention others has no others.
+    """Returns the schema with objects closed that list properties and don't mention others.
 
-    An object to which other schemas apply too is left as it is.
+    A closed object has no other properties. An object to which other schemas apply too stays open.
     """
     shared = _sharing_schemas(schema)
     if shared is None:
@@ -87,7 +88,7 @@ def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sharing_schemas(root: Mapping[str, Any]) -> set[int] | None:
-    """The `id()`s of schemas that share their value with other schemas; None if not known."""
+    """Returns the `id()`s of schemas that share their value with other schemas; None: unknown."""
     seen: set[tuple[int, bool, bool]] = set()
     left: list[tuple[Any, bool, bool]] = [(root, True, False)]
     while left:
@@ -104,7 +105,7 @@ def _sharing_schemas(root: Mapping[str, Any]) -> set[int] | None:
                 inner = [root if given == "#" else resolved(root, given)]
             elif key == "dependentSchemas" and isinstance(given, dict):
                 inner = [*given.values()]
-            # Where a schema must not hold, a stricter one could let more through.
+            # Where a schema must not match, a stricter schema could allow more.
             counts = counted or key in _NEGATIVE or (key == "oneOf" and "discriminator" not in node)
             one = key in _ALONE and beside == {key} and (key != "allOf" or len(inner) == 1)
             one = one and alone and not counts
@@ -115,7 +116,7 @@ def _sharing_schemas(root: Mapping[str, Any]) -> set[int] | None:
 
 
 def _inner_schemas(node: Mapping[str, Any]) -> Iterator[Any]:
-    """The schemas of other values within a value."""
+    """Yields a schema's subschemas that apply to values within its value."""
     for key, inner in node.items():
         if key in _MAPS and isinstance(inner, dict):
             yield from inner.values()

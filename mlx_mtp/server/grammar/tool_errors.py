@@ -1,4 +1,4 @@
-"""Names the tool, parameter and keyword for which the grammar of an answer's tools fails."""
+"""Finds the tool, parameter and keyword that make the grammar of an answer's tools fail."""
 
 import contextlib
 import json
@@ -12,16 +12,16 @@ from mlx_mtp.server.generation.inputs import Tool
 from mlx_mtp.server.grammar.answer_grammar import schema_of_tags
 from mlx_mtp.server.grammar.json_schemas import OPTIONS
 
-# The rules that `answer_grammar` writes for a tool's arguments, or for one parameter of them.
+# The rules that `answer_grammar` writes for a tool's arguments, or for one of its parameters.
 _RULE = re.compile(r"call_(\d+)_(?:arguments|(\d+)_json): %json (.*)")
 _ErrorOf = Callable[[Mapping[str, Any]], str | None]
 
 
 def named_error(error: str, lark: str, tools: Sequence[Tool], error_of: _ErrorOf) -> GrammarError:
-    """The error of a grammar of tools, with the place and `param` if a tool fails alone.
+    """Returns the error of a tools' grammar, with place and `param` if one tool's schema fails.
 
-    `error_of` compiles a JSON schema alone and returns its error, None if there is none. If it
-    raises TimeoutError, the place is as precise as is known by then.
+    `error_of` compiles a single JSON schema and returns its error or None. When it raises
+    TimeoutError, the search ends with the place found so far.
     """
     lines, position = lark.splitlines(), re.match(r"at (\d+)\(\d+\): ", error)
     if position is not None:
@@ -42,7 +42,7 @@ def named_error(error: str, lark: str, tools: Sequence[Tool], error_of: _ErrorOf
 def _narrowed(
     tool: Tool, key: str | None, schema: dict[str, Any], fault: str, error_of: _ErrorOf
 ) -> Iterator[str]:
-    """The error of a schema, of all arguments or of one parameter, by ever more precise places."""
+    """Yields a schema's error at ever more precise places; `key` is its parameter (None: all)."""
     place = f"the tool {json.dumps(tool.name)}"
     yield f"{place}: {fault}"
     part, properties = schema, schema.get("properties")
@@ -66,7 +66,7 @@ def _narrowed(
         return others | {"properties": others["properties"] | {key: rest}}
 
     if isinstance(part, dict):
-        # Without its type last, as other keywords may have no effect without it.
+        # The type is left out last, as other keywords may have no effect without it.
         keywords = sorted(part.keys() - {OPTIONS}, key=lambda name: (name == "type", name))
         keyword, fault = _culprit(keywords, without, fault, error_of)
         if keyword is not None:
@@ -79,7 +79,7 @@ def _culprit(
     fault: str,
     error_of: _ErrorOf,
 ) -> tuple[str | None, str]:
-    """The name after which nothing fails, if one after the other is left out, and its error."""
+    """Leave out names one by one; returns the one without which nothing fails, and its error."""
     for number, name in enumerate(names, 1):
         left = error_of(schema_without(names[:number]))
         if left is None:

@@ -1,6 +1,6 @@
 """Grammars for values that are written as bare text, as in Qwen3-Coder's format.
 
-`text.parsing.bare_values` reads every text that they allow as a value that fits the schema.
+`text.parsing.bare_values` reads every text that a grammar allows as a value that fits its schema.
 """
 
 import json
@@ -29,11 +29,11 @@ _TAGS = (
     rf"<\/function>{_SPACE}<\/tool_call>",
 )
 ANY_TEXT = " & ".join(["/(?s:.*)/", *(f"~/(?s:.*){tag}(?s:.*)/" for tag in _TAGS)])
-"""A terminal in llguidance's Lark: any text without these."""
+"""A terminal in llguidance's Lark: any text without `_TAGS`."""
 _JSON_BEGINS = {"integer": "[-0-9]", "number": "[-0-9]", "array": r"\[", "object": r"\{"}
 _JSON = frozenset(_JSON_BEGINS)
-# Texts that are read as another type, or begin as its JSON: if both could go on, llguidance would
-# take the text.
+# Texts that are read as another type than string, or begin like its JSON: if both text and JSON
+# could continue, llguidance would choose the text.
 _READ_AS = {kind: f"{begins}(?s:.*)" for kind, begins in _JSON_BEGINS.items()} | {
     "null": f"(None|null)?{_SPACE}",
     "boolean": f"(?i:true|false){_SPACE}",
@@ -55,16 +55,19 @@ BEYOND_TAGS = {
 }
 """Keywords of an object's schema that tags can't enforce."""
 _MOST_LEVELS = 16
-_ALL, _SOME = object(), object()  # values of a type
-_Values = frozenset[tuple[str, Any]]  # a type with one of its values, or with all or some of them
+_ALL, _SOME = object(), object()  # all or some values of a type
+_Values = frozenset[tuple[str, Any]]  # pairs of a type and one of its values, `_ALL` or `_SOME`
 
 
 class NotExpressible(Exception):  # noqa: N818 - without `strict` it is no error
-    """Grammar or parser can't enforce a keyword, which is the argument."""
+    """Raised with a keyword that the grammar or the parser can't enforce."""
 
 
 def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's parameters with its own references followed."""
+    """Returns a tool's schema with its top-level references and `allOf` merged.
+
+    Raises NotExpressible if its properties can't be written as tags.
+    """
     plain = _definitions(schema)
     for part in _all_parts(schema, schema, "allOf"):
         for key, value in part.items():
@@ -87,7 +90,10 @@ def plain_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[str, Any] | None]:
-    """A parameter's forms: terminals for bare text, and the schema for JSON, if any."""
+    """Returns a parameter's forms: terminals for bare text, and the schema for JSON or None.
+
+    Raises NotExpressible.
+    """
     part, types = schema["properties"][key], value_types(schema, key)
     if types and "string" not in types:
         return [], _whole({"type": sorted(types), **part}, schema)
@@ -105,7 +111,7 @@ def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[st
         json_types -= whole
         shut = [f"~/{_SPACE}{_READ_AS[kind]}/" for kind in sorted(read_as - whole)]
         terminals.append(" & ".join([ANY_TEXT, *shut]))
-    # If any text is allowed, so are these words.
+    # The terminal for any text already allows words whose whole type is allowed.
     words = [value for kind, value in fitting - amounts if not {"string", kind} <= whole]
     for value in sorted(words, key=str):
         text = value if isinstance(value, str) else json.dumps(value)
@@ -122,7 +128,7 @@ def value_forms(schema: Mapping[str, Any], key: str) -> tuple[list[str], dict[st
 def _all_parts(root: Mapping[str, Any], part: object, *keywords: str) -> list[Mapping[str, Any]]:
     schemas = list(subschemas(root, part, *keywords))
     if len(schemas) == MOST_PARTS:
-        raise NotExpressible(keywords[0])  # The parser would not look at all parts.
+        raise NotExpressible(keywords[0])  # The parser would not visit all parts.
     return schemas
 
 
@@ -131,7 +137,7 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the definitions that it refers to."""
+    """Returns a schema with the root's definitions; raises NotExpressible for other references."""
     whole = schema | _definitions(root)
     if re.search(r'"\$ref": "(?!#/\$defs/|#/definitions/)', json.dumps(whole)):
         raise NotExpressible("$ref")
@@ -141,7 +147,7 @@ def _whole(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
 def _fitting(
     root: Mapping[str, Any], schema: object, values: _Values, steps: Iterator[int], level: int = 0
 ) -> _Values:
-    """Which values fit a schema within `root`; `steps` bounds how many schemas are looked at."""
+    """Returns those of `values` that fit a schema of `root`; `steps` bounds the schemas visited."""
     if level > _MOST_LEVELS or next(steps, None) is None:
         raise NotExpressible("$ref")
     if isinstance(schema, bool):
@@ -181,5 +187,5 @@ def _fitting(
 
 
 def _with_integer(types: Iterable[str]) -> frozenset[str]:
-    """Whole numbers are numbers too."""
+    """Add "integer" to types with "number"."""
     return frozenset({*types, "integer"} if "number" in types else types)

@@ -1,1 +1,1 @@
-"""Connections, access, admission, bodies and errors: HTTP that knows no model."""
+"""Connections, access, admission, bodies and errors: HTTP code that is independent of models."""

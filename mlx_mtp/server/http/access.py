@@ -1,7 +1,7 @@
 """Who may call the server: API keys, the host names that it answers to, and web pages.
 
-Any web page in a browser on this machine reaches a server on 127.0.0.1. The Origin header names the
-page. A page whose own host name resolves to 127.0.0.1 (DNS rebinding) has that name as Host header.
+Any web page in a browser on this machine can reach a server on 127.0.0.1. The Origin header names
+the page. If the page's host name resolves to 127.0.0.1 (DNS rebinding), the Host header has it.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 ANY = "*"
 CLIENT = "x-mlx-mtp-client"
-"""Header from a parent process: the key's SHA-256, the address, and the seconds since the request
-came, with slashes between them; the first two may be empty."""
+"""Header from a parent process: the SHA-256 of the client's key, the client's address, and the
+seconds since the request arrived, separated by slashes; the first two may be empty."""
 _HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def read_keys(key: str | None, file: str | None) -> tuple[str, ...]:
-    """Return the keys of --api-key and of --api-key-file; raises UsageError.
+    """Returns the keys of --api-key and of --api-key-file; raises UsageError.
 
     The file has one key per line; # begins a comment.
     """
@@ -78,18 +78,18 @@ def warn_if_open(host: str, cors_origins: Collection[str], *, has_key: bool) -> 
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return a key's SHA-256. As all have one length, comparing them tells nothing of the key's."""
+    """Returns a key's SHA-256, as a comparison of the keys themselves could reveal their length."""
     return hashlib.sha256(key).digest()
 
 
 def check_key(digests: Collection[bytes], scope: Scope) -> None:
-    """Raise AuthenticationError if the route needs a key and the request has none of these."""
+    """Raises AuthenticationError if the route needs a key and the request has none of `digests`."""
     record = record_of(scope)
     if not record.route.needs_key:
         return
     headers = Headers(scope=scope)
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    # Each given key is compared with each valid one: the time must not tell which came close.
+    # Every given key is compared with every valid one: the time must not reveal which one matched.
     for given in (headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""):
         for known in digests:
             if hmac.compare_digest(digest_of(given.strip().encode("latin-1")), known):
@@ -100,16 +100,16 @@ def check_key(digests: Collection[bytes], scope: Scope) -> None:
 
 
 def client_header(scope: Scope) -> tuple[bytes, bytes]:
-    """The header by which a parent process says whose request it passes on."""
+    """Returns the header in which a parent process says whose request it forwards."""
     record, address = record_of(scope), scope["client"][0] if scope.get("client") else ""
     seconds = time.perf_counter() - record.began
     return CLIENT.encode(), f"{record.key}/{address}/{seconds:.4f}".encode()
 
 
 def take_client(scope: Scope) -> None:
-    """Take the client's key and address from the parent process, which alone can connect."""
+    """Set the client's key and address from the header; only the parent process can connect."""
     record = record_of(scope)
-    if (given := Headers(scope=scope).get(CLIENT)) is None:  # The parent asks for itself.
+    if (given := Headers(scope=scope).get(CLIENT)) is None:  # The parent's own request.
         record.route = record.route._replace(is_logged=False)
         return
     record.key, address, seconds = given.split("/")
@@ -118,9 +118,9 @@ def take_client(scope: Scope) -> None:
 
 
 def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
-    """Return the valid Host names: localhost, --host, `more`, and perhaps this machine's own.
+    """Returns the valid Host names: localhost, --host, `more`, and maybe this machine's names.
 
-    The machine's names are among them if other machines can connect.
+    The machine's names are included if other machines can connect.
     """
     names = {"localhost", host.lower(), *more}
     if not _is_loopback(host):
@@ -131,9 +131,9 @@ def known_names(host: str, more: Iterable[str]) -> frozenset[str]:
 
 
 def check_host(names: frozenset[str], scope: Scope) -> None:
-    """Raise ForbiddenError if the Host header has none of these names, and no IP address."""
-    # Every browser sends the header, with an address only if the page itself came from there. After
-    # a 421 browsers would try again.
+    """Raises ForbiddenError if the Host header is neither one of `names` nor an IP address."""
+    # Every browser sends the header, with an IP address only if the page itself came from there.
+    # The status is not 421, after which browsers would try again.
     host = Headers(scope=scope).get("host")
     if host is None or ANY in names:
         return
@@ -146,9 +146,9 @@ def check_host(names: frozenset[str], scope: Scope) -> None:
 
 
 def check_origin(origins: Collection[str], scope: Scope) -> None:
-    """Raise ForbiddenError for web pages that are neither the server's own nor in `origins`."""
-    # Programs send no Origin. A page's is compared by host and port alone: behind a proxy that
-    # speaks TLS the server does not know its own scheme.
+    """Raises ForbiddenError for web pages that are neither the server's own nor in `origins`."""
+    # Only browsers send an Origin. For the server's own page only host and port are compared:
+    # behind a proxy that speaks TLS the server does not know its own scheme.
     headers = Headers(scope=scope)
     values = headers.getlist("origin")
     if not values or ANY in origins:

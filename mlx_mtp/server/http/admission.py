@@ -1,4 +1,4 @@
-"""What requests may take: slots of the engine, threads, memory for bodies and unread answers.
+"""Limits what requests use: slots of the engine, threads, memory for bodies and unread answers.
 
 A request that can't be served now is refused before anything is computed for it.
 """
@@ -28,22 +28,22 @@ T = TypeVar("T")
 
 MIN_RETRY_SECONDS = 1
 MAX_RETRY_SECONDS = 60
-REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # labels of the metric
-FULL = "mlx_mtp.full"  # In the state of a connection beyond the limit, with that as its value.
+REASONS = ("queue_full", "draining", "engine", "connections", "bytes")  # of `requests_rejected`
+FULL = "mlx_mtp.full"  # key in the state of a connection beyond the limit, with the limit as value
 PIECE = 64 << 10
-"""Bytes of an answer that are written at once. The first so many of each request, body and answer
-together, are not counted: the number of connections bounds them."""
-# Memory that a body takes until its request ends. Per byte: text with one character beyond U+FFFF
-# takes four. Per object: a Python dict.
+"""Bytes of an answer that are written at a time. The first `PIECE` bytes of each request, body and
+answer together, are not counted: the number of connections bounds them."""
+# Bytes of memory that a body takes until its request ends: per byte of the body, as a Python text
+# with one character beyond U+FFFF takes four per character, and per JSON object, for a dict.
 BODY_BYTES, OBJECT_BYTES = 4, 512
 SMALL = 1 << 18
-"""Characters, or bytes, of a text that takes milliseconds to read or write."""
+"""Characters or bytes: texts up to this size take only milliseconds to read or write."""
 
 
 class RequestLimiter:
     """Bounds the sequences that are running or waiting, over all HTTP requests.
 
-    There are as many slots as the engine computes sequences at once, and `max_queue` more. A
+    There are `max_num_seqs` slots for running sequences, and `max_queue` for waiting ones. A
     request holds its slots from its check to its end.
     """
 
@@ -51,17 +51,17 @@ class RequestLimiter:
         self, engine: Engine, max_queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.capacity = engine.info.max_num_seqs + max_queue
-        self.held = 0  # slots
+        self.held = 0  # slots in use
         self.rejected: Counter[str] = Counter()
         self.draining = False
         # Large bodies are parsed, and large answers written, one at a time.
         self.parsing, self.packing = FairExecutor(1), FairExecutor(1)
         self._drain_until = math.inf
         self._engine, self._max_queue, self._clock = engine, max_queue, clock
-        self._ends: deque[tuple[float, int]] = deque(maxlen=64)  # times, and slots freed
+        self._ends: deque[tuple[float, int]] = deque(maxlen=64)  # time and freed slots of each
 
     def drain(self, seconds: float) -> None:
-        """Refuse new requests; those that run have so many seconds to end."""
+        """Refuse new requests; running ones have `seconds` to end."""
         self.draining, self._drain_until = True, self._clock() + seconds
 
     @property
@@ -69,7 +69,7 @@ class RequestLimiter:
         return self._drain_until - self._clock()
 
     def check_connection(self, scope: Scope) -> None:
-        """Raise ConnectionLimitError on a connection for which there was no room."""
+        """Raises ConnectionLimitError beyond the limit of connections, unless `route.when_full`."""
         limit = scope.get("state", {}).get(FULL)
         if limit is not None and not record_of(scope).route.when_full:
             self.rejected["connections"] += 1
@@ -79,7 +79,10 @@ class RequestLimiter:
             )
 
     def check_admission(self, scope: Scope) -> None:
-        """Raise the error of a request that can't be served now; nothing is reserved."""
+        """Raises an EngineStoppedError or QueueFullError if the request can't be served now.
+
+        Nothing is reserved.
+        """
         route = record_of(scope).route
         if self.draining and not route.while_draining:
             self.rejected["draining"] += 1
@@ -98,7 +101,10 @@ class RequestLimiter:
             raise self._queue_full(1)
 
     def reserve(self, scope: Scope, count: int) -> None:
-        """Take all the slots of a request, or raise QueueFullError."""
+        """Reserve `count` slots for a request.
+
+        Raises QueueFullError, or InvalidRequestError if the server has fewer slots.
+        """
         if count > self.capacity:
             answers = f"The request is for {count} answers (prompts times n), but this server holds"
             raise errors.InvalidRequestError(
@@ -122,7 +128,7 @@ class RequestLimiter:
         retry_after = UNKNOWN_RETRY_SECONDS
         if len(self._ends) > 1:
             missing = self.held + count - self.capacity
-            # The first end only starts the clock; the time since the last counts too.
+            # The first end only starts the clock; the time since the last end counts too.
             ended = sum(size for _, size in self._ends) - self._ends[0][1]
             retry_after = _retry_after(missing * (self._clock() - self._ends[0][0]) / ended)
         message = f"The server is busy: {self.held} answers are running or waiting, and no more"
@@ -131,9 +137,9 @@ class RequestLimiter:
 
 
 class HeldBytes:
-    """Bounds the memory of bodies and unread answers: in all, and three quarters for one client.
+    """Limits the memory of bodies and unread answers: `limit` bytes, three quarters per client.
 
-    A request holds its bytes to its end.
+    A request holds its bytes until it ends.
     """
 
     def __init__(self, limit: int, rejected: Counter[str]) -> None:
@@ -142,9 +148,9 @@ class HeldBytes:
         self._rejected = rejected
 
     def reserve(self, scope: Scope, nbytes: int, *, always: bool = False) -> None:
-        """Count more bytes of a request, or raise BytesLimitError if others leave too little.
+        """Count `nbytes` more of a request; raises BytesLimitError if others leave too little.
 
-        If `always`, they are counted whatever others hold.
+        If `always`, the bytes are counted whatever other requests hold.
         """
         record, client = record_of(scope), client_of(scope)[0]
         before = max(0, record.num_bytes - PIECE)
@@ -153,7 +159,7 @@ class HeldBytes:
             (self.total, self.limit),
             (self._per_client[client], self.limit * 3 // 4),
         ):
-            # The longest body bounds a request that is alone.
+            # A request that is alone is limited by the maximum body size only.
             if added and held > before and held + added > limit and not always:
                 self._rejected["bytes"] += 1
                 raise errors.BytesLimitError(
@@ -176,9 +182,10 @@ class HeldBytes:
 
 
 class FairExecutor:
-    """Runs at most `max_running` calls at once, on the executor or on the loop's default one.
+    """Runs at most `max_running` calls at the same time; clients take turns.
 
-    Texts of up to `small` characters take no turn.
+    They run on `executor`, or on the event loop's default one. `run_by_size` doesn't wait for a
+    turn with texts of up to `small` characters.
     """
 
     def __init__(
@@ -188,7 +195,7 @@ class FairExecutor:
         self._queue: Any = FairQueue()
 
     async def run_by_size(self, size: int, client: tuple[str, ...], work: Callable[[], T]) -> T:
-        """Call `work` on a thread: in the client's turn, or at once if `size` is small."""
+        """Call `work` on a thread: in the client's turn, or immediately if `size` is small."""
         if size <= self._small:
             return await asyncio.to_thread(work)
         return await self.run(client, work)

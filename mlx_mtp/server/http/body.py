@@ -1,7 +1,7 @@
-"""A request's body, from its bytes to a validated model: whatever a client sends, it is no 500.
+"""Reads and validates a request's body: whatever a client sends, the status is not 500.
 
-The JSON parser lets no other thread run: it takes 10 ms for eight million bytes of text, but a
-second for as many of empty lists. So a body's parts are counted before it is parsed.
+The JSON parser holds the GIL: for 10 ms with eight million bytes of text, but for a second with
+eight million bytes of empty lists. So a body's parts are counted before it is parsed.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BodyModel = TypeVar("BodyModel", bound=BaseModel)
-LARGE_BODY = 256 << 10  # in bytes; longer ones are parsed off the event loop
+LARGE_BODY = 256 << 10  # bytes; longer bodies are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included
 MAX_PARTS = 1 << 17  # objects, lists and strings, names included; agents send thousands
 MAX_ITEMS = 9 << 17  # values; numbers are cheap, and a prompt may be a million token ids
 _TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
-_SMALL = 64 << 10  # characters that are parsed without switching off garbage collection
+_SMALL = 64 << 10  # characters; up to this size, garbage collection stays on during parsing
 _one_at_a_time = threading.Lock()
 
 
 class RoutedBody(BaseModel):
-    """What the parent of several models reads of a body, all of which goes to a model's process."""
+    """The fields that a parent of several models reads; a model's process gets the whole body."""
 
     model: str = Field("", max_length=256)
-    name: str = Field("", max_length=256)  # Ollama's older word for it
+    name: str = Field("", max_length=256)  # Ollama's older name of `model`
     stream: Any = None
     keep_alive: Any = None  # of Ollama's API: seconds, or a text such as 10m
     messages: Any = None
@@ -69,7 +69,7 @@ class RoutedBody(BaseModel):
     input: Any = None  # of embeddings
 
     def seconds(self) -> float | None:
-        """`keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
+        """Returns `keep_alive` in seconds, None if it is not given; raises InvalidRequestError."""
         if self.keep_alive is None:
             return None
         try:
@@ -79,9 +79,10 @@ class RoutedBody(BaseModel):
 
 
 async def read_request(request: Request, model: type[BodyModel]) -> tuple[Context, BodyModel]:
-    """Return the application's parts and the validated body; raises RequestError.
+    """Returns the application's context and the validated body.
 
-    Of bodies that name a model, the name is checked, and the first served one stands in for none.
+    If bodies of this type name a model, the name is checked, and a missing one becomes the first
+    served one. Raises RequestError, or BytesLimitError if there is no memory for the body.
     """
     context: Context = request.app.state.context
     context.check_kind(record_of(request.scope).route)
@@ -101,9 +102,9 @@ async def read_request(request: Request, model: type[BodyModel]) -> tuple[Contex
 async def read_body(
     request: Request, state: ServerState, model: type[BodyModel], ignored: list[str] | None = None
 ) -> tuple[bytes, BodyModel]:
-    """Return the body, as it came and validated; raises RequestError.
+    """Returns the body's bytes and the validated body; raises RequestError or BytesLimitError.
 
-    `ignored` is that of `parse_body`.
+    `ignored` is as for `parse_body`.
     """
     content = await read_bytes(request, state.config, state.held)
     record_of(request.scope).body_bytes = len(content)
@@ -114,14 +115,14 @@ async def read_body(
 
 
 async def read_bytes(request: Request, config: ServerConfig, held: HeldBytes) -> bytes:
-    """Return the body within the limits of size and time; raises RequestError."""
+    """Returns the body's bytes; raises RequestError, or BytesLimitError if `held` has no room."""
     max_bytes, max_seconds = config.max_body_bytes, config.body_timeout
     headers = request.headers
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         message = f"Content-Encoding {shortened(encoding)!r}: send the body uncompressed."
         raise UnsupportedMediaTypeError(message)
-    # Old scripts leave the header out, and `curl -d` sends that of a form.
+    # Old scripts omit the header, and `curl -d` sends the content type of a form.
     if (given := headers.get("content-type")) is not None:
         header = Message()
         header["content-type"] = given
@@ -157,9 +158,10 @@ def _too_long(max_bytes: int) -> PayloadTooLargeError:
 
 
 def parse_body(body: bytes, model: type[BodyModel], ignored: list[str] | None) -> BodyModel:
-    """Parse and validate a body within the bounds above; raises RequestError.
+    """Parse and validate a body within `MAX_DEPTH`, `MAX_PARTS` and `MAX_ITEMS`.
 
-    Unknown parameters are an error, or, if `ignored` is a list, added to it.
+    Unknown parameters are added to the list `ignored`, or are an error if it is None. Raises
+    RequestError.
     """
     if not body.strip():
         raise InvalidRequestError("The body is empty; it must be a JSON object.")
@@ -178,7 +180,7 @@ def parse_body(body: bytes, model: type[BodyModel], ignored: list[str] | None) -
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.") from None
     except ValueError:
-        # Python bounds the digits of an integer, as its time grows with their square.
+        # Python limits the digits of an integer, as parsing takes quadratic time.
         message = "The body's JSON has an integer of too many digits; no field takes more than 19."
         raise InvalidRequestError(message) from None
     if has_half_character(text, value):
@@ -192,8 +194,8 @@ def parse_body(body: bytes, model: type[BodyModel], ignored: list[str] | None) -
 
 
 def _decode_without_collections(text: str) -> Any:
-    # Garbage collections would walk the new lists again and again, which took most of the time.
-    # The lock makes sure that they are on again in the end, and bounds the memory too.
+    # Garbage collection would walk the new lists again and again, which took most of the time.
+    # The lock ensures that collection is on again at the end, and bounds the memory too.
     with _one_at_a_time:
         gc.disable()
         try:
@@ -219,7 +221,7 @@ _DECODER = json.JSONDecoder(
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` while the client stays; raises ClientDisconnect when it leaves."""
+    """Returns the result of `work`; cancels it and raises ClientDisconnect if the client leaves."""
     task, left = asyncio.current_task(), False
     assert task is not None
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from mlx_mtp import errors
 from mlx_mtp.bounded_json import shortened
 
-FORM = "\0"  # begins the tag of a union's form, which pydantic puts among field names in errors
+FORM = "\0"  # prefix of the tags of unions, which pydantic puts between field names in errors
 UNSUPPORTED = "unsupported"  # the pydantic error type that becomes an UnsupportedParameterError
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')
 _CLOSE = {"Connection": "close"}
@@ -21,7 +21,7 @@ _HEADERS: dict[type[Exception], dict[str, str]] = {
     errors.BodyTimeoutError: _CLOSE,
     errors.ConnectionLimitError: _CLOSE,
     errors.DrainingError: _CLOSE,
-    # SDKs would wait as long again, or ask again for what was ended on purpose.
+    # Without the header SDKs would retry: wait as long again, or undo a deliberate cancellation.
     errors.RequestTimeoutError: {"x-should-retry": "false"},
     errors.RequestCancelledError: {"x-should-retry": "false"},
 }
@@ -29,21 +29,21 @@ _ANTHROPIC_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Return an error's JSON as OpenAI's API has it, in responses and in streams."""
+    """Returns an error's JSON as OpenAI's API has it, in responses and in streams."""
     error = public(error)
     fields = {"message": str(error), "type": error.type, "param": error.param, "code": error.code}
     return {"error": fields}
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """Return an error's JSON as Anthropic's API has it."""
+    """Returns an error's JSON as Anthropic's API has it."""
     shown = public(error)
     kind = _ANTHROPIC_TYPES.get(shown.status, shown.type)
     return {"type": "error", "error": {"type": kind, "message": str(shown)}}
 
 
 def ollama_error_body(error: Exception) -> dict[str, Any]:
-    """Return an error's JSON as Ollama's API has it."""
+    """Returns an error's JSON as Ollama's API has it."""
     return {"error": str(public(error))}
 
 
@@ -52,18 +52,18 @@ def error_response(
     body: Callable[[Exception], dict[str, Any]] = error_body,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """Return the HTTP response to an error, in the form of an API."""
+    """Returns the HTTP response to an error; `body` gives the JSON in the form of an API."""
     shown = public(error)
     more = {**_HEADERS.get(type(shown), {}), **(headers or {})}
     if shown.retry_after is not None:
         more["Retry-After"] = str(shown.retry_after)
     if shown is not error:
-        more |= _CLOSE  # It is raised again for the log, and uvicorn then closes.
+        more |= _CLOSE  # Raised again for the log, it makes uvicorn close the connection.
     return JSONResponse(body(shown), status_code=shown.status, headers=more)
 
 
 def from_validation(error: ValidationError) -> errors.RequestError:
-    """Return the first error that pydantic found, with the field's name as a client writes it."""
+    """Returns the first error that pydantic found, with the field's name as a client writes it."""
     first = error.errors(include_url=False, include_input=False)[0]
     location = [*first["loc"], first.get("ctx", {}).get("field")]
     parts = [part for part in location if part is not None and not str(part).startswith(FORM)]
@@ -74,7 +74,7 @@ def from_validation(error: ValidationError) -> errors.RequestError:
         return errors.UnsupportedParameterError(message, param=param)
     if first["type"] == "missing":
         return errors.InvalidRequestError(f"{param} is required.", param=param)
-    if first["type"] == "too_short":  # all lists that have a least length may only not be empty
+    if first["type"] == "too_short":  # All lists with a minimum length have the minimum 1.
         return errors.InvalidRequestError(f"{param} must not be empty.", param=param)
     unsupported = first["type"] in (UNSUPPORTED, "literal_error")
     kind = errors.UnsupportedParameterError if unsupported else errors.InvalidRequestError
@@ -82,14 +82,14 @@ def from_validation(error: ValidationError) -> errors.RequestError:
 
 
 def public(error: Exception) -> errors.MlxMtpError:
-    """Return the error that a client may see: of a bug it sees none of the details."""
+    """Returns the error that a client may see, without the details of a bug."""
     if isinstance(error, errors.MlxMtpError):
         return error
     return errors.MlxMtpError("The server failed; see its log.")
 
 
 class StreamForm:
-    """How the streams of an API say that they go on, and that they have failed."""
+    """The form of keep-alives and errors in the streams of an API."""
 
     def __init__(self, path: str, body: Callable[[Exception], dict[str, Any]]) -> None:
         """`body` is the API's form of an error."""
@@ -103,13 +103,13 @@ class StreamForm:
         self.body = body
 
     def wants_stream(self, stream: object) -> bool:
-        """Whether a body with this value of `stream` asks for a stream; None: it has none."""
+        """Returns True if a body with this value of `stream` (None: absent) asks for a stream."""
         return stream is not False if self.is_ollama else stream is True
 
     def failure(self, error: Mapping[str, Any], last: bytes) -> bytes:
-        """An error's JSON as the end of a stream of which `last` came before.
+        """Returns an error's JSON as the end of a stream; `last` are the bytes sent before.
 
-        Empty if the stream broke off within an event.
+        Returns b"" if the stream broke off within an event.
         """
         text = json.dumps(error).encode()
         if self.is_ollama:

@@ -1,4 +1,4 @@
-"""An HTTP request's row in the table of routes, and the record that each layer adds to."""
+"""The rows of the table of routes, and the record of a request, which each layer adds to."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Route(NamedTuple):
     methods: str  # GET includes HEAD.
     path: str
     handler: Handler
-    generates: bool = False  # a POST takes slots of the engine
-    embeds: bool = False  # is for models that make embeddings
+    generates: bool = False  # a POST needs slots of the engine
+    embeds: bool = False  # the route is for models that make embeddings
     needs_key: bool = True  # on a server with API keys
     while_draining: bool = False  # answered while the server is shutting down
     when_full: bool = False  # answered when all connections are in use
@@ -44,19 +44,19 @@ class Route(NamedTuple):
 
     @property
     def paths(self) -> set[str]:
-        """The path with and without a slash at its end: a redirect loses some clients' bodies."""
+        """The path with and without a trailing slash: some clients lose the body in a redirect."""
         return {self.path, self.path.rstrip("/") + "/"}
 
 
 NO_ROUTE = Route("", "other", cast(Any, None))
-"""The row of all paths that have none; its path is their label in the metrics."""
+"""The row for all paths without a route; its path is their label in the metrics."""
 
 
 def route_finder(routes: Iterable[Route]) -> Callable[[str], Route]:
-    """Return a function from a path, with or without a slash at the end, to its first row.
+    """Returns a function that finds the first row for a path, with or without a trailing slash.
 
-    A path without a row gets `NO_ROUTE` with the error body of the API that it seems to be meant
-    for.
+    For a path without a row it returns `NO_ROUTE`, with the error body of the API whose paths have
+    the same beginning.
     """
     fixed: dict[str, Route] = {}
     patterns: list[tuple[re.Pattern[str], Route]] = []
@@ -83,9 +83,9 @@ def route_finder(routes: Iterable[Route]) -> Callable[[str], Route]:
 
 
 class Ignored(list[str]):
-    """The body's parameters without effect, and what their validation must know of the model."""
+    """The body's ignored parameters, and what the validation must know about the model."""
 
-    sees = False  # takes images
+    sees = False  # the model takes images
 
 
 @dataclass(slots=True)
@@ -94,19 +94,19 @@ class RequestRecord:
 
     route: Route = NO_ROUTE
     began: float = field(default_factory=time.perf_counter)
-    id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex[:24]}")  # or the answer's
-    key: str = ""  # SHA-256 of the API key that let it in; empty on a server without keys
+    id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex[:24]}")  # later the answer's id
+    key: str = ""  # hex SHA-256 of the request's API key; empty on a server without keys
     num_slots: int = 0  # reserved in the engine and its queue
-    body_bytes: int = 0  # of the text that it has to read
-    num_bytes: int = 0  # of its body and unread answer, as `HeldBytes` counts them
+    body_bytes: int = 0  # of text to read: the body, and a stored response that it continues
+    num_bytes: int = 0  # of the body and the unread answer, as `HeldBytes` counts them
     ignored: Ignored = field(default_factory=Ignored)
     generation: Generation | None = None
     status: int = 0  # of the response, once there is one
-    reason: str | None = None  # why it failed
+    reason: str | None = None  # why the request failed
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """Return the record of the request with this ASGI scope; the first call makes it."""
+    """Returns the record of the request with this ASGI scope; the first call makes it."""
     record: RequestRecord | None = scope.get(_RECORD)
     if record is None:
         record = scope[_RECORD] = RequestRecord()
@@ -114,11 +114,11 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 def client_of(scope: Scope, user: str | None = None) -> tuple[str, str]:
-    """Return the client of a request: its key and address, and its user agent or the body's `user`.
+    """Returns a request's client: (key and address, digest of the body's `user` or the user agent).
 
-    The first can't be chosen freely, the second can. Waiting clients take turns by the first, and
-    within it by the second (`engine.fair_queue`): so agents on one machine are told apart, and
-    inventing names gains nothing.
+    A client can choose the second name freely, but not the first. Waiting clients take turns by the
+    first name, and those with the same first name by the second (`engine.fair_queue`). So agents on
+    one machine are told apart, and inventing names gains nothing.
     """
     address = scope["client"][0] if scope.get("client") else ""
     name = user or Headers(scope=scope).get("user-agent", "")

@@ -14,7 +14,7 @@ from mlx_mtp.server.api.schema import FORM, Many, ManyTools, OneOrMore, WireMode
 from mlx_mtp.server.generation import inputs
 from mlx_mtp.server.generation.inputs import BUDGETS, AnswerOptions, Conversation, ToolCall, unwrap
 
-# Claude Code's first system block begins with it, and has a nonce that changes with each turn.
+# The beginning of Claude Code's first system block, which has a nonce that changes each turn.
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
@@ -37,7 +37,7 @@ class _TextBlock(WireModel):
 
 class _ImageBlock(WireModel):
     type: Literal["image"]
-    # The image as a stretch of a text (see `pictures`).
+    # The image as a span of text (see `pictures`).
     text: Annotated[str, BeforeValidator(_image_source)] = Field(validation_alias="source")
     cache_control: _CacheControl | None = None
 
@@ -149,7 +149,7 @@ class _AnthropicTool(fields.Function):
     eager_input_streaming: bool | None = None
 
 
-# Tools that Anthropic's servers run; those of clients have a schema.
+# Tools that Anthropic's servers run; the tools of clients have a schema.
 _OF_VENDOR = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_\w+)_\d{8}")
 
 
@@ -206,7 +206,7 @@ class _Metadata(WireModel):
 
 
 class KeptThinking(WireModel):
-    """How many of the latest turns keep their thinking. Errors have this class's name."""
+    """How many of the latest turns keep their thinking. Errors show this class's name."""
 
     type: Literal["thinking_turns", "all"]
     value: Annotated[int, Field(ge=1)] | None = None
@@ -252,7 +252,7 @@ class CountRequest(WireModel):
 
     @model_validator(mode="after")
     def _calls_have_results(self) -> Self:
-        # The last message is the beginning of the answer, and a model can't go on after a call.
+        # An assistant's last message begins the answer, and a model can't continue after a call.
         if any(isinstance(block, _ToolUseBlock) for block in self.messages[-1].content):
             message = "the last message has a tool_use block, and its result is missing: add a "
             message += "message of role user with a tool_result block, or leave the tool_use out"

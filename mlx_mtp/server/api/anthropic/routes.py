@@ -1,4 +1,4 @@
-"""Anthropic's routes, for any `anthropic-version`, and how their answers are worded."""
+"""Anthropic's routes, for any `anthropic-version`, and the form of their answers."""
 
 import json
 from typing import Any, ClassVar
@@ -24,8 +24,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class _MessageWriter(Writer):
     keep_alive = event({"type": "ping"}, "ping")
     prefixes: ClassVar[dict[BlockKind, str]] = {"call": "toolu_"}
-    # Half a call, completed to an object, would look whole, and a client might write half a file.
-    # In a stream the input of such a call is left open.
+    # A cut call, completed to an object, would look complete, and a client might write half a
+    # file. In a stream the JSON of its input is left unfinished.
     cut_calls_are_text = True
     body: MessagesRequest
 
@@ -80,7 +80,7 @@ class _MessageWriter(Writer):
             "type": "message",
             "role": "assistant",
             "model": self.body.model,
-            "seed": self.params.seed,  # not of this API
+            "seed": self.params.seed,  # not in Anthropic's API
             "content": content,
             **reason,
             "usage": _usage(self.generation),

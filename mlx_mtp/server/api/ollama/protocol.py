@@ -1,4 +1,4 @@
-"""The bodies of Ollama's routes: the other APIs' parameters by Ollama's names."""
+"""The bodies of Ollama's routes: the other APIs' parameters under Ollama's names."""
 
 import json
 from abc import abstractmethod
@@ -16,7 +16,7 @@ from mlx_mtp.server.api.schema import FORM, Many, ManyTools, WireModel, at_most,
 from mlx_mtp.server.generation import inputs, pictures
 from mlx_mtp.server.generation.inputs import AnswerOptions, Conversation
 
-# Each as a stretch of a text; they come before the message's text.
+# Images as spans of text (see `pictures`), which come before the message's text.
 _Images = Annotated[
     list[Annotated[str, AfterValidator(pictures.as_text)]], at_most(schema.MAX_MESSAGES)
 ]
@@ -79,7 +79,7 @@ class _OllamaRequest(schema.AnswerRequest):
     think: _OllamaThink | None = None
     logprobs: bool = False
     top_logprobs: schema.Int | None = None
-    # Those of `options` that other APIs don't have; `max_tokens` is a synonym of num_predict.
+    # Fields of `options` that other APIs don't have; `max_tokens` is a synonym of num_predict.
     num_predict: schema.Int = -1
     stop: schema.Stops = Field([])
     chat_template_kwargs: schema.TemplateKwargs = Field({})

@@ -1,4 +1,4 @@
-"""Ollama's routes, and how their answers are worded."""
+"""Ollama's routes, and the form of their answers."""
 
 import json
 from abc import abstractmethod
@@ -26,7 +26,7 @@ class _OllamaWriter(Writer):
     media_type = "application/x-ndjson"
     cut_calls_are_text = True
     prefixes: ClassVar[dict[BlockKind, str]] = {"call": "call_"}
-    keep_alive = b" "  # a part of the next line: clients take an empty line for an error
+    keep_alive = b" "  # begins the next line: clients take an empty line for an error
 
     @abstractmethod
     def text_fields(self, text: str, **more: Any) -> dict[str, Any]: ...

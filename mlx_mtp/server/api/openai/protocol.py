@@ -52,7 +52,7 @@ class OpenAIMessage(WireModel):
     content: _MessageText = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # OpenRouter's and vLLM's name for it
+    reasoning: str | None = None  # OpenRouter's and vLLM's `reasoning_content`
     refusal: str | None = None
     annotations: Annotated[list[Any], at_most(schema.MAX_MESSAGES)] | None = None
     parsed: schema.Parsed | None = None
@@ -119,20 +119,20 @@ class _AllowedToolsChoice(WireModel):
 
 class _UsageOptions(WireModel):
     include_usage: bool = False
-    # vLLM's: with include_usage the counts so far are in every chunk.
+    # vLLM's: with include_usage every chunk has the usage so far.
     continuous_usage_stats: bool = False
-    include_progress: bool = False  # as return_progress
+    include_progress: bool = False  # the same as `return_progress`
 
 
 class _MtpOptions(WireModel):
     num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
     trace: bool = False
-    optimistic: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: never; None: as the server
+    optimistic: Annotated[float, Field(ge=0, le=1)] | None = None  # 0: off; None: the server's
 
 
 @schema.sampled()
 class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, GuidedFields):
-    """What both bodies have."""
+    """The fields that both bodies have."""
 
     stream_options: _UsageOptions = _UsageOptions()
     stop: schema.Stops = Field([])
@@ -140,7 +140,7 @@ class OpenAIRequest(schema.AnswerRequest, schema.OpenAILabels, GuidedFields):
     prompt_logprobs: schema.Int | None = None
     return_progress: bool = False  # llama.cpp's; has an effect on streams only
     mtp: _MtpOptions = _MtpOptions()
-    # How an answer's tokens become text, in vLLM's words.
+    # vLLM's fields for how an answer's tokens become text.
     bad_words: schema.BadWordTexts = Field([])
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -186,7 +186,10 @@ class TemplateFields(WireModel):
     continue_final_message: bool = False
 
     def template_fields(self) -> dict[str, Any]:
-        """The same as fields of a `Conversation`, but for the variables."""
+        """Returns the values of fields of a `Conversation`, without the template's variables.
+
+        Raises InvalidRequestError for fields that contradict each other.
+        """
         both = {field := "continue_final_message", "add_generation_prompt"} <= self.model_fields_set
         if both and self.continue_final_message and self.add_generation_prompt:
             message = f"{field}: can't be combined with add_generation_prompt: true."
@@ -247,7 +250,7 @@ class ChatRequest(OpenAIRequest, ThinkingFields, TemplateFields):
 
 
 def as_prompts(value: object, most: int = MAX_SEQUENCES) -> object:
-    """Take a text, token ids, or a list of either as a list of `most` prompts at most."""
+    """Take a text, token ids, or a list of either as a list of at most `most` prompts."""
     if isinstance(value, str) or (isinstance(value, list) and value and schema.is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:

@@ -1,4 +1,4 @@
-"""OpenAI's routes for chats and completions, and how their answers are worded."""
+"""OpenAI's routes for chats and completions, and the form of their answers."""
 
 import time
 from abc import abstractmethod
@@ -31,7 +31,7 @@ class _OpenAIWriter(Writer):
     done = b"data: [DONE]\n\n"
     answer_kind: str
     chunk_kind: str
-    chunk_key: str  # of the content in a chunk's choice
+    chunk_key: str  # the key of the content in a chunk's choice
     empty: ClassVar[Any]  # content of a choice's last chunk, which has the finish reason
     body: OpenAIRequest
 
@@ -47,7 +47,7 @@ class _OpenAIWriter(Writer):
         }
         self._num_choices = job.options.n
         self.slow = job.params.prompt_logprobs is not None
-        self._num_sent: Counter[int] = Counter()  # token ids of each choice, in chunks
+        self._num_sent: Counter[int] = Counter()  # token ids in chunks so far, by choice
         self._traces = [
             Trace(self.tokenizer.token_bytes, stream.steps) if body.mtp.trace else None
             for stream in generation.streams
@@ -91,7 +91,10 @@ class _OpenAIWriter(Writer):
     def logprobs(self, tokens: OutputTokens | None) -> dict[str, Any] | None: ...
 
     def prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """The logprobs of a choice's prompt, which its first choice has, if they were asked for."""
+        """Returns the logprobs of a choice's prompt, {} if they weren't asked for.
+
+        They are read from the first choice of the same prompt, which always has them.
+        """
         most = self.body.prompt_logprobs
         if most is None:
             return {}
@@ -137,7 +140,7 @@ class _OpenAIWriter(Writer):
 
 
 class ChatWriter(_OpenAIWriter):
-    """/v1/chat/completions."""
+    """Formats an answer of /v1/chat/completions."""
 
     answer_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"

@@ -13,7 +13,7 @@ OutputTokens = Sequence[OutputToken]
 
 
 def logprob_entries(tokenizer: Tokenizer, tokens: OutputTokens) -> list[dict[str, Any]]:
-    """OpenAI's entries for a chat's tokens, each with its alternatives."""
+    """Returns OpenAI's entries for a chat's tokens, each with its alternatives."""
 
     def candidate(token_id: int, logprob: float) -> dict[str, Any]:
         text, content = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
@@ -28,7 +28,10 @@ def logprob_entries(tokenizer: Tokenizer, tokens: OutputTokens) -> list[dict[str
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: OutputTokens, most: int) -> dict[str, Any]:
-    """OpenAI's lists for a completion's tokens, an echo's included, with `most` alternatives."""
+    """Returns OpenAI's lists for a completion's tokens, with up to `most` alternatives each.
+
+    The tokens of an echo are included.
+    """
     name = tokenizer.token_text
     logprobs: list[float | None] = []
     alternatives: list[dict[str, float] | None] = []
@@ -36,7 +39,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: OutputTokens, most: int) -
         logprob, top = None, None
         if token.logprobs is not None:
             logprob = _clamped(token.logprobs.logprob)
-            # The token itself is always among them, as OpenAI has it.
+            # The token itself is always among the alternatives, as in OpenAI's API.
             pairs = (*token.logprobs.top[:most], (token.token_id, logprob))
             top = {name(other): _clamped(value) for other, value in pairs}
         logprobs.append(logprob)
@@ -52,7 +55,10 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: OutputTokens, most: int) -
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[TokenLogprobs], most: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's list for a prompt's tokens: each token and `most` alternatives, by their ids."""
+    """Returns vLLM's list for a prompt's tokens: each token and `most` alternatives, by their ids.
+
+    `entries` are for all tokens but the first, whose place in the list has None.
+    """
 
     def candidate(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
         text = tokenizer.token_text(token_id)
@@ -72,9 +78,9 @@ def _clamped(logprob: float) -> float:
 
 
 class Trace:
-    """What each step of one choice drafted, accepted and drew.
+    """Reports what each step of one choice drafted, accepted and sampled.
 
-    The tokens' texts, joined, are the answer as the model wrote it.
+    The joined texts of the tokens are the answer as the model wrote it.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], steps: list[RequestOutput]) -> None:
@@ -82,7 +88,7 @@ class Trace:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self) -> list[dict[str, Any]]:
-        """The steps since the last call."""
+        """Returns the steps since the last call."""
         steps = list(map(self._step, self._steps))
         self._steps.clear()
         return steps

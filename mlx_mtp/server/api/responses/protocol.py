@@ -54,7 +54,7 @@ class _AnyItem(WireModel):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
     def listed(self, name: str) -> dict[str, Any]:
-        """The item as the API lists it, with the id `name` if it has none."""
+        """Returns the item as the API lists it, with the id `name` if it has none."""
         fields = {
             "id": name,
             "status": "completed",
@@ -97,7 +97,7 @@ class _CallItem(_AnyItem):
     parsed_arguments: fields.Parsed | None = None
     namespace: str | None = None
     caller: _DirectCaller | None = None
-    # `async` is a keyword of Python, for which the openai package sends `async_`.
+    # `async` is a keyword in Python, so the openai package sends `async_`.
     runs_async: fields.OnlyFalse = Field(False, validation_alias=AliasChoices("async", "async_"))
 
     def message(self) -> Message:
@@ -144,7 +144,10 @@ _ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
 
 
 def items_of(inputs: Iterable[bytes]) -> list[InputItem]:
-    """Stored items as a request has them; RequestError if a client could not send them."""
+    """Returns stored items as a request has them.
+
+    Raises RequestError for an item that a client could not send.
+    """
     try:
         # One by one: other threads run only between pydantic's calls.
         return [_ITEM.validate_json(item) for item in inputs]
@@ -227,7 +230,7 @@ def _no_conversations(_: object) -> object:
 
 
 class _StreamOptions(WireModel):
-    """Without fields: a stream has nothing beside the answer."""
+    """An object without fields: a stream has nothing but the answer."""
 
 
 @fields.sampled("temperature", "top_p", "top_k", "seed")
@@ -253,7 +256,7 @@ class ResponsesRequest(fields.AnswerRequest, fields.OpenAILabels):
     store: bool | None = None  # None: stored if possible
     previous_response_id: str | None = None
     conversation: Annotated[None, BeforeValidator(_no_conversations)] = None
-    max_tool_calls: fields.Int | None = None  # without effect: of tools that a server runs
+    max_tool_calls: fields.Int | None = None  # without effect: limits tools that a server runs
     chat_template_kwargs: fields.TemplateKwargs = Field({})
     client_metadata: Annotated[dict[str, Any], at_most(fields.MAX_LABELS)] | None = None
 

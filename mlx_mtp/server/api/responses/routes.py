@@ -1,4 +1,4 @@
-"""The route of responses, and how they are worded."""
+"""The route that makes responses, and the form of its answers."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ class _ResponseWriter(Writer):
         self._number = -1
 
     def whole(self) -> dict[str, Any]:
-        # An unfinished character has tokens but no text, and is no message of a whole answer.
+        # An unfinished character has tokens but no text, so its block is not listed as a message.
         return self._ended(b for b in self.whole_blocks(0) if b.kind != "text" or b.text)
 
     def _ended(self, blocks: Iterable[Block]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ _ECHOED = {
 
 def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     dump = partial(body.model_dump, mode="json", by_alias=True)
-    # Without nulls, which are fields of other kinds of forms and tools.
+    # Without nulls, which are the fields of other kinds of forms and tools.
     forms = dump(include={"text", "tools"}, exclude_none=True)
     return {
         **dump(include=_ECHOED),
@@ -179,12 +179,12 @@ def _echo(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "metadata": body.metadata or {},
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "seed": params.seed,  # not of this API
+        "seed": params.seed,  # not in OpenAI's API
         "top_logprobs": params.top_logprobs or 0,
         "truncation": "disabled",
         "background": False,
         "service_tier": "default",
-        # The only field that OpenAI's schema doesn't let be null.
+        # The only field that must not be null in OpenAI's schema.
         **({} if body.user is None else {"user": body.user}),
     }
 
