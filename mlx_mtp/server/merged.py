@@ -48,6 +48,8 @@ async def merged_stream(
 
     try:
         while True:
+            # A server whose stream has ended, or that refused to begin one, is asked again.
+            readers = {path: task for path, task in readers.items() if not task.done()}
             for name, path in running().items():
                 if path not in readers:
                     readers[path] = asyncio.create_task(read(name, path))

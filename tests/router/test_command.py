@@ -1,6 +1,8 @@
 """The command line of several models: their names, what a process gets, and what is refused."""
 
 import argparse
+import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -23,7 +25,7 @@ from mlx_mtp.flags import CommandParser, arguments_of, duration
 from mlx_mtp.inspect import needs
 from mlx_mtp.logs import log_again
 from mlx_mtp.options import SERVE_FLAGS
-from mlx_mtp.server.merged import merged_live, merged_metrics
+from mlx_mtp.server.merged import merged_live, merged_metrics, merged_stream
 from mlx_mtp.settings import add_settings, resolve
 
 
@@ -188,3 +190,33 @@ def test_metrics_and_messages_of_several_are_merged() -> None:
     }
     assert merged["running"] == merged["server"]["restarts"] == 2
     assert merged["server"]["context"] == 5
+
+
+def test_live_of_a_process_that_broke_off_is_asked_again(tmp_path: Path) -> None:
+    path, num_asked = tmp_path / "socket", 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        with contextlib.closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            if num_asked == 1:
+                return
+            message = b"data: %b\n\n" % json.dumps(merged_live({}) | {"running": 1}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(message) + 1))
+            writer.write(message)
+            await reader.read()  # The body's last byte never comes.
+
+    async def first_running() -> None:
+        stream = contextlib.aclosing(merged_stream(lambda: {"m": path}))
+        async with (
+            asyncio.timeout(60),
+            await asyncio.start_unix_server(serve, path),
+            stream as messages,
+        ):
+            async for message in messages:
+                if message["running"]:
+                    return
+
+    asyncio.run(first_running())
+    assert num_asked == 2
