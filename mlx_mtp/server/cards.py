@@ -12,7 +12,7 @@ EMBEDS = ["embedding"]
 
 def wrong_kind(name: str, *, embeds: bool) -> UnsupportedRouteError:
     """Returns the error for a request for text to an embedding model (`embeds`), or the reverse."""
-    does = "generates text and makes no embeddings: name one that does, such as of Qwen3-Embedding"
+    does = "generates text and makes no embeddings; name an embedding model such as Qwen3-Embedding"
     if embeds:
         does = "makes embeddings and generates no text; it answers /v1/embeddings and /api/embed"
     return UnsupportedRouteError(f"The model {name!r} {does}.")

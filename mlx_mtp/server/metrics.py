@@ -63,26 +63,32 @@ _GAUGES = {
     "num_requests_running": ("Requests in a batch.", "stats.num_requests_running"),
     "num_requests_waiting": ("Requests not yet admitted.", "stats.num_requests_waiting"),
     "num_requests_held": ("Sequences running, waiting or being prepared.", "limiter.held"),
-    "prefill_tokens": ("Of prompts that are being computed.", "stats.prefill_tokens"),
+    "prefill_tokens": ("Tokens of the prompts that are being computed.", "stats.prefill_tokens"),
     "prefill_tokens_done": (
-        "Those of them that are computed, or from the cache.",
+        "Tokens of these prompts that are computed or came from the prefix cache.",
         "stats.prefill_tokens_done",
     ),
     "kv_cache_usage_perc": ("Used share of the memory for rows; 1 is all.", "stats.kv_usage"),
     "prefix_cache_bytes": ("Memory of the prefix cache.", "stats.prefix_cache.nbytes"),
     "prefix_cache_entries": (
-        "Prefixes a prompt can go on from.",
+        "Prefixes in memory from which a prompt can continue.",
         "stats.prefix_cache.num_entries",
     ),
     "prefix_cache_files": ("Prefixes on the disk.", "stats.prefix_cache.num_files"),
-    "prefix_cache_file_bytes": ("What these take.", "stats.prefix_cache.file_nbytes"),
+    "prefix_cache_file_bytes": (
+        "Bytes of the prefixes on the disk.",
+        "stats.prefix_cache.file_nbytes",
+    ),
 }
 _TOTALS = {
     "engine_restarts": ("Restarts after an error that nothing caught.", "stats.num_restarts"),
     "prompt_tokens": ("Prompt tokens computed.", "stats.prompt_tokens"),
     "generation_tokens": ("Tokens generated.", "stats.generation_tokens"),
     "prefix_cache_queries": ("Prompt tokens looked up.", "stats.prefix_cache.queries"),
-    "prefix_cache_hits": ("Those found, and not computed.", "stats.prefix_cache.hits"),
+    "prefix_cache_hits": (
+        "Prompt tokens found in the prefix cache, and so not computed.",
+        "stats.prefix_cache.hits",
+    ),
     "prefix_cache_files_written": ("Prefixes written.", "stats.prefix_cache.num_files_written"),
     "prefix_cache_files_dropped": (
         "Prefixes not written: the disk is slow or full, or they are too large.",
@@ -252,7 +258,7 @@ class Metrics(Collector):
         name, text = "prefix_cache_evicted", "Prefixes evicted from memory, by reason."
         evicted = stats.prefix_cache.evicted.items()
         yield with_labels(CounterMetricFamily, name, text, ["reason"], evicted)
-        text = "1; what the server is made of."
+        text = "Always 1; its labels are the versions of the server and of what it runs on."
         yield with_labels(GaugeMetricFamily, "build_info", text, [*_BUILD], [(*_BUILD.values(), 1)])
 
 

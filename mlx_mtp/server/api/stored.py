@@ -136,8 +136,8 @@ async def keeper(
         if store is None:
             return None
         raise InvalidRequestError(
-            f"store: the answer can't be kept. What leads to it, earlier answers that it continues "
-            f"included, is {size} bytes of JSON; at most {most} are kept.",
+            f"store: the answer can't be kept. Its input, with the earlier answers that it "
+            f"continues, has {size} bytes of JSON; at most {most} are kept.",
             param="store",
         )
 

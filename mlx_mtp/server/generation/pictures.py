@@ -70,7 +70,7 @@ def _from_url(url: object, detail: object = None) -> str:
     match = _DATA_URL.match(url, 0, 256)
     if match is None:
         raise ValueError(
-            f"{json.dumps(url[:_SHOWN])} is no data URL: this server fetches nothing from a "
+            f"{json.dumps(url[:_SHOWN])} is not a data URL: this server fetches nothing from a "
             "network; send the image itself, as data:image/png;base64 and so on"
         )
     if match[1].lower() not in _TYPES:
@@ -175,7 +175,7 @@ class Sight:
                 data = base64.b64decode("".join(picture.data.split()), validate=True)
                 pixels = self._read(data, sizes.for_detail(picture.detail))
             except binascii.Error as error:
-                raise _wrong(f"Message {number}: The image is no base64: {error}.") from None
+                raise _wrong(f"Message {number}: The image is not valid base64: {error}.") from None
             except InvalidRequestError as error:
                 raise _wrong(f"Message {number}: {error}") from None
             rows, columns = pixels.height // sizes.token, pixels.width // sizes.token
