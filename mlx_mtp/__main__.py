@@ -2,7 +2,7 @@
 
 from mlx_mtp import safe_path
 
-# Before other imports: `python -m` would look for them in the current directory first.
+# Before other imports: `python -m` looks for modules in the current directory first.
 safe_path.drop_current_directory()
 
 import sys  # noqa: E402

@@ -1,7 +1,7 @@
 """Prepares mlx before its import: checks that it has exactly one backend, and loads a fast BLAS.
 
-mlx's CPU library is linked to the slow reference BLAS. An OpenBLAS that was loaded before it, with
-global symbols, takes its place.
+mlx's CPU library is linked against the slow reference BLAS. If an OpenBLAS has been loaded earlier
+with global symbols, mlx uses OpenBLAS's functions instead.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class BackendInfo(NamedTuple):
     """The backend that mlx computes on."""
 
     device: str  # Metal, CUDA or CPU
-    blas: str  # library of the CPU's matrix products; empty if the device is no CPU
+    blas: str  # the BLAS library; empty unless the device is the CPU
     mlx_version: str
 
     def __str__(self) -> str:
@@ -43,7 +43,10 @@ class BackendInfo(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def prepare() -> BackendInfo:
-    """Prepare mlx, once. BackendError says what to install if mlx has no backend, or two."""
+    """Prepare mlx, once per process, and return its backend.
+
+    Raises BackendError, which says what to install, if mlx has no backend, or two.
+    """
     _keep_file_limit()
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
@@ -51,9 +54,9 @@ def prepare() -> BackendInfo:
 
 
 def _keep_file_limit() -> None:
-    """Let mlx-lm raise the limit of open files, but neither lower it nor fail.
+    """Let mlx-lm raise the limit of open files, but not lower it or fail because of it.
 
-    At its import mlx-lm sets the soft limit to 2,048 and the hard one to 4,096.
+    When it is imported, mlx-lm sets the soft limit to 2,048 and the hard limit to 4,096.
     """
     original = resource.setrlimit
 
@@ -113,7 +116,7 @@ def _fast_blas() -> str:
     process = ctypes.CDLL(None)
     if hasattr(process, "openblas_get_config"):
         return f"{_describe(process)} (already loaded)"
-    if "mlx.core" in sys.modules:  # Its symbols are bound already.
+    if "mlx.core" in sys.modules:  # mlx has already bound the BLAS functions.
         logger.warning("mlx was imported before backend.prepare(): its slow reference BLAS stays.")
         return _REFERENCE_BLAS
     sources: tuple[Callable[[], tuple[ctypes.CDLL, str]], ...] = (_system, _ngsolve, _cmeel)
@@ -138,8 +141,8 @@ def _system() -> tuple[ctypes.CDLL, str]:
 
 
 def _ngsolve() -> tuple[ctypes.CDLL, str]:
-    # The library looks for its dependencies in its own folder, and mlx-cpu brings a libgfortran: a
-    # folder of links has both. It may be removed once the library is loaded.
+    # The library looks for libgfortran in its own folder, but mlx-cpu has libgfortran in another:
+    # load the library from a temporary folder with links to both.
     package = _package_folder("ngsolve_openblas")
     blas = min(package.glob("libopenblas*.so*"))
     bundled = _package_folder("mlx").parent / "mlx_cpu.libs"
@@ -162,7 +165,7 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def _leave_a_core(library: ctypes.CDLL) -> None:
-    # One core is for the thread that builds the steps: OpenBLAS's threads spin between products.
+    # Leave one core to the engine's thread: OpenBLAS's threads spin between matrix products.
     if any(os.environ.get(name) for name in _BLAS_THREADS):
         return
     with contextlib.suppress(AttributeError):  # Some builds lack these functions.
@@ -170,7 +173,7 @@ def _leave_a_core(library: ctypes.CDLL) -> None:
 
 
 def _package_folder(name: str) -> Path:
-    # Without an import: ngsolve_openblas would print, and it is too early for mlx.
+    # Don't import the package: ngsolve_openblas prints text, and mlx must not be loaded yet.
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(f"the package {name} is not installed")

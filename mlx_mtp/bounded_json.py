@@ -1,4 +1,4 @@
-"""Bounds of what others wrote: of JSON, as text and as a value, and of what an error quotes."""
+"""Bounds on untrusted input: the size and depth of JSON, and the text that an error quotes."""
 
 import json
 import re
@@ -7,25 +7,25 @@ from itertools import accumulate, count
 from typing import Any
 
 MAX_LEVELS = 128
-"""Most objects and lists within each other in a tool's parameters, a call's arguments or a schema:
-what writes them as text recurses."""
-MAX_ECHO = 120  # characters of others' text that an error quotes
-_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # One more than the change of the level.
+"""Maximum nesting depth of objects and lists in a tool's parameters, a call's arguments or a
+schema: the code that writes them as text is recursive."""
+MAX_ECHO = 120  # maximum characters of untrusted text that an error quotes
+_STEPS = bytes.maketrans(b"[]{}", b"\2\0\2\0")  # 1 + the change in depth
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def shortened(text: str, limit: int = MAX_ECHO) -> str:
-    """The text, shortened to `limit` characters and "..." if it is longer."""
+    """Returns the text, cut to `limit` characters and followed by "..." if it is longer."""
     return text if len(text) <= limit else text[:limit] + "..."
 
 
 class JSONBoundError(ValueError):
-    """JSON exceeds a bound; the message is a predicate: "is nested too deeply ..."."""
+    """JSON exceeds a bound; the message is a predicate such as "is nested too deeply ..."."""
 
 
 class DuplicateNameError(ValueError):
-    """An object has a name twice: some programs would read the first value, others the last."""
+    """A JSON object has a name twice: some programs read the first value, others the last."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -33,7 +33,7 @@ class DuplicateNameError(ValueError):
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object, as a decoder's `object_pairs_hook`; raises DuplicateNameError."""
+    """Build a JSON object, as `object_pairs_hook` of `json.loads`; raises DuplicateNameError."""
     value = dict(pairs)
     if len(value) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -44,10 +44,10 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def check_text(text: bytes, max_levels: int, max_parts: int, max_values: int) -> None:
     """Raise JSONBoundError if a JSON text has too many levels, parts or values.
 
-    Parts are objects, lists and strings, names included. The counts are right for the text up to
-    its first syntax error, and a parser reads no further.
+    Parts are objects, lists and strings, names included. The counts are correct up to the text's
+    first syntax error, where a parser stops.
     """
-    # An escaped quote ends no string; valid JSON has backslashes in strings alone.
+    # An escaped quote doesn't end a string; valid JSON has backslashes only in strings.
     plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     parts = plain.count(b'"') // 2
     outside = b"".join(plain.split(b'"')[::2]) if parts <= max_parts else b""
@@ -66,7 +66,7 @@ def check_text(text: bytes, max_levels: int, max_parts: int, max_values: int) ->
 
 
 def check_value(value: Any, max_levels: int = MAX_LEVELS, max_values: int | None = None) -> None:
-    """Raise JSONBoundError if a parsed value has too many levels, or values in all of them."""
+    """Raise JSONBoundError if a parsed value has too many levels, or too many values in total."""
     level, num_values = [value], 0
     for depth in count():
         containers = [each for each in level if isinstance(each, dict | list)]
@@ -85,9 +85,9 @@ def check_value(value: Any, max_levels: int = MAX_LEVELS, max_values: int | None
 
 
 def has_half_character(source: str, value: object) -> bool:
-    r"""Whether the value of the JSON text `source` has a lone surrogate, which can't be encoded.
+    r"""Returns True if the value of the JSON text `source` has a lone surrogate.
 
-    Only an escape in the text, such as \ud800, can bring one.
+    A lone surrogate can't be encoded. Only an escape in the text, such as \ud800, can produce one.
     """
     if not _SURROGATE_ESCAPE.search(source):
         return False

@@ -1,4 +1,4 @@
-"""The composition root: from a command line to a model, a memory plan and an engine."""
+"""The composition root: builds a model, a memory plan and an engine from a command line."""
 
 import argparse
 import logging
@@ -76,7 +76,10 @@ def load(
     lazy: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> tuple[LoadedModel, Tokenizer]:
-    """Load model and tokenizer. `enable_mtp` None: with the MTP head if there is one."""
+    """Load the model and the tokenizer. With `enable_mtp` None, load the MTP head if there is one.
+
+    `lazy` reads no weights yet; `part` is this rank and the number of ranks. Raises ModelError.
+    """
     memory, with_head = getattr(options, "memory_limit", None), enable_mtp is not False
     check_format_on_hub(options.model)
     try:
@@ -108,9 +111,10 @@ def load(
 def load_embeddings(
     options: argparse.Namespace,
 ) -> tuple[EmbeddingEngine, Tokenizer, Path, MemoryLimit, int]:
-    """Load a model that makes embeddings.
+    """Load an embedding model.
 
-    Also returns its directory, the memory, and the bytes of it for texts; UsageError: no room.
+    Returns its engine, tokenizer, directory, memory limit, and the bytes of memory for the bodies
+    and answers of requests. Raises UsageError if the model exceeds the limit.
     """
     path, limit = resolve_model(options.model), memory_limit(options.memory_limit)
     engine = EmbeddingEngine(path, options.dtype, limit.nbytes, options.max_model_len)
@@ -123,7 +127,7 @@ def load_embeddings(
 
 
 class EnginePlan(NamedTuple):
-    """What an engine is built with beside its model; made before any weight is read."""
+    """An engine's settings, memory plan and disk store, decided before any weight is read."""
 
     config: EngineConfig
     memory: MemoryPlan
@@ -133,13 +137,16 @@ class EnginePlan(NamedTuple):
 def plan_engine(
     model: LoadedModel, options: argparse.Namespace, links: Links | Link | None = None
 ) -> EnginePlan:
-    """Plan for `serve`; UsageError if the model can't fit, or its directory can't be used."""
+    """Plan an engine for `serve`, and open its disk store.
+
+    Raises UsageError if the model can't fit or --prefix-cache-dir can't be used.
+    """
     config = engine_config(model, options)
     limit = memory_limit(options.memory_limit, None if links is None else links.memory)
     wire_memory(limit)
     vocab, cache = options.mtp_draft_vocab, options.prefix_cache_size
     num_draft_ids = len(vocab) if isinstance(vocab, tuple) else vocab
-    # Chunks that are not cut to a pause stay short.
+    # If exact, chunks are not shortened to --max-decode-pause, so the step size stays small.
     longer_steps = options.prefill_step_size is None and not config.exact
     memory = plan_for(model, config, limit, num_draft_ids, cache, longer_steps)
     config = replace(
@@ -162,7 +169,7 @@ def engine(
 ) -> Engine:
     """Build an engine for a command line; without a plan it runs one sequence at a time."""
     if plan is None:
-        # Nothing is calibrated for one answer: the costs that a server measured are used.
+        # One answer is too short to calibrate for: use the step costs that a server measured.
         config = settled(model, options, engine_config(model, options, max_num_seqs=1))
     else:
         config = plan.config
@@ -183,7 +190,7 @@ def engine(
 def draft_ids(
     model: LoadedModel, tokenizer: Tokenizer, options: argparse.Namespace
 ) -> tuple[int, ...] | None:
-    """The token ids of --mtp-draft-vocab; None: all tokens."""
+    """Returns the token ids of --mtp-draft-vocab, or None for all tokens."""
     if options.mtp_draft_vocab is None:
         return None
     size = min(tokenizer.vocab_size, model.vocab_size)
@@ -191,15 +198,15 @@ def draft_ids(
 
 
 def engine_config(model: LoadedModel, options: argparse.Namespace, **given: Any) -> EngineConfig:
-    """The settings of a command line and of `given`, with `exact` resolved for the model."""
+    """Returns the settings of a command line and of `given`, with the expected value of `exact`."""
     exact = expect_exact(model, wants_exact(options), _cache_dir(options))
     return from_options(EngineConfig, options, exact=exact, **given)
 
 
 def settled(model: LoadedModel, options: argparse.Namespace, config: EngineConfig) -> EngineConfig:
-    """The settings with `exact` as the loaded model decides it, where no flag does.
+    """Returns the settings with `exact` decided by a check of the model, unless a flag decides it.
 
-    Before, it was taken to be exact unless an earlier start knew better: what is planned fits both.
+    `engine_config` can expect True where the check decides False; a plan for True fits both.
     """
     exact = config.exact and decide_exact(model, wants_exact(options), _cache_dir(options))
     return replace(config, exact=exact)
@@ -216,18 +223,18 @@ def build_engine(
     eos_token_ids: tuple[int, ...],
     *,
     drafter: MTPDrafter | None = None,
-    cache_dir: Path | None = None,  # of step costs; None: not kept between runs
-    draft_ids: Sequence[int] | None = None,  # the only tokens that the head drafts; None: all
+    cache_dir: Path | None = None,  # for step costs; None: they are not kept
+    draft_ids: Sequence[int] | None = None,  # ids of tokens that the head may draft; None: all
     memory: MemoryPlan | None = None,  # None: not limited
     store: PrefixStore | None = None,  # closed when the engine is stopped
     heartbeat: Heartbeat | None = None,
-    check: bool = False,  # at the start, that the model can answer
+    check: bool = False,  # check at the start that the model can answer
     links: Links | None = None,  # to the other ranks, if there are any
 ) -> Engine:
-    """Build an engine, which is not started. Optional features meet its parts here alone.
+    """Build an engine without starting it. Only this function joins optional features to the core.
 
-    Ids at or above `tokenizer_vocab_size` are never sampled. `drafter` replaces the one with the
-    model's MTP head. Raises UsageError for a setting out of range, or wrong `draft_ids`.
+    Token ids at or above `tokenizer_vocab_size` are never sampled. `drafter` replaces the model's
+    MTP head. Raises UsageError if a setting is out of range or `draft_ids` are invalid.
     """
     check_settings(config)
     if config.exact:
@@ -237,7 +244,7 @@ def build_engine(
     if ids is not None:
         ids = tuple(token for token in ids if token not in model.image_token_ids) or ids
     uses_head = drafter is None and "mtp" in config.drafts
-    # Its parts change no bits, so the limit holds with --exact too.
+    # The vision tower's parts don't change its results, so the limit also applies with --exact.
     prompts = Prompts(model, config.max_decode_pause / 1e3)
     if links is not None:
         links.send(Begin(vocab_size, uses_head, ids))
@@ -275,13 +282,13 @@ def build_engine(
     if links is not None:
         assert store is None or isinstance(store, LeaderStore)
         make_runner, prefixes = LeaderRunner, LeaderPrefixes(links, size, bits, store)
-    # Earlier answers are kept where earlier prompts are.
+    # Without a prefix cache, earlier answers are not kept either.
     room = config.draft_answers_size if config.prefix_cache_size else 0
     host_sources = HostSources(config.host_sources, room)
     heartbeat = heartbeat or Heartbeat()
 
     def make_core(totals: EngineStats) -> EngineCore:
-        # What ends an answer ends a message of a prompt, too.
+        # Tokens that end an answer also end the messages of a prompt.
         ends, step = frozenset(info.eos_token_ids), config.prefill_step_size
         reuse = PrefixReuse(prefixes.tree, ends, step, exact=config.exact)
         usage = None if memory is None else memory.usage
@@ -299,7 +306,7 @@ def build_engine(
         calibrator,
         warm if check else None,
         disk_stats=dict if store is None else store.stats,
-        can_restart=not ranks.all,  # Other ranks can't begin anew.
+        can_restart=not ranks.all,  # The other ranks can't be restarted.
         on_failure=ranks.fail,
         on_stop=[*([] if store is None else [store.close]), ranks.close],
     )
@@ -309,7 +316,10 @@ def build_engine(
 
 
 def image_sizes(model: LoadedModel, most_tokens: int) -> ImageSizes | None:
-    """How large a model wants its images, or None if it sees none; ModelError for wrong files."""
+    """Returns the sizes in which a model takes images; None if it takes none.
+
+    Raises ModelError if the image processor's configuration is invalid.
+    """
     if model.tower is None:
         return None
     shape, given = model.tower.shape, model.config.get("preprocessor_config")
@@ -319,7 +329,7 @@ def image_sizes(model: LoadedModel, most_tokens: int) -> ImageSizes | None:
 
 
 def _vocabulary(draft_ids: Sequence[int], vocab_size: int) -> tuple[int, ...] | None:
-    """Checked ids of the tokens that the head drafts; None if these are all."""
+    """Check the ids of the tokens that the head may draft; returns None if they are all tokens."""
     ids = check_draft_vocab(draft_ids, vocab_size, "draft_ids")
     is_all = len(ids) == vocab_size
     number = f"all {vocab_size}" if is_all else f"{len(ids)} of {vocab_size}"
@@ -335,7 +345,7 @@ def plan_for(
     prefix_cache: int | None = 0,
     longer_steps: bool = False,
 ) -> MemoryPlan:
-    """Share out the memory for a model (see `plan_memory`); no weight is read."""
+    """Divide the memory for a model (see `plan_memory`); reads no weight."""
     depth = 0
     if config.host_sources:
         depth = MAX_HOST_DRAFTS
@@ -363,10 +373,10 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
 def run_requests(
     engine: Engine, requests: Iterable[Request]
 ) -> Iterator[tuple[float, RequestOutput]]:
-    """Run requests until all have ended; for callers without an event loop.
+    """Start the engine and run requests to their end; for callers without an event loop.
 
-    Yields each output with the time (`perf_counter`) at which it was delivered. Starts the engine.
-    Raises the error that a request ends with, or EngineStoppedError.
+    Yields the time (`perf_counter`, seconds) of each delivery, and the output. Raises the error
+    with which a request ends, or EngineStoppedError.
     """
     delivered = queue.SimpleQueue[tuple[float, Sequence[RequestOutput]]]()
     engine.start(lambda outputs: delivered.put((perf_counter(), outputs)))
@@ -379,7 +389,7 @@ def run_requests(
         try:
             at, outputs = delivered.get(timeout=PATIENCE)
         except queue.Empty:
-            # It was checked before the wait, so that a dying engine's last outputs could arrive.
+            # `reason` was read before the wait, so a dying engine's last outputs have arrived.
             if reason is not None:
                 raise EngineStoppedError(f"The engine has stopped: {reason}") from None
             continue

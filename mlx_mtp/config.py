@@ -21,14 +21,14 @@ from mlx_mtp.flags import (
     word_or,
 )
 
-MAX_DRAFT_TOKENS = 8  # of the head, per row and step
-# Sources of drafts on the host (`speculative/host_sources.py`): the banner's word for their drafts,
-# and what it says about them.
+MAX_DRAFT_TOKENS = 8  # maximum drafts of the head, per row and step
+# Draft sources on the host (`speculative/host_sources.py`): the word for their drafts in the
+# banner, and the banner's sentence about them.
 HOST_DRAFTS = {
     "copy": ("copies", "text that occurred in the prompt or an earlier answer is drafted")
 }
-MAX_HOST_DRAFTS = 16  # of a source on the host, per row and step
-MAX_RUN = 2 * MAX_HOST_DRAFTS + 1  # tokens of a source: a window in flight, and the one behind it
+MAX_HOST_DRAFTS = 16  # maximum drafts of a source on the host, per row and step
+MAX_RUN = 2 * MAX_HOST_DRAFTS + 1  # tokens a source offers: the window in flight, and the next
 _SOURCES = ("mtp", *HOST_DRAFTS)
 DRAFTS = (",".join(_SOURCES), *_SOURCES, "none")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -48,9 +48,9 @@ C = TypeVar("C")
 
 
 def setting(*flag: Any, program_default: Any = ..., **more: Any) -> Any:
-    """A dataclass field with a `Flag` of these arguments.
+    """Returns a dataclass field that has a `Flag` of these arguments in its metadata.
 
-    `program_default` is the field's default if it is not the flag's.
+    `program_default` is the field's default if it differs from the flag's.
     """
     metadata = {"flag": Flag(*flag, **more)}
     default = metadata["flag"].default if program_default is ... else program_default
@@ -58,14 +58,14 @@ def setting(*flag: Any, program_default: Any = ..., **more: Any) -> Any:
 
 
 def flags_of(settings: type) -> list[Flag]:
-    """The flags of a settings class."""
+    """Returns the flags of a settings class."""
     return [f.metadata["flag"] for f in fields(settings) if "flag" in f.metadata]
 
 
 def from_options(settings: type[C], options: argparse.Namespace, **given: Any) -> C:
-    """Settings from a resolved command line, which may lack some flags, and from `given`.
+    """Returns settings from a resolved command line, which may lack some flags, and `given`.
 
-    A flag whose value is None is resolved later: the field keeps its default.
+    A flag with the value None is resolved later: until then, the field has its default.
     """
     values = {
         each.name: value
@@ -88,7 +88,7 @@ def check_settings(settings: Any) -> None:
 
 
 def host_source_names(drafts: str) -> tuple[str, ...]:
-    """The sources on the host among those of --drafts."""
+    """Returns the draft sources on the host that a value of --drafts names."""
     return tuple(name for name in drafts.split(",") if name in HOST_DRAFTS)
 
 
@@ -96,7 +96,7 @@ def _bits(value: str) -> int | None:
     return None if word_of("none", "8", "4")(value) == "none" else int(value)
 
 
-SEEING_BODY_BYTES = 64 << 20  # --max-body-size of a model that sees images
+SEEING_BODY_BYTES = 64 << 20  # default of --max-body-size for a model that sees images
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +199,12 @@ class EngineConfig:
 
     @property
     def decode_pause(self) -> float:
-        """Most seconds of a prefill chunk beside running rows; 0, also if exact: no limit."""
+        """Maximum seconds of a prefill chunk while rows decode; 0 if unlimited or exact."""
         return 0.0 if self.exact else self.max_decode_pause / 1e3
 
     @property
     def host_sources(self) -> tuple[str, ...]:
-        """Names of the sources of drafts on the host; none if the number of drafts is fixed."""
+        """Names of the draft sources on the host; empty if the number of drafts is fixed."""
         return host_source_names(self.drafts) if self.num_draft_tokens == "auto" else ()
 
 
@@ -214,7 +214,7 @@ class ServerConfig:
 
     model_name: str  # the id that clients see and may ask for
     other_names: tuple[str, ...] = ()  # more ids of the same model
-    model_bytes: int = 0  # of the files with its weights
+    model_bytes: int = 0  # size of the files with its weights
     any_model_name: bool = setting(
         "model: --any-model-name",
         "answer to any name of a model, for clients whose models can't be set",
@@ -229,9 +229,9 @@ class ServerConfig:
     port: int = setting(
         "server: --port N", "port to listen on; 0 takes a free one", integer(0, 65535), default=8000
     )
-    # From --api-key and --api-key-file. If there are any, all routes but /health and / need one.
+    # From --api-key and --api-key-file. If there are any, all routes except /health and / need one.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    # If a parent process, which checks access, passes the requests on: the number of its keys.
+    # The number of API keys of the parent process that checks access, if this process has one.
     parent_keys: int | None = None
     allowed_hosts: tuple[str, ...] = setting(
         "security: --allowed-host NAME",
@@ -278,7 +278,7 @@ class ServerConfig:
         "write the text of each prompt to the log, as the model gets it",
         default=False,
     )
-    keep_alive_seconds: float = 10.0  # silence in a stream after which it gets an SSE comment
+    keep_alive_seconds: float = 10.0  # silence after which a stream gets an SSE comment
     max_choices: int = setting(
         "limits: --max-choices N", "largest n of a request", integer(1, 128), default=16
     )
@@ -299,7 +299,7 @@ class ServerConfig:
         integer(0, 1 << 20),
         default=100,
     )
-    template_seconds: float = 10.0  # most that the chat template may take for one request
+    template_seconds: float = 10.0  # maximum time of the chat template per request
     # The template's text; the flag names a file, which `prepare_command` reads.
     chat_template: str | None = setting(
         "formats: --chat-template FILE",
@@ -314,7 +314,7 @@ class ServerConfig:
         template_kwargs,
         default_text="none",
     )
-    # Of --temperature and the other flags that `options.SAMPLING_DEFAULTS` lists.
+    # Values of --temperature and the other flags that `options.SAMPLING_DEFAULTS` lists.
     sampling: Mapping[str, Any] = field(default_factory=dict)
     reasoning_parser: str = setting(
         "formats: --reasoning-parser",
@@ -387,16 +387,16 @@ class ServerConfig:
         at_least(0.1),
         default=60.0,
     )
-    head_timeout: float = 20.0  # seconds for a request's head, from the last answer's end
-    stall_timeout: float = 60.0  # seconds for a client to read at most 64 KiB that wait for it
-    # Most bytes of the bodies and unread answers of all requests; stored answers take an eighth
-    # more. `serve` sets it from the memory plan.
+    head_timeout: float = 20.0  # maximum seconds between an answer and the next request's head
+    stall_timeout: float = 60.0  # seconds for a client to read from a full send buffer
+    # Maximum bytes of the bodies and unread answers of all requests; stored answers take up to an
+    # eighth more. `serve` sets the value from the memory plan.
     max_held_bytes: int = 512 << 20
     max_connections: int = 512
 
     @property
     def num_keys(self) -> int:
-        """How many API keys tell the clients apart."""
+        """Number of API keys that tell clients apart."""
         return len(self.api_keys) if self.parent_keys is None else self.parent_keys
 
 

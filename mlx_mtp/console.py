@@ -16,15 +16,15 @@ _STEERING = re.compile(
 
 
 def clean(text: str) -> str:
-    """The text with Python's escapes in place of characters that would control a terminal.
+    """Returns the text with Python's escapes in place of characters that control a terminal.
 
-    Carriage returns are left out. A text may be cleaned in pieces.
+    Carriage returns are removed. A text can be cleaned piece by piece.
     """
     return _STEERING.sub(lambda match: "" if match[0] == "\r" else ascii(match[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
-    """The text with escapes in place of all characters that are not printable, newlines too."""
+    """Returns the text with escapes in place of all unprintable characters, newlines included."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -33,7 +33,8 @@ def one_line(text: str) -> str:
 def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
     """Print a cleaned text, to standard output by default.
 
-    All commands print with this function (ruff's rule T201), as names and errors are foreign text.
+    All commands print with this function (ruff's rule T201), as names and error messages can
+    contain untrusted text.
     """
     stream = file or sys.stdout
     stream.write(clean(text + end))
@@ -41,14 +42,17 @@ def say(text: str, *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 def say_wrapped(text: str, *, file: TextIO | None = None) -> None:
-    """Print a cleaned text, of which a terminal's lines are broken between words only."""
+    """Print a cleaned text; on a terminal, lines are broken only between words."""
     stream = file or sys.stdout
     width = width_of(stream) if stream.isatty() else None
     say(hanging("", text, width, break_words=False), file=stream)
 
 
 def width_of(stream: TextIO | None = None) -> int | None:
-    """The columns of a terminal, by default standard output; None if a stream is none."""
+    """Returns a terminal's number of columns, or None if `stream` is no terminal.
+
+    The stream defaults to standard output.
+    """
     from rich.console import Console
 
     console = Console(file=stream or sys.stdout)
@@ -56,9 +60,9 @@ def width_of(stream: TextIO | None = None) -> int | None:
 
 
 def hanging(label: str, text: str, width: int | None, *, break_words: bool = True) -> str:
-    """A label and a text, wrapped to a width, whose lines all begin to the right of the label.
+    """Returns a label and a text with a hanging indent, wrapped to `width` columns if given.
 
-    Without `break_words` a word that is too long, such as a path, stays whole for who copies it.
+    Without `break_words`, a word that is too long, such as a path, stays whole and can be copied.
     """
     wrapper = textwrap.TextWrapper(break_on_hyphens=False, break_long_words=break_words)
     lines: list[str] = []
@@ -69,7 +73,7 @@ def hanging(label: str, text: str, width: int | None, *, break_words: bool = Tru
 
 
 def labelled(rows: Mapping[str, str], width: int | None, indent: str = "") -> str:
-    """A row per label and text, one below the other, wrapped to a width."""
+    """Returns one row per label and its text, wrapped to `width` columns if given."""
     column = max(map(len, rows)) + 1
     return "\n".join(
         hanging(f"{indent}{name:<{column}}", text, width) for name, text in rows.items()
@@ -77,9 +81,10 @@ def labelled(rows: Mapping[str, str], width: int | None, indent: str = "") -> st
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]], left: int, width: int) -> str:
-    """A table at most `width` wide; all columns but the first `left` are flush right.
+    """Returns a table of at most `width` characters per line.
 
-    Rows and columns change places if the table fits only so without wrapped cells.
+    The first `left` columns are aligned left, the others right. The table is transposed if only
+    that avoids wrapped cells.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -106,7 +111,7 @@ def _fits(cells: Sequence[Sequence[str]], width: int) -> bool:
 
 
 def size_text(nbytes: int) -> str:
-    """A size such as 3.3 GB, in decimal units."""
+    """Returns a size such as 3.3 GB, in decimal units."""
     size = float(nbytes)
     for unit in ("bytes", "kB", "MB"):
         if size < 1000:
@@ -118,7 +123,10 @@ def size_text(nbytes: int) -> str:
 def speed_text(
     tokens: int, rate: float, prompt_tokens: int | None, first: float, drafts: int, accepted: int
 ) -> str:
-    """An answer's speed and acceptance on a line; `first` are seconds to the first token."""
+    """Returns an answer's speed and acceptance on one line.
+
+    `rate` is in tokens per second, and `first` is the time to the first token in seconds.
+    """
     prompt = "first" if prompt_tokens is None else f"prompt of {prompt_tokens}"
     share = f"{accepted / drafts:.0%} of {drafts} drafts accepted" if drafts else "no drafts"
     return f"[{tokens} tokens, {rate:.1f}/s; {prompt} in {first:.2f} s; {share}]"

@@ -1,6 +1,6 @@
-"""The processes (ranks) that `mlx.launch` starts for one model, and their collectives.
+"""The processes (ranks) that `mlx.launch` starts for one model, and their collective operations.
 
-Without `mlx.launch` there is one rank, and collectives return their argument.
+Without `mlx.launch` there is one rank, and the collective operations return their argument.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ class World(NamedTuple):
 
 @functools.cache
 def world() -> World:
-    """Join the other ranks. The first call waits for them; BackendError if it fails."""
+    """Join the other ranks; the first call waits for them. Raises BackendError if that fails."""
     variable = next((key for key in _BACKENDS if os.environ.get(key)), None)
     if variable is None or "MLX_RANK" not in os.environ or (variable == _RING and not _ring()):
         return World()
-    # mlx holds the interpreter's lock while it waits, so log before.
+    # mlx holds the GIL while it waits, so log first.
     logger.info("Waiting for the other ranks to start.")
     try:
         group = mx.distributed.init(strict=True, backend=_BACKENDS[variable])
@@ -51,11 +51,11 @@ def world() -> World:
 
 
 def rank_zero_hosts() -> list[str]:
-    """Rank 0's addresses: it listens on these, and the other ranks try them in order.
+    """Returns rank 0's addresses: it listens on all of them, and other ranks try them in order.
 
-    A hostfile's address of rank 0 may belong to a cable to the last rank alone (in a ring of three
-    or more), and a host name may resolve on its own machine to an address that others can't reach.
-    In these cases the machine's address on its network follows.
+    A hostfile's address of rank 0 can belong to a cable to the last rank alone (in a ring of three
+    or more), and a host name can resolve on its own machine to an address that others can't reach.
+    In these cases the second address is the machine's own on its network.
     """
     if os.environ.get(_RING):
         ring = _ring()
@@ -77,7 +77,7 @@ def _is_address(host: str) -> bool:
 
 
 def own_address(host: str = "0.0.0.0") -> str:
-    """This machine's address on its network, or else its name.
+    """Returns this machine's address on its network, or its host name if that is unknown.
 
     `host` is "0.0.0.0" for an IPv4 address, "::" for IPv6.
     """
@@ -92,7 +92,7 @@ def own_address(host: str = "0.0.0.0") -> str:
 
 @contextlib.contextmanager
 def waiting(what: str | Callable[[], str]) -> Iterator[None]:
-    """Within this block, log every `NOTICE_SECONDS` that the process waits for `what`."""
+    """While the block runs, log every `NOTICE_SECONDS` that the process waits for `what`."""
     done = threading.Event()
 
     def log() -> None:
@@ -114,19 +114,19 @@ def _ring() -> list[list[str]]:
 
 
 def own_folder(path: Path) -> Path:
-    """This rank's folder in `path`; `path` itself if there is one rank."""
+    """Returns this rank's folder in `path`, or `path` itself if there is one rank."""
     rank, size, _ = world()
     return path if size == 1 else path / f"rank-{rank}-of-{size}"
 
 
 def all_reduce(x: mx.array) -> mx.array:
-    """Sum over all ranks."""
+    """Sum `x` over all ranks."""
     ranks = world()
     return x if ranks.size == 1 else mx.distributed.all_sum(x, group=ranks.group)
 
 
 def all_gather(x: mx.array) -> mx.array:
-    """Concatenate the arrays of all ranks, in the order of ranks, along the last axis."""
+    """Concatenate the arrays of all ranks, in rank order, along the last axis."""
     ranks = world()
     if ranks.size == 1:
         return x
@@ -135,6 +135,6 @@ def all_gather(x: mx.array) -> mx.array:
 
 
 def broadcast(tokens: mx.array) -> mx.array:
-    """Rank 0's tokens, on all ranks: only rank 0 knows a request's seed and grammar."""
+    """Returns rank 0's `tokens` on all ranks: only rank 0 knows a request's seed and grammar."""
     ranks = world()
     return tokens if ranks.size == 1 else all_reduce(tokens * int(ranks.rank == 0))

@@ -1,4 +1,4 @@
-"""Embeddings (Qwen3-Embedding): a text's vector is its last token's state."""
+"""Embeddings (Qwen3-Embedding): a text's vector is the hidden state of its last token."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,21 +18,21 @@ from mlx_mtp.errors import CheckpointError
 from mlx_mtp.models.loader import cast
 from mlx_mtp.models.model import module_nbytes
 
-STEP_TOKENS = 2048  # that are computed at once
+STEP_TOKENS = 2048  # tokens of a forward pass
 
 
 class _Model(qwen3.Model):
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        # The originals are saved without lm_head, and without this prefix.
+        # The original checkpoints have no lm_head, and their names lack this prefix.
         named = {"model." + name.removeprefix("model."): each for name, each in weights.items()}
         return {name: each for name, each in named.items() if "lm_head" not in name}
 
 
 class EmbeddingEngine:
-    """A model on a thread, in `Engine`'s place; `launch` reads its weights.
+    """An embedding model on its own thread, with `Engine`'s interface; `launch` reads the weights.
 
     `dtype` and `memory` are as for `loader.load_model`, `most` is as for `memory_need`. Raises
-    CheckpointError.
+    CheckpointError if the model can't be loaded.
     """
 
     unhealthy_reason = hang_reason = None
@@ -58,11 +58,12 @@ class EmbeddingEngine:
         self.threads = ThreadPoolExecutor(1, "mlx-mtp-engine")
 
     def embed(self, rows: Sequence[Sequence[int]], size: int) -> np.ndarray:
-        """The normalized vectors of a group of rows of token ids (`groups`), float32 [rows, size].
+        """Returns the normalized vectors of a group of rows of token ids, float32 [rows, size].
 
-        They are made of the first `size` numbers that the model gives. For the thread.
+        The group is one of `groups`. A vector is the first `size` elements of the hidden state,
+        normalized. Call it on the engine's thread.
         """
-        # Attention is causal: what follows a row's end changes nothing in it.
+        # Attention is causal: the padding after a row's end doesn't affect the row.
         ids = np.array([*zip_longest(*rows, fillvalue=0)], np.int32).T
         cache = make_prompt_cache(self._model)
         for start in range(0, ids.shape[1], STEP_TOKENS):
@@ -75,7 +76,7 @@ class EmbeddingEngine:
 
     @staticmethod
     def groups(rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Divide rows by length: the indices of those that take one step, or of one longer row."""
+        """Yields groups of row indices, longest rows first: rows that fit a step, or one longer."""
         left = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         while left:
             count = max(1, STEP_TOKENS // len(rows[left[0]]))
@@ -86,22 +87,25 @@ class EmbeddingEngine:
         return self._stats
 
     def launch(self) -> None:
-        """Read the weights, and compute something: the first step compiles kernels."""
-        mx.eval(self._model.parameters())  # by the thread that has made the arrays
+        """Read the weights and run a step, which compiles the kernels."""
+        mx.eval(self._model.parameters())  # on the thread that created the arrays
         self.threads.submit(self.embed, [(0,)], 1).result()
 
     def stop(self, timeout: float | None) -> bool:
-        # mlx aborts the process at exit if a thread has left its streams behind.
+        # mlx aborts the process at exit if a thread has not cleared its streams.
         self.threads.submit(mx.clear_streams)
         self.threads.shutdown()
         return True
 
-    # There are no answers to start, to wait for, or to end.
+    # The rest of `Engine`'s interface is about answers, and there are none.
     start = expect_request = resume = cancel = lambda *_: None
 
 
 def memory_need(config: Mapping[str, Any], weights: int, most: int | None) -> tuple[int, int]:
-    """The tokens of the longest text, at most `most`, and the bytes of weights, text and step."""
+    """Returns the tokens of the longest text and the bytes of the weights, this text and a step.
+
+    `weights` is in bytes. The text has as many tokens as the model allows, at most `most`.
+    """
     tokens = min(config["max_position_embeddings"], most or math.inf)
     row = 8 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     step = 4 * STEP_TOKENS * (8 * config["hidden_size"] + 3 * config["intermediate_size"])

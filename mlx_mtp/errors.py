@@ -1,23 +1,24 @@
-"""The tree of errors, with the HTTP status, type and code of each; children inherit them.
+"""The hierarchy of errors, each with its HTTP status, type and code, which subclasses inherit.
 
-`RequestError` is the client's fault (4xx), `EngineError` the server's (5xx); others end commands.
+`RequestError` is the client's fault (4xx), `EngineError` the server's (5xx); the other errors end a
+command.
 """
 
 UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of reading another program's JSON if a value is missing, of another type or huge."""
+"""Errors raised while reading foreign JSON if a value is missing, huge or of another type."""
 UNKNOWN_RETRY_SECONDS = 2
-"""`retry_after` of an error that may be over at any time."""
+"""`retry_after` of an error that can end at any time."""
 
 
 def is_fault(error: BaseException) -> bool:
-    """True for an exception or a Rust panic, which is no `Exception`, of a library."""
+    """Returns True for an `Exception`, or for a library's Rust panic, which isn't one."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class MlxMtpError(Exception):
-    """An error raised on purpose; `param` is the field at fault, `retry_after` are seconds."""
+    """An error raised on purpose; `param` is the field at fault, `retry_after` is in seconds."""
 
-    # of the HTTP response
+    # Fields of the HTTP response.
     status: int = 500
     type: str = "server_error"
     code: str | None = "internal_error"
@@ -25,7 +26,7 @@ class MlxMtpError(Exception):
     def __init__(
         self, message: str = "", *, param: str | None = None, retry_after: int | None = None
     ) -> None:
-        # Texts of templates and libraries may have half a surrogate pair, which can't be encoded.
+        # Messages of templates and libraries can have a lone surrogate, which can't be encoded.
         super().__init__(message.encode(errors="backslashreplace").decode())
         self.param, self.retry_after = param, retry_after
 
@@ -43,11 +44,11 @@ class BenchError(MlxMtpError):
 
 
 class BackendError(MlxMtpError):
-    """mlx has no backend, or the backend can't run what was asked for."""
+    """mlx has no backend, or the backend can't run what was requested."""
 
 
 class ServiceError(MlxMtpError):
-    """launchd or systemd is not there, refuses a command, or has a job that is not ours."""
+    """launchd or systemd is missing, refuses a command, or has a job that is not ours."""
 
 
 class RankError(MlxMtpError):
@@ -63,7 +64,7 @@ class UnsupportedModelError(ModelError):
 
 
 class MissingHeadError(ModelError):
-    """MTP was asked for and the model has no head."""
+    """MTP was requested, but the model has no head."""
 
 
 class CheckpointError(ModelError):
@@ -71,7 +72,7 @@ class CheckpointError(ModelError):
 
 
 class ConvertError(ModelError):
-    """A conversion isn't possible; everything was left as it was."""
+    """A conversion isn't possible; nothing was changed."""
 
 
 class RequestError(MlxMtpError, status=400, type="invalid_request_error", code=None):
@@ -137,7 +138,7 @@ class QueueFullError(RequestError, status=429, type="rate_limit_error", code="ra
 
 
 class HeadersTooLargeError(RequestError, status=431, code="headers_too_large"):
-    """The request line and headers are longer, or more, than the server reads."""
+    """The request line or the headers are too long, or there are too many headers."""
 
 
 class EngineError(MlxMtpError):

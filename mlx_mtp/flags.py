@@ -40,7 +40,7 @@ def print_error(message: str, command: str = "mlx-mtp") -> None:
 class CommandParser(argparse.ArgumentParser):
     """argparse with one-line errors, without the usage, which would fill a screen for `serve`."""
 
-    passes_on = False  # True for a command that puts what follows `--` into `passed_on`
+    passes_on = False  # True for a command that gets the arguments after `--` in `passed_on`
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{message} (see {self.prog} --help)", self.prog)
@@ -65,8 +65,8 @@ class CommandParser(argparse.ArgumentParser):
         return options, rest
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse a repeated flag that is no list, of which argparse would take the last."""
-        if arg_strings or action.option_strings:  # otherwise an optional argument is left out
+        """Refuse a repeated flag that isn't a list; argparse would take its last value."""
+        if arg_strings or action.option_strings:  # else: an optional argument that is left out
             if action.dest in self._given and not isinstance(action, argparse._AppendAction):
                 raise argparse.ArgumentError(action, "it is given twice")
             self._given.add(action.dest)
@@ -80,7 +80,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """The known word that a mistyped one is closest to, as the end of an error; or nothing."""
+    """Returns the known word closest to a mistyped one, as the end of an error message.
+
+    Returns an empty text if no known word is close.
+    """
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -90,13 +93,13 @@ class Flag:
     """A flag, with its help and its environment variable."""
 
     # An optional heading of the help, the name and a placeholder: "server: --port N". A name
-    # without dashes is an optional positional argument, which a flag of that name can give too.
+    # without dashes is an optional positional argument, which is also accepted as a flag.
     usage: str
     help: str  # one line, to which the default is appended
     # A function that converts text or raises ArgumentTypeError, the choices, or None for a boolean.
     parse: Parse | tuple[str, ...] | None = None
     default: Any = None
-    repeated: bool = False  # True if the value is a tuple; the variable has commas
+    repeated: bool = False  # the value is a tuple; the variable separates items by commas
     default_text: str | None = None  # a description of a default that isn't constant
 
     @property
@@ -163,14 +166,14 @@ class Flag:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ArgumentTypeError("it must be a text in quotes or a number")
         result = self.convert(str(value))
-        # A number would not always be the text that was meant: 3.10 is 3.1.
+        # A number's text can differ from what was typed: 3.10 becomes 3.1.
         if isinstance(result, str | Path) and not isinstance(value, str):
             raise ArgumentTypeError("it must be a text, in quotes")
         return result
 
 
 def add_flags(parser: argparse.ArgumentParser, *flags: Flag, grouped: bool = False) -> None:
-    """Add flags to a parser; `grouped` by heading, they have no defaults (`add_settings`)."""
+    """Add flags to a parser. If `grouped`, they are under headings and have no defaults."""
     groups: dict[str | None, Any] = {None: parser}
     for flag in flags:
         group = flag.group if grouped else None
@@ -200,7 +203,7 @@ def add_flags(parser: argparse.ArgumentParser, *flags: Flag, grouped: bool = Fal
 
 
 def arguments_of(options: argparse.Namespace, flags: Iterable[Flag]) -> list[str]:
-    """A command line that gives those of the flags that `options` were given (`resolve`)."""
+    """Returns arguments that repeat the values of `flags` given in `options` (`resolve`)."""
     words = []
     for flag in flags:
         if flag.key not in options.given:
@@ -215,16 +218,16 @@ def arguments_of(options: argparse.Namespace, flags: Iterable[Flag]) -> list[str
     return words
 
 
-# Parsers of values, which raise ArgumentTypeError with an explanation.
+# Parsers of values and functions that make them. Parsers raise ArgumentTypeError with the reason.
 
 
 def boolean(text: str) -> bool:
-    """1, 0, true or false."""
+    """Parse 1, 0, true or false."""
     return _BOOLEANS[word_of(*_BOOLEANS)(text.lower())]
 
 
 def integer(low: int, high: int, unit: str = "") -> Parse:
-    """An integer in a closed range; `unit` follows the numbers in an error."""
+    """Returns a parser of integers from `low` to `high`; error messages add `unit` to numbers."""
 
     def parse(text: str) -> int:
         try:
@@ -239,7 +242,7 @@ def integer(low: int, high: int, unit: str = "") -> Parse:
 
 
 def word_or(word: str, parse: Parse) -> Parse:
-    """A word, or what `parse` accepts."""
+    """Returns a parser that accepts `word` and all that `parse` accepts."""
 
     def parse_either(text: str) -> Any:
         if text == word:
@@ -253,14 +256,14 @@ def word_or(word: str, parse: Parse) -> Parse:
 
 
 def count_or_path(value: str) -> int | Path:
-    """A number from 1 on; anything else is a file's path."""
+    """Parse a positive number, or else a file's path."""
     if _NUMBER.fullmatch(value):
         return int(integer(1, 1 << 31)(value))
     return Path(nonempty_text(value))
 
 
 def byte_size(text: str) -> int:
-    """Bytes: 8GB, 512MB, 1.5GiB, or a plain number of them."""
+    """Parse a size into bytes: 8GB, 512MB, 1.5GiB, or a plain number of bytes."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
@@ -272,7 +275,10 @@ def byte_size(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Seconds: 10m, 90s, 1h30m, a plain number of them; forever, or a negative number: `inf`."""
+    """Parse a time into seconds: 10m, 90s, 1h30m, or a plain number of seconds.
+
+    "forever" and negative times are `inf`.
+    """
     if text == "forever" or (text.startswith("-") and duration(text[1:]) >= 0):
         return math.inf
     parts = _DURATION_PART.findall(text)
@@ -282,7 +288,7 @@ def duration(text: str) -> float:
 
 
 def gigabytes(text: str) -> int:
-    """A Mac's memory in GB: 64GB, as Apple writes it, or 64."""
+    """Parse a Mac's memory into GB: 64GB, as Apple writes it, or 64."""
     number = text.upper().removesuffix("GB").strip()
     if not _NUMBER.fullmatch(number):
         raise ArgumentTypeError(f"{text!r} is not a Mac's memory such as 64GB")
@@ -290,7 +296,7 @@ def gigabytes(text: str) -> int:
 
 
 def at_least(low: float, high: float = math.inf) -> Parse:
-    """A finite number from `low` to `high`."""
+    """Returns a parser of finite numbers from `low` to `high`."""
 
     def parse(text: str) -> float:
         try:
@@ -312,7 +318,7 @@ real = at_least(-math.inf)
 
 
 def characters(value: str) -> str:
-    """Any text that is valid UTF-8; it may be empty."""
+    """Parse any text that is valid UTF-8, even an empty one."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -323,14 +329,14 @@ def characters(value: str) -> str:
 
 
 def nonempty_text(value: str) -> str:
-    """Any text in valid UTF-8 that is not empty."""
+    """Parse any text that is valid UTF-8 and not empty."""
     if not value:
         raise ArgumentTypeError("it must not be empty")
     return characters(value)
 
 
 def template_kwargs(text: str) -> dict[str, Any]:
-    """The JSON text of an object whose values are strings, numbers and booleans."""
+    """Parse a JSON object whose values are strings, numbers and booleans."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -344,14 +350,14 @@ def template_kwargs(text: str) -> dict[str, Any]:
 
 
 def secret(value: str) -> str:
-    """An API key that a header can carry. No error repeats a part of it."""
+    """Parse an API key that a header can carry. No error message repeats a part of the key."""
     if (fault := key_fault(value)) is not None:
         raise ArgumentTypeError(f"the key {fault}")
     return value
 
 
 def key_fault(key: str) -> str | None:
-    """The reason why a client could not send this API key; None if it could."""
+    """Returns the reason why a client can't send this API key; None if it can."""
     if not key:
         return "must not be empty"
     if key != key.strip():
@@ -366,7 +372,7 @@ def key_fault(key: str) -> str | None:
 
 
 def host_name(value: str) -> str:
-    """A host name without scheme and port, or *."""
+    """Parse a host name without scheme and port, or *."""
     name = nonempty_text(value).lower().rstrip(".")
     if name != "*" and not _HOST.fullmatch(name):
         raise ArgumentTypeError(
@@ -376,7 +382,7 @@ def host_name(value: str) -> str:
 
 
 def origin(value: str) -> str:
-    """The origin of a web page, or *."""
+    """Parse the origin of a web page, or *."""
     name = nonempty_text(value).lower()
     if name != "*" and not _ORIGIN.fullmatch(name):
         raise ArgumentTypeError(
@@ -387,7 +393,7 @@ def origin(value: str) -> str:
 
 
 def word_of(*choices: str) -> Parse:
-    """One of a few words."""
+    """Returns a parser that accepts only `choices`."""
 
     def parse(value: str) -> str:
         if value not in choices:

@@ -22,7 +22,10 @@ _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
 
 def set_up(level: str, form: str = "text", file: str | None = None) -> None:
-    """Log to standard error, or a file: this package from `level` on, other libraries' warnings."""
+    """Log to standard error, or to `file`: this package from `level` on, others from warnings on.
+
+    `form` is "text" or "json". Raises UsageError if the file can't be opened.
+    """
     handler: logging.Handler = LogFile(file) if file else logging.StreamHandler()
     if form == "json":
         handler.setFormatter(JsonFormatter())
@@ -38,7 +41,7 @@ def set_up(level: str, form: str = "text", file: str | None = None) -> None:
 
 
 class _Record(logging.LogRecord):
-    """A record whose message is one line, also if a library's own handler writes it."""
+    """A record whose message is one line, even if a library's own handler writes it."""
 
     def getMessage(self) -> str:  # noqa: N802
         return one_line(super().getMessage())
@@ -48,7 +51,7 @@ logging.setLogRecordFactory(_Record)
 
 
 class Later:
-    """A text that is computed when the record is written."""
+    """A text that is computed only when its record is written."""
 
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
@@ -58,11 +61,11 @@ class Later:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger if it isn't this package's, message, and the traceback if there is one.
+    """Formats time, level, logger (unless it is this package's), message and traceback, if any.
 
-    A record is one line, with escapes in place of newlines. With the width of a terminal, records
-    are wrapped and tracebacks keep their lines, all but the first line indented, and the usual
-    level, info, is left out.
+    A record is one line, with escapes in place of newlines. With `width`, the columns of a
+    terminal, records are wrapped, tracebacks keep their lines, all lines but the first are
+    indented, and the level is omitted if it is info.
     """
 
     def __init__(self, time_format: str, width: int | None = None) -> None:
@@ -82,7 +85,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object per line: time, level, logger, message, and the message's named values."""
+    """Formats a record as a JSON object: time, level, logger, message and its named values."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -99,9 +102,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_again(logger: logging.Logger, line: str, model: str) -> str:
-    """Log a line of a model's process with the model's name; return the text without it.
+    """Log a line that a model's process wrote, with the model's name; return the line's message.
 
-    Lines of `JsonFormatter` keep their level and fields; others are of level info.
+    Lines of `JsonFormatter` keep their level and fields; other lines get the level info.
     """
     fields: dict[str, Any] = {"message": line, "level": "info"}
     with contextlib.suppress(*UNEXPECTED):
@@ -112,7 +115,7 @@ def log_again(logger: logging.Logger, line: str, model: str) -> str:
     level = logging.getLevelNamesMapping().get(str(fields.pop("level")).upper(), logging.INFO)
     values = {"model": model, **fields}
     values.pop("time", None)
-    if text:  # It is formatted with the values, and must not look like a format itself.
+    if text:  # logging formats it with the values: escape its percent signs.
         logger.log(level, f"{model}: {text}".replace("%", "%%"), values)
     return text
 
@@ -134,9 +137,9 @@ class TerminalHandler(logging.Handler):
 
 
 class LogFile(RotatingFileHandler):
-    """A file that gets the name FILE.1 once it has 10 MB; three such files are kept.
+    """A log file that is renamed to FILE.1 when it reaches 10 MB; three old files are kept.
 
-    Where standard output or error is this file, as under launchd, it is the new one afterwards.
+    If standard output or error is this file, as under launchd, it is redirected to the new file.
     Raises UsageError if the file can't be opened.
     """
 
@@ -145,7 +148,7 @@ class LogFile(RotatingFileHandler):
             super().__init__(path, maxBytes=max_bytes, backupCount=3, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--log-file {path} can't be opened: {error.strerror}.") from None
-        # Processes that ended before they logged anything have written their errors.
+        # Processes that end before they log anything also write their errors to this file.
         if os.path.getsize(path) > max_bytes:
             self.doRollover()
 
@@ -159,10 +162,10 @@ class LogFile(RotatingFileHandler):
 
 
 class BackgroundLog:
-    """Writes log records on a thread of its own, as a pipe that nobody reads blocks its writer.
+    """Writes log records on its own thread, as a pipe that nobody reads blocks its writer.
 
-    Records beyond `capacity` are dropped, and those with a `Later`, which may hold a long prompt,
-    once `texts` records wait.
+    Records are dropped while `capacity` records wait to be written. Records with a `Later`, which
+    can hold a long prompt, are dropped while `texts` records wait.
     """
 
     def __init__(self, capacity: int = 10_000, texts: int = 256) -> None:

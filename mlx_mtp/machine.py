@@ -18,14 +18,14 @@ _GPU_KEYS = (
     ("total_memory", "of the GPU"),
     ("memory_size", "of the machine"),
 )
-_WIRED_SINCE = 15  # version of macOS
-_SMALL_MAC = 32  # GiB
+_WIRED_SINCE = 15  # first version of macOS with a wired limit
+_SMALL_MAC = 32  # GiB; Metal recommends a smaller share of the memory up to this size
 
 MOST_TEXT_BYTES = 576 << 20
 
 
 def client_text_bytes(nbytes: int) -> int:
-    """Bytes of `nbytes` of a server's memory that requests' bodies and answers may take."""
+    """Returns the bytes of a server's `nbytes` that bodies and answers of requests may take."""
     return min(MOST_TEXT_BYTES, nbytes // 32)
 
 
@@ -37,7 +37,10 @@ class MemoryLimit(NamedTuple):
 
 
 def memory_limit(given: int | None, least: int | None = None) -> MemoryLimit:
-    """The bytes of --memory-limit, or the machine's; at most `least`, which every rank has."""
+    """Returns the value of --memory-limit (bytes) if given, or else the machine's memory.
+
+    The limit is at most `least`, the bytes that every rank has.
+    """
     limit = machine_memory() if given is None else MemoryLimit(given, "--memory-limit")
     if least is not None and least < limit.nbytes:
         return MemoryLimit(least, "on the rank that has the least")
@@ -45,7 +48,7 @@ def memory_limit(given: int | None, least: int | None = None) -> MemoryLimit:
 
 
 def machine_memory() -> MemoryLimit:
-    """The memory for a model that is not loaded yet: the GPU's, or else what the host has free."""
+    """Returns the memory for a model to be loaded: the GPU's, or else the host's free memory."""
     if mx.default_device() == mx.gpu:
         info = mx.device_info()
         for key, source in _GPU_KEYS:
@@ -55,23 +58,23 @@ def machine_memory() -> MemoryLimit:
 
 
 def mac_memory(gigabytes: int) -> MemoryLimit:
-    """The most of a Mac's memory that Metal recommends to use, by users' reports."""
-    # github.com/ggml-org/llama.cpp: issue 1870, pull request 2011. Newer versions of macOS: more.
+    """Returns the maximum of a Mac's memory that Metal recommends to use, by users' reports."""
+    # github.com/ggml-org/llama.cpp: issue 1870, pull request 2011. Newer macOS recommends more.
     share = 2 / 3 if gigabytes <= _SMALL_MAC else 3 / 4
     source = f"assumed to be usable of a Mac's {gigabytes} GB"
     return MemoryLimit(int(gigabytes * 2**30 * share), source)
 
 
 def wire_memory(limit: MemoryLimit) -> str:
-    """Tell mlx the limit on CUDA; ask a Mac to keep the model resident, as mlx-lm does.
+    """Set mlx's memory limit on CUDA; on a Mac, wire the model's memory, as mlx-lm does.
 
-    Returns what became of a Mac's wired limit; elsewhere nothing.
+    Returns a text on the Mac's wired limit; an empty text elsewhere.
     """
     if mx.cuda.is_available():
-        # Expanded weights are allocated ahead of the GPU, for as many layers as there is room for.
+        # Prefill expands quantized weights; mlx allocates them ahead of the GPU up to this limit.
         mx.set_memory_limit(limit.nbytes)
         return ""
-    # A limit above Metal's recommendation, or before macOS 15, is an error. Not run on a Mac yet.
+    # Setting a limit above Metal's recommendation, or before macOS 15, fails. Not run on a Mac yet.
     version = re.match(r"[0-9]+", platform.mac_ver()[0])
     if not mx.metal.is_available() or version is None:
         return ""
@@ -88,7 +91,7 @@ def wire_memory(limit: MemoryLimit) -> str:
 
 
 def physical_memory() -> int:
-    """Bytes of the machine's memory."""
+    """Returns the bytes of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -96,7 +99,7 @@ def _host_memory() -> MemoryLimit:
     total = physical_memory()
     limit = MemoryLimit(total, "of the machine")
     available = _meminfo("MemAvailable")
-    if available is not None:  # This process may also use what it already has.
+    if available is not None:  # This process can also use the memory it already has.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         available += pages * os.sysconf("SC_PAGE_SIZE")
         limit = MemoryLimit(min(total, available), "available on the machine")

@@ -1,4 +1,4 @@
-"""The flags of the commands that settings are for, and which flags exclude each other."""
+"""The flags of the commands that take settings, and which flags exclude each other."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ from mlx_mtp.flags import Flag, byte_size, count_or_path, integer, nonempty_text
 
 BUNDLED_NAME = "mlx-mtp-demo"
 ANSWER_TOKENS = 512
-"""Most tokens of an answer of `generate` without --max-tokens."""
+"""Maximum tokens of an answer of `generate` without --max-tokens."""
 _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 _HEADINGS = (
     *("model", "multi-token prediction", "server", "memory and prefix cache", "limits"),
@@ -111,7 +111,7 @@ _PENALTIES = (
 _MAX_TOKENS = Flag("sampling: --max-tokens N", "most tokens to generate", integer(1, 1 << 31))
 _DEFAULTS = (*_SAMPLING, *_PENALTIES, replace(_MAX_TOKENS, default_text="what the context has"))
 SAMPLING_DEFAULTS = tuple(flag.key for flag in _DEFAULTS)
-"""Keys of the flags of `serve` that are defaults of requests, by names of `SamplingParams`."""
+"""Keys of the flags of `serve` that set defaults for requests; also fields of `SamplingParams`."""
 
 
 SERVE_FLAGS = _in_order(
@@ -219,7 +219,7 @@ COMMAND_FLAGS: Mapping[str, Sequence[Flag]] = {
     "top": (CLIENT_KEY,),
     "bench": (CLIENT_KEY,),
 }
-"""The flags of each command that a variable or the settings file may give."""
+"""The flags of each command that an environment variable or the settings file can set."""
 _SAMPLED = [flag.key for flag in GENERATE_FLAGS if flag.group == "sampling"]
 SAMPLING = ("max_tokens", "stop", *_SAMPLED)
 """Keys of the flags whose values are fields of a request under the same names."""
@@ -229,7 +229,7 @@ _OF_HEAD = ("--mtp-num-draft-tokens", "--mtp-draft-vocab")
 
 
 def check_serve(options: argparse.Namespace) -> None:
-    """Raise UsageError for flags of `serve` that would have no effect."""
+    """Raise UsageError for flags of `serve` that have no effect or exclude each other."""
     drafts, depth, in_use = options.drafts, options.mtp_num_draft_tokens, _in_use(options)
     is_fixed, uses_head, cache_size = depth != "auto", "mtp" in drafts, options.prefix_cache_size
     names = host_source_names(drafts)
@@ -239,7 +239,7 @@ def check_serve(options: argparse.Namespace) -> None:
     def at_fault(wrong: object, *flags: str) -> list[str]:
         return [flag for flag in flags if wrong and flag in in_use]
 
-    # The flags at fault, and above them the message for the first of them.
+    # The error messages, each with the flags at fault; a message names the first of its flags.
     faults = {
         "{flag} asks for the head's drafts, and --drafts {drafts} for none.": at_fault(
             not uses_head, "--enable-mtp"
@@ -300,14 +300,14 @@ def check_generate(options: argparse.Namespace, *more: str) -> None:
 
 
 def wants_head(options: argparse.Namespace) -> bool | None:
-    """True if flags need the MTP head, False if they exclude it; None: use it if there is one."""
+    """Returns True if flags need the MTP head, False if they exclude it, None if it is optional."""
     if "mtp" not in getattr(options, "drafts", "mtp"):
         return False
     return not _in_use(options).isdisjoint(_OF_HEAD) or options.enable_mtp
 
 
 def wants_exact(options: argparse.Namespace) -> bool | None:
-    """The value of `EngineConfig.exact` that flags ask for; None: if the kernels allow it."""
+    """Returns the value of `EngineConfig.exact` that flags ask for; None if they leave it open."""
     exact: bool | None = options.exact
     return False if exact is None and not _in_use(options).isdisjoint(_INEXACT) else exact
 
@@ -318,23 +318,23 @@ def _in_use(options: argparse.Namespace) -> set[str]:
 
 
 def is_short_name(name: str | None) -> bool:
-    """True for a MODEL that is neither a hub id, which has a slash, nor a path."""
+    """Returns True for a MODEL that is neither a hub id, which has a slash, nor a path."""
     return bool(name) and "/" not in str(name) and not Path(str(name)).expanduser().exists()
 
 
 def model_name(model: str | None) -> str:
-    """The default of --served-model-name: the hub id, or the directory's name."""
+    """Returns the default of --served-model-name: the hub id, or the directory's name."""
     if model is None:
         return BUNDLED_NAME
-    # A link is not resolved: the user chose its name.
+    # Links are not resolved: the user chose the link's name.
     if not os.path.isdir(model):
         return model
-    # A name that is not UTF-8 could not be sent.
+    # A name that is not UTF-8 can't be sent to clients.
     return os.path.basename(os.path.abspath(model)).encode(errors="replace").decode()
 
 
 def _conflict(options: argparse.Namespace, message: str) -> UsageError:
-    """The error of flags that exclude each other; says where those not typed are from."""
+    """Returns the error for flags that exclude each other, with the source of those not typed."""
     named = {name.replace("-", "_") for name in re.findall(r"--(?:no-)?([a-z-]+)", message)}
     found = {key: source for key, source in options.given.items() if source and key in named}
     if found:

@@ -1,4 +1,4 @@
-"""What a command does before it loads a model, and before anything imports mlx."""
+"""Prepares a command, before it loads a model and before anything imports mlx."""
 
 import argparse
 from pathlib import Path
@@ -8,9 +8,10 @@ from mlx_mtp.errors import UsageError
 
 
 def prepare_command(options: argparse.Namespace, log_level: str = "warning") -> backend.BackendInfo:
-    """Set up logging and mlx's backend, read the files that flags name, find the model's name.
+    """Set up logging and mlx's backend, read the files that flags name, and choose the model.
 
-    `options.model` becomes a directory, a hub id or None, the bundled model.
+    `options.model` becomes a directory, a hub id, or None for the bundled model. Returns the
+    backend. Raises UsageError or BackendError.
     """
     from mlx_mtp.text.draft_vocab import read_draft_vocab
 

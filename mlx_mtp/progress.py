@@ -1,4 +1,4 @@
-"""The progress of long work: a bar in a terminal, and a line now and then elsewhere."""
+"""The progress of long work: a bar in a terminal, and a line every 10 seconds elsewhere."""
 
 import sys
 from typing import Any
@@ -26,8 +26,8 @@ class Bar(tqdm):
         super().__init__(*args, **defaults | kwargs)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Write the bar, or a line that is never written over."""
-        text = one_line(str(self) if msg is None else msg)  # It may have names of files.
+        """Write the bar, or, without a terminal, a new line."""
+        text = one_line(str(self) if msg is None else msg)  # It can contain names of files.
         if not self._lines:
             super().display(text, pos)
         elif text:

@@ -1,6 +1,6 @@
 """The servers that run on this machine, each with a file in the user's runtime directory.
 
-A server keeps its file locked: one that can be locked is of a server that was killed.
+A server keeps its file locked: if the file can be locked, its server was killed.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from mlx_mtp.errors import UNEXPECTED
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 1 << 16  # of a file that is read
+_MOST_BYTES = 1 << 16  # maximum bytes to read from a server's file
 
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that answers, or is about to end."""
+    """A server that answers requests, or is about to end."""
 
     pid: int
     url: str  # for clients on this machine, without /v1
@@ -33,17 +33,17 @@ class RunningServer:
     directories: list[str]  # of the models' files
     needs_key: bool
     started: float  # seconds since the epoch
-    # None: several models, which are loaded on demand
+    # The following are None if the server has several models, which are loaded on demand.
     max_model_len: int | None = None  # tokens of prompt and answer together
-    weights: int | None = None  # bytes in memory, with the head's
-    memory_limit: int | None = None  # most bytes that the server plans with
+    weights: int | None = None  # bytes of the weights in memory, with the head's
+    memory_limit: int | None = None  # bytes that the server's memory plan may use
 
 
 @contextlib.contextmanager
 def announced(server: RunningServer) -> Iterator[None]:
-    """Let `running_servers` find a server, for the length of the context.
+    """Let `running_servers` find a server while the context lasts.
 
-    The file is its owner's alone to read. Where there can be none, a warning says so.
+    Only the user can read the server's file. If it can't be written, a warning is logged.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -66,7 +66,10 @@ def announced(server: RunningServer) -> Iterator[None]:
 
 
 def running_servers() -> list[RunningServer]:
-    """This user's servers, the oldest first; files of servers that were killed are removed."""
+    """Returns this user's servers, oldest first, and removes the files of servers that were killed.
+
+    Server files that can't be read are skipped.
+    """
     found = list[RunningServer]()
     with contextlib.suppress(OSError):
         directory = _directory()
@@ -90,13 +93,13 @@ def _read(path: Path) -> RunningServer | None:
 
 
 def _is_own(status: os.stat_result, kind: int) -> bool:
-    """True for a file of this kind that is this user's, and that nobody else can read."""
+    """Returns True for a file of this kind that this user owns and nobody else can access."""
     is_private = stat.S_IMODE(status.st_mode) & 0o077 == 0
     return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.getuid() and is_private
 
 
 def _directory() -> Path:
     with warnings.catch_warnings():
-        # Without XDG_RUNTIME_DIR it is a directory in /tmp, of which platformdirs warns.
+        # Without XDG_RUNTIME_DIR, platformdirs warns that it takes a directory in /tmp.
         warnings.simplefilter("ignore")
         return platformdirs.user_runtime_path("mlx-mtp")

@@ -1,10 +1,10 @@
-"""Keeps Python from importing from the current directory, which may be a model's."""
+"""Keeps Python from importing from the current directory, which can be an untrusted model's."""
 
 import os
 import sys
 
-# Python's own way to start a module puts the current directory first, and an environment variable
-# can't name directories that have a colon in their names.
+# `python -m` puts the current directory first in the path, and PYTHONPATH can't hold directories
+# with a colon in their names.
 _BOOT = """if True:
     import importlib.util, json, runpy, sys
     init, sys.path[:] = json.loads(sys.argv.pop(1))
@@ -23,9 +23,9 @@ def drop_current_directory() -> None:
 
 
 def command_of(module: str) -> list[str]:
-    """The command that runs a module of this package with this process's `sys.path`.
+    """Returns the command that runs a module of this package with this process's `sys.path`.
 
-    Run it outside of the current directory, which `site` may look into.
+    Start the command in another directory, as Python's `site` can import from the current one.
     """
     import json  # Not before the current directory has been dropped.
 

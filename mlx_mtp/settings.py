@@ -1,4 +1,4 @@
-"""The settings file, and what a flag's value is from: typed, a variable, the file, a default."""
+"""The settings file, and each flag's value: typed, from a variable or the file, or the default."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mlx_mtp.flags import Flag, add_flags, hint, secret
 from mlx_mtp.options import BUNDLED_NAME, COMMAND_FLAGS
 
 VARIABLE = "MLX_MTP_CONFIG"
-USER_FILE = Unix("mlx-mtp").user_config_path / "config.toml"  # below ~/.config on a Mac, too
+USER_FILE = Unix("mlx-mtp").user_config_path / "config.toml"  # in ~/.config on a Mac, too
 _Scope = tuple[str | None, str | None]  # a model and a command; None: any
-_WHICH = ("model", "models", "all")  # which models there are: not for a model's table
+_WHICH = ("model", "models", "all")  # flags that choose models; a model's table can't have them
 _COMMANDS = tuple(COMMAND_FLAGS)
 _OF_MODEL = tuple(
     name for name, flags in COMMAND_FLAGS.items() if any(flag.key == "model" for flag in flags)
@@ -29,14 +29,17 @@ _OF_MODEL = tuple(
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """A checked settings file; without a path it has no settings."""
+    """A checked settings file; if `path` is None, there are no settings."""
 
     path: Path | None
-    # By scope: the heading in the file, and values as TOML has them.
+    # By scope: the table's heading in the file, and its values as parsed from TOML.
     tables: Mapping[_Scope, tuple[str, dict[str, object]]]
 
     def find(self, flag: Flag, command: str | None, model: str | None) -> tuple[Any, str] | None:
-        """The flag's value and where it is, from the most special table; None if none has it."""
+        """Returns the flag's value and its place, from the most specific table that has the flag.
+
+        Returns None if no table has it.
+        """
         name = None if model is None else _as_key(model)
         for scope in ((name, command), (name, None), (None, command), (None, None)):
             heading, table = self.tables.get(scope, ("", {}))
@@ -47,13 +50,13 @@ class SettingsFile:
 
 
 def settings_path(environ: Mapping[str, str]) -> Path | None:
-    """The file that MLX_MTP_CONFIG names, or else the user's; None if the variable is empty."""
+    """Returns the file that MLX_MTP_CONFIG names, or the user's; None if the variable is empty."""
     name = environ.get(VARIABLE)
     return USER_FILE if name is None else Path(name).expanduser() if name else None
 
 
 def read_settings(environ: Mapping[str, str]) -> SettingsFile:
-    """Read and check the settings file; UsageError if a part of it is wrong."""
+    """Read and check the settings file; raises UsageError if a part of it is wrong."""
     path = settings_path(environ)
     if path is None:
         return SettingsFile(None, {})
@@ -84,10 +87,11 @@ def add_settings(parser: argparse.ArgumentParser, *flags: Flag) -> None:
 def resolve(
     given: argparse.Namespace, flags: Sequence[Flag], environ: Mapping[str, str]
 ) -> argparse.Namespace:
-    """Complete a command line by variables, the settings file and defaults; UsageError if wrong.
+    """Complete a command line from environment variables, the settings file and defaults.
 
-    `given` of the result says where each value is from that isn't a default, by the flag's key;
-    typed ones have an empty text. `given.command` chooses the tables of the file.
+    The result's `given` maps the keys of all flags whose values aren't defaults to the sources of
+    the values; the source of a typed value is empty. `given.command` chooses the file's tables.
+    Raises UsageError if a value is wrong.
     """
     file, command = read_settings(environ), getattr(given, "command", None)
 
@@ -111,7 +115,7 @@ def resolve(
 
 
 def _tables(path: Path, content: dict[str, Any]) -> Iterator[tuple[_Scope, str, dict[str, object]]]:
-    """Scope, heading and settings of each table; UsageError for a key or a value that is wrong."""
+    """Yields each table's scope, heading and settings; UsageError for a wrong key or value."""
 
     def part(words: Sequence[str], *scope: str | None, inner: Sequence[str] = ()) -> Any:
         table: Any = content
@@ -153,7 +157,7 @@ def _tables(path: Path, content: dict[str, Any]) -> Iterator[tuple[_Scope, str, 
 
 
 def _flags_of(command: str | None, commands: Iterable[str] = _COMMANDS) -> list[Flag]:
-    """The flags of a command, or of all."""
+    """Returns the flags of a command, or of all `commands`."""
     names = commands if command is None else (command,)
     return [flag for name in names for flag in COMMAND_FLAGS[name]]
 

@@ -1,4 +1,4 @@
-"""Unix sockets: where they are, and a client of HTTP/1.1 on them, with answers as they come."""
+"""Unix sockets: a directory for them, and a client of HTTP/1.1 that streams responses."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pathlib import Path
 from mlx_mtp.errors import UsageError
 
 BROKEN = (OSError, asyncio.IncompleteReadError)
-"""Errors of asking a process that has ended."""
+"""Errors raised by a request to a process that has ended."""
 _PIECE = 1 << 16
-_PATH_BYTES = 100  # that a socket's path may have on a Mac
+_PATH_BYTES = 100  # maximum length of a socket's path on a Mac
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade".split()
 )
-"""Headers that are of one connection."""
+"""Headers that apply to one connection, and so are not passed on."""
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class SocketAnswer:
-    """A response of one of our own servers, whose body is read as it comes."""
+    """A response of one of our own servers, whose body is read as it arrives."""
 
     def __init__(self, reader: asyncio.StreamReader, method: str) -> None:
         self._reader, self._method = reader, method
         self.status, self.headers = 0, list[tuple[bytes, bytes]]()
 
     async def begin(self) -> None:
-        """Read the head; raises what `BROKEN` lists."""
+        """Read the status line and the headers; raises the errors that `BROKEN` lists."""
         first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
         self.status = int(first.split(b" ", 2)[1])
         for line in lines:
@@ -38,7 +38,7 @@ class SocketAnswer:
             self.headers.append((name.lower(), value.strip()))
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield what comes, as soon as it comes; raises what `BROKEN` lists."""
+        """Yields pieces of the body as they arrive; raises the errors that `BROKEN` lists."""
         headers = dict(self.headers)
         if self._method == "HEAD" or self.status in (204, 304):
             return
@@ -53,8 +53,8 @@ class SocketAnswer:
             yield piece
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        """Yield the chunks that have come, together."""
-        data, left = b"", 0  # bytes of the current chunk, with the line's end behind it
+        """Yields the data of all chunks that have arrived, joined."""
+        data, left = b"", 0  # bytes of the current chunk that are missing, with its line end
         while True:
             data += await self._more()
             at, taken = 0, list[bytes]()
@@ -88,9 +88,9 @@ class SocketAnswer:
 async def ask(
     path: Path, method: str, target: bytes | str, headers: Headers = (), body: bytes = b""
 ) -> AsyncIterator[SocketAnswer]:
-    """Send a request on a connection of its own, which is closed with the block.
+    """Send a request on a new connection, which is closed at the end of the block.
 
-    Closing it cancels the answer. Raises what `BROKEN` lists.
+    Closing the connection cancels the answer. Raises the errors that `BROKEN` lists.
     """
     reader, writer = await asyncio.open_unix_connection(os.fspath(path))
     try:
@@ -99,10 +99,10 @@ async def ask(
         target = target if isinstance(target, bytes) else target.encode()
         lines = [b"%b: %b\r\n" % each for each in (*headers, *host, *fixed)]
         head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method.encode(), target, b"".join(lines))
-        writer.write(head + body[:_PIECE])  # at once, so that the process is woken once
+        writer.write(head + body[:_PIECE])  # in one write, so the process is woken once
         if len(body) > _PIECE:
             writer.write(memoryview(body)[_PIECE:])
-        with contextlib.suppress(OSError):  # It may have answered before it read everything.
+        with contextlib.suppress(OSError):  # It can answer before it has read the whole body.
             await writer.drain()
         answer = SocketAnswer(reader, method)
         await answer.begin()
@@ -112,9 +112,12 @@ async def ask(
 
 
 def private_folder() -> Path:
-    """Make a directory for sockets that only this user can enter; raises UsageError."""
+    """Make a directory for sockets that only this user can enter.
+
+    Raises UsageError if it can't be made, or its path is too long for sockets.
+    """
     fault = ""
-    # Not `tempfile.gettempdir`, which writes a file: a socket fits on a full disk.
+    # `tempfile.gettempdir` writes a file, which fails on a full disk; a socket takes no space.
     for base in (os.environ.get("TMPDIR"), "/tmp"):
         try:
             folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base or "/tmp"))  # of mode 0700

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Give an MLX model its MTP head back: `mlx-mtp add-mtp-weights`, from a checkout.
+"""Give an MLX model its MTP head back: `mlx-mtp add-mtp-weights`, run from a checkout.
 
 python scripts/add_mtp_weights.py --mlx-model-path DIR_OR_HUB_ID --source-model Qwen/...
 """

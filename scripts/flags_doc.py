@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Print docs/flags.md: python scripts/flags_doc.py > docs/flags.md
 
-A test holds the file equal to this.
+A test checks that the file is up to date.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COMMANDS = {
 
 
 def page() -> str:
-    """The whole page, Markdown."""
+    """Returns the whole page in Markdown."""
     parts = [
         part
         for command, heading in _COMMANDS.items()

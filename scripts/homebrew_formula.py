@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Print the Homebrew formula of a release: python scripts/homebrew_formula.py mlx-mtp==0.1.0
 
-To be run on a Mac with the Python that the formula shall use. The formula has the wheels that pip
+Run this on a Mac with the Python that the formula will use. The formula lists the wheels that pip
 would install from the package index, with the index's hashes.
 """
 
@@ -57,7 +57,7 @@ RESOURCE = """\
 
 
 def wheels(requirement: str) -> dict[str, dict[str, str]]:
-    """The wheels that pip would install: name, version, url and sha256 of each, by its name."""
+    """Returns name, version, url and sha256 of each wheel that pip would install, by its name."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
     tags = ["--only-binary=:all:", f"--platform={PLATFORM}", f"--target={tempfile.gettempdir()}"]
     done = subprocess.run([*pip, *tags, "--report=-", requirement], stdout=subprocess.PIPE)

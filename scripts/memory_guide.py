@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Print the tables of which model and context fit which Mac: python scripts/memory_guide.py
 
-They are computed, not measured: published shapes with their heads, planned as `serve` plans at its
-start; see `mlx-mtp models`. The first table is README's, the others are those of docs/memory.md.
+The tables are computed, not measured: from published shapes with their heads, by the memory plan of
+`serve`; see `mlx-mtp models`. The first table is for README.md, the others for docs/memory.md.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from mlx_mtp.inspect.models import SHORT_ROW, Published, all_published
 from mlx_mtp.machine import mac_memory
 
 _MACHINES = (16, 24, 36, 64, 128, 512)
-"""GB of a Mac."""
+"""Memory of Macs, in GB."""
 _BEGINNERS = {
     "16 GB": ("Qwen3.5-9B", 16, 16),
     "36 to 64 GB": ("Qwen3.6-35B-A3B", 36, 64),
@@ -31,7 +31,7 @@ _LARGE = (64, 128)
 
 
 def cell(model: Published, gigabytes: int) -> str:
-    """What fits a Mac: the longest context, and how many requests of 8,192 tokens at once."""
+    """Returns what fits a Mac: the longest context; the number of requests of 8,192 tokens."""
     plan = model.memory_plan(mac_memory(gigabytes))
     if plan is None:
         return "-"
@@ -40,7 +40,7 @@ def cell(model: Published, gigabytes: int) -> str:
 
 
 def tables() -> list[str]:
-    """All tables, Markdown."""
+    """Returns all tables, in Markdown."""
     models = all_published()
     of_name = {(each.release.name, each.release.bits): each for each in models}
     rows = list[Sequence[str]]()
@@ -50,7 +50,7 @@ def tables() -> list[str]:
         size = size_text(model.footprint.weights + model.head_download)
         rows.append((mac, f"`{model.release}`", size, " to ".join(contexts)))
     parts = [_table(("your Mac", "model", "download", "context, tokens"), rows)]
-    shapes = dict[tuple[object, ...], list[Published]]()  # of one shape, and so of one size
+    shapes = dict[tuple[object, ...], list[Published]]()  # models of the same shape and size
     for each in models:
         shapes.setdefault((each.footprint, each.allowed, each.head_download), []).append(each)
     unique = [(_names(same), same[0]) for same in shapes.values()]

@@ -1,1 +1,1 @@
-"""Measuring: any OpenAI-compatible server over HTTP, or the engine alone."""
+"""Measures any OpenAI-compatible server over HTTP, or the engine alone."""

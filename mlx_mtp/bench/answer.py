@@ -1,7 +1,7 @@
 """A timed answer of a server or an engine: when its tokens arrived, and how many at a time.
 
-A chunk is the text that one read of the connection returned. Reads are parsed after the answer has
-ended, as a server may share the client's machine.
+A chunk is the text that one read of the connection returned. Reads are parsed only after the answer
+has ended, as the server can run on the same machine.
 """
 
 import enum
@@ -14,10 +14,8 @@ from typing import Any
 
 from mlx_mtp.errors import UNEXPECTED, BenchError
 
-TimedRead = tuple[
-    float, bytes
-]  # The time of a read by the client's clock in seconds, and its bytes.
-# Section and key of each count in a chunk, by the field of `TimedAnswer`; timings as in llama.cpp.
+TimedRead = tuple[float, bytes]  # time of a read, in seconds of the client's clock, and its bytes
+# Section and key of each count in a stream's JSON, by field of `TimedAnswer`; llama.cpp's timings.
 _COUNTS = {
     "num_tokens": ("usage", "completion_tokens"),
     "prompt_tokens": ("usage", "prompt_tokens"),
@@ -28,9 +26,9 @@ _MAX_COUNT = 1 << 53
 
 
 class Split(enum.StrEnum):
-    """How the number of tokens in each chunk is known, the best way first."""
+    """How the number of tokens in each chunk is known, the most reliable way first."""
 
-    TOLD = "told"  # Each chunk has a running count, or the answer is an engine's own.
+    TOLD = "told"  # Each chunk has a running count, or the answer is from an engine directly.
     SINGLE = "single"  # There are as many chunks as tokens; the last token may have no text.
     TEXT = "text"  # Estimated: the usage is divided in proportion to the texts' lengths.
     CHUNKS = "chunks"  # The server sends no usage: each chunk counts as a token.
@@ -46,7 +44,7 @@ class TimedAnswer:
     tokens: tuple[float, ...]  # tokens in each chunk; fractions if they are estimated
     num_tokens: int  # of the whole answer, tokens without text included
     split: Split
-    num_events: int  # stream events with text, of which one read may return several
+    num_events: int  # stream events with text; one read can return several
     prompt_tokens: int | None = None  # None if the server doesn't report it
     num_drafts: int = 0  # draft tokens verified, 0 if the server doesn't report it
     num_accepted: int = 0
@@ -71,7 +69,7 @@ class TimedAnswer:
 
 
 def parse_answer(sent: float, reads: Sequence[TimedRead], retries: int = 0) -> TimedAnswer:
-    """Parse an answer's stream; BenchError if it holds an error or was cut off."""
+    """Parse an answer's stream; BenchError if the stream has an error or was cut off."""
     ended, data, last = sent, "", dict[str, Any]()
     events: list[tuple[float, dict[str, Any]]] = []
     for ended, data in timed_events(reads):
@@ -87,7 +85,7 @@ def parse_answer(sent: float, reads: Sequence[TimedRead], retries: int = 0) -> T
             "connection."
         )
     if events and last.get("num_tokens") == 0:
-        del last["num_tokens"]  # The answer has text, so this is not its count.
+        del last["num_tokens"]  # The answer has text, so 0 is not its count.
     tokens, split = _token_counts([event for _, event in events], last)
     chunks = defaultdict[float, float](float)  # The events of one read are one chunk.
     for (at, _), count in zip(events, tokens, strict=True):
@@ -99,9 +97,9 @@ def parse_answer(sent: float, reads: Sequence[TimedRead], retries: int = 0) -> T
 
 
 def timed_events(reads: Iterable[TimedRead]) -> Iterator[tuple[float, str]]:
-    """The data of each server-sent event, with the time of the read that completed it.
+    """Yields the time of the read that completed each server-sent event, and the event's data.
 
-    BenchError for data that is not UTF-8.
+    Raises BenchError for data that is not UTF-8.
     """
     rest, data, time = b"", list[bytes](), 0.0
     # The end of the stream completes its last event.
@@ -121,14 +119,14 @@ def timed_events(reads: Iterable[TimedRead]) -> Iterator[tuple[float, str]]:
 
 
 def delta_texts(delta: Mapping[str, Any]) -> dict[str, str]:
-    """What a delta adds to the "reasoning" and the "content" of a message."""
+    """Returns what a delta adds to the "reasoning" and the "content" of a message."""
     # Some servers send the reasoning under both names.
     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
     return {"reasoning": reasoning, "content": delta.get("content") or ""}
 
 
 def _parse_chunk(data: str) -> dict[str, Any]:
-    """A chunk's text, its finish reason if any, and its counts by field of `TimedAnswer`."""
+    """Returns an event's text, finish reason if any, and counts by field of `TimedAnswer`."""
     fields: dict[str, Any] = {"text": ""}
     try:
         chunk = json.loads(data)
@@ -171,15 +169,15 @@ def _token_counts(
     running = [event["num_tokens"] for event in events if "num_tokens" in event]
     if events and len(running) == count:
         steps = [float(b - a) for a, b in zip([0, *running], running)]
-        # An event without a token of its own brings text that had been held back.
+        # An event without new tokens has text that the server had held back.
         if steps[0] > 0 and min(steps) >= 0:
             return steps, Split.TOLD
     if total in (count, count + 1):
         return [1.0] * count, Split.SINGLE
     if not events:
         return [], Split.TEXT
-    # Each event gets one token, or less, and the rest is divided in proportion to the lengths of
-    # the texts. The token that stops an answer has no text.
+    # Each event gets at most one token, and the rest is divided in proportion to the lengths of the
+    # texts. The token that stops an answer has no text.
     with_text = total - (last.get("finish_reason") == "stop")
     each, lengths = min(1.0, with_text / count), [len(event["text"]) for event in events]
     rest = (with_text - each * count) / sum(lengths)

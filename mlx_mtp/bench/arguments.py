@@ -1,4 +1,4 @@
-"""The arguments of `bench`. Heavy imports wait, so that --help answers at once."""
+"""The arguments of `bench`. Heavy imports are deferred, so --help is fast."""
 
 import argparse
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from mlx_mtp.flags import (
 from mlx_mtp.options import DRAFT_VOCAB, DTYPE, EXACT, MODEL_FLAG, RANDOMNESS
 
 _MODEL = Flag("--model NAME", "model to ask for", nonempty_text, repeated=True)
-# The key may also be a variable or in the settings file: others can see a command line.
+# A variable or the settings file can also set the key, as other users can see a command line.
 _API_KEY = Flag("--api-key KEY", "sent as a bearer token", secret)
 _SEED = Flag("--seed N", "repeat the prompts of another run", integer(0, (1 << 63) - 1))
 _ASKING = (
@@ -115,7 +115,7 @@ def _add_asking(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 
 def _list(usage: str, help_text: str, parse: Parse, default: Sequence[Any]) -> Flag:
-    """A flag whose value is a list separated by commas, without duplicates."""
+    """Returns a flag whose value is a comma-separated list without duplicates."""
 
     def parse_all(value: str) -> list[Any]:
         return list(dict.fromkeys(parse(part.strip()) for part in value.split(",")))

@@ -14,7 +14,7 @@ from mlx_mtp.bench.measure import Asking
 from mlx_mtp.bench.prompts import Prompt
 from mlx_mtp.errors import UNEXPECTED, BenchError, UsageError
 
-# Python's own HTTP servers let five connections wait, and refuse others.
+# Python's own HTTP servers let five connections wait, and refuse more.
 _RETRIES = 40
 _RETRY_SECONDS = 0.05
 _CONNECT_SECONDS = 30.0
@@ -31,7 +31,7 @@ class _RefusedError(BenchError):
 
 
 class HttpServer:
-    """A server to measure, by default the first model that it lists; a context manager."""
+    """A server to measure; a context manager. `model` defaults to the first the server lists."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class HttpServer:
         self.name = name or self.url
         self._stream_options, self._connected = _STREAM_OPTIONS[0], False
         self._runner = asyncio.Runner()
-        # Compression would make chunks wait for each other.
+        # Compression would delay chunks.
         headers = {b"Accept-Encoding": b"identity"}
         if api_key:
             headers[b"Authorization"] = f"Bearer {api_key}".encode()
@@ -166,7 +166,7 @@ class HttpServer:
 
 
 def base_url(url: str) -> str:
-    """The address that routes are appended to: `http://host:8000` becomes `http://host:8000/v1`."""
+    """Returns the address for routes to append to: `http://host:1` becomes `http://host:1/v1`."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL:
@@ -180,7 +180,7 @@ def base_url(url: str) -> str:
 
 
 def error_text(response: httpx.Response) -> str:
-    """A response's error message, on one line of at most about 300 characters."""
+    """Returns a response's error message, on one line of at most about 300 characters."""
     try:
         error = response.json()["error"]
         text = str(error["message"] if isinstance(error, dict) else error)
@@ -191,7 +191,7 @@ def error_text(response: httpx.Response) -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """The operating system's message, which httpx's own leaves out; else httpx's."""
+    """Returns the operating system's message, which httpx's message omits, or else httpx's."""
     text = " ".join(str(error).split()) or type(error).__name__
     while error is not None:
         if isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""The command `mlx-mtp bench`: from the parsed command line to tables and files."""
+"""The command `mlx-mtp bench`: runs a measurement and writes its tables and files."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ _NOT_SETTINGS = {"command", "api_key", "csv", "json", "plot", "environ", "run"}
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Raise UsageError if a file can't be written or plotted; called before the measurement."""
+    """Raise UsageError if a file can't be written or plotted; call it before the measurement."""
     plot = getattr(options, "plot", None)
     report.check_writable(options.csv, options.json, plot)
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -37,7 +37,7 @@ def run_http(options: argparse.Namespace) -> int:
     asking = Asking(options.max_tokens, options.temperature, options.ignore_eos, options.timeout)
     comparing = options.what == "compare"
     urls = options.urls if comparing else [options.url]
-    # A server compared with itself, or two models of one server, still need two names.
+    # Two names even if a server is compared with itself, or two models of one server.
     names = ["A", "B"] if comparing else [None]
     models = _for_each(options.model, urls, "--model")
     keys = options.api_key
@@ -94,7 +94,7 @@ def _measure_and_report(
 ) -> None:
     """Measure, print `report.summary_table` with notes, and write the files asked for.
 
-    `reference` is the subject that ratios are of; `labels` are longer names of the subjects.
+    Ratios are relative to the subject `reference`; `labels` are longer names of the subjects.
     """
     if options.what == "latency":
         combinations = [(kind, 1) for kind in options.prompts]

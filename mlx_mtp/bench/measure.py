@@ -1,4 +1,4 @@
-"""A measurement: subjects get the same prompts in turns, and their answers become figures."""
+"""A measurement: subjects get the same prompts in turns; figures are computed from the answers."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from mlx_mtp.errors import BenchError
 
 # A row of the CSV: a subject's figures for one combination. Rates are tokens/s, times seconds.
 Summary = dict[str, Any]
-Combination = tuple[str, int]  # the kind of the prompts, and how many are sent at once
+Combination = tuple[str, int]  # the kind of the prompts, and how many are sent together
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Subject(Protocol):
     name: str
 
     def ask(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
-        """Send all prompts at once; returns when the last answer has ended."""
+        """Send all prompts at the same time; returns when the last answer has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,11 @@ def measure(
     seed: int,
     deadline: float = math.inf,
 ) -> list[Wave]:
-    """Send every subject the same prompts, in turns: a machine that slows down slows them all.
+    """Send every subject the same prompts, in turns: a slower machine then affects all subjects.
 
-    Another subject begins in each round. A round that would end after `deadline`, a time of
-    `perf_counter`, is not begun. BenchError if a subject answers without any text.
+    Each round begins with another subject. A round that would end after `deadline` (`perf_counter`,
+    seconds) is not started, and waves of the `warmups` first rounds are not returned. Raises
+    BenchError if a subject answers all prompts without text.
     """
     source, waves, took = PromptSource(seed), list[Wave](), 0.0
     for number in range(-warmups, rounds):
@@ -97,7 +98,7 @@ def measure(
 
 @contextlib.contextmanager
 def showing(line: str) -> Iterator[None]:
-    """Show a line at the bottom of a terminal while the context lasts; elsewhere print it."""
+    """Show a line at the bottom of a terminal while the block runs; elsewhere print the line."""
     is_terminal = sys.stderr.isatty()
     say(line, end="" if is_terminal else "\n", file=sys.stderr)
     try:
@@ -111,7 +112,7 @@ def showing(line: str) -> Iterator[None]:
 def summarize(
     waves: Sequence[Wave], subjects: Sequence[str], reference: str | None = None
 ) -> list[Summary]:
-    """A summary for each subject and combination, with ratios to the reference by round."""
+    """Returns a summary for each subject and combination, with ratios to the reference by round."""
     groups = defaultdict[tuple[str | None, Combination], list[Wave]](list)
     for wave in waves:
         groups[wave.subject, (wave.prompts, wave.concurrency)].append(wave)
@@ -162,9 +163,9 @@ def _ratios(waves: Sequence[Wave], references: Sequence[Wave]) -> Summary:
 def percentiles(
     name: str, values: np.ndarray, percents: Sequence[int], weights: np.ndarray | None = None
 ) -> dict[str, float | None]:
-    """Percentiles of values [N] by name, such as "ttft_p50"; all None if N is 0.
+    """Returns percentiles of values [N] by name, such as "ttft_p50"; all None if N is 0.
 
-    Weights [N] are how often each value counts; then every percentile is one of the values.
+    `weights` [N] are how often each value counts; with weights, each percentile is one of `values`.
     """
     results: Sequence[float | None] = [None] * len(percents)
     if len(values):
@@ -174,7 +175,7 @@ def percentiles(
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are not None; None if there are none."""
+    """Returns the median of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
 

@@ -1,4 +1,4 @@
-"""The engine alone, without HTTP and text, as a subject to measure."""
+"""The engine alone, without HTTP and detokenization, as a subject to measure."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ class EngineSubject:
     def __enter__(self) -> Self:
         try:
             self.ask([Prompt("Say hello.", seed=0)])  # starts the engine
-            # An idle engine measures step costs, which would disturb the measurement of another.
+            # Wait until the idle engine has measured its step costs, which disturbs other engines.
             while self.engine.measuring:
                 sleep(0.05)
         except BaseException:
@@ -58,7 +58,7 @@ class EngineSubject:
     def ask_token_ids(
         self, prompts: Sequence[tuple[tuple[int, ...], SamplingParams]]
     ) -> list[tuple[TimedAnswer, list[RequestOutput]]]:
-        """Like `ask`, for token ids and sampling; each answer comes with its engine outputs."""
+        """Like `ask`, for token ids and sampling; returns each answer with its engine outputs."""
         requests = [Request(f"bench-{next(self._numbers)}", *each) for each in prompts]
         timed = {request.request_id: list[tuple[float, RequestOutput]]() for request in requests}
         sent = []
@@ -86,7 +86,7 @@ def engine_subject(
     draft_ids: Sequence[int] | None = None,
     exact: bool | None = None,  # None: the default of `serve`
 ) -> EngineSubject:
-    """A new engine; the model's weights may be shared with others. Depth 0 turns MTP off."""
+    """Returns a new engine to measure; engines can share the model. Depth 0 turns MTP off."""
     name = "MTP, auto" if depth == "auto" else f"MTP, k = {depth}"
     if depth == 0:
         name, model, draft_ids = OFF, model.without_head(), None

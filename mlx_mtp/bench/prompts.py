@@ -3,7 +3,8 @@
 import random
 from typing import NamedTuple
 
-# One line with always the same task; one line with varied tasks; a text of `_WORDS` and a task.
+# story: one line, always with the same task; short: one line, with varied tasks; medium and long: a
+# text of `_WORDS` words, and a task.
 KINDS = ("story", "short", "medium", "long")
 _WORDS = {"medium": 400, "long": 3000}
 _ATTEMPTS = 16
@@ -58,7 +59,10 @@ class PromptSource:
         self._used, self._calls = set[str](), 0
 
     def next(self, kind: str, count: int) -> list[Prompt]:
-        """`count` different prompts of one of `KINDS`, to send at once; the tasks take turns."""
+        """Returns `count` different prompts of one of `KINDS`, to send together.
+
+        The tasks take turns.
+        """
         self._calls += 1
         return [self._unused(kind, self._calls + index) for index in range(count)]
 
@@ -77,7 +81,7 @@ class PromptSource:
         sentences = [_SENTENCES[0].format(**words)]
         length = len(sentences[0].split())
         while length < _WORDS[kind]:
-            # Half of the sentences are about the hero, or the text would be about nobody.
+            # About half of the sentences use the names of the task, so that the task makes sense.
             chosen = self._words() | (words if self._random.random() < 0.5 else {})
             sentences.append(self._random.choice(_SENTENCES).format(**chosen))
             length += len(sentences[-1].split())

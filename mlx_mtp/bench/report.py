@@ -70,9 +70,9 @@ class _CellFormatter(string.Formatter):
 
 
 def render_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table, in Markdown unless standard output is a terminal.
+    """Returns a table, in Markdown unless standard output is a terminal.
 
-    The first `left` columns are flush left, the others flush right.
+    The first `left` columns are aligned left, the others right.
     """
     if (width := width_of()) is not None:
         return columns(header, rows, left, width)
@@ -88,7 +88,7 @@ def render_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int
 
 
 def summary_table(summaries: Sequence[Summary], what: str) -> str:
-    """The table of a `bench` command; the first half of the summaries of `compare` is A's."""
+    """Returns the table of a `bench` command; for `compare`, A's summaries are the first half."""
     if what == "offline":
         levels = dict.fromkeys(f"{s['concurrency']} at once" for s in summaries)
         rows = []
@@ -111,13 +111,13 @@ def summary_table(summaries: Sequence[Summary], what: str) -> str:
 
 
 def rate_and_ratio(summary: Summary, digits: int) -> str:
-    """Tokens per second, and in brackets the ratio to the reference if there is one."""
+    """Returns tokens per second, and in brackets the ratio to the reference if there is one."""
     ratio = summary["rate_ratio"]
     return f"{summary['rate']:.{digits}f}" + ("" if ratio is None else f" ({ratio:.2f})")
 
 
 def footnotes(summaries: Sequence[Summary]) -> list[str]:
-    """Remarks on how the figures were measured, with the subjects that each is about."""
+    """Returns remarks on how the figures were measured, each with the subjects it is about."""
     only_one = len({s["subject"] for s in summaries}) == 1
     notes = []
     for remark, applies in _REMARKS.items():
@@ -129,7 +129,7 @@ def footnotes(summaries: Sequence[Summary]) -> list[str]:
 
 
 def drafts_by_source(waves: Sequence[Wave]) -> list[str]:
-    """A line per subject and source of drafts: how many, and the share accepted by position."""
+    """Returns a line per subject and draft source: counts, and the share accepted by position."""
     totals = defaultdict[tuple[str, str], list[Counter[int]]](lambda: [Counter(), Counter()])
     for subject, answer in ((wave.subject, answer) for wave in waves for answer in wave.answers):
         for source in answer.drafts:
@@ -144,7 +144,7 @@ def drafts_by_source(waves: Sequence[Wave]) -> list[str]:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise UsageError if a file can't be written; called before the measurement."""
+    """Raise UsageError if a file can't be written; call it before the measurement."""
     for path in filter(None, paths):
         if path.is_dir():
             raise UsageError(f"{path} is a directory; give a file.")
@@ -167,7 +167,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def wave_fields(wave: Wave) -> dict[str, Any]:
-    """A wave for JSON, with times in seconds from its first request."""
+    """Returns a wave as a dict for JSON, with times in seconds from its first request."""
     fields = dataclasses.asdict(wave)
     for answer in fields["answers"]:
         answer |= {key: answer[key] - wave.began for key in ("sent", "ended")}
@@ -178,7 +178,7 @@ def wave_fields(wave: Wave) -> dict[str, Any]:
 def write_plot(
     path: Path, summaries: Sequence[Summary], title: str, labels: Mapping[str, str]
 ) -> None:
-    """Write a PNG with a line per subject: all streams together, and beside it one stream."""
+    """Write a PNG with a line per subject: the rate of all streams, and beside it of one stream."""
     # Without pyplot there is no global state, and no display is needed.
     from matplotlib.figure import Figure
 
@@ -190,7 +190,7 @@ def write_plot(
     subjects = list(dict.fromkeys(s["subject"] for s in summaries))
     for index, subject in enumerate(subjects):
         points = [s for s in summaries if s["subject"] == subject]
-        # Subjects are moved aside a little, or their bars would hide each other.
+        # Shift each subject a little, so their error bars don't overlap.
         shift = 2 ** (0.04 * (index - (len(subjects) - 1) / 2))
         x = [s["concurrency"] * shift for s in points]
         rates = np.array([(s["rate"], s["rate_min"], s["rate_max"]) for s in points]).T

@@ -1,4 +1,4 @@
-"""The commands `generate` and `chat`. Heavy imports wait until one of them runs."""
+"""The commands `generate` and `chat`. Heavy imports are deferred until a command runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mlx_mtp.server.serving import Server
 
 _HOST_AND_PORT = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\]):\d+(/.*)?")
-_PASTE_SECONDS = 0.05  # between two lines that are pasted
+_PASTE_SECONDS = 0.05  # maximum time between two lines of a paste
 _OF_ENGINE = ("model", "multi-token prediction")
 
 
@@ -108,7 +108,7 @@ def _chat(given: argparse.Namespace) -> int:
 def _own_server(options: argparse.Namespace) -> Iterator[str]:
     """Serve the model on a thread of this process; yields the base URL.
 
-    With the settings of `chat`, and for flags that it doesn't have those of all commands.
+    The server has the settings of `chat`, and for flags that `chat` lacks, those for all commands.
     """
     backend.prepare()
     from mlx.core import clear_streams
@@ -129,7 +129,7 @@ def _own_server(options: argparse.Namespace) -> Iterator[str]:
                 raise
             started.set_exception(error)
         finally:
-            clear_streams()  # the thread's own, on which it loaded the model
+            clear_streams()  # of this thread, which loaded the model
 
     thread = threading.Thread(target=run, name="mlx-mtp-serve", daemon=True)
     thread.start()
@@ -148,7 +148,10 @@ def _own_server(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _reader() -> Callable[[str], str]:
-    """`input`, with line editing, a history and pasted lines as one text in a terminal."""
+    """Returns `input` or a function like it.
+
+    In a terminal, it has line editing and a history, and returns pasted lines as one text.
+    """
     if not sys.stdin.isatty():
         return lambda _: input()
     with contextlib.suppress(ImportError):
@@ -159,7 +162,7 @@ def _reader() -> Callable[[str], str]:
             return input
 
     def read(prompt: str) -> str:
-        # Without GNU readline, as with most Pythons of a Mac, a paste is lines that come at once.
+        # Without GNU readline, as on most Macs, a paste is several lines in quick succession.
         text = input(prompt)
         while _more_waits():
             text += f"\n{input('  ')}"
@@ -169,7 +172,7 @@ def _reader() -> Callable[[str], str]:
 
 
 def _more_waits() -> bool:
-    """Whether more has been typed, also if it is no whole line."""
+    """Returns True if more input is waiting, even if it is not a whole line."""
     mode = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin, termios.TCSANOW)
     try:

@@ -1,4 +1,4 @@
-"""An answer on the screen as it comes: Markdown and dimmed reasoning, or plain text."""
+"""Shows an answer as it arrives: Markdown and dimmed reasoning, or plain text."""
 
 import sys
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from rich.text import Text
 from mlx_mtp.console import clean, say
 
 _FENCE = "```"
-_REFRESHES = 8  # a second
+_REFRESHES = 8  # per second
 
 
 class Screen:
     """Shows one answer; a context manager.
 
-    Blocks that a blank line has ended are printed for good, and only the last block is drawn again
-    as it grows: terminals can't redraw lines that have scrolled away. Without a terminal, the
-    answer goes to standard output and its reasoning to standard error.
+    A block that a blank line has ended is printed once, and only the last block is redrawn as it
+    grows: terminals can't redraw lines that have scrolled away. Without a terminal, the answer goes
+    to standard output and its reasoning to standard error.
     """
 
     def __init__(self, console: Console) -> None:
@@ -76,14 +76,14 @@ class Screen:
 
 
 def _clean_tokens(tokens: Iterable[Any]) -> None:
-    """Clean them once more: Markdown can spell any character, such as &#x202e; or <http:%1b>."""
+    """Clean parsed text again: Markdown can spell any character, as &#x202e; or <http:%1b>."""
     for token in tokens:
         token.content = clean(token.content)
         _clean_tokens(token.children or ())
 
 
 def _markdown_blocks(text: str) -> list[str]:
-    """Split at blank lines outside of fenced code; the last block may still grow."""
+    """Split text at blank lines outside of fenced code; the last block can still grow."""
     blocks, fenced = [""], False
     for line in text.splitlines(keepends=True):
         fenced ^= line.lstrip().startswith(_FENCE)

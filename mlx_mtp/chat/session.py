@@ -1,4 +1,4 @@
-"""The conversation: reads lines, sends requests, and carries out the commands."""
+"""The conversation: reads lines, sends requests, and executes commands."""
 
 import argparse
 import base64
@@ -39,11 +39,11 @@ class Session:
     images: list[dict[str, Any]] = field(default_factory=list)  # parts of the next message
 
     def talk(self, read: Callable[[str], str]) -> None:
-        """Talk until the input ends; `read` returns a line after showing the prompt given."""
+        """Talk until the input ends; `read` shows the prompt it is given and returns a line."""
         while True:
             try:
                 text, is_quoted = _read_message(read)
-                text.encode()  # Invalid bytes come as halves of surrogate pairs in some locales.
+                text.encode()  # In some locales, invalid bytes become lone surrogates.
                 if text.startswith("/") and not is_quoted:
                     word, _, argument = text[1:].partition(" ")
                     if word in ("quit", "exit"):
@@ -59,7 +59,7 @@ class Session:
                 return
 
     def ask(self, text: str) -> None:
-        """Send a message and show its answer, or the error; then the message is taken back."""
+        """Send a message and show its answer; if there is only an error, remove the message."""
         images, self.images = self.images, []
         content: Any = [*images, {"type": "text", "text": text}] if images else text
         self.messages.append({"role": "user", "content": content})
@@ -109,7 +109,7 @@ class Session:
 
 
 def _read_message(read: Callable[[str], str]) -> tuple[str, bool]:
-    """A message of one or several lines, and whether it was in triple quotes."""
+    """Returns a message of one or several lines, and True if it was in triple quotes."""
     text = read(_PROMPT)
     if text.lstrip().startswith(_QUOTES):
         text = text.lstrip().removeprefix(_QUOTES)
@@ -122,7 +122,7 @@ def _read_message(read: Callable[[str], str]) -> tuple[str, bool]:
 
 
 def served_models(client: httpx.Client) -> list[str]:
-    """The names of a server's models; UsageError if it doesn't answer or has none."""
+    """Returns the names of a server's models; UsageError if it doesn't answer or has none."""
     try:
         response = client.get("/models")
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
@@ -142,9 +142,9 @@ def served_models(client: httpx.Client) -> list[str]:
 def _pieces(
     client: httpx.Client, body: dict[str, Any], reads: list[TimedRead]
 ) -> Iterator[tuple[str, str]]:
-    """The pieces of an answer, each "content" or "reasoning" and its text.
+    """Yields the pieces of an answer: "content" or "reasoning", and the text.
 
-    Each read of the stream is appended to `reads`. UsageError if the server refuses the request.
+    Appends each read of the stream to `reads`. Raises UsageError if the server refuses the request.
     """
     with client.stream("POST", "/chat/completions", json=body) as response:
         if response.status_code != httpx.codes.OK:
@@ -160,7 +160,7 @@ def _pieces(
             choices = json.loads(data).get("choices") if data != "[DONE]" else ()
             for choice in choices or ():
                 for kind, text in delta_texts(choice.get("delta") or {}).items():
-                    if text:  # Half of a surrogate pair could not be sent back.
+                    if text:  # A lone surrogate couldn't be sent back.
                         yield kind, text.encode(errors="replace").decode()
 
 
@@ -188,7 +188,7 @@ def _set_model(session: Session, text: str) -> str:
 
 def _add_image(session: Session, text: str) -> str:
     try:
-        (name,) = shlex.split(text)  # A file that is dropped on a terminal comes quoted.
+        (name,) = shlex.split(text)  # Terminals quote the name of a file that is dropped on them.
         path = Path(name).expanduser()
         data = base64.b64encode(path.read_bytes()).decode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What `serve` says when it is ready: its banner, and its entry for `mlx-mtp ps`."""
+"""The banner that `serve` prints when it is ready, and its entry for `mlx-mtp ps`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPTIMISTIC = (
     "drafts with {:g} times the probability of the token drawn are accepted too: answers are not "
     "those of plain decoding"
 )
-_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches such a host
+_LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches a wildcard address
 
 
 def announced_alone(
@@ -48,7 +48,7 @@ def announced_alone(
 
 
 def local_url(host: str, port: int) -> str:
-    """The address, without /v1, at which this machine reaches a server that listens at `host`."""
+    """Returns the URL, without /v1, at which this machine reaches a server listening at `host`."""
     return _url(_LOCAL.get(host, host), port)
 
 
@@ -63,10 +63,11 @@ def banner(
     off: Mapping[str, str],
     width: int | None = None,  # of the terminal
 ) -> str:
-    """The text that `serve` prints: addresses, settings, a curl command to try, and how to stop.
+    """Returns the text that `serve` prints: addresses, settings, a curl command, and how to stop.
 
-    `memory` are the lines of the plan; `prefixes`, `answers` and, for each source of drafts, `off`
-    are texts of the three functions below. Rows are wrapped to `width`.
+    `memory` has the lines of the memory plan. `prefixes`, `answers` and `off`, which has a text for
+    each draft source, are from `prefixes_text`, `answers_text` and `off_text`. Rows are wrapped to
+    `width`.
     """
     from mlx_mtp.distributed import own_address
 
@@ -97,7 +98,7 @@ def banner(
     }
     curl = [f"curl {rows['address']}/v1/chat/completions", "-H 'Content-Type: application/json'"]
     if config.api_keys:
-        # Only the variable's name, as this text ends up in logs and on shared screens.
+        # The variable's name, not the key, as this text ends up in logs and on shared screens.
         curl.append('-H "Authorization: Bearer $MLX_MTP_API_KEY"')
     messages = json.dumps([{"role": "user", "content": "Tell me a story."}])
     body = f'{{"model": {json.dumps(config.model_name)},\n       "messages": {messages}}}'
@@ -110,7 +111,7 @@ def banner(
 
 
 def router_banner(url: str, models: Sequence[str], keep_alive: float, *, has_page: bool) -> str:
-    """The text that `serve` prints for several models: address, names, what is in memory."""
+    """Returns the text that `serve` prints for several models: address, names, use of memory."""
     ends = f"after {keep_alive:g} s without one, or " if keep_alive < float("inf") else ""
     memory = f"a request loads its model, which is unloaded {ends}when another needs the room"
     shown = {"address": url, "models": "\n".join(models), "memory": memory}
@@ -118,7 +119,7 @@ def router_banner(url: str, models: Sequence[str], keep_alive: float, *, has_pag
 
 
 def embeddings_banner(config: ServerConfig, engine: EngineInfo, path: Path, backend: str) -> str:
-    """The text that `serve` prints for a model that makes embeddings."""
+    """Returns the text that `serve` prints for an embedding model."""
     made = f"{engine.embedding_size:,} numbers for a text of up to {engine.max_model_len:,} tokens"
     address, model = local_url(config.host, config.port), f"{config.model_name} ({path})"
     rows = {"address": address, "model": model, "embeddings": made, "backend": backend}
@@ -134,7 +135,7 @@ def _url(host: str, port: int) -> str:
 
 
 def prefixes_text(config: EngineConfig) -> str:
-    """A sentence on the prefixes that are kept in memory."""
+    """Returns a sentence on the prefixes that are kept in memory."""
     if not config.prefix_cache_size:
         return "not kept (--prefix-cache-size is 0)"
     text = f"up to {config.prefix_cache_size / 1e9:.2f} GB of earlier prompts and answers are kept"
@@ -144,7 +145,7 @@ def prefixes_text(config: EngineConfig) -> str:
 
 
 def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
-    """A sentence on when the same request with the same seed gets the same answer."""
+    """Returns a sentence on when the same request with the same seed gets the same answer."""
     from mlx_mtp.calibration.exactness import known_exactness
 
     found = known_exactness(loaded)
@@ -161,7 +162,7 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
 
 
 def seen_text(config: ServerConfig, engine: EngineInfo) -> str:
-    """What the model sees; empty if it sees nothing."""
+    """Returns the limits on images; empty if the model takes none."""
     if engine.images is None:
         return ""
     return (
@@ -170,7 +171,7 @@ def seen_text(config: ServerConfig, engine: EngineInfo) -> str:
 
 
 def off_text(options: argparse.Namespace, source: str) -> str:
-    """A sentence on why a source drafts nothing, if it is off, and on where that is said."""
+    """Returns a sentence on why a draft source is off, and on which setting says so."""
     if source not in options.drafts.split(","):
         key, why = "drafts", f"--drafts {options.drafts}"
     elif source != "mtp":

@@ -1,4 +1,4 @@
-"""The command `mlx-mtp config`: the settings that a command would have, and where each is from."""
+"""The command `mlx-mtp config`: shows the settings of a command, and the source of each."""
 
 import argparse
 from collections.abc import Mapping

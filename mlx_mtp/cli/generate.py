@@ -1,7 +1,7 @@
-"""`mlx-mtp generate`: one answer of an engine of its own, streamed to the terminal.
+"""`mlx-mtp generate`: streams one answer of its own engine to the terminal.
 
-It is no chat of one message: without a server the answer comes to the byte, with its reasoning, and
-the process takes an eighth less memory.
+It doesn't reuse `chat`: without a server, the output is the model's text byte for byte, reasoning
+included, and the process takes an eighth less memory.
 """
 
 import argparse
@@ -28,7 +28,10 @@ from mlx_mtp.text.tokenizer import Tokenizer
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Load the model and print its answer; returns the exit status. The backend is prepared."""
+    """Load the model and print its answer; returns the exit status.
+
+    The backend must have been prepared.
+    """
     loaded, tokenizer = build.load(options, enable_mtp=wants_head(options))
     engine = build.engine(loaded, tokenizer, options)
     return stream_answer(engine, tokenizer, loaded.generation_config, options)
@@ -40,7 +43,10 @@ def stream_answer(
     generation_config: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> int:
-    """Print an answer as it comes, and its speed on standard error; the engine is not started."""
+    """Start the engine and print an answer as it arrives, and its speed on standard error.
+
+    Returns the exit status.
+    """
     room = engine.info.max_model_len
     messages = [{"role": "user", "content": options.prompt}]
     if options.system is not None:
@@ -60,9 +66,9 @@ def stream_answer(
     stream = OutputStream(
         0, Detokenizer(tokenizer.text_bytes), PlainParser(), StopStrings(body.stop)
     )
-    # A file or another program gets what the model wrote, to the byte.
+    # A file or another program gets the model's text unchanged.
     shown = clean if sys.stdout.isatty() else str
-    engine.start(lambda _: None)  # Its start is not of the prompt's time.
+    engine.start(lambda _: None)  # The engine's start is not a part of the prompt's time.
     began, times = time.perf_counter(), list[tuple[float, int]]()
     try:
         for at, output in build.run_requests(engine, [request]):

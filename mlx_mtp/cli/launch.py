@@ -1,4 +1,4 @@
-"""The command `mlx-mtp launch`: run a client on a server here, which is started if none runs."""
+"""The command `mlx-mtp launch`: runs a client on a local server, which is started if necessary."""
 
 import argparse
 import contextlib
@@ -61,7 +61,7 @@ def run_launch(given: argparse.Namespace) -> int:
             f"`{launcher.install}`, or as its own documentation says."
         )
     key = resolve(given, [CLIENT_KEY], given.environ).api_key
-    # A terminal that is closed while a model loads ends its server, too.
+    # If the terminal is closed while a model loads, the server must end too.
     for number in _ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with contextlib.ExitStack() as stack:
@@ -77,7 +77,10 @@ def run_launch(given: argparse.Namespace) -> int:
 
 
 def _find(model: str | None) -> tuple[str, str | None] | None:
-    """The address of the server with a model that was started last, and its name for the model."""
+    """Returns the address of the last started server with the model, and its name for the model.
+
+    If `model` is None, any server will do, and its first model is used.
+    """
     from mlx_mtp.models.published import releases_named
     from mlx_mtp.running import running_servers
 
@@ -92,7 +95,7 @@ def _find(model: str | None) -> tuple[str, str | None] | None:
 
 @contextlib.contextmanager
 def _started(model: str | None, environ: Mapping[str, str]) -> Iterator[tuple[str, None]]:
-    """A server of this session alone, which writes to a log file."""
+    """Start a server for this session alone, which writes to a log file; yields its address."""
     import platformdirs
 
     backend.prepare()
@@ -107,7 +110,7 @@ def _started(model: str | None, environ: Mapping[str, str]) -> Iterator[tuple[st
     with path.open("w") as log:
         server = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # whose end it sees, however this process ends
+            stdin=subprocess.PIPE,  # The server sees the pipe close when this process ends.
             stdout=log,
             stderr=log,
             env={**environ, OWNED: "1"},
@@ -139,8 +142,8 @@ def _ready(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _run(command: list[str], environ: dict[str, str]) -> int:
-    # The terminal sends Ctrl-C to the client too, and what it means there is the client's choice.
-    # (A signal that is ignored would be ignored by the client as well.)
+    # The terminal also sends Ctrl-C to the client, which decides what to do. (With SIG_IGN here,
+    # the client would inherit it and ignore Ctrl-C.)
     before = signal.signal(signal.SIGINT, lambda *_: None)
     client = subprocess.Popen(command, env=environ)
     for number in _ENDING:

@@ -1,4 +1,4 @@
-"""The command line. The commands import what is heavy after mlx's backend is prepared."""
+"""The command line. Commands defer heavy imports until mlx's backend is prepared."""
 
 import argparse
 import errno
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
 
 
 def _open_closed_streams() -> None:
-    # As in `mlx-mtp serve >&-`: the stream is None, and the next file would take its number.
+    # After `mlx-mtp serve >&-`, sys.stdout is None, and the next file would take its descriptor.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""What the command line of `serve` says about several models, and what each one's process gets."""
+"""The models on the command line of `serve`, and the command of each model's process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mlx_mtp.router.fleet import ServedModel
 from mlx_mtp.safe_path import command_of
 from mlx_mtp.settings import resolve
 
-# Flags that the processes don't get: this one does what they say, or says it for each.
+# Flags that are not copied to models' processes: the parent applies them, or sets them per model.
 _OWN = {"model", "served_model_name", "memory_limit", "prefix_cache_dir", "prefix_cache_dir_size"}
 _OWN |= {"host", "port", "api_key", "api_key_file", "allowed_host", "cors_origin", "page"}
 _OWN |= {"log_format", "log_file", *(flag.key for flag in flags_of(RouterConfig))}
 
 
 def wants_router(options: argparse.Namespace) -> bool:
-    """Whether the flags of `serve` ask for processes of models; raises UsageError."""
+    """Returns True if the flags of `serve` ask for processes of models; raises UsageError."""
     given = [f.name for f in flags_of(RouterConfig) if f.key in options.given]
     wanted = bool(options.models or options.all or "keep_alive" in options.given)
     if not wanted and (given := [name for name in given if name not in ("--all", "models")]):
@@ -34,9 +34,9 @@ def wants_router(options: argparse.Namespace) -> bool:
 
 
 def shared_options(given: argparse.Namespace) -> argparse.Namespace:
-    """The options of the process that has the address; raises UsageError.
+    """Returns the options of the parent process, which has the address; raises UsageError.
 
-    With several models the settings file's tables of models are for their processes alone.
+    With several models, the settings file's tables of models apply only to the models' processes.
     """
     options = resolve(given, SERVE_FLAGS, given.environ)
     if options.models or options.all:
@@ -50,7 +50,10 @@ def shared_options(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def model_options(given: argparse.Namespace, model: ServedModel) -> argparse.Namespace:
-    """The options of a model's process, by the model's own settings too; raises UsageError."""
+    """Returns the options of a model's process, from the model's own settings too.
+
+    Raises UsageError.
+    """
     values = {**vars(given), "model": model.given}
     options = resolve(argparse.Namespace(**values), SERVE_FLAGS, given.environ)
     check_serve(options)
@@ -58,7 +61,7 @@ def model_options(given: argparse.Namespace, model: ServedModel) -> argparse.Nam
 
 
 def models_of_flags(options: argparse.Namespace, config: RouterConfig) -> list[ServedModel]:
-    """The models of a command line with their names; raises UsageError."""
+    """Returns the models of a command line with their names; raises UsageError."""
     given = [*([options.model] if options.model else []), *options.models]
     if not given and not options.all:
         given = [BUNDLED_NAME]
@@ -96,7 +99,7 @@ def models_of_flags(options: argparse.Namespace, config: RouterConfig) -> list[S
 
 
 def _find_sources(models: list[ServedModel], memory: int | None) -> None:
-    """Replace what the user wrote by a directory, a hub id, or None; names follow from that."""
+    """Set each model's source (a directory, a hub id or None) and name from the user's text."""
     short = [m for m in models if m.source != BUNDLED_NAME and is_short_name(m.source)]
     if short:
         chosen = chosen_models([model.given for model in short], memory)
@@ -112,7 +115,7 @@ def _find_sources(models: list[ServedModel], memory: int | None) -> None:
 
 
 def directory_of(model: ServedModel) -> str:
-    """Where the model's files are, or will be."""
+    """Returns the directory that has the model's files, or will have them after the download."""
     from mlx_mtp.models.download import cache_directory
     from mlx_mtp.models.hub import BUNDLED_MODEL, HUB_ID
 
@@ -123,7 +126,7 @@ def directory_of(model: ServedModel) -> str:
 
 
 def child_command(options: argparse.Namespace, model: ServedModel, num_models: int) -> list[str]:
-    """The command of a model's process, which gets its share of the memory and of the disk.
+    """Returns the command of a model's process, with its shares of memory and disk space.
 
     `options` are the model's (`model_options`).
     """

@@ -40,11 +40,12 @@ def serve(
 ) -> int:
     """Serve until a signal, and then finish the running requests (see `server.serving.Server`).
 
-    Once ready, print a banner, or call `on_ready` with the server and its port.
+    Once ready, print a banner, or call `on_ready` with the server and its port. Returns the exit
+    status.
     """
     from mlx_mtp.server.adopted import adopted
 
-    if (parent := adopted()) is None:  # It has checked its own flags.
+    if (parent := adopted()) is None:  # Otherwise the parent has checked the flags.
         check_serve(options)
     given = {key: getattr(options, key) for key in SAMPLING_DEFAULTS}
     sampling = {key: value for key, value in given.items() if value is not None}
@@ -69,7 +70,7 @@ def serve(
         logger.warning("Answers differ from plain decoding's (--mtp-optimistic).")
     if options.log_prompts:
         logger.warning("The log gets the text of every prompt (--log-prompts).")
-    # The port comes first: nobody should wait for a long load to learn that it is in use.
+    # Bind the port before the long load, so that a port in use is reported immediately.
     with (
         parent.sock if parent else bind(options.host, options.port) as sock,
         contextlib.ExitStack() as stack,
@@ -79,7 +80,7 @@ def serve(
         else:
             model = _chat_model(options, load, str(info))
         engine = model.engine
-        # Images take more room than texts.
+        # Bodies with images are larger than those with text alone.
         sees = engine.info.images is not None and "max_body_size" not in options.given
         seeing: Any = {"max_body_bytes": SEEING_BODY_BYTES} if sees else {}
         name, *others = options.served_model_name or [model_name(options.model)]
@@ -94,12 +95,12 @@ def serve(
             sampling=sampling,
             model_bytes=sum(f.stat().st_size for f in model.path.glob("[!.]*.safetensors")),
             max_held_bytes=model.text_bytes * 8 // 9,
-            # The bundled model's files are a part of this program.
+            # The bundled model's files are a part of this program, and so are trusted.
             text_workers=model.path if options.model or options.request_chat_template else None,
             **seeing,
         )
         app = create_app(engine, model.tokenizer, config, model.generation_config)
-        # Garbage collections, which stop all threads, need not visit what is loaded for good.
+        # Garbage collections stop all threads: exclude the objects that live until the end.
         gc.collect()
         gc.freeze()
         engine.launch()  # raises if the model can't answer
@@ -122,14 +123,14 @@ def serve(
 
 
 class _Served(NamedTuple):
-    """A model that is loaded to be served, of either kind."""
+    """A loaded chat or embedding model, with what is needed to serve it."""
 
     engine: Any
     tokenizer: Any
     path: Path
     generation_config: Mapping[str, Any]
     memory_limit: int  # bytes
-    text_bytes: int  # of the memory, for what clients send and wait for
+    text_bytes: int  # bytes of memory for the bodies and answers of requests
     banner: Callable[[ServerConfig], str]
 
 
@@ -182,7 +183,7 @@ def _announce(text: str) -> None:
 
 
 def discard(*streams: TextIO) -> None:
-    """Redirect streams to /dev/null, as Python flushes them once more at its exit."""
+    """Redirect streams to /dev/null, as Python flushes them once more when it exits."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(null, stream.fileno())

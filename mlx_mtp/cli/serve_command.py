@@ -1,4 +1,4 @@
-"""The flags of `mlx-mtp serve`, and whether it serves one model here or several in processes."""
+"""The flags of `mlx-mtp serve`, and the choice of one model here or models in processes."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""`mlx-mtp serve` with several models, or with one that is in memory only while it is asked for."""
+"""`mlx-mtp serve` with several models, or with one that is in memory only while it is in use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLANNED = ("dtype", "enable_mtp", "max_model_len", "prefill_step_size", "prefix
 def run_router(given: argparse.Namespace) -> int:
     """Serve until a signal, and then finish the running requests; returns the exit status.
 
-    `given` is the command line as it was parsed.
+    `given` is the parsed command line, before settings are resolved.
     """
     options = shared_options(given)
     logs.set_up(options.log_level, options.log_format, options.log_file)
@@ -67,7 +67,7 @@ def run_router(given: argparse.Namespace) -> int:
     with bind(options.host, options.port) as sock, contextlib.ExitStack() as stack:
         port, name = sock.getsockname()[1], models[0].name
         settings = from_options(ServerConfig, options, model_name=name, port=port, api_keys=keys)
-        if "max_body_size" not in options.given:  # A process whose model sees nothing takes less.
+        if "max_body_size" not in options.given:  # A text model's process has a lower limit.
             settings = replace(settings, max_body_bytes=SEEING_BODY_BYTES)
         others = [each for model in models for each in model.names[1:]]
         entry = RunningServer(

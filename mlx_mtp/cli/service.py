@@ -1,4 +1,4 @@
-"""The command `mlx-mtp service`: `serve` as a user's job of launchd or systemd, from login on."""
+"""The command `mlx-mtp service`: runs `serve` from login on, as a job of launchd or systemd."""
 
 import argparse
 import os
@@ -25,8 +25,8 @@ _UNIT = "mlx-mtp.service"
 _MODULE = "mlx_mtp"
 _LOG_LINES = "100"
 _RESTART_SECONDS = 10
-_STOP_SECONDS = 15  # beyond --drain-timeout
-# A job starts without the shell's variables. These prefixes are of those that `serve` reads.
+_STOP_SECONDS = 15  # in addition to --drain-timeout
+# Prefixes of the variables that `serve` reads: a job starts without the shell's variables.
 _KEPT = (
     *("CUDA_", "HF_", "MLX_", "SSL_CERT_", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
@@ -41,18 +41,18 @@ class _Job(NamedTuple):
 
 
 class _Manager(NamedTuple):
-    """Where launchd or systemd reads the job, in which form, and the commands to control it."""
+    """The file and format of a job of launchd or systemd, and the commands that control the job."""
 
     path: Path
     render: Callable[[_Job], bytes]
-    answers: list[str]  # fails where the user has no session
+    answers: list[str]  # a command that fails if the user has no session
     start: list[list[str]]
     stop: list[str]
-    forget: list[list[str]]  # once the file is removed
-    status: list[str]  # fails unless the job runs
+    forget: list[list[str]]  # commands to run after the file is removed
+    status: list[str]  # a command that fails unless the job runs
     logs: list[str]
     follow: str
-    note: str  # how long it runs
+    note: str  # a sentence on when the job runs
     log: Path | None = None
 
 
@@ -97,7 +97,7 @@ def _manager() -> _Manager:
     if platform.system() == "Darwin":
         domain = f"gui/{os.getuid()}"
         path = Path.home() / "Library/LaunchAgents" / f"{_LABEL}.plist"
-        log = Path.home() / "Library/Logs/mlx-mtp.log"  # which only the user can reach
+        log = Path.home() / "Library/Logs/mlx-mtp.log"  # in a folder that only the user can read
         return _Manager(
             path,
             lambda job: _plist(job, str(log)),
@@ -149,7 +149,7 @@ def _install(manager: _Manager, job: _Job) -> int:
         _stop(manager)
     try:
         manager.path.parent.mkdir(parents=True, exist_ok=True)
-        # mkstemp's files are their owner's alone: the job may hold an API key.
+        # Only the owner can read mkstemp's files: the job can contain an API key.
         descriptor, new = tempfile.mkstemp(dir=manager.path.parent, prefix=".mlx-mtp")
         with open(descriptor, "wb") as file:
             file.write(manager.render(job))
@@ -176,7 +176,7 @@ def _uninstall(manager: _Manager) -> int:
 
 
 def _job(flags: Sequence[str], environ: Mapping[str, str]) -> _Job:
-    """The job that runs `serve` with these flags; UsageError if `serve` would refuse them."""
+    """Returns the job that runs `serve` with these flags; UsageError if `serve` refuses them."""
     parser = CommandParser(prog="mlx-mtp serve")
     parser.set_defaults(command="serve")
     add_settings(parser, *SERVE_FLAGS)
@@ -184,15 +184,15 @@ def _job(flags: Sequence[str], environ: Mapping[str, str]) -> _Job:
     check_serve(options)
     variables = {name: text for name, text in environ.items() if name.upper().startswith(_KEPT)}
     words = list(flags)
-    # A job's variables are its user's alone, and its command line is shown to everyone.
+    # Only the user can see a job's variables, but everyone can see its command line.
     for number, word in enumerate(flags):
         if word == "--api-key" or word.startswith("--api-key="):
             del words[number : number + (2 if word == "--api-key" else 1)]
             variables["MLX_MTP_API_KEY"] = options.api_key
-    # -P: the folder may have a directory of the package's name.
+    # -P: the working directory can contain a directory with the package's name.
     command = [sys.executable, "-P", "-m", _MODULE, "serve", *words]
     folder = os.getcwd()
-    # By a name for the error: a variable may be a secret.
+    # The error names a variable, not its value, which can be a secret.
     for name, text in {**{each: each for each in (*command, folder)}, **variables}.items():
         if not text.isprintable():
             raise UsageError(f"A service can't hold the control characters of {name!r}.")
@@ -200,7 +200,7 @@ def _job(flags: Sequence[str], environ: Mapping[str, str]) -> _Job:
 
 
 def _unit(job: _Job) -> bytes:
-    """A unit of systemd."""
+    """Returns a unit of systemd."""
 
     def quoted(text: str) -> str:
         text = text.replace("\\", r"\\").replace('"', r"\"").replace("%", "%%")
@@ -214,7 +214,7 @@ def _unit(job: _Job) -> bytes:
         "[Service]",
         "Type=exec",
         f"ExecStart={command}",
-        # Not quoted; without the last slash a backslash or spaces at the end would be lost.
+        # Not quoted; the last slash protects a backslash or spaces at the path's end.
         f"WorkingDirectory={job.folder.replace('%', '%%')}/",
         *(f"Environment={quoted(f'{name}={text}')}" for name, text in job.variables.items()),
         "Restart=on-failure",
@@ -227,19 +227,19 @@ def _unit(job: _Job) -> bytes:
 
 
 def _plist(job: _Job, log: str) -> bytes:
-    """An agent of launchd."""
+    """Returns an agent of launchd."""
     return plistlib.dumps(
         {
             "Label": _LABEL,
             "ProgramArguments": list(job.command),
             "WorkingDirectory": job.folder,
-            # launchd's own file would grow without a limit.
+            # The server rotates this file; launchd alone would let it grow without limit.
             "EnvironmentVariables": {"MLX_MTP_LOG_FILE": log, **job.variables},
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": _RESTART_SECONDS,
             "ExitTimeOut": job.stop_seconds,
-            # The others get less of processor and disk.
+            # Other types of processes get less processor time and disk bandwidth.
             "ProcessType": "Interactive",
             "StandardOutPath": log,
             "StandardErrorPath": log,
@@ -248,7 +248,7 @@ def _plist(job: _Job, log: str) -> bytes:
 
 
 def _check(manager: _Manager) -> None:
-    """Raise ServiceError if the user has no session, or if the file is somebody else's."""
+    """Raise ServiceError if the user has no session, or if another program wrote the file."""
     _run(manager.answers)
     if manager.path.exists() and _MODULE.encode() not in manager.path.read_bytes():
         raise ServiceError(
@@ -258,7 +258,7 @@ def _check(manager: _Manager) -> None:
 
 def _stop(manager: _Manager) -> None:
     subprocess.run(manager.stop, capture_output=True)  # fails if the job is not loaded
-    # launchctl doesn't wait until requests that run are finished.
+    # launchctl returns before running requests are finished.
     for _ in range(600):
         if subprocess.run(manager.status, capture_output=True).returncode:
             return

@@ -1,4 +1,4 @@
-"""The command `mlx-mtp top`: what a running server does, from the /live that its page shows."""
+"""The command `mlx-mtp top`: shows what a running server does, from /live, as its page does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _PATIENCE_SECONDS = 10.0
-_LINE_MESSAGES = 4  # where there is no terminal: a line every 2 seconds
+_LINE_MESSAGES = 4  # messages per line without a terminal: a line every 2 seconds
 _BAR = 24  # characters
-# Title of each column, and the field of a row in /live.
+# Title of each column, and its field in a row of /live.
 _COLUMNS = (
     *(("Answer", "id"), ("State", "state"), ("Age", "age"), ("Prompt", "prompt_tokens")),
     *(("Cached", "cached_tokens"), ("Tokens", "tokens"), ("Tokens/s", "tokens_per_second")),
@@ -50,7 +50,7 @@ def _top(given: argparse.Namespace) -> int:
     key = resolve(given, [CLIENT_KEY], given.environ).api_key
     headers = {b"Authorization": f"Bearer {key}".encode()} if key else {}
     url = given.url if "//" in given.url else f"http://{given.url}"
-    url = url.rstrip("/").removesuffix("/v1")  # with which clients are configured
+    url = url.rstrip("/").removesuffix("/v1")  # Clients are configured with /v1.
     console = Console()
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE_SECONDS) as client:
@@ -70,7 +70,7 @@ def _watch(states: Iterator[LiveState], console: Console) -> None:
     last = None
     if not console.is_terminal:
         for state in itertools.islice(states, None, None, _LINE_MESSAGES):
-            if last is not None:  # Rates are differences.
+            if last is not None:  # Rates need two messages.
                 say(one_line(_state_line(state, last)))
             last = state
         return
@@ -131,7 +131,7 @@ def _screen(state: LiveState, last: LiveState | None) -> RenderableType:
         f"{source:<8}{' '.join(map(_percent, counts['accepted'], counts['tried']))}"
         for source, counts in drafts["sources"].items()
     ]
-    states = server.get("states", {})  # of several models at one address
+    states = server.get("states", {})  # only with several models at one address
     models = ", ".join(f"{name} ({state})" for name, state in states.items())
     head = f"{models or server['models'][0]}, mlx-mtp {server['version']}"
     sections = {
@@ -143,7 +143,7 @@ def _screen(state: LiveState, last: LiveState | None) -> RenderableType:
     }
     shown: list[RenderableType] = [Text(one_line(head), style="bold")]
     shown += [Text(_state_line(state, last)), ""]
-    if server["context"]:  # otherwise none of several models is in memory
+    if server["context"]:  # falsy while no model is in memory
         shown.append(_row_table(state["rows"]))
         for title, lines in sections.items():
             shown += [Text(title, style="bold"), *map(Text, map(one_line, lines)), ""]

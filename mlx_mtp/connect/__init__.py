@@ -1,1 +1,1 @@
-"""`mlx-mtp connect`: what a client needs in its configuration to use a running server."""
+"""`mlx-mtp connect`: the configuration that clients need to use a running server."""

@@ -1,4 +1,4 @@
-"""Each client's configuration for a running server, with the key's variable, never the key."""
+"""Each client's configuration for a running server; it names the key's variable, not the key."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ NAME = "mlx-mtp"
 KEY_VARIABLE = "MLX_MTP_API_KEY"
 _MOST_ANSWER_TOKENS = 32_000
 _PATIENCE_SECONDS = 5.0
-_MOST_CONTEXT = 1 << 53  # what JavaScript can hold
+_MOST_CONTEXT = 1 << 53  # largest integer that JavaScript represents exactly
 _TIMEOUT_MS = 600_000  # the default of the SDKs
 
 
@@ -26,7 +26,7 @@ class Served(NamedTuple):
 
     url: str  # without a path
     model: str
-    context: int  # most tokens of prompt and answer
+    context: int  # maximum tokens of prompt and answer together
     wants_key: bool
     sees: bool = False  # takes images
 
@@ -42,21 +42,22 @@ class Served(NamedTuple):
 class ClientSetup(NamedTuple):
     """A client that is configured by a file."""
 
-    # A variable with the directory, the directory below the user's home without it, and the file.
+    # The variable that has the directory, the directory in the user's home if the variable is
+    # unset, and the file.
     where: tuple[str, str, str]
     config: Callable[[Served], Config]  # the server's part of the file
     changes: str  # a sentence on what else changes for the client
     needed: Mapping[str, Any] = {}  # what a new file must also have
-    run: str | None = None  # the command that starts it, if not its name
-    key_variable: str = KEY_VARIABLE  # the variable that it reads the key from
-    demands_key: bool = False  # the variable must be set, whether the server has a key or not
+    run: str | None = None  # the command that starts the client, if not its name
+    key_variable: str = KEY_VARIABLE  # the variable from which the client reads the key
+    demands_key: bool = False  # the variable must be set even if the server has no key
     once: Callable[[Served], str] | None = None  # a command for one session that changes no file
 
 
 def look_up(url: str, api_key: str | None, model: str | None = None) -> Served:
-    """Ask a server for a model, by default its first; UsageError if no mlx-mtp server answers.
+    """Ask a running server for a model, by default its first.
 
-    UsageError also if it doesn't have the model, or needs a key.
+    Raises UsageError if no mlx-mtp server answers, or if it lacks the model or requires a key.
     """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -95,7 +96,7 @@ def look_up(url: str, api_key: str | None, model: str | None = None) -> Served:
             f"What answers at {base} is not an mlx-mtp server: its /v1/models differs."
         ) from None
     if not name or not name.isprintable():
-        # A line break would end a comment or a command.
+        # In the printed configuration, a line break would end a comment or a command.
         raise UsageError(
             f"The server's model is named {name!r}: no client can be set up for a name with "
             "characters that can't be printed. `mlx-mtp serve --served-model-name` gives another."
@@ -127,7 +128,7 @@ def _claude(served: Served) -> Config:
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_MODEL": served.model,
         **dict.fromkeys((*names, "CLAUDE_CODE_SUBAGENT_MODEL"), served.model),
-        # It assumes a million tokens for a model that it doesn't know.
+        # Claude Code assumes a million tokens for an unknown model.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(served.answer_tokens),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -135,7 +136,7 @@ def _claude(served: Served) -> Config:
     }
     if served.wants_key:
         return {"env": env, "apiKeyHelper": f"printenv {KEY_VARIABLE}"}
-    # Without any token it demands a login.
+    # Without a token, Claude Code demands a login.
     return {"env": env | {"ANTHROPIC_AUTH_TOKEN": "none"}}
 
 
@@ -182,7 +183,7 @@ def _qwen(served: Served) -> Config:
         "security": {"auth": {"selectedType": "openai"}},
         "model": {"name": served.model},
     }
-    # It demands some key.
+    # Qwen Code demands a key.
     return config if served.wants_key else config | {"env": {KEY_VARIABLE: "none"}}
 
 
@@ -283,11 +284,11 @@ def _llm(served: Served) -> str:
 
 
 TEXTS = {"open-webui": _open_webui, "cline": _cline, "llm": _llm}
-"""What to type, for the clients without a file of settings that could be changed."""
+"""Functions that return what to type, for clients without a settings file that can be changed."""
 
 
 def key_hint(name: str, served: Served) -> str:
-    """Where to put the server's key for a client; empty if neither of them has a use for one."""
+    """Returns where to put the server's key for a client; empty if no key is needed."""
     client = CLIENTS.get(name)
     variable = client.key_variable if client else KEY_VARIABLE
     if served.wants_key:
@@ -301,7 +302,7 @@ def key_hint(name: str, served: Served) -> str:
 
 
 def setup_text(name: str, served: Served, path: Path | None = None) -> str:
-    """What to type, or to write to the client's file; `path` defaults to the usual one."""
+    """Returns what to type, or to write to the client's file; `path` defaults to the usual file."""
     hint = key_hint(name, served)
     if name in TEXTS:
         return TEXTS[name](served) + hint

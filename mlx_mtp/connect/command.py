@@ -12,7 +12,7 @@ from mlx_mtp.flags import Flag, add_flags, nonempty_text
 from mlx_mtp.options import CLIENT_KEY
 from mlx_mtp.settings import add_settings, resolve
 
-# The keys of two tables in `clients`, which would be slow to import for --help.
+# The keys of two tables in `clients`, whose import would slow down --help.
 NAMES = (
     *("opencode", "claude", "codex", "continue", "aider", "qwen", "zed"),
     *("open-webui", "cline", "llm"),

@@ -1,4 +1,4 @@
-"""Configuration files, changed so that other settings and comments stay."""
+"""Changes configuration files; other settings, and comments in TOML and YAML, stay."""
 
 import io
 import itertools
@@ -29,7 +29,7 @@ def _dump_yaml(value: Any) -> str:
     return text.getvalue()
 
 
-# Functions that load and dump a file, and an empty file, by suffix.
+# Functions that load and dump a file, and the text of an empty file, by suffix.
 _FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str], str]] = {
     ".json": (json.loads, lambda value: json.dumps(value, indent=2) + "\n", "{}"),
     ".toml": (tomlkit.parse, tomlkit.dumps, ""),
@@ -39,14 +39,14 @@ _FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str], str]] = {
 
 
 def config_text(path: Path, config: Config) -> str:
-    """A configuration in the format of its file."""
+    """Returns the text of a configuration in the format of `path`."""
     return _FORMATS[path.suffix][1](config)
 
 
 def merged_text(path: Path, config: Config, needed: Mapping[str, Any]) -> str:
-    """The text of a file with a configuration merged in; UsageError if it can't be read.
+    """Returns the text of a file with a configuration merged in; UsageError if it can't be read.
 
-    Entries of a list are replaced by name. Keys of `needed` are added if the file lacks them.
+    List entries with the same name are replaced. Keys of `needed` are added if the file lacks them.
     """
     load, dump, empty = _FORMATS[path.suffix]
     try:
@@ -83,7 +83,7 @@ def _merge(there: Any, config: Config) -> None:
 
 def replace_file(path: Path, text: str) -> Path | None:
     """Replace a file atomically; returns the path of its backup, if any, or raises UsageError."""
-    # Links stay: many people keep such files elsewhere.
+    # Replace a link's target, not the link: many users keep configuration files elsewhere.
     path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

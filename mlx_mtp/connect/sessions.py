@@ -1,4 +1,4 @@
-"""Each client's environment and flags for one session with a server; no file of its is changed."""
+"""Each client's environment and flags for one session with a server; its files don't change."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from mlx_mtp.connect.clients import CLIENTS, KEY_VARIABLE, NAME, Served
 
-NO_KEY = "none"  # for clients that demand some key
+NO_KEY = "none"  # for clients that demand a key
 
 
 class SessionStart(NamedTuple):
-    """What a client is to be set up for."""
+    """The server and the folder of a client's session."""
 
     served: Served
-    key: str  # of the server
-    folder: Path  # empty, and lasts as long as the session
+    key: str  # the server's, or `NO_KEY`
+    folder: Path  # initially empty; removed after the session
 
 
 class SessionSetup(NamedTuple):
-    """What a client is started with."""
+    """The environment variables and arguments that a client is started with."""
 
     variables: Mapping[str, str]
     arguments: tuple[str, ...]
@@ -49,7 +49,7 @@ def _claude(start: SessionStart) -> SessionSetup:
 def _codex(start: SessionStart) -> SessionSetup:
     config = CLIENTS["codex"].config(start.served)
     provider = config.pop("model_providers")[NAME]
-    # A string of JSON is one of TOML, too.
+    # A JSON string is also a TOML string.
     table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
     settings = {name: json.dumps(value) for name, value in config.items()}
     settings[f"model_providers.{NAME}"] = f"{{{table}}}"
@@ -75,7 +75,7 @@ def _qwen(start: SessionStart) -> SessionSetup:
 def _llm(start: SessionStart) -> SessionSetup:
     served = start.served
     model = {"model_id": NAME, "model_name": served.model, "api_base": served.openai_url}
-    # A list of JSON is one of YAML, too.
+    # A JSON list is also a YAML list.
     (start.folder / "extra-openai-models.yaml").write_text(json.dumps([model]))
     variables = {"LLM_USER_PATH": str(start.folder), "OPENAI_API_KEY": start.key}
     return SessionSetup(variables, ("chat", "-m", NAME))

@@ -1,1 +1,1 @@
-"""Giving a checkpoint its MTP head back."""
+"""Gives a checkpoint its MTP head back."""

@@ -1,4 +1,4 @@
-"""The commands add-mtp-weights and convert. Heavy imports wait until one of them runs."""
+"""The commands add-mtp-weights and convert; heavy imports are deferred until a command runs."""
 
 import argparse
 import signal
@@ -83,7 +83,7 @@ def _run_conversion(options: argparse.Namespace) -> int:
     values["flags"] = {name: value for name, value in flags.items() if value is not None}
     if values["flags"] and not values.get("quantize", True):
         raise UsageError("--bits, --group-size and --mode need --quantize (-q).")
-    # An exit removes half-written files; after a kill -9 the next run does.
+    # An exit removes half-written files; after kill -9, the next run removes them.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     backend.prepare()
     from mlx_mtp.convert.convert import add_head, convert_model
@@ -94,7 +94,7 @@ def _run_conversion(options: argparse.Namespace) -> int:
         convert_model(model, result, **values)
     else:
         model = choose_model(model) or model
-        # `serve` gets the same name: the weights of a hub id may not be in the cache yet.
+        # Suggest the same name for `serve`: the weights of a hub id may not be in the cache yet.
         result = add_head(model, values.pop("source_model"), **values) or model
     if not values.get("dry_run"):
         say_wrapped(f"Next: mlx-mtp serve {result}")

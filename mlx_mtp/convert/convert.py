@@ -44,13 +44,14 @@ def add_head(
     vision_bits: int | None = None,
     with_tower: bool = True,
 ) -> Path | None:
-    """Add its head to an MLX model, or print that it has it; an error leaves the model as it was.
+    """Add the MTP head to an MLX model, unless the model has it; an error changes nothing.
 
-    The source defaults to what `find_source` finds. `output` is a directory to create instead of
-    changing the model's. Returns it, or None if the model's own files have the head. A model that
-    lost its vision tower gets it too, in `vision_bits` bits, unless `with_tower` is false.
+    `find_source` finds the source if `source_name` is None. `output` is a new directory to fill
+    instead of changing the model's; it is returned, except if the model's own files have the head.
+    A vision tower that the model lost is added too, in `vision_bits` bits per weight, unless
+    `with_tower` is false. Raises ModelError.
     """
-    # Otherwise config.json is enough of a model on the hub.
+    # Otherwise only config.json of a model on the hub is needed.
     is_whole = verify or output is not None or not on_hub(model_name)
     model = resolve_model(model_name) if is_whole else HubRepo(model_name, None).directory
     directory = output or model
@@ -136,7 +137,7 @@ def convert_model(
     except OSError as error:
         raise ConvertError(f"{output} can't be written: {error}. Nothing was changed.") from error
     except Exception as error:
-        # Of mlx-lm or mlx, of any kind.
+        # mlx-lm and mlx raise errors of any type.
         why = few_names(f"{error}".split(",\n"))
         raise ConvertError(
             f"{source_name} can't be converted: {why:.1000} "
@@ -147,14 +148,14 @@ def convert_model(
 
 
 def _is_foreign_head(directory: Path, existing: Existing) -> bool:
-    """Whether a sidecar is another program's and can be served as it is."""
+    """Returns True if another program wrote the sidecar and it can be served as it is."""
     with contextlib.suppress(ModelError):
         return FORMAT_VERSION_KEY not in existing.metadata and bool(read_sidecar(directory))
     return False
 
 
 def _check_same(existing: Existing, plan: ConversionPlan, directory: Path) -> None:
-    # The source's contents count, not its place.
+    # Compare the source's contents, not its name and revision.
     differences = existing.differences(plan.header, ["created_by", "source", "source_revision"])
     if not differences:
         plan.read_through()

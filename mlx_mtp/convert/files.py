@@ -1,4 +1,4 @@
-"""Safetensors files: a source's, read in slices as a tensor may hold all experts; and sidecars."""
+"""Safetensors files: sources, read in slices, as a tensor can hold all experts; and sidecars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_mtp.models.head_weights import SIDECAR, SIDECAR_INDEX, SIDECAR_PATTERN,
 
 FORMAT_VERSION_KEY = "mlx_mtp_format_version"
 FP8 = "F8_E4M3"
-# Types by the format's names; FP8 is read as its codes.
+# mlx's types by the names in safetensors files; FP8 is read as uint8 codes.
 TYPES = {**formats.TYPES, FP8: mx.uint8}
 _TYPE_NAMES = {dtype: name for name, dtype in formats.TYPES.items()}
 _TEMPORARY = ".mtp-{}.tmp"
@@ -49,11 +49,11 @@ class StoredTensor:
 
     file: SafetensorsFile
     name: str
-    dtype: str  # in the format's words
+    dtype: str  # as named in safetensors files
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
+    offset: int  # of the first byte in the file
     nbytes: int
-    scales: StoredTensor | None = None  # of FP8, [..., blocks of rows, blocks of columns]
+    scales: StoredTensor | None = None  # of an FP8 tensor, [..., blocks of rows, blocks of columns]
     block: tuple[int, int] = (1, 1)  # rows and columns that share a scale
 
     def sliced(self, start: int, stop: int) -> StoredTensor:
@@ -67,7 +67,7 @@ class StoredTensor:
         )
 
     def with_scales(self, scales: StoredTensor | None, block: tuple[int, int]) -> StoredTensor:
-        """An FP8 tensor with its scales; CheckpointError if they don't fit."""
+        """Returns the FP8 tensor with its scales; CheckpointError if they are missing or wrong."""
         if scales is None:
             raise CheckpointError(
                 f"{self.name} in {self.file.path} is FP8 and has no {self.name}_scale_inv."
@@ -83,9 +83,9 @@ class StoredTensor:
         return replace(self, scales=scales, block=block)
 
     def like(self) -> mx.array:
-        """Unevaluated zeros of the shape and type that `read` returns.
+        """Returns unevaluated zeros of the shape and type that `read` returns.
 
-        CheckpointError for a type that can't be read.
+        Raises CheckpointError for a type that can't be read.
         """
         if self.dtype not in TYPES or (self.dtype == FP8 and self.scales is None):
             raise CheckpointError(
@@ -96,7 +96,7 @@ class StoredTensor:
         return mx.zeros(self.shape, dtype=mx.bfloat16 if self.scales else TYPES[self.dtype])
 
     def read(self) -> mx.array:
-        """The tensor; FP8 becomes bfloat16, its code times its scale rounded once."""
+        """Read the tensor; FP8 becomes bfloat16, each code times its scale, rounded once."""
         path = self.file.path
         try:
             data = np.fromfile(path, np.uint8, self.nbytes, offset=self.offset)
@@ -114,8 +114,8 @@ class StoredTensor:
 def dequantize(
     codes: mx.array, scales: mx.array, block: tuple[int, int], dtype: mx.Dtype
 ) -> mx.array:
-    """FP8 codes [.., R, C] times their blocks' scales, rounded once."""
-    if codes.ndim > 2:  # an expert at a time, as the scales of all would take much memory
+    """Returns FP8 codes [..., R, C] times their blocks' scales, as `dtype`, rounded once."""
+    if codes.ndim > 2:  # one expert at a time: the repeated scales of all take much memory
         return mx.stack([dequantize(*each, block, dtype) for each in zip(codes, scales)])
     rows, columns = codes.shape
     scales = mx.repeat(scales.astype(mx.float32), block[0], axis=0)[:rows]
@@ -138,7 +138,10 @@ class Existing(NamedTuple):
             return cls([], {})
 
     def differences(self, entries: Mapping[str, str], but: Container[str]) -> list[str]:
-        """How its header differs from these entries, such as `bits 4, not 8`, except in `but`."""
+        """Returns how the header differs from `entries`, such as `bits 4, not 8`.
+
+        Keys in `but` are not compared.
+        """
         if FORMAT_VERSION_KEY not in self.metadata:
             return ["it was not made by this program"]
         return [
@@ -155,7 +158,7 @@ def new_sidecar(
     metadata: Callable[[], dict[str, str]],
     tensors: Iterable[tuple[int, Mapping[str, mx.array]]],
 ) -> Iterator[Path]:
-    """Write a sidecar and yield its path; at the end of the context it replaces the model's.
+    """Write a sidecar and yield its path; at the end of the block it replaces the model's sidecar.
 
     The arguments are those of `write_tensors`.
     """
@@ -163,7 +166,7 @@ def new_sidecar(
     _remove_leftovers(directory)
     try:
         with path.open("xb") as file:
-            # The lock, if the file system has locks, tells other runs that this is no leftover.
+            # The lock, if the file system supports locks, tells other runs that the file is in use.
             with contextlib.suppress(OSError):
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_tensors(file, like, metadata, tensors, "mtp.")
@@ -182,10 +185,11 @@ def write_tensors(
     tensors: Iterable[tuple[int, Mapping[str, mx.array]]],
     prefix: str = "",
 ) -> None:
-    """Write a safetensors file a slice of a tensor at a time, with a prefix before each name.
+    """Write a safetensors file one slice of a tensor at a time; each name gets the prefix.
 
-    `like` has the type and shape of each tensor. `tensors` yields slices of their bytes, each with
-    its index along the first axis. `metadata` must have the same length before and after that.
+    `like` has the type and shape of each tensor. `tensors` yields slices as uint8, after the index
+    of the slices along the first axis. `metadata` is called before and after `tensors` is read, and
+    both results must have the same length as JSON.
     """
     entries, end = dict[str, Any](), 0
     # Wide types come first, so that every tensor is aligned to its item size.
@@ -226,14 +230,14 @@ def _publish(path: Path, directory: Path) -> None:
 def _remove_leftovers(directory: Path) -> None:
     for path in directory.glob(_TEMPORARY.format("*")):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails for a running one's
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if in use
             path.unlink()
 
 
 def link_model(model: Path, directory: Path) -> None:
     """Link a model's files into another directory, except its sidecar and hidden files.
 
-    ConvertError if the directory has another file of one of the names.
+    Raises ConvertError if the directory has a different file with one of the names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for path in sorted(model.glob("[!.]*")):

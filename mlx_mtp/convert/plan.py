@@ -34,13 +34,13 @@ class ConversionPlan:
         self._target, self._source, self._flags = target, source, flags
         self._head = target.new_head(moe=source.is_moe)
         self.default, self._settings = target.quantization_settings(self._head, flags)
-        self.header = self._describe("hf")  # the sidecar's, without the checksums
+        self.header = self._describe("hf")  # the sidecar's metadata, without checksums
 
     def open(self, paths: Iterable[Path], asked_norms: head_weights.Convention | None) -> None:
-        """Complete the plan by the headers of the head's files, check it, and print a summary.
+        """Complete the plan from the headers of the head's files, check it, and print a summary.
 
         Sets `like`, zeros of the type and shape of each of the sidecar's tensors, and `nbytes`,
-        their size. CheckpointError or ConvertError if the head can't be converted.
+        their size. Raises CheckpointError or ConvertError if the head can't be converted.
         """
         self._files = [SafetensorsFile(path) for path in paths]
         tensors = self._source.tensors(self._files)
@@ -50,7 +50,7 @@ class ConversionPlan:
         num_parameters = sum(value.size for _, value in tree_flatten(self._head.parameters()))
         like = {name: tensor.like() for name, tensor in tensors.items()}
         self._check_experts(like)
-        # As when a source is served unconverted: this checks names, shapes and packing.
+        # Load `stored` as if the source were served: this checks names, shapes and packing.
         stored = self._renamed(like)
         head_weights.load_into(self._head, stored, self._source.name)
         self._packed = {
@@ -73,7 +73,7 @@ class ConversionPlan:
             file.digest = sha256()  # of the tensors to convert, without the copies compared above
 
     def _check_experts(self, tensors: Mapping[str, mx.array]) -> None:
-        # The place of an expert in the stack is computed, so all must have one shape and type.
+        # An expert's offset in the stack is computed, so all experts need the same shape and type.
         for name, value in tensors.items():
             match = head_weights.EXPERT_KEY.match(name)
             first = tensors.get(f"{match[1]}.0.{match[3]}", value) if match else value
@@ -109,21 +109,21 @@ class ConversionPlan:
         say_wrapped(f"{head} Norms: {norms[self._convention]}.")
 
     def metadata(self) -> dict[str, str]:
-        """The whole header, with checksums of the bytes that have been read so far."""
+        """Returns the sidecar's metadata, with checksums of the bytes that were read so far."""
         sums = {
             f.path.name: {"head_sha256": f.digest.hexdigest(), "size": f.size} for f in self._files
         }
         return {**self.header, "source_files": json.dumps(sums, separators=(",", ":"))}
 
     def read_through(self) -> None:
-        """Read the same tensors as `converted`, for the checksums alone."""
+        """Read the same tensors as `converted`, only to compute the checksums."""
         for _, tensors in self.groups:
             for tensor in tensors.values():
                 tensor.read()
 
     def converted(self) -> Iterator[tuple[int, dict[str, mx.array]]]:
-        """The sidecar's tensors as bytes, an expert at a time, with its number; shows a bar."""
-        # The CPU quantizes the next experts while the caller writes, also beside a GPU.
+        """Yields an expert's number and its tensors for the sidecar as bytes; shows a bar."""
+        # The CPU quantizes the next experts while the caller writes, even if there is a GPU.
         streams = [mx.new_stream(mx.cpu) for _ in range(min(cpu_count() or 1, 8))]
         pending: deque[tuple[int, dict[str, mx.array]]] = deque()
         with Bar(desc="Converting", total=self.nbytes) as bar:
@@ -140,7 +140,10 @@ class ConversionPlan:
             yield from pending
 
     def _renamed(self, tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Names, stacks and norms as in `MTPHead`; unpacked float32 becomes bfloat16."""
+        """Returns tensors with the names, stacks and norms of `MTPHead`.
+
+        Unquantized float32 becomes bfloat16.
+        """
         rounded = dict(tensors)
         for name, value in tensors.items():
             if name in head_weights.NORMS:
@@ -152,7 +155,7 @@ class ConversionPlan:
         )
 
     def _encoded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The sidecar's tensors, unevaluated, for all of the head's parameters or some."""
+        """Returns the sidecar's tensors for some or all of the head's parameters, unevaluated."""
         encoded = dict(tensors)
         for path in {**self._packed, **self._settings}:
             names = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
@@ -171,7 +174,10 @@ class ConversionPlan:
 
 
 def _groups(tensors: Mapping[str, StoredTensor]) -> list[tuple[int, dict[str, StoredTensor]]]:
-    """The tensors to convert together, of one expert or one module, with the expert's number."""
+    """Returns groups of tensors to convert together: an expert's, with its number, or a module's.
+
+    A module without experts has the number 0.
+    """
     groups: dict[tuple[str, int], dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]

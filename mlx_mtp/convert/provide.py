@@ -1,4 +1,4 @@
-"""The head of a model that is about to be loaded: looked for, and fetched for a published model."""
+"""Looks for the head of a model that is to be loaded, and fetches a published model's head."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ def check_head_on_hub(name: str | None) -> None:
         # add-mtp-weights puts a head into the cache, beside the hub's files.
         if cached_sidecar(repo) or remote_sidecar(repo) or head_of(weight_map_of(repo)):
             return
-    except ConvertError:  # The download will explain it, or the model is in the cache.
+    except ConvertError:  # The download will report it, or the model is in the cache.
         return
     raise missing_head(name, "Its weights were not downloaded.")
 
@@ -43,8 +43,8 @@ def check_head_on_hub(name: str | None) -> None:
 def provide_head(name: str | None, directory: Path) -> None:
     """Fetch the head of a published model into its `directory` in the cache, if it has none.
 
-    MissingHeadError if that fails, caused by the error that says why. Nothing is done for another
-    model, or one in a directory of the user's.
+    Raises MissingHeadError if that fails, with the reason as its cause. Does nothing for any other
+    model, or a model in a local directory.
     """
     if not on_hub(name) or not source_of(name) or has_head(directory):
         return
@@ -66,5 +66,5 @@ def provide_head(name: str | None, directory: Path) -> None:
 
 
 def has_head(directory: Path) -> bool:
-    """True if a model's directory has the head, in the model's own files or beside them."""
+    """Returns True if a model's directory has the head, in the model's own files or beside them."""
     return bool(Existing.find(directory) or head_of(weight_map_of(LocalRepo(directory))))

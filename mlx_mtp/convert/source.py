@@ -43,7 +43,7 @@ from mlx_mtp.models.loader import family_of, refuse_fp8
 from mlx_mtp.models.published import head_repo_of, source_of
 
 INDEX = "model.safetensors.index.json"
-_CARD_CHARACTERS = 1 << 20  # of a model's card that are read
+_CARD_CHARACTERS = 1 << 20  # maximum to read of a model's card
 _BASE_MODEL = re.compile(r"^base_model:\s*(?:-\s*)?([\w./-]+)", re.MULTILINE)
 
 
@@ -102,7 +102,7 @@ class HubRepo:
         return None
 
     def fetch(self, names: Sequence[str]) -> None:
-        """Download files, together."""
+        """Download files in one call."""
         with self._explained(", ".join(names)):
             fetch_files(self.repo_id, self.commit_hash, names)
 
@@ -119,7 +119,7 @@ class HubRepo:
         with self._explained(name), contextlib.suppress(RemoteEntryNotFoundError):
             url = hub.hf_hub_url(self.repo_id, name, revision=self.commit_hash)
             metadata = get_hf_file_metadata(url)
-            # huggingface_hub makes paths of these two.
+            # huggingface_hub builds paths from these two values.
             _checked_version(metadata.etag, name)
             _checked_version(metadata.commit_hash, name)
             if metadata.size is None:
@@ -128,7 +128,7 @@ class HubRepo:
         return None
 
     def missing(self, names: Sequence[str]) -> dict[str, int]:
-        """Bytes of each file that is not cached; ConvertError if the hub has no such file."""
+        """Returns the bytes of each file that is not cached; ConvertError if the hub lacks one."""
         sizes = {}
         for name in names:
             cached = hub.try_to_load_from_cache(self.repo_id, name, revision=self.commit_hash)
@@ -146,12 +146,12 @@ class HubRepo:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with a head, of which only the names have been read."""
+    """A checkpoint with a head; only the tensors' names have been read."""
 
     name: str
     repo: LocalRepo | HubRepo
     config: dict[str, Any]  # empty if there is no config.json
-    file_of: dict[str, str]  # file of each of the head's tensors, by name in the checkpoint
+    file_of: dict[str, str]  # files of the head's tensors, by the tensor's name in the checkpoint
 
     @property
     def files(self) -> list[str]:
@@ -162,9 +162,9 @@ class Source:
         return has_router(head_names(self.file_of).values())
 
     def tensors(self, files: Iterable[SafetensorsFile]) -> dict[str, StoredTensor]:
-        """The head's tensors, FP8 ones with their scales, by name without its prefix.
+        """Returns the head's tensors by name without prefix, FP8 tensors with their scales.
 
-        CheckpointError if a tensor is missing or occurs twice, or scales don't fit.
+        Raises CheckpointError if a tensor is missing or occurs twice, or scales don't fit.
         """
         by_name = {file.path.name: file for file in files}
         tensors: dict[str, StoredTensor] = {}
@@ -181,7 +181,7 @@ class Source:
 def with_scales(
     tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
-    """FP8 tensors joined with their scales; CheckpointError if these are missing or don't fit."""
+    """Join FP8 tensors with their scales; CheckpointError if scales are missing or don't fit."""
     quantization = config.get("quantization_config")
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     joined = dict(tensors)
@@ -193,14 +193,14 @@ def with_scales(
 
 
 def on_hub(name: str | None) -> TypeGuard[str]:
-    """True if a model's name is a hub id, and not a local path or None, the bundled model."""
+    """Returns True if a model's name is a hub id, False for a path or None (the bundled model)."""
     return bool(name and HUB_ID.fullmatch(name) and not Path(name).expanduser().exists())
 
 
 def open_source(name: str, revision: str | None = None) -> Source:
-    """Open a checkpoint; of one on the hub only small files are downloaded.
+    """Open a checkpoint; if it is on the hub, only small files are downloaded.
 
-    ConvertError if there is no such checkpoint, or if it has no head.
+    Raises ConvertError if there is no such checkpoint, or if it has no head.
     """
     path = Path(name).expanduser()
     if path.is_dir() and revision is not None:
@@ -229,10 +229,11 @@ def open_source(name: str, revision: str | None = None) -> Source:
 
 
 def find_source(model_name: str, revision: str | None = None) -> Source:
-    """The checkpoint that has a model's head, where the user names none; ConvertError without one.
+    """Open the checkpoint that has a model's head, if the user doesn't name one.
 
-    That is a repository of the head alone, if one is known and is there (it is the smallest
-    download); else the original, by the table of published models or the model's card.
+    This is a repository with only the head, if one is known and exists (the smallest download), or
+    else the original, as in the table of published models or the model's card. Raises ConvertError
+    if none is found.
     """
     if revision is None and (alone := head_repo_of(model_name)):
         with contextlib.suppress(ConvertError):
@@ -254,31 +255,31 @@ def find_source(model_name: str, revision: str | None = None) -> Source:
 
 
 def check_format_on_hub(name: str | None) -> None:
-    """UnsupportedModelError for a model on the hub that can't be served, before it is downloaded.
+    """Raise UnsupportedModelError for a model on the hub that can't be served, before its download.
 
-    That is one of no known family, an FP8 release, or a head alone.
+    These are models of an unknown family, FP8 releases, and repositories with only a head.
     """
     if not on_hub(name) or cached_model(name):
         return
-    with contextlib.suppress(ConvertError):  # The download will explain it.
+    with contextlib.suppress(ConvertError):  # The download will report it.
         config = read_json(HubRepo(name, None).directory / "config.json")
         family_of(config, name)
         refuse_fp8(config, name)
 
 
 def cached_sidecar(repo: HubRepo) -> list[Path]:
-    """The files of a head that was added to the cached copy of a model."""
+    """Returns the files of a head that was added to the cached copy of a model."""
     patterns = SIDECAR_PATTERN, NESTED_SIDECAR
     return sorted(path for pattern in patterns for path in repo.directory.glob(pattern))
 
 
 def remote_sidecar(repo: HubRepo) -> list[str]:
-    """The names of the files of a head beside a model on the hub."""
+    """Returns the names of the files of a head beside a model on the hub."""
     return sorted(fnmatch.filter(repo.names(), SIDECAR_PATTERN))
 
 
 def base_model(readme: Path | None) -> str | None:
-    """The `base_model` of a model card; None if it has none, or there is no card."""
+    """Returns the `base_model` of a model card; None if it has none, or there is no card."""
     if readme is None or not readme.is_file():
         return None
     with readme.open(encoding="utf-8", errors="replace") as file:
@@ -287,9 +288,9 @@ def base_model(readme: Path | None) -> str | None:
 
 
 def weight_map_of(repo: LocalRepo | HubRepo) -> dict[str, str]:
-    """File of each tensor in a model's own files, by its index or else the files' headers.
+    """Returns the file of each tensor in a model's own files, by the index or the files' headers.
 
-    A head that was added later may be in a file that the index doesn't name.
+    A head that was added later can be in a file that the index doesn't name.
     """
     names = _indexed(repo)
     if head_of(names):
@@ -299,19 +300,19 @@ def weight_map_of(repo: LocalRepo | HubRepo) -> dict[str, str]:
 
 
 def head_of(weight_map: Mapping[str, str]) -> dict[str, str]:
-    """The head's part of a map from tensors to files."""
+    """Returns the head's part of a map from tensors to files."""
     return {key: weight_map[key] for key in head_names(weight_map)}
 
 
 def norm_convention(
     files: Sequence[SafetensorsFile], source: Source, flag: Convention | None
 ) -> Convention:
-    """Whether the norms in a head's files are zero-centred ("hf") or not ("mlx").
+    """Returns "hf" if the norms in a head's files are zero-centred, "mlx" if they are not.
 
-    The file's header decides; else `flag`, the value of --mtp-norms; else what the file says of
-    its origin (`stated_convention`); else a convolution elsewhere in the source, if it has HF's
-    layout. Never the norms' values. ConvertError if none does, or if the files or the flag
-    disagree.
+    The first of these decides: the file's header, `flag` (the value of --mtp-norms), the file's
+    origin (`stated_convention`), and a convolution elsewhere in the source, if it has HF's layout.
+    The norms' values are never used. Raises ConvertError if none of these decides, or if the files
+    or the flag disagree.
     """
     names = ", ".join(str(file.path) for file in files)
     stated = {f.metadata.get(NORM_CONVENTION_KEY) for f in files} - {None}
@@ -338,7 +339,7 @@ def _convention_of(file: SafetensorsFile, source: Source) -> Convention | None:
         return stated
     for name, other in weight_map_of(source.repo).items():
         if name.endswith(CONVOLUTION) and (path := source.repo.file(other)):
-            # An MLX trunk proves nothing: a raw head may lie beside a converted trunk.
+            # MLX's layout proves nothing: an unconverted head can be beside a converted trunk.
             return "hf" if SafetensorsFile(path).tensors[name].shape[-1] != 1 else None
     return None
 

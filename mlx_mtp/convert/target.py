@@ -20,7 +20,7 @@ from mlx_mtp.models.loader import family_of, refuse_fp8
 from mlx_mtp.models.sizes import check_sizes
 
 UNQUANTIZED = 16
-# Fields of config.json that shape a head; a source with other values is of another model.
+# Fields of config.json that determine a head's shapes; a source's values must be the same.
 _SHAPING = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SHAPING_EXPERTS = ("num_experts", "moe_intermediate_size")
 
@@ -49,7 +49,7 @@ MODES = {"affine": _AFFINE, "mxfp4": ((4,), (32,)), "nvfp4": ((4,), (16,)), "mxf
 
 
 class Target:
-    """A model's directory, of which only config.json is read; ModelError if it can't be served."""
+    """A model's directory; only its config.json is read. ModelError if it can't be served."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / "config.json")
@@ -58,15 +58,15 @@ class Target:
         check_sizes(self.config, path)
         model_class, args_class = self.family.classes(self.config)
         try:
-            # Nothing is allocated: mlx makes the random weights when they are evaluated.
+            # Nothing is allocated: mlx computes random weights only when they are evaluated.
             model = model_class(args_class.from_dict(self.config))  # type: ignore[attr-defined]
-            self.args: Any = self.family.causal_lm(model).args  # mlx-lm's.
-        except Exception as error:  # of mlx-lm, of any kind
+            self.args: Any = self.family.causal_lm(model).args  # mlx-lm's arguments
+        except Exception as error:  # mlx-lm raises errors of any type.
             raise ConvertError(f"{path / 'config.json'} can't be used: {error!r:.300}") from error
         self._predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
 
     def new_head(self, *, moe: bool) -> MTPHead:
-        """A head that fits the model, unquantized and not loaded; ConvertError if none does."""
+        """Returns an unquantized head without weights for the model; ConvertError if none fits."""
         if moe and not getattr(self.args, "num_experts", 0):
             raise ConvertError(
                 f"The source's head is a mixture of experts, {self.path} has num_experts 0: "
@@ -77,7 +77,7 @@ class Target:
     def quantization_settings(
         self, head: nn.Module, flags: Mapping[str, Any]
     ) -> tuple[Setting | None, dict[str, Setting]]:
-        """The setting of most matrices (None: unquantized), and of each by its module's path."""
+        """Returns the default setting (None: unquantized), and each matrix's by module path."""
         table = self.family.head_quantization or self.config.get("quantization")
         table = table if isinstance(table, Mapping) else {}
         default = _default(table, flags)
@@ -90,13 +90,13 @@ class Target:
                 continue
             choice = twins[path] if path in twins else self._predicate(f"mtp.{path}", module)
             setting = setting_of(choice) if isinstance(choice, dict) else default
-            # As in mlx-lm, a matrix whose rows the groups don't divide stays unquantized.
+            # As in mlx-lm, a matrix stays unquantized if the group size doesn't divide its rows.
             if choice and module.weight.shape[-1] % setting.group_size == 0:
                 settings[path] = setting
         return default, settings
 
     def check_source(self, config: Mapping[str, Any], name: str) -> None:
-        """Raise ConvertError if a source's head can't fit; warn if its trunk is of another size."""
+        """Raise ConvertError if a source's head can't fit; warn if its number of layers differs."""
         theirs, ours = text_config(config), text_config(self.config)
         dense = not theirs.get("num_experts") and not ours.get("num_experts")
         for field in (*_SHAPING, *(["intermediate_size"] if dense else _SHAPING_EXPERTS)):
@@ -115,7 +115,7 @@ class Target:
             )
 
     def _twins(self, table: Mapping[str, Any]) -> dict[str, dict[str, Any] | bool]:
-        """Entries of config.json for the head itself, or else for the layer most like it."""
+        """Returns config.json's entries for the head, or else for the last attention layer."""
         layers = enumerate(self.family.layer_specs(self.args))
         last_attention = max(i for i, layer in layers if isinstance(layer, AttentionSpec))
         of_layer = re.compile(rf"^(?:model\.|language_model\.)*layers\.{last_attention}\.(.+)$")
@@ -138,7 +138,7 @@ def _default(table: Mapping[str, Any], flags: Mapping[str, Any]) -> Setting | No
 
 
 def setting_of(table: Mapping[str, Any]) -> Setting:
-    """The setting that an entry of config.json asks for; ConvertError if MLX doesn't have it."""
+    """Returns the setting in an entry of config.json; ConvertError if MLX doesn't support it."""
     mode = table.get("mode", "affine")
     if mode not in MODES:
         raise ConvertError(
@@ -154,7 +154,7 @@ def _of_mode(mode: str) -> Setting:
 
 
 def _checked_setting(setting: Setting, where: str, error: type[UsageError | ModelError]) -> Setting:
-    # mlx would end the process for a group size of 0.
+    # mlx ends the process if the group size is 0.
     bits, sizes = MODES[setting.mode]
     if setting.bits not in bits or setting.group_size not in sizes:
         can = " bits and groups of ".join(", ".join(map(str, sorted(n))) for n in (bits, sizes))

@@ -1,4 +1,4 @@
-"""Compares the copies of the trunk's matrices that some heads carry with the trunk's own."""
+"""Compares copies of the trunk's matrices, which some heads have, with the trunk's own."""
 
 import mlx.core as mx
 
@@ -12,9 +12,10 @@ _MAX_ERROR_RATIO = 1.5
 
 
 def compare_tied(name: str, copy: StoredTensor, target: Target, source: Source) -> tuple[bool, str]:
-    """Compare a copy with the target's trunk, or else the source's: is it equal, and a sentence.
+    """Compare a copy with the target's trunk, or else with the source's.
 
-    From a quantized trunk the copy may differ by 1.5 times the error of quantizing the copy itself.
+    Returns whether they are equal, and a description. A copy counts as equal to a quantized trunk
+    if they differ by at most 1.5 times the error of quantizing the copy.
     """
     # With tied embeddings there is no lm_head.
     endings = (*(["lm_head"] if "head" in name else []), "embed_tokens")
@@ -30,7 +31,7 @@ def compare_tied(name: str, copy: StoredTensor, target: Target, source: Source) 
 
 
 def _trunk_matrix(repo: LocalRepo, ending: str) -> list[StoredTensor]:
-    """The weight, and its scales and biases if it is quantized; empty if there is none."""
+    """Returns the weight, with scales and biases if it is quantized; empty if there is none."""
     files = {key: path for key, name in weight_map_of(repo).items() if (path := repo.file(name))}
     stems = (key.removesuffix(".weight") for key in files if head_name(key) is None)
     stem = next((stem for stem in stems if stem.endswith(ending)), None)

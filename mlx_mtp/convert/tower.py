@@ -1,4 +1,4 @@
-"""Gives a model its vision tower back, which mlx-lm drops, as a file beside it."""
+"""Gives a model back the vision tower that mlx-lm drops, as a file beside the model."""
 
 import json
 import os
@@ -32,15 +32,15 @@ def add_tower(
     directory: Path,
     source: Source,
     *,
-    bits: int | None = None,  # of its matrices; None: as they are
+    bits: int | None = None,  # per weight; None: as in the source
     dry_run: bool = False,
 ) -> None:
-    """Write the tower of a source beside a model; nothing if either has none, or it is there.
+    """Write a source's tower beside a model, unless the model has one or the source has none.
 
-    A failure leaves the model as it was. ConvertError if it can't be written.
+    A failure leaves the model unchanged. Raises ConvertError if the file can't be written.
     """
     repo = source.repo
-    if source.name == head_repo_of(model_name):  # It has the head alone.
+    if source.name == head_repo_of(model_name):  # This source has only the head.
         repo = HubRepo(source_of(model_name) or "", None)
     if (directory / SIDECAR).exists() or any(map(tower_name, weight_map_of(LocalRepo(model)))):
         return
@@ -54,12 +54,12 @@ def add_tower(
     processor, files = repo.file(PROCESSOR), sorted({*names.values()})
     seeing = {key: given[key] for key in CONFIG_KEYS if key in given}
     seeing["preprocessor_config"] = {} if processor is None else read_json(processor)
-    repo.missing(files)  # refuses what the index names and the repository lacks
+    repo.missing(files)  # raises an error if the repository lacks a file
     tensors = {}
     for path in filter(None, map(repo.file, files)):
         for key, stored in SafetensorsFile(path).tensors.items():
             if key in names:
-                stored.like()  # refuses a type that can't be read
+                stored.like()  # raises CheckpointError for a type that can't be read
                 value = stored.read()
                 tensors[key] = value.astype(mx.bfloat16) if value.dtype == mx.float32 else value
     config = text_config(read_json(model / "config.json"))

@@ -1,4 +1,4 @@
-"""The target model of a conversion: dequantized, cast, quantized and written a tensor at a time."""
+"""Dequantizes, casts, quantizes and writes a conversion's target model, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,21 +33,24 @@ from mlx_mtp.models.sizes import check_sizes
 from mlx_mtp.progress import Bar
 
 _GENERATION = "generation_config.json"
-_DEQUANTIZING = 2 * 4  # bytes an element: its scale and its value in float32
-_AT_ONCE = 20  # mlx evaluates so many branches of a graph side by side, here experts
+_DEQUANTIZING = 2 * 4  # bytes per element: its scale and value in float32
+_AT_ONCE = 20  # number of a graph's branches, here experts, that mlx evaluates side by side
 _STACKED = "experts.gate_up_proj"
 
 
 class _Working(NamedTuple):
-    """What making a module takes, by what the source has."""
+    """What determines the memory that converting a module takes."""
 
-    matrices: Container[tuple[int, ...]]  # shapes of the FP8 ones
-    expert_copies: int  # forms of a stack of experts that exist together
-    expert_bytes: int  # by element of an expert that is being dequantized
+    matrices: Container[tuple[int, ...]]  # shapes of the FP8 matrices
+    expert_copies: int  # number of copies of a stack of experts that exist at the same time
+    expert_bytes: int  # per element of an expert that is being dequantized
 
     @classmethod
     def of(cls, names: Iterable[str], fp8: Mapping[str, StoredTensor]) -> _Working:
-        """One by one: experts and their stack. Stacked: gate and up together, and a half twice."""
+        """Count 2 copies if the source has separate experts: these and their stack.
+
+        Stacked experts take 4, or 5 in FP8: gate and up in one stack (2), and one of them twice.
+        """
         is_stacked = any(name.endswith(_STACKED) for name in names)
         in_fp8 = any(".experts." in name for name in fp8)
         copies = (4 + in_fp8) if is_stacked else 2
@@ -55,14 +58,14 @@ class _Working(NamedTuple):
         return cls(shapes, copies, in_fp8 * (1 + is_stacked) * (4 + _DEQUANTIZING))
 
     def peak(self, plain: Sequence[mx.array], made: Sequence[mx.array]) -> int:
-        """Bytes for a module with the arrays `plain`, which becomes `made` when it is quantized."""
+        """Returns the bytes for a module whose arrays `plain` become `made` when quantized."""
         total = sum(array.nbytes for array in made)
         for array in plain:
             if array.ndim == 3:
                 at_once = min(len(array), _AT_ONCE) * array.size // len(array)
                 total += self.expert_copies * array.nbytes + at_once * self.expert_bytes
             else:
-                total += 2 * array.nbytes  # as it is read, and cast
+                total += 2 * array.nbytes  # as read, and as cast
                 total += _DEQUANTIZING * array.size * (array.shape in self.matrices)
         return total
 
@@ -70,7 +73,7 @@ class _Working(NamedTuple):
 class _Trunk(NamedTuple):
     model: nn.Module  # lazy: its parameters are graphs that begin at the source's files
     config: dict[str, Any]
-    peak: int  # bytes that its largest module takes while it is made
+    peak: int  # maximum bytes that converting one module takes
 
 
 def convert_trunk(
@@ -84,9 +87,10 @@ def convert_trunk(
 ) -> None:
     """Write a Hugging Face checkpoint's target model, tokenizer and configuration for MLX.
 
-    `flags` may have bits, group_size and mode; `dtype` is the type of what isn't quantized, by
-    default what config.json says, or else that of the final norm. The planned peak of memory is
-    printed first. UnsupportedModelError, CheckpointError or ConvertError if it can't be converted.
+    `flags` may have bits, group_size and mode; `dtype` is the type of unquantized tensors, by
+    default the type in config.json, or else that of the final norm (bfloat16 for FP8 sources). The
+    planned peak of memory is printed first. Raises UnsupportedModelError, CheckpointError or
+    ConvertError if the checkpoint can't be converted.
     """
     check_sizes(load_config(path), Path(hub_id or path), shapes_in(path))
     trunk = _planned(path, quantize, flags, dtype)
@@ -102,7 +106,7 @@ def convert_trunk(
         f"{size_text(own + trunk.peak)}, of which {size_text(own)} are in use now."
     )
     output.mkdir()
-    # Nothing but the dictionary holds the weights, so each is freed when it has been written.
+    # Now only `parameters` holds the weights, so each is freed when it has been written.
     trunk.model.update(tree_map(lambda _: mx.array([]), trunk.model.parameters()))
     _write_weights(output, parameters, nbytes)
     save_config(trunk.config, output / "config.json")
@@ -147,7 +151,7 @@ def _planned(path: Path, quantize: bool, flags: Mapping[str, Any], dtype: str | 
 
 
 def _module_arrays(model: nn.Module) -> dict[str, list[mx.array]]:
-    """The parameters of each module, by its path."""
+    """Returns the parameters of each module by its path."""
     arrays: dict[str, list[mx.array]] = {}
     for name, array in tree_flatten(model.parameters()):
         arrays.setdefault(name.rpartition(".")[0], []).append(array)
@@ -157,7 +161,7 @@ def _module_arrays(model: nn.Module) -> dict[str, list[mx.array]]:
 def _dequantized(
     weights: dict[str, mx.array], fp8: Mapping[str, StoredTensor], dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """A trunk's tensors with the FP8 ones in a type, not evaluated, and without scales."""
+    """Returns a trunk's tensors without scales, FP8 ones dequantized to `dtype`, unevaluated."""
     for name in weights.keys() & fp8.keys():
         scales = weights.pop(f"{name}{FP8_SCALES}")
         weights[name] = dequantize(weights[name], scales, fp8[name].block, dtype)
@@ -192,6 +196,6 @@ def _write_weights(output: Path, parameters: dict[str, mx.array], nbytes: int) -
 
 
 def _resident_peak() -> int:
-    """Bytes of memory that this process has taken so far at most."""
+    """Returns the maximum bytes of memory that this process has used so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10

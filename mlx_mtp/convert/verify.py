@@ -23,13 +23,16 @@ PROMPTS = (
 )
 DEPTH = 3
 NUM_TOKENS = 64
-# Published acceptance by depth, from prose to code, and the rate below which a head is wrong.
+# Published acceptance rates by depth (prose, code), and the rate below which a head is wrong.
 HEALTHY = ((0.45, 0.95), (0.20, 0.90), (0.10, 0.85))
 BROKEN = 0.05
 
 
 def verify_head(directory: Path) -> tuple[int, list[float]]:
-    """Load a model, measure its head and print the result; ConvertError for a wrong head."""
+    """Load a model, measure its head and print the result.
+
+    Returns what `measure_head` returns. Raises ConvertError for a wrong head.
+    """
     say_wrapped("Verifying: loading trunk and head ...")
     prompts = _prompt_tokens(directory)
     num_steps, rates = measure_head(load_model(directory, enable_mtp=True), prompts)
@@ -51,7 +54,10 @@ def verify_head(directory: Path) -> tuple[int, list[float]]:
 
 
 def measure_head(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[int, list[float]]:
-    """Decode greedily; returns the number of steps, and the share that accepted draft 1, 2, ..."""
+    """Decode greedily; returns the number of steps, and the share of steps that accepted draft n.
+
+    The shares are in the order n = 1, 2, .. `DEPTH`.
+    """
     config = EngineConfig(num_draft_tokens=DEPTH, max_num_seqs=len(prompts))
     engine = build_engine(model, config, model.vocab_size, ())
     sampling = SamplingParams(NUM_TOKENS, temperature=0.0)

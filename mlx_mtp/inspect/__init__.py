@@ -1,1 +1,1 @@
-"""`mlx-mtp inspect`: whether a model fits this machine, what it is, and what to do next."""
+"""The commands `inspect`, `models`, `pull`, `ls`, `rm`, `ps`, and the memory that models need."""

@@ -1,4 +1,4 @@
-"""What a short name such as qwen3.6-35b stands for on this machine."""
+"""Chooses the model that a short name such as qwen3.6-35b stands for on this machine."""
 
 import os
 import sys
@@ -11,15 +11,15 @@ from mlx_mtp.models.hub import cached_model, repository_size, weights_size
 from mlx_mtp.models.published import SHAPES, PublishedQuant, nearest_names, releases_named
 from mlx_mtp.options import is_short_name
 
-_ROOM = 32_768  # tokens of context that a model should have room for, if one of the name has
+_ROOM = 32_768  # tokens of context that must fit, if they fit with any release of the name
 
 
 def choose_model(name: str | None, memory: int | None = None) -> str | None:
-    """The directory or hub id that MODEL stands for; of a short name's releases the one that fits.
+    """Returns the directory or hub id that MODEL stands for; for a short name, a release that fits.
 
-    What is in the cache comes before what is not, then more bits before fewer. `memory` is that of
-    --memory-limit. What was chosen, and why, is a line of standard error. UsageError for a name
-    that is not known, or of which nothing fits.
+    Of a model's releases, those in the cache are tried first, then those with more bits. `memory`
+    is the value of --memory-limit, in bytes. The choice of a release and its reason are printed on
+    standard error. Raises UsageError if the name is unknown or no release fits.
     """
     if name is None or not is_short_name(name):
         return name
@@ -34,7 +34,7 @@ def choose_model(name: str | None, memory: int | None = None) -> str | None:
     absent = list[str]()
     for room in (_ROOM, 1):
         for each in order:
-            # The hub isn't asked about what is too large by the table.
+            # Don't ask the hub about a release that is too large by the table of sizes.
             if _context(each, None, limit) < room or each.repo_id in absent:
                 continue
             size = cached[each] if each in cached else repository_size(each.repo_id)
@@ -62,7 +62,7 @@ def choose_model(name: str | None, memory: int | None = None) -> str | None:
 
 
 def known_releases(name: str) -> list[PublishedQuant]:
-    """The releases of a short name; UsageError, with those that are like it, if it is not known."""
+    """Returns the releases of a short name; UsageError, with similar names, if it is unknown."""
     if releases := releases_named(name):
         return releases
     near = ", ".join(nearest_names(name))
@@ -78,6 +78,6 @@ def _weights(release: PublishedQuant) -> int:
 
 
 def _context(release: PublishedQuant, weights: int | None, limit: MemoryLimit) -> int:
-    """The longest context on a machine; 0 if the release doesn't fit."""
+    """Returns the longest context, in tokens, that fits the limit; 0 if the release doesn't fit."""
     planned = published(release, weights).memory_plan(limit)
     return 0 if planned is None else planned.max_model_len

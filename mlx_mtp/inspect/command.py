@@ -1,4 +1,4 @@
-"""The commands on models and where they are. Heavy imports wait until one of them runs."""
+"""The commands on models and servers. Heavy imports are deferred until a command runs."""
 
 import argparse
 from dataclasses import replace
@@ -12,7 +12,7 @@ from mlx_mtp.options import DTYPE, MODEL_FLAG
 from mlx_mtp.running import RunningServer, running_servers
 
 _PS_HEADINGS = ("models", "address", "process", "weights of memory limit", "since")
-_WIDTH = 120  # of a table where there is no terminal
+_WIDTH = 120  # columns of a table without a terminal
 _PULL = (
     "Download a model with its MTP head, or bring it up to date. A download that was interrupted "
     "goes on. `serve` does it for a model that isn't here."

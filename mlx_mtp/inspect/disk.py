@@ -21,15 +21,15 @@ from mlx_mtp.models.loader import FAMILIES
 from mlx_mtp.options import is_short_name
 from mlx_mtp.running import running_servers
 
-_WIDTH = 100  # of a table where there is no terminal
+_WIDTH = 100  # columns of a table without a terminal
 
 
 class StoredModel(NamedTuple):
-    """A model of a supported family in the cache, or a part of one."""
+    """A model of a supported family in the cache, possibly incomplete."""
 
     name: str  # a hub id
     nbytes: int  # on disk, with the head, older versions and an interrupted download
-    head: str  # yes or no; in part: files are missing
+    head: str  # "yes" or "no"; "in part" if files are missing
     last_used: float  # seconds since the epoch
     repository: Any  # huggingface_hub's CachedRepoInfo
 
@@ -37,7 +37,7 @@ class StoredModel(NamedTuple):
 def pull(name: str) -> None:
     """Download the newest version of a model, with its head if it is published without one.
 
-    MissingHeadError if the head could not be fetched; the model itself is in the cache then.
+    Raises MissingHeadError if the head can't be fetched; the model itself is then in the cache.
     """
     chosen = choose_model(name)
     if not on_hub(chosen):
@@ -50,10 +50,10 @@ def pull(name: str) -> None:
 
 
 def download_missing(name: str, memory: int | None) -> str:
-    """The directory or hub id that MODEL stands for; what isn't in the cache is downloaded.
+    """Download MODEL if it is not in the cache; returns the directory or hub id it stands for.
 
-    So is the head of a published model. If it can't be, who loads the model will say so. `memory`
-    is that of --memory-limit.
+    The head of a published model is downloaded too; if that fails, loading the model reports it.
+    `memory` is the value of --memory-limit, in bytes.
     """
     chosen = choose_model(name, memory) or name
     if on_hub(chosen):
@@ -64,12 +64,12 @@ def download_missing(name: str, memory: int | None) -> str:
 
 
 def stored_models() -> list[StoredModel]:
-    """The models of supported families in the hub's cache, the last used first."""
+    """Returns the models of supported families in the hub's cache, the last used first."""
     return _models_of(_scan())
 
 
 def listing() -> str:
-    """The table of `ls`."""
+    """Returns the table of `ls`."""
     place = f"in {constants.HF_HUB_CACHE}"
     if not (models := stored_models()):
         return f"There are no models {place}. `mlx-mtp models` lists what fits this machine."
@@ -115,7 +115,7 @@ def remove(name: str, *, asks: bool) -> None:
     if asks and not _agrees(f"Remove {model.name}, {size_text(model.nbytes)}, from {path}?"):
         say_wrapped("Nothing was removed.")
         return
-    # A copy of the repository, or its earlier name, has the same commits.
+    # Only this repository: a copy of it, or one under its earlier name, has the same commits.
     alone = replace(cache, repos=frozenset([model.repository]))
     alone.delete_revisions(*(each.commit_hash for each in model.repository.revisions)).execute()
     if path.exists():

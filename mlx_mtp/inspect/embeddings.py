@@ -1,4 +1,4 @@
-"""Which models make embeddings, and the memory that they take."""
+"""Finds embedding models, and the memory that they take."""
 
 import contextlib
 from pathlib import Path
@@ -14,13 +14,14 @@ from mlx_mtp.server.cards import EMBEDS
 
 
 def embedding_directory(name: str | None) -> Path | None:
-    """The directory with config.json of a model that makes embeddings; None for any other model.
+    """Returns the directory with config.json of an embedding model; None for any other model.
 
-    Chat models of the same type differ in their names, or in lacking sentence-transformers' file.
+    An embedding model has "embedding" in its name, or sentence-transformers' modules.json; chat
+    models of the same type have neither.
     """
     path = Path(name or "").expanduser()
     is_named = "embedding" in path.name.lower()
-    with contextlib.suppress(ModelError):  # Whoever loads the model explains it.
+    with contextlib.suppress(ModelError):  # Loading the model reports it.
         if is_named and on_hub(name):
             path = cached_model(name) or HubRepo(name, None).directory
         if name and (is_named or (path / "modules.json").is_file()):
@@ -29,9 +30,9 @@ def embedding_directory(name: str | None) -> Path | None:
 
 
 def embedding_need(name: str | None, dtype: str, most: int | None) -> dict[str, Any] | None:
-    """The line of `needs` of a model, for texts of `most` tokens; None if it makes no embeddings.
+    """Returns an embedding model's line of `needs`, for texts of `most` tokens.
 
-    Raises ModelError.
+    Returns None for any other model. Raises ModelError if the model can't be used.
     """
     if (directory := embedding_directory(name)) is None:
         return None

@@ -1,4 +1,4 @@
-"""What a model is, and whether it has its MTP head, by its config.json and its files' headers."""
+"""What a model is, and whether it has its MTP head, from config.json and its files' headers."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,23 +19,23 @@ class FoundModel(NamedTuple):
 
     name: str  # a directory or a hub id
     target: Target  # its config.json
-    trunk: tuple[int, int]  # bytes and number of the model's own files
+    trunk: tuple[int, int]  # size in bytes and number of the model's own files
     head: str | None  # a description; None without a head
-    head_bytes: int = 0  # on top of the trunk's; without a head that of the one `serve` fetches
+    head_bytes: int = 0  # besides the trunk's; without a head, of the one `serve` fetches
     directory: Path | None = None  # of the weights, if they are local
     refusal: str | None = None  # the known reason why `serve` would refuse the model
     tower: str | None = None  # where its vision tower is; None without one
 
 
 def find_model(name: str | None) -> FoundModel:
-    """Find a directory, a hub id or the bundled model (None); ModelError if there is none."""
+    """Find a model by its directory or hub id, or the bundled one (None); raises ModelError."""
     if source.on_hub(name):
         return _remote(source.HubRepo(name, None))
     return _local(resolve_model(name))
 
 
 def quantization(config: Mapping[str, Any]) -> str:
-    """How a model is quantized, in words."""
+    """Returns a description of a model's quantization."""
     table = config.get("quantization") or config.get("quantization_config")
     if not isinstance(table, dict):
         return "none"
@@ -47,7 +47,7 @@ def quantization(config: Mapping[str, Any]) -> str:
 
 
 def family(model: FoundModel) -> str:
-    """A model's type and sizes, in words."""
+    """Returns a description of a model's type and sizes."""
     args = model.target.args
     layers = model.target.family.layer_specs(args)
     attention = sum(isinstance(layer, AttentionSpec) for layer in layers)
@@ -60,7 +60,7 @@ def family(model: FoundModel) -> str:
 
 
 def next_command(model: FoundModel, ranks: int, *, served: bool) -> str:
-    """The command to type next: to serve the model, or to give it its head first."""
+    """Returns the command to type next: to serve the model, or to give it its head first."""
     if not served:
         return "none, as `serve` would refuse it (see the first line)"
     serve = "mlx-mtp serve" if ranks == 1 else f"mlx.launch -n {ranks} -- mlx-mtp serve"
@@ -136,7 +136,7 @@ def _tower(weights: Mapping[str, str], target: Target) -> str | None:
 
 
 def _sizes(repo: source.HubRepo, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of each of these files that the hub has."""
+    """Returns the bytes of each of these files that the hub has."""
     return {name: file.size for name in names if (file := repo.remote(name))}
 
 

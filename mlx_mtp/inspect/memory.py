@@ -1,4 +1,4 @@
-"""The memory that a served model takes, by the plan that `serve` makes at its start."""
+"""The memory that a served model takes, by the plan that `serve` makes when it starts."""
 
 import itertools
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ _DEPTHS = (0, 1, 2, 3, MAX_DRAFT_TOKENS)
 
 
 class Demand(NamedTuple):
-    """The memory that a model asks for."""
+    """The memory that a model needs."""
 
-    footprint: Footprint  # with the most drafts per step that `serve` takes
+    footprint: Footprint  # with the maximum number of drafts per step
     dtype: mx.Dtype  # of the activations
-    where: str  # "as loaded" or "as stored", which the size of the weights refers to
-    allowed: int  # most tokens that the model allows
+    where: str  # "as loaded" or "as stored": how the weights are counted
+    allowed: int  # maximum tokens that the model allows
     lm_head_row: int | None = None  # bytes of a token's row of lm_head; None: unknown
     refusal: str | None = None  # the known reason why `serve` would not load the model
 
@@ -39,10 +39,11 @@ class Demand(NamedTuple):
 def memory_demand(
     found: FoundModel, dtype: str, ranks: int = 1, *, enable_mtp: bool = True
 ) -> Demand:
-    """The demand of a model as `serve` would load it; by its files' sizes if it can't be loaded.
+    """Returns the demand of a model as `serve` loads it, or by file sizes if it can't be loaded.
 
-    With the head that it has, or that `serve` fetches, unless `enable_mtp` is false. Of each rank
-    if there are several; UsageError if the model can't be split among them.
+    The head that the model has, or that `serve` fetches, is included unless `enable_mtp` is false.
+    With several ranks, this is the demand of each. Raises UsageError if the model can't be split
+    among the ranks.
     """
     has_head = enable_mtp and (found.head is not None or found.head_bytes > 0)
     refusal = found.refusal
@@ -59,7 +60,7 @@ def memory_demand(
             refusal = str(error)
     target, in_use = found.target, stored_dtype(found.target.config, dtype)
     layers = tuple(spec.part(ranks) for spec in target.family.layer_specs(target.args))
-    # Each rank has the whole embedding, whose bits are not known.
+    # Each rank has the whole embedding. Its bits are unknown: count it as unquantized.
     whole = int(target.args.vocab_size) * int(target.args.hidden_size) * in_use.size
     whole = min(whole, found.trunk[0]) if ranks > 1 else 0
     shape = Footprint(
@@ -83,7 +84,7 @@ def _refusal(path: Path, generation_config: dict[str, Any]) -> str | None:
 
 
 def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
-    """The type of activations by config.json alone, for `dtype` as in `load_model`."""
+    """Returns the type of activations by config.json alone, for `dtype` as in `load_model`."""
     sources = (text_config(config), config)
     stored = next((s[k] for s in sources for k in ("dtype", "torch_dtype") if k in s), "bfloat16")
     if dtype == "auto":
@@ -92,7 +93,10 @@ def stored_dtype(config: Mapping[str, Any], dtype: str) -> mx.Dtype:
 
 
 def fit_rows(demand: Demand, limit: MemoryLimit) -> dict[str, str]:
-    """Whether the model fits the machine, and up to which context; or why it can't be served."""
+    """Returns rows on whether the model fits, and up to which context, or why it can't be served.
+
+    The rows map labels to texts.
+    """
     if demand.refusal is not None:
         return {"fits": f"no, it can't be served. {demand.refusal}"}
     try:
@@ -109,7 +113,7 @@ def fit_rows(demand: Demand, limit: MemoryLimit) -> dict[str, str]:
 
 
 def memory_rows(demand: Demand) -> dict[str, str]:
-    """The bytes that each part takes."""
+    """Returns rows, from labels to texts, on the memory that each part takes."""
     shape, caches = demand.footprint, demand.footprint.caches
     name = str(demand.dtype).removeprefix("mlx.core.")
     weights = shape.weights + shape.head

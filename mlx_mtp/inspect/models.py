@@ -1,6 +1,7 @@
-"""The command `mlx-mtp models`: published models that fit a machine.
+"""The command `mlx-mtp models`: the published models that fit a machine.
 
-Their sizes are in a table: neither mlx-lm nor the hub's library is imported, and no model is built.
+A table has the models' sizes: neither mlx-lm nor the hub's library is imported, and no model is
+built.
 """
 
 import textwrap
@@ -39,11 +40,11 @@ class Published(NamedTuple):
 
     release: PublishedQuant
     footprint: Footprint
-    allowed: int  # most tokens that the model allows
-    head_download: int  # bytes
+    allowed: int  # maximum tokens that the model allows
+    head_download: int  # bytes to download for the head
 
     def memory_plan(self, limit: MemoryLimit) -> MemoryPlan | None:
-        """The memory plan of `serve` on a machine; None if the model doesn't fit."""
+        """Returns the memory plan of `serve` on a machine; None if the model doesn't fit."""
         try:
             return default_plan(self.footprint, limit, self.allowed)
         except UsageError:
@@ -51,7 +52,7 @@ class Published(NamedTuple):
 
 
 def published(release: PublishedQuant, weights: int | None = None) -> Published:
-    """A release with its sizes; `weights` are the bytes of its files, by default the table's."""
+    """Returns a release with its sizes; `weights`, in bytes, defaults to the table's size."""
     config, sizes, bits = SHAPES[release.name], SIZES[release.name], release.bits
     args = SimpleNamespace(**config.get("text_config", config))
     caches = CacheMemory(tuple(hybrid_layers(args)), has_head=True, itemsize=2)
@@ -61,13 +62,13 @@ def published(release: PublishedQuant, weights: int | None = None) -> Published:
 
 
 def all_published() -> list[Published]:
-    """All releases, the smallest first."""
+    """Returns all releases, the smallest first."""
     models = map(published, RELEASES)
     return sorted(models, key=lambda each: (each.footprint.weights, each.release.name))
 
 
 def models_text(gigabytes: int | None) -> str:
-    """The models that fit this machine, or a Mac of so many GB."""
+    """Returns a text on the models that fit this machine, or a Mac with `gigabytes` of memory."""
     limit = machine_memory() if gigabytes is None else mac_memory(gigabytes)
     lines = [f"Published models that fit {size_text(limit.nbytes)} ({limit.source})\n"]
     lines.append(_ROW.format(*_HEADINGS))

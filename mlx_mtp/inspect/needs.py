@@ -1,12 +1,12 @@
-"""What models need, for a process without mlx, which runs this module in another.
+"""What models need, for the parent process, which has no mlx and runs this module in a child.
 
 The argument is JSON with `memory_limit`, the value of --memory-limit, and `names` or `models`.
 
-For `names`, short names of models (`chosen_models`), the output is a line of JSON: what they stand
-for. `models` (`planned`) are objects with `source`, a directory, a hub id or None, and the values
-of --dtype, --enable-mtp, --max-model-len, --prefill-step-size and --prefix-cache-size. Of the lines
-of JSON on standard output the first has `limit` and `source`, the memory of this machine; each of
-the others is of a model, by its place.
+`names` are short names of models (`chosen_models`); the output is a line of JSON with the hub ids
+that they stand for. `models` (`planned`) are objects with `source`, a directory, a hub id or None,
+and the values of --dtype, --enable-mtp, --max-model-len, --prefill-step-size and
+--prefix-cache-size. The first line of the output then has `limit` and `source`, the memory of this
+machine; each later line has one model's needs, and its index in `models` as `model`.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from mlx_mtp.safe_path import command_of
 
 _MODULE = "mlx_mtp.inspect.needs"
 USEFUL_TOKENS = 16_384
-"""A model is not loaded into less memory than a request of so many tokens takes."""
+"""A model is loaded only into memory that suffices for a request of this number of tokens."""
 
 
 def cached_models() -> list[str]:
-    """Hub ids of the models in the Hugging Face cache that have weights."""
+    """Returns the hub ids of the models in the Hugging Face cache that have weights."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -45,9 +45,9 @@ def _has_weights(revision: Any) -> bool:
 
 
 def chosen_models(names: Sequence[str], memory: int | None) -> list[str]:
-    """The hub ids that short names stand for (`choose_model`); raises UsageError.
+    """Returns the hub ids that short names stand for (`choose_model`); raises UsageError.
 
-    `memory` is that of --memory-limit.
+    `memory` is the value of --memory-limit, in bytes.
     """
     done = subprocess.run(
         [*command_of(_MODULE), json.dumps({"names": names, "memory_limit": memory})],
@@ -65,7 +65,10 @@ def chosen_models(names: Sequence[str], memory: int | None) -> list[str]:
 
 
 async def planned(models: Sequence[dict[str, Any]], memory: int | None) -> AsyncIterator[Any]:
-    """Yield the lines for models; `memory` is that of --memory-limit. Raises OSError."""
+    """Yields the lines for `models`. Raises OSError if the process can't be started.
+
+    `memory` is the value of --memory-limit, in bytes.
+    """
     process = await asyncio.create_subprocess_exec(
         *command_of(_MODULE),
         json.dumps({"models": models, "memory_limit": memory}),
@@ -86,7 +89,7 @@ async def planned(models: Sequence[dict[str, Any]], memory: int | None) -> Async
 
 
 def tell_needs(arguments: str) -> None:
-    """Print what names stand for, or the limit and a line for each model once it is known."""
+    """Print what names stand for, or the limit and then a line for each model as it is known."""
     options = json.loads(arguments)
     backend.prepare()
     if "names" in options:

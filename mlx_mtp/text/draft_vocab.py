@@ -1,6 +1,7 @@
-"""Which tokens a reduced draft vocabulary has: `--mtp-draft-vocab N` or a file of token ids.
+"""The tokens of a reduced draft vocabulary: `--mtp-draft-vocab N` or a file of token ids.
 
-Byte-pair encoding merges the most frequent pair first: merges are in the order of frequency.
+The N most frequent tokens follow from the tokenizer's merges: byte-pair encoding merges the most
+frequent pair first, so merges are in the order of frequency.
 """
 
 import json
@@ -13,17 +14,20 @@ from mlx_mtp.sampling.params import check_draft_vocab
 from mlx_mtp.text.tokenizer import Tokenizer
 
 FLAG = "--mtp-draft-vocab"
-DraftVocab = int | tuple[int, ...] | None  # how many tokens, or their ids; None: all
+DraftVocab = int | tuple[int, ...] | None  # number of tokens, or their ids; None: all
 
 
 def read_draft_vocab(given: int | Path | None) -> DraftVocab:
-    """The flag's value, with the file read: a text file with one token id per line."""
+    """Returns the flag's value, a path replaced by the ids in the file, one token id per line.
+
+    Raises UsageError if the file can't be read or a line is not a token id.
+    """
     if not isinstance(given, Path):
         return given
     try:
         text = given.expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        # A mistyped number is taken for a file.
+        # The value can also be a mistyped number, which was taken for a file.
         raise UsageError(
             f"{FLAG} must be a number of tokens or a file of token ids, and {given} can't be read: "
             f"{error.strerror if isinstance(error, OSError) else 'it is not UTF-8 text'}."
@@ -42,9 +46,10 @@ def read_draft_vocab(given: int | Path | None) -> DraftVocab:
 
 
 def draft_vocabulary(chosen: DraftVocab, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Ids of the tokens that may be drafted, ascending: `chosen` and the tokenizer's added ones.
+    """Returns the ids of the tokens that may be drafted, ascending.
 
-    A number includes the added tokens. Raises UsageError if it is too small, or ids are wrong.
+    These are the tokens that `chosen` names and the tokenizer's added tokens, which count as a part
+    of a number of tokens. Raises UsageError if the number is too small or an id is invalid.
     """
     if chosen is None or (isinstance(chosen, int) and chosen >= vocab_size):
         return tuple(range(vocab_size))
@@ -62,7 +67,7 @@ def draft_vocabulary(chosen: DraftVocab, tokenizer: Tokenizer, vocab_size: int) 
 
 
 def _ids_by_frequency(model: Mapping[str, Any]) -> list[int]:
-    """All ids of a BPE vocabulary: single characters (bytes) first, then merges in their order."""
+    """Returns all ids of a BPE vocabulary: single characters (bytes) first, then merged tokens."""
     if model.get("type") != "BPE":
         raise UsageError(
             f"{FLAG} can't choose tokens by itself: this tokenizer is {model.get('type')} and not "
@@ -72,5 +77,5 @@ def _ids_by_frequency(model: Mapping[str, Any]) -> list[int]:
     by_id = sorted(vocab.items(), key=lambda item: item[1])
     characters = [token for piece, token in by_id if len(piece) == 1]
     merged = [vocab["".join(pair)] for pair in model["merges"] if "".join(pair) in vocab]
-    # Tokens that no merge makes come last.
+    # Tokens that no merge produces come last.
     return list(dict.fromkeys([*characters, *merged, *vocab.values()]))

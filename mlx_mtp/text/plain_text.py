@@ -1,7 +1,7 @@
 """Keeps clients' text from becoming special tokens (--special-tokens-in-messages text).
 
-A mark is put into each special token's name in a client's text, and the parts of the prompt between
-the marks are encoded each by itself.
+A mark is inserted into each special token's name in a client's text. The prompt is split at the
+marks, and its parts are encoded separately.
 """
 
 import re
@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 # The objects that the server builds for a template, by their place in the chat. Their keys, and the
-# values of the keys listed here, are the API's words; every other text in a chat is the client's.
+# values of the keys listed here, are the API's; every other text in a chat is the client's.
 _API_WORDS: Mapping[tuple[str, ...], frozenset[str]] = {
     (): frozenset(),
     ("messages",): frozenset({"role"}),
@@ -22,29 +22,29 @@ _API_WORDS: Mapping[tuple[str, ...], frozenset[str]] = {
     ("template_kwargs",): frozenset(),
 }
 _MARK_DIGITS = 20
-_MOST_COMPARED = 64  # characters of a name
-_MOST_PUNCTUATION = 8  # characters on either side: a hostile tokenizer may have 8,192 names
+_MOST_COMPARED = 64  # maximum characters of a name that are compared
+_MOST_PUNCTUATION = 8  # maximum characters per side: a hostile tokenizer can have 8,192 names
 _PARTS_OF_NAME = re.compile(r"([\W_]*).*?([\W_]*)", re.DOTALL)
 
 
 class _Names(NamedTuple):
-    """How a client's text may contain a name, or a part that a template completes to a name.
+    """What to find in a client's text: names, and parts that a template can complete to a name.
 
-    A template may write `"<" ~ key ~ ">"`. All parts are compared in lower case.
+    A template can write `"<" ~ key ~ ">"`. Names and parts are compared in lower case.
     """
 
-    whole: re.Pattern[str]  # the first character of a name, where the rest follows
-    begun: frozenset[str]  # beginnings of names, at a text's end
-    ended: frozenset[str]  # names without leading punctuation, at a text's beginning
-    inner: frozenset[str]  # names without leading and trailing punctuation, as a whole text
-    longest: int  # of these, in characters
+    whole: re.Pattern[str]  # a name's first character, if the rest follows
+    begun: frozenset[str]  # beginnings of names, to find at a text's end
+    ended: frozenset[str]  # ends of names, to find at a text's beginning
+    inner: frozenset[str]  # names stripped of punctuation, to compare with a whole text
+    longest: int  # characters of the longest text in `begun`, `ended` and `inner`
 
 
 def marked(chat: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], str]:
-    """Return a chat with a mark in each of the names in it, and the mark.
+    """Returns the chat with a mark in each occurrence of the names, and the mark.
 
-    `chat` has `messages`, `tools` and `template_kwargs` as a template gets them. The mark is drawn
-    anew for each chat, so no client's text can contain it, and templates' filters keep its digits.
+    `chat` has `messages`, `tools` and `template_kwargs` as a template gets them. Each chat gets new
+    random digits as its mark: no client can guess them, and templates' filters keep digits.
     """
     patterns = _patterns_of(frozenset(name for name in names if len(name) > 1))
     mark = f"{secrets.randbelow(10**_MARK_DIGITS):0{_MARK_DIGITS}}"
@@ -71,7 +71,7 @@ def _marked_text(text: str, names: _Names, mark: str) -> str:
     def put(piece: str) -> str:
         return names.whole.sub(lambda match: match[0] + mark, piece)
 
-    # A template may trim the text.
+    # A template can trim the text, so compare the text without outer white space.
     first, last = len(text) - len(text.lstrip()), len(text.rstrip())
     start = text[first : first + names.longest + 1].lower()
     end = text[max(first, last - names.longest) : last].lower()
@@ -79,7 +79,7 @@ def _marked_text(text: str, names: _Names, mark: str) -> str:
     before = after = ""
     if start.rstrip() in names.inner or any(start[:n] in names.ended for n in lengths):
         before, text, last = put(text[:first]) + mark, text[first:], last - first
-    # A cheap test first: only an end with a name's first character can begin a name.
+    # A cheap test first: `begun` has names' first characters.
     if not names.begun.isdisjoint(end) and any(end[-n:] in names.begun for n in lengths):
         text, after = text[:last], mark + put(text[last:])
     return before + put(text) + after
@@ -110,7 +110,7 @@ def _patterns_of(names: frozenset[str]) -> _Names:
 
 
 def _any_of(texts: set[str]) -> str:
-    """A pattern that matches any of these texts and reads each character once."""
+    """Returns a pattern that matches any of these texts and reads each character once."""
     if "" in texts:
         return ""
     branches = [

@@ -1,14 +1,14 @@
-"""Where a stop string ends an answer's text."""
+"""Finds the stop string that ends an answer's text."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Passes text on until one of some strings occurs in it.
+    """Releases an answer's text up to the first stop string.
 
-    Text that may begin one is held until it does or doesn't. Nothing after the string is passed on,
-    and the string itself only if `include`. Strings that end within the first `min_tokens` tokens
-    don't count.
+    Text that can be the beginning of a stop string is held until that is decided. The stop string
+    itself is released only if `include` is true. Stop strings that end within the first
+    `min_tokens` tokens are ignored.
     """
 
     def __init__(
@@ -17,25 +17,25 @@ class StopStrings:
         self.include = include
         self.found: str | None = None  # the string that ended the text
         self._stops = tuple(stops)
-        self._too_early = min_tokens  # how many more tokens can't complete a string
+        self._too_early = min_tokens  # number of next tokens that can't complete a string
         self._held = ""
 
     def count_token(self) -> None:
-        """The text that comes next is of one more token."""
+        """Count the token whose text is passed to `release` next."""
         self._too_early -= 1
 
     def release(self, new: str) -> str:
-        """Read some more text; return what is certain now."""
+        """Read more text; returns the text that can be released now."""
         if self.found is not None:
             return ""
         text = self._held + new
-        # The match that ends first does not depend on how the text came in chunks; of two that end
-        # together the longer one hides more.
+        # Take the match that ends first, as it does not depend on how the text was divided. Of two
+        # with the same end, take the longer one.
         stops = self._stops if self._too_early < 0 else ()
         matches = [
             (at + len(stop), at, stop)
             for stop in stops
-            # A match that ended before this text was too early.
+            # A match that ends before the new text was ignored, as it came too early.
             if (at := text.find(stop, max(len(self._held) - len(stop) + 1, 0))) >= 0
         ]
         if matches:
@@ -47,12 +47,12 @@ class StopStrings:
         return text[:sure]
 
     def flush(self) -> str:
-        """The text is over: return what was held."""
+        """End the text; returns the text that was held."""
         text, self._held = self._held, ""
         return text
 
 
 def _begun(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     lengths = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)

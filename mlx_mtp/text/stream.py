@@ -1,4 +1,4 @@
-"""From one sequence's tokens to text, up to a stop string, and from its text to events."""
+"""Turns one sequence's tokens into text, up to a stop string, and the text into events."""
 
 import codecs
 import math
@@ -16,12 +16,12 @@ from mlx_mtp.text.stop_strings import StopStrings
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in one choice; the last one has a finish reason."""
+    """The new part of one choice; a choice's last delta has a finish reason."""
 
     index: int
     events: Sequence[Event] = ()
     finish_reason: str | None = None
-    progress: Mapping[str, int] | None = None  # of the prompt, before its first token
+    progress: Mapping[str, int] | None = None  # of the prompt, before the answer's first token
 
 
 class Detokenizer:
@@ -30,14 +30,14 @@ class Detokenizer:
     def __init__(self, text_bytes: Callable[[int], bytes]) -> None:
         self._text_bytes = text_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.num_decoded = 0  # characters
+        self.num_decoded = 0  # characters returned so far
 
     def push(self, token_id: int) -> str:
-        """Read one token; return the characters that are now complete."""
+        """Read one token; returns the characters that are now complete."""
         return self._counted(self._utf8.decode(self._text_bytes(token_id)))
 
     def flush(self) -> str:
-        """End the sequence; return U+FFFD for an unfinished character."""
+        """End the sequence; returns U+FFFD if a character is incomplete, else nothing."""
         return self._counted(self._utf8.decode(b"", final=True))
 
     def _counted(self, text: str) -> str:
@@ -46,11 +46,11 @@ class Detokenizer:
 
 
 class Echo(NamedTuple):
-    """A prompt as the beginning of its completion."""
+    """A prompt that is repeated at the beginning of its completion."""
 
     text: str
-    token_ids: Sequence[int] = ()  # empty unless logprobs go with them
-    ends: Sequence[int] = ()  # of each token, in characters of the text
+    token_ids: Sequence[int] = ()  # empty unless logprobs are returned
+    ends: Sequence[int] = ()  # each token's end in the text, in characters
 
 
 def echo_of(
@@ -60,7 +60,7 @@ def echo_of(
     *,
     with_tokens: bool,
 ) -> Echo:
-    """The echo of a prompt: a text as it was given, token ids with their special tokens."""
+    """Returns a prompt's echo: its text as given, or the text of its ids with special tokens."""
     if isinstance(given, str) and not with_tokens:
         return Echo(given)
     decoder = Detokenizer(token_bytes)
@@ -71,7 +71,7 @@ def echo_of(
 
 
 class OutputStream:
-    """Detokenizes and parses one sequence and counts its tokens, however many a step brings."""
+    """Detokenizes and parses one sequence, and counts its tokens; a step yields one or several."""
 
     def __init__(
         self,
@@ -82,20 +82,20 @@ class OutputStream:
         echo: Echo | None = None,
     ) -> None:
         self.index = index
-        self.token_ids: list[int] = []  # read so far, a stop token included
+        self.token_ids: list[int] = []  # so far, a stop token included
         self.num_reasoning_tokens = 0
         self.num_reused_tokens = 0  # of the prompt, from the prefix cache
         self.num_optimistic = 0
-        self.last_drafts = 0  # in the last step
-        self.last_source = ""  # of the last step with drafts
+        self.last_drafts = 0  # drafts in the last step
+        self.last_source = ""  # source of the drafts in the last step that had any
         # Drafts that were verified, by source and position in the window.
         self.drafts, self.accepted = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
-        self.steps: list[RequestOutput] = []  # read so far, if a trace was asked for
+        self.steps: list[RequestOutput] = []  # so far, if a trace was requested
         self.finish_reason: str | None = None  # "stop", "length" or "tool_calls"
-        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all tokens but the first
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all prompt tokens but the first
         self._detokenizer, self._parser, self._stops = detokenizer, parser, stops
         self._echo, self._has_begun = echo, False
-        # Tokens whose text has not been emitted as content, and the end of the content so far.
+        # Tokens whose text has not been emitted as content; then the end of the emitted content.
         self._waiting: deque[OutputToken] = deque()
         self._emitted = 0
         self._in_content = True
@@ -120,8 +120,8 @@ class OutputStream:
         for position, token in enumerate(output.token_ids):
             self.token_ids.append(token)
             if position == hidden:
-                # A stop token counts, but isn't shown. lm-eval reads the last logprobs as those of
-                # the one token that it asks for after a prompt, even a stop token.
+                # A stop token counts, but has no text. lm-eval requests one token after an echoed
+                # prompt and reads the last logprobs as that token's, even if it is a stop token.
                 if self._echo is not None and output.logprobs:
                     at = self._detokenizer.num_decoded
                     self._waiting.append(OutputToken(token, output.logprobs[position], at, at))
@@ -154,7 +154,7 @@ class OutputStream:
             self._waiting += map(OutputToken, token_ids, logprobs, starts, ends)
             self._detokenizer.num_decoded = len(text)
             events = self._parser.feed(text)
-        self._parser.stops = self._stops  # They are for what comes behind the prompt.
+        self._parser.stops = self._stops  # Stop strings apply only after the prompt.
         return events
 
     def _take_token(self, token: int, logprobs: Sequence[TokenLogprobs]) -> list[Event]:
@@ -186,8 +186,8 @@ class OutputStream:
         is_cut = reason == "length" or self.stop_text is not None
         events += self._parser.finish(cut=is_cut)
         if self.stop_text is not None:
-            reason = "stop"  # The text that was held has completed a stop string.
-        # A client must not act on half a call, nor on the calls before it as if they were all.
+            reason = "stop"  # The flushed text has completed a stop string.
+        # A client must act neither on half a call nor on the calls before it as if complete.
         if reason == "stop" and self._parser.num_calls and not self._parser.ends_in_call:
             reason = "tool_calls"
         self.finish_reason = reason

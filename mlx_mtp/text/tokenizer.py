@@ -1,4 +1,4 @@
-"""A model's own tokenizer: text and chats to token ids, and token ids to bytes."""
+"""A model's own tokenizer: converts text and chats to token ids, and token ids to bytes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from mlx_mtp.sampling.bad_words import BadWords, TokenTexts
 TemplateMessage = dict[str, Any]
 
 MIN_PART, MAX_PART = 1 << 14, 1 << 20
-"""Bounds of the characters that are encoded first of a long text (16 per token of the limit); then
-twice as many are tried, and so on. 8 MB may take 20 s and 1.6 GB."""
+"""Bounds of the part of a long text that is encoded first, in characters (16 per token of the
+limit). The part is doubled until it exceeds the limit or is the whole text, as encoding 8 MB can
+take 20 s and 1.6 GB of memory."""
 _MAX_TEMPLATE_WORDS = 300
 _FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")  # Qwen's
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
-# What jinja2 and transformers pass to every template; another value would break the template.
+# Names that jinja2 and transformers define for every template; other values would break it.
 _TEMPLATE_GLOBALS = frozenset(
     {"self", "messages", "kwargs", "raise_exception", "strftime_now", "namespace", "range", "dict"}
 )
-# If trust_remote_code is left open, transformers asks on the terminal whether to run a model's own
-# code; if it is False, it uses its own class or refuses.
+# Without trust_remote_code, transformers asks on the terminal whether to run a model's own code;
+# with False, it uses its own class or refuses.
 _SAFELY: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _ENVIRONMENT = Environment(extensions=["jinja2.ext.loopcontrols"])
-_ENVIRONMENT.globals.clear()  # They are variables too.
+_ENVIRONMENT.globals.clear()  # The globals' names count as variables too.
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # a tag that transformers adds
 _WORD = re.compile(r"\w+")
 
@@ -52,7 +53,7 @@ class Tokenizer:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(index for index, token in added.items() if token.special)
-        # The ids of the tokens that were added to the vocabulary, by their text.
+        # Ids of the tokens that were added to the vocabulary, by text.
         self.added_tokens = {token.content: index for index, token in added.items()}
         self._byte_of = _byte_level_alphabet()
         template = tokenizer.chat_template
@@ -67,17 +68,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, template: str | None = None) -> Tokenizer:
-        """Read the tokenizer in a model's directory; ModelError if none there can be used.
+        """Read the tokenizer in a model's directory; raises ModelError if there is no usable one.
 
         `template` replaces the model's own chat template.
         """
-        # transformers makes an empty tokenizer for some types of model.
+        # Without these files, transformers makes an empty tokenizer for some types of model.
         if not any((path / name).is_file() for name in _VOCABULARIES):
             raise ModelError(
                 f"{path} has no tokenizer: there is no {' and no '.join(_VOCABULARIES)}."
             )
         check_tokenizer(path)
-        from transformers import AutoTokenizer  # Here, as it takes seconds.
+        from transformers import AutoTokenizer  # The import takes seconds.
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), **_SAFELY)
@@ -100,15 +101,15 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Ids are below this number; the model's own vocabulary may be padded beyond it."""
+        """Number of token ids; the model's vocabulary can be larger, as it can be padded."""
         return len(self._tokenizer)
 
     @property
     def hidden_names(self) -> list[str]:
-        """Tokens that a text may become without having their names in it, or whose names are short.
+        """Names of tokens that a mark can't keep a text from becoming (`text/plain_text.py`).
 
-        A normalizer makes names of other characters, such as `<` of `＜`; a name of one character
-        can't be divided.
+        A normalizer can turn other characters into a name, such as `＜` into `<`; a name of one
+        character can't be divided by a mark.
         """
         normalizes = self._backend.normalizer is not None
         added = self._tokenizer.added_tokens_decoder.values()
@@ -120,7 +121,7 @@ class Tokenizer:
         return () if eos is None else (eos,)
 
     def to_json(self) -> str:
-        """The text of tokenizer.json, including the tokens that other files add."""
+        """Returns the text of tokenizer.json, including the tokens that other files add."""
         return str(self._backend.to_str())
 
     def encode(
@@ -132,15 +133,16 @@ class Tokenizer:
         mark: str | None = None,
         param: str | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text; ContextLengthError if they are more than `limit`, found out early.
+        """Returns the token ids of a text. Raises InvalidRequestError if it can't be encoded.
 
-        Parts that a `mark` divides are encoded each by itself. `param`, the request's field, is
-        for `TextWorkers.encode`, whose own errors name it.
+        Raises ContextLengthError for more than `limit` tokens, without encoding a long text whole.
+        The parts of the text between occurrences of `mark` are encoded separately. `param`, the
+        request's field, is used only by `TextWorkers.encode`, which names it in errors.
         """
         size = len(text) if limit is None else min(max(16 * limit, MIN_PART), MAX_PART)
         while True:
             try:
-                # Unlike `encode`, this lets other threads run meanwhile and computes no offsets.
+                # Unlike `encode`, this lets other threads run and computes no offsets.
                 parts = self._backend.encode_batch_fast(
                     text[:size].split(mark) if mark else [text[:size]],
                     add_special_tokens=add_special_tokens,
@@ -153,7 +155,7 @@ class Tokenizer:
                 raise InvalidRequestError(f"The prompt can't be encoded: {why}") from error
             whole = size >= len(text)
             ids = [token for part in parts for token in part.ids]
-            # The text that follows may merge tokens at a part's end, but never halves their number.
+            # The text that follows can merge tokens at a part's end, but not halve their number.
             if limit is not None and len(ids) > (limit if whole else 2 * limit):
                 count = len(ids) if whole else f"more than {2 * limit}"
                 raise prompt_too_long(count, limit)
@@ -162,7 +164,10 @@ class Tokenizer:
             size *= 2
 
     def fill_in(self, before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-        """The prompt for the text between two others, in Qwen's form of fill-in-the-middle."""
+        """Returns the prompt for the text between two texts, in Qwen's fill-in-the-middle format.
+
+        Raises UnsupportedParameterError if the tokenizer lacks the format's tokens.
+        """
         ids = [self.added_tokens.get(name) for name in _FILL_IN]
         if None in ids:
             raise UnsupportedParameterError(
@@ -174,7 +179,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[TemplateMessage], *, limit: int | None = None
     ) -> tuple[int, ...]:
-        """Token ids of a chat in the model's own template, up to where the answer begins."""
+        """Returns a chat's token ids by the model's own template, up to the answer's beginning."""
         return self.encode(self.render_chat(messages), limit=limit, add_special_tokens=False)
 
     def render_chat(
@@ -187,10 +192,10 @@ class Tokenizer:
         generation_prompt: bool = True,
         continue_final: bool = False,
     ) -> str:
-        """The chat as the model's template writes it, or a client's, in jinja's sandbox.
+        """Returns the chat's text by the model's template or a client's, run in Jinja's sandbox.
 
-        If `continue_final`, the last message is the beginning of the answer. RequestError: the
-        template refuses the chat, or an option of it.
+        If `continue_final`, the last message is the beginning of the answer. Raises RequestError
+        if the template refuses the chat or one of `template_kwargs` is not allowed.
         """
         if not (template or self.template):
             raise UnsupportedParameterError(
@@ -218,7 +223,7 @@ class Tokenizer:
                 ) from error
             raise ModelError(f"The model's chat template is wrong: {_one_line(error)}") from error
         except Exception as error:
-            # Whatever a template raises, it can't write these messages.
+            # Whatever a template raises, it can't render these messages.
             whose = "The model's" if template is None else "The request's"
             raise InvalidRequestError(
                 f"{whose} chat template refuses these messages: "
@@ -228,7 +233,7 @@ class Tokenizer:
         return str(text)
 
     def variables(self, template: str | None = None) -> frozenset[str]:
-        """The variables of the chat template, or of a client's."""
+        """Returns the variables of the model's chat template, or of `template` if given."""
         return variables(template or self.template)
 
     @cached_property
@@ -240,11 +245,11 @@ class Tokenizer:
         return _TEMPLATE_GLOBALS.union(*(inspect.signature(step).parameters for step in steps))
 
     def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to an answer's text; none for a special token."""
+        """Returns the bytes that a token adds to an answer's text; none for a special token."""
         return b"" if token_id in self._special else self.token_bytes(token_id)
 
     def bad_words(self, words: Sequence[str], shown: Callable[[int], bytes]) -> BadWords:
-        """Words that an answer must not contain, for the sampler; the first call takes a second."""
+        """Returns words that an answer must not contain, for the sampler; takes 1 s at first."""
         return BadWords(words, self._token_texts, shown)
 
     @cached_property
@@ -252,27 +257,30 @@ class Tokenizer:
         return TokenTexts(list(map(self.token_bytes, range(self.vocab_size))))
 
     def text_bytes_with(self, markers: Iterable[str]) -> Callable[[int], bytes]:
-        """Returns a `text_bytes` for which these special tokens are text."""
+        """Returns a variant of `text_bytes` for which the special tokens `markers` are text."""
         hidden = self._special - {self.added_tokens.get(marker) for marker in markers}
         return lambda token: b"" if token in hidden else self.token_bytes(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's bytes, maybe no valid UTF-8; a special token's name; b"" for an unused id."""
+        """Returns a token's bytes, which may not be valid UTF-8; b"" for an unused id.
+
+        The bytes of a special token are its name.
+        """
         piece = self._backend.id_to_token(token_id)
         if piece is None:
             return b""
         try:
             return bytes(self._byte_of[character] for character in piece)
         except KeyError:
-            # An added token with characters outside of the byte alphabet stands for itself.
+            # An added token with characters outside the byte alphabet is plain text.
             return piece.encode()
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text, including special tokens."""
+        """Returns the text of tokens, special tokens included."""
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
 
     def token_text(self, token_id: int) -> str:
-        """A token as text, in OpenAI's form `bytes:\\xe2\\x82` where it is not valid UTF-8."""
+        """Returns a token's text; OpenAI's form `bytes:\\xe2\\x82` if it is not valid UTF-8."""
         raw = self.token_bytes(token_id)
         try:
             return raw.decode()
@@ -281,12 +289,12 @@ class Tokenizer:
 
 
 def _syntax_of(template: str) -> nodes.Template:
-    # Parse, no more: compiling would compute constants such as 7 ** 10**8.
+    # Parse only: compiling would compute constants such as 7 ** 10**8.
     return _ENVIRONMENT.parse(_GENERATION.sub("", template))
 
 
 class _Tracker(meta.TrackingCodeGenerator):
-    """Jinja's `find_undeclared_variables`, but it computes no constants."""
+    """Tracks variables as Jinja's `find_undeclared_variables` does, but computes no constants."""
 
     def __init__(self) -> None:
         super().__init__(_ENVIRONMENT)
@@ -298,7 +306,7 @@ class _Tracker(meta.TrackingCodeGenerator):
 
 @lru_cache(maxsize=16)
 def variables(template: str) -> frozenset[str]:
-    """The names that a template reads and has not set before in any case.
+    """Returns the names that a template reads and may not have set before.
 
     A hostile template of 64 KB takes seconds.
     """
@@ -306,7 +314,7 @@ def variables(template: str) -> frozenset[str]:
     try:
         tracker.visit(_syntax_of(template))
     except (TemplateError, RecursionError):
-        return frozenset(_WORD.findall(template))  # Rendering will say what is wrong with it.
+        return frozenset(_WORD.findall(template))  # Rendering will report the error.
     return frozenset(tracker.undeclared_identifiers)
 
 
@@ -315,9 +323,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary (GPT-2's bytes_to_unicode).
+    """Returns the byte of each character of a byte-level vocabulary (GPT-2's bytes_to_unicode).
 
-    Printable bytes stand for themselves, others are characters from U+0100 on.
+    Printable bytes are their own characters; the other bytes are characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -326,7 +334,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _damaged_file(path: Path) -> Path | None:
-    """The first of a directory's files that can't be read, if any."""
+    """Returns the first of a directory's files that can't be read, if any."""
     from tokenizers import Tokenizer as Backend
     from transformers import AutoConfig
 

@@ -1,1 +1,1 @@
-"""A model's text to events: reasoning, content and tool calls, piece by piece as it comes."""
+"""Parses a model's text, as it arrives, into events: reasoning, content and tool calls."""

@@ -1,7 +1,7 @@
-"""What the parsers of all formats share: the text that has arrived, and the events it makes.
+"""The base class of all formats' parsers: the text that has arrived, and the events made of it.
 
-Patterns are those of the `regex` module, which also finds a text that only begins to match. A
-pattern must not match more once more text has come: it ends with a tag or looks ahead.
+Patterns are those of the `regex` module, which supports partial matches, of text that ends within a
+match. A pattern must not match more when more text arrives: it ends with a tag or a lookahead.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -13,26 +13,27 @@ from mlx_mtp.text.stop_strings import StopStrings
 
 _Result = TypeVar("_Result")
 Reader = Generator[None, None, _Result]
-"""Reads a part of the answer, and yields where it needs more text."""
+"""Reads a part of the answer, and yields whenever it needs more text."""
 
 
 class BrokenCall(Exception):  # noqa: N818 - not an error: the text is content after all
-    """No call goes on like this; the next character is read again as content.
+    """The next character can't continue the call; from there on, the text is content.
 
-    What has been read is content too, unless the call has begun: then it stays unfinished.
+    The call's text before is content too, unless the call has begun: then it stays unfinished.
     """
 
 
 class AnswerOver(Exception):  # noqa: N818 - not an error: raised where a reader needs more text
-    """The answer ended, or nothing more of it is wanted."""
+    """The answer has ended, or no more of it is needed."""
 
 
 class AnswerParser:
     """Turns an answer's text into events as it arrives, however it is split.
 
-    Each format is a generator, `read_answer`, over what has arrived: what it finds can't depend on
-    how many tokens a step brought, or where a token ends. After `max_calls` complete tool calls the
-    parser is `done`. `schemas` are those of the tools' parameters; without them calls are text.
+    Each format is a generator, `read_answer`, which reads the text that has arrived: its events
+    can't depend on the number of tokens per step, or on where a token ends. After `max_calls`
+    complete tool calls the parser is `done`. `schemas` has the schema of each tool's parameters;
+    without `schemas`, calls are text.
     """
 
     def __init__(
@@ -44,21 +45,21 @@ class AnswerParser:
         max_calls: int | None = None,
     ) -> None:
         self.think = think
-        self.in_reasoning = think and opened  # where the next character is
-        self.in_answer = not think  # whether text that arrives passes `stops`
+        self.in_reasoning = think and opened  # whether the next character is reasoning
+        self.in_answer = not think  # whether text is checked for stop strings
         self.stops = StopStrings()
-        self.num_calls = 0  # complete ones
+        self.num_calls = 0  # complete calls
         self.num_begun = 0
         self.with_tools = schemas is not None
         self.schemas = schemas or {}
         self.text, self.pos, self.over = "", 0, False
-        self.cut = False  # whether the answer ended where the model would have gone on
-        self.ends_in_call = False  # and is not finished
+        self.cut = False  # whether the answer ended before the model ended it
+        self.ends_in_call = False  # whether the answer ends in an unfinished call
         self.dropped = 0  # characters of the answer before `text`
-        self.texts: list[str] = []  # content, since the last call if there may be one
+        self.texts: list[str] = []  # content since the last call; empty without tools
         self._max_calls = max_calls
-        self._call: int | None = None  # the one that has begun and is not complete
-        self._call_at: int | None = None  # what a broken call gives back begins here
+        self._call: int | None = None  # number of the call that has begun and is not complete
+        self._call_at: int | None = None  # start of the text that is content if the call breaks
         self._events: list[Event] = []
         self._reading = self.read_answer()
 
@@ -67,7 +68,7 @@ class AnswerParser:
         return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def feed(self, text: str) -> list[Event]:
-        """Read some more text; return what is certain now."""
+        """Read more text; returns the events that are certain now."""
         self.text += self.stops.release(text) if self.in_answer else text
         try:  # noqa: SIM105 - it takes half of the time
             next(self._reading)
@@ -80,13 +81,16 @@ class AnswerParser:
         return emitted
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """The answer is over, by the model's choice or `cut`: return what was held back."""
+        """End the answer; returns the events that were held back.
+
+        `cut` is true if the model did not end the answer itself.
+        """
         self.over, self.cut = True, cut
         self.text += self.stops.flush()
         return self.feed("")
 
     def begin_answer(self) -> None:
-        """No reasoning comes next: stop strings count from here on."""
+        """Begin the answer after the reasoning: from here on, stop strings apply."""
         if not self.in_answer:
             self.in_answer = True
             self.text = self.text[: self.pos] + self.stops.release(self.rest)
@@ -94,7 +98,7 @@ class AnswerParser:
                 self.text += self.stops.flush()
 
     def read_answer(self) -> Reader[None]:
-        """Read the answer: all that is left is text."""
+        """Read the rest of the answer as text."""
         while True:
             self.emit_text(len(self.text))
             if self.over:
@@ -107,11 +111,11 @@ class AnswerParser:
 
     @property
     def position(self) -> int:
-        """Characters of the answer before the next one."""
+        """Number of characters of the answer before the next character."""
         return self.dropped + self.pos
 
     def match(self, pattern: Any) -> Reader[Any]:
-        """Read what matches a pattern and stands next; None: nothing that does."""
+        """Read the text that matches a pattern here; returns the match, or None."""
         while (match := pattern.match(self.text, self.pos, partial=True)) and match.partial:
             if self.over:
                 raise AnswerOver
@@ -121,7 +125,7 @@ class AnswerParser:
         return match
 
     def look(self, pattern: Any) -> Reader[Any]:
-        """The same, but where the model ended the answer, nothing more follows."""
+        """Like `match`, but returns None if the model has ended the answer here."""
         try:
             return (yield from self.match(pattern))
         except AnswerOver:
@@ -130,14 +134,14 @@ class AnswerParser:
             return None
 
     def expect(self, pattern: Any) -> Reader[Any]:
-        """As `match`, but anything else breaks the call."""
+        """Like `match`, but raises BrokenCall if the pattern doesn't match here."""
         match = yield from self.match(pattern)
         if not match:
             raise BrokenCall
         return match
 
     def until(self, pattern: Any, read_to: Callable[[int], None]) -> Reader[Any]:
-        """Find a match, partial where the answer is over; `read_to` reads all before it."""
+        """Find a match, partial only if the answer is over; `read_to` reads the text before it."""
         while True:
             match = pattern.search(self.text, self.pos, partial=True)
             read_to(match.start())
@@ -149,7 +153,7 @@ class AnswerParser:
         self._events.append(event)
 
     def emit_text(self, end: int) -> None:
-        """The text up to an index is reasoning or content."""
+        """Emit the text up to an index as reasoning or content."""
         if end > self.pos:
             text = self.text[self.pos : end]
             if self.in_reasoning:
@@ -175,7 +179,7 @@ class AnswerParser:
             self.emit(events.ToolArguments(self._call, text))
 
     def end_call(self) -> None:
-        """The call is complete, whatever follows."""
+        """Complete the call, whatever text follows."""
         assert self._call is not None, "a call ends after it began"
         self.emit(events.ToolEnd(self._call))
         self._call, self._call_at = None, self.position
@@ -184,7 +188,7 @@ class AnswerParser:
             raise AnswerOver
 
     def read_call(self, call: Reader[None], start: int) -> Reader[None]:
-        """Read a call, of which the text from `start` on has been read."""
+        """Read the rest of a call that begins at position `start`."""
         self._call_at, num_calls = start, self.num_calls
         try:
             yield from call
@@ -208,4 +212,4 @@ class AnswerParser:
 
 
 class PlainParser(AnswerParser):
-    """All of it is text."""
+    """Reads a whole answer as text."""

@@ -1,4 +1,4 @@
-"""Values as bare text to JSON, for formats that leave a value's type to the tool's schema."""
+"""Converts bare text to JSON, for formats that leave a value's type to the tool's schema."""
 
 from collections.abc import Iterator, Mapping
 from json.encoder import encode_basestring
@@ -6,13 +6,13 @@ from typing import Any
 
 from mlx_mtp.text.parsing.json_reader import begun_value, loads, whole_value
 
-MOST_PARTS = 1024  # schemas within a value's schema that are looked at
+MOST_PARTS = 1024  # maximum schemas within a value's schema to examine
 _TYPES = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 JSON_TYPES = ("string", "null", *_TYPES.values())
 
 
 def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """The JSON types that a property of an object may have; empty if the schema has none."""
+    """Returns the JSON types that an object's property may have; empty if the schema has none."""
     types: set[str] = set()
     properties = (part.get("properties") for part in subschemas(schema, schema, "allOf"))
     values = (each[key] for each in properties if isinstance(each, Mapping) and key in each)
@@ -26,19 +26,19 @@ def value_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """The value if it is a list, else a list of it."""
+    """Returns the value if it is a list, or else a list with the value."""
     return value if isinstance(value, list) else [value]
 
 
 def constants(part: Mapping[str, Any]) -> list[Any]:
-    """The values that a schema lists (`const`, `enum`)."""
+    """Returns the values that a schema lists (`const`, `enum`)."""
     return [part["const"]] if "const" in part else as_list(part.get("enum", []))
 
 
 def subschemas(
     root: Mapping[str, Any], part: object, *keywords: str
 ) -> Iterator[Mapping[str, Any]]:
-    """A schema and the schemas under these keywords within it, with references followed."""
+    """Yields a schema and the schemas under these keywords within it; follows references."""
     waiting: list[Any] = [part]
     followed: set[str] = set()
     for _ in range(MOST_PARTS):
@@ -57,7 +57,7 @@ def subschemas(
 
 
 def resolved(root: Mapping[str, Any], reference: object) -> Any:
-    """What `#/$defs/...` points at within the schema; None if nothing."""
+    """Returns the part of the schema that `#/$defs/...` refers to; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     place: Any = root
@@ -68,12 +68,12 @@ def resolved(root: Mapping[str, Any], reference: object) -> Any:
 
 
 def type_of(value: object) -> str:
-    """The JSON type of a value; "integer" for whole numbers that are written as such."""
+    """Returns the JSON type of a value; "integer" for numbers that are written as integers."""
     return "null" if value is None else _TYPES.get(type(value), "string")
 
 
 def json_text(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value written as bare text; a string if it fits none of the types."""
+    """Returns the JSON text of a value written as bare text; a string if no other type fits."""
     bare = text.strip()
     kind = _type_of_text(bare)
     if not types:
@@ -99,7 +99,10 @@ def _type_of_text(text: str) -> str:
 
 
 def _mended(text: str, types: frozenset[str]) -> str | None:
-    """An object or a list that is no valid JSON, or a list as one JSON value a line."""
+    """Repair an object or a list that is invalid JSON, or a list with one JSON value per line.
+
+    Returns None if that fails.
+    """
     value = whole_value(text) if text[:1] in ("{", "[") else None
     if value is not None and _type_of_text(value) in types:
         return value
@@ -118,7 +121,10 @@ def _json_of(line: str) -> str | None:
 
 
 def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
-    """As `json_text`, of a value that is cut; `certain` leaves out what may begin the next tag."""
+    """Like `json_text`, for a value that is cut off.
+
+    `certain` is `text` without an end that can be the beginning of the next tag.
+    """
     if text.strip()[:1] in ("{", "[") or (types and "string" not in types):
         for candidate in (text.strip(), certain.strip()):
             if candidate[:1] != '"' and (value := begun_value(candidate)) is not None:
@@ -127,5 +133,5 @@ def begun_json(text: str, certain: str, types: frozenset[str]) -> str:
 
 
 def begun_string(text: str) -> str:
-    """The JSON text of a string, without its closing quote."""
+    """Returns the JSON text of a string, without the closing quote."""
     return encode_basestring(text)[:-1]

@@ -1,4 +1,4 @@
-"""What a parser finds in an answer: events whose texts, joined, are all that the model wrote."""
+"""The events that a parser finds in an answer; joined, their texts are all that the model wrote."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Some of the answer proper."""
+    """A piece of the answer's content."""
 
     text: str
     start: int  # in characters of the raw answer
-    tokens: tuple[OutputToken, ...] = ()  # if logprobs were asked for; parsers leave them out
+    tokens: tuple[OutputToken, ...] = ()  # if logprobs were requested; parsers leave it empty
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Some of the model's reasoning."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStart:
-    """A tool call begins, whose function is known; `call` numbers the answer's calls from 0."""
+    """A call of the tool `name` begins; `call` numbers the answer's calls from 0."""
 
     call: int
     name: str
@@ -42,7 +42,7 @@ class ToolStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """Some of a call's arguments: joined, they are the JSON text of one object."""
+    """A piece of a call's arguments; joined, the pieces are the JSON text of one object."""
 
     call: int
     text: str
@@ -57,9 +57,9 @@ class ToolEnd:
 
 @dataclass(frozen=True, slots=True)
 class ToolCut:
-    """A call that has begun stays unfinished: the answer ends within it, or it goes on as no call.
+    """A call that has begun stays unfinished: the answer ends in it, or other text breaks it.
 
-    `text` is all of the call as the model wrote it, from `start` on, counted as in `Text`.
+    `text` is the call's whole text as the model wrote it; `start` is its position as in `Text`.
     """
 
     call: int
@@ -71,12 +71,12 @@ Event = Text | Reasoning | ToolStart | ToolArguments | ToolEnd | ToolCut
 
 
 def merge_texts(events: Iterable[Event]) -> list[Event]:
-    """The same events, with neighbouring pieces of one text joined."""
+    """Returns the events, with adjacent pieces of the same text joined."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
         match last, event:
-            # Between texts that are not adjacent something is hidden: they keep their own starts.
+            # Texts that are not adjacent have hidden text between them: they keep their starts.
             case Text(before, at), Text(text, start) if start == at + len(before):
                 joined[-1] = Text(before + text, at)
             case Reasoning(before), Reasoning(text):

@@ -28,18 +28,18 @@ class OutputFormat:
 
     @classmethod
     def of_template(cls, template: str, reasoning: str = AUTO, tools: str = AUTO) -> OutputFormat:
-        """The format that a chat template teaches, unless flags name others."""
+        """Returns the format that a chat template describes, unless flags name another."""
         if reasoning == AUTO:
             reasoning = GPT_OSS if "<|channel|>" in template else QWEN3
         if reasoning == GPT_OSS and tools != NONE:
-            tools = GPT_OSS  # One format has both.
+            tools = GPT_OSS  # This format has both.
         if tools == AUTO:
             tools = QWEN3_CODER if "<function=" in template else HERMES
         return cls(reasoning, tools)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens that the parser has to see in the text."""
+        """Special tokens that the parser must see in the text."""
         return MARKERS if self.reasoning == GPT_OSS else (OPEN, CLOSE, CALL, CALL_END)
 
     def parser(
@@ -49,7 +49,7 @@ class OutputFormat:
         schemas: Mapping[str, Mapping[str, Any]] | None,
         max_calls: int | None = None,
     ) -> AnswerParser:
-        """A parser for one answer, which begins within a think block if `thinking`."""
+        """Returns a parser for one answer, which begins within a think block if `thinking`."""
         if self.reasoning == GPT_OSS:
             return HarmonyParser(schemas=schemas, max_calls=max_calls)
         return QwenParser(

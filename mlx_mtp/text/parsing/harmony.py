@@ -1,4 +1,4 @@
-"""The format of gpt-oss (Harmony), whose first `<|start|>assistant` belongs to the prompt.
+"""The format of gpt-oss (Harmony). The first `<|start|>assistant` is the end of the prompt.
 
 <|channel|>analysis<|message|>REASONING<|end|>
 <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
@@ -16,7 +16,7 @@ from mlx_mtp.text.parsing.json_reader import read_value
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 MARKERS = (_CHANNEL, _MESSAGE, _START, "<|constrain|>", *_ENDS)
-"""Special tokens of the format: the parser has to see them, and clients never do."""
+"""Special tokens of the format: the parser must see them, and clients must not."""
 
 _BODY_END = regex.compile("|".join(map(regex.escape, (*_ENDS, _START, _CHANNEL))))
 _HEADER_END = regex.compile(regex.escape(_MESSAGE))
@@ -27,7 +27,7 @@ _SPACE = regex.compile(r"\s*(?=\S)")
 
 
 class HarmonyParser(AnswerParser):
-    """Reasoning, text and calls of one answer."""
+    """Reads reasoning, text and calls of one answer."""
 
     def read_answer(self) -> Reader[None]:
         while True:
@@ -53,11 +53,11 @@ class HarmonyParser(AnswerParser):
         return (yield from super().match(pattern))
 
     def _read_header(self) -> Reader[None]:
-        """Read up to the message, which the header describes; of a call also the message."""
+        """Read a header, and if it is a call's, also the message."""
         start = self.position
         match = yield from self.until(_HEADER_END, lambda _: None)
         if match.partial:
-            self.emit_text(len(self.text))  # A header that is cut is kept as it is.
+            self.emit_text(len(self.text))  # An incomplete header is emitted as it is.
             raise AnswerOver
         header = self.text[self.pos : match.start()]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)

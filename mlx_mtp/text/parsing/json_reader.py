@@ -1,7 +1,7 @@
-"""JSON as it arrives: what is emitted always is the beginning of a valid JSON text.
+"""Reads JSON as it arrives; the emitted text is always the beginning of a valid JSON text.
 
-What models get wrong is mended: quotation marks, constants and commas as in Python or JavaScript,
-control characters and escapes in strings, and closing brackets that are missing.
+Mistakes of models are repaired: quotation marks, constants and commas as in Python or JavaScript,
+control characters and escapes in strings, and missing closing brackets.
 """
 
 import json
@@ -24,7 +24,7 @@ _ESCAPE = (
     r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})"
 )
-# A backslash that begins none, and so stands for itself.
+# A backslash that begins no escape, and so is just a backslash.
 _BACKSLASH = (
     r"\\(?=[^\"'\\/bfnrtu]|u(?:[0-9a-fA-F]{0,3}[^0-9a-fA-F]|[dD][c-fC-F]"
     r"|[dD][89abAB][0-9a-fA-F]{2}(?:[^\\]|\\[^u]|\\u[^dD]|\\u[dD][^c-fC-F])))"
@@ -37,7 +37,7 @@ _VALUE = regex.compile(
 _KEY = regex.compile(
     rf"{_SPACE}(?:\"|(?P<single>')|(?P<bare>[A-Za-z_$][\w$]{{0,255}})(?={_SPACE}:))"
 )
-# "<" by itself: it may begin a tag, which ends the text.
+# "<" is matched alone, as it can begin a tag, which ends the text.
 _ANY = rf"\x00-\x1f]|{_ESCAPE})+|<|(?P<control>[\x00-\x1f])|(?P<backslash>{_BACKSLASH})"
 _IN_STRING = {
     '"': regex.compile(rf"(?:[^\"\\<{_ANY}|(?P<apostrophe>\\')|(?P<end>\")"),
@@ -47,14 +47,14 @@ _IN_STRING = {
     ),
 }
 _COLON = regex.compile(rf"{_SPACE}:")
-# A bracket that is missing: what closes something around it follows.
+# A closing bracket, or its place if it is missing: before the end of an enclosing part.
 _CLOSING = {
     "[": regex.compile(rf"{_SPACE}(?P<list>\]|(?=\}}|{CALL_END}))"),
     "{": regex.compile(rf"{_SPACE}(?P<object>\}}|(?={CALL_END}))"),
 }
 _COMMA = regex.compile(f"{_SPACE},")
-# Line breaks in strings are escaped, so a tag that ends its line is no part of one: the string's
-# closing quotation mark is missing.
+# Line breaks in strings are escaped, so a tag at a line's end is not a part of a string: the
+# string's closing quotation mark is missing.
 _SHUT = regex.compile(
     rf"(?=</?(?:tool_call|function|parameter)(?:=[^<>\n]{{0,{MAX_NAME}}})?>[ \t]*[\r\n])"
 )
@@ -74,18 +74,18 @@ _WRITTEN: dict[str, Callable[[str], str]] = {
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text, if it can be passed on as JSON again.
+    """Returns the value of a JSON text, if it can be written as JSON again.
 
-    ValueError: it is no JSON, or has infinite numbers, lone surrogates or too many levels.
+    Raises ValueError for invalid JSON, infinite numbers, lone surrogates or too many levels.
     """
     value = from_json(text, allow_inf_nan=False)
-    json.dumps(value, allow_nan=False)  # A number as large as 1e999 has been read as infinite.
+    json.dumps(value, allow_nan=False)  # A number such as 1e999 has been read as infinite.
     check_value(value)
     return value
 
 
 def loaded(text: str) -> Any:
-    """As `loads`, but a text that can't be read breaks the call."""
+    """Like `loads`, but raises BrokenCall instead of ValueError."""
     try:
         return loads(text)
     except ValueError:
@@ -93,13 +93,13 @@ def loaded(text: str) -> Any:
 
 
 def read_value(parser: AnswerParser, emit: Emit, depth: int = 0) -> Reader[None]:
-    """Read a value and `emit` it in pieces; a text that is no JSON breaks the call."""
+    """Read a value and `emit` it in pieces; raises BrokenCall for text that is not JSON."""
     match = yield from _read_token(parser, emit, _VALUE)
     opening = match[0][-1]
     if opening in _IN_STRING:
         yield from _read_string(parser, emit, opening)
     elif opening in _CLOSING:
-        if depth == MAX_LEVELS:  # Arguments may come back in a chat.
+        if depth == MAX_LEVELS:  # A later chat, with the same limit, can have the arguments.
             raise BrokenCall
         yield from _read_parts(parser, emit, opening, depth)
 
@@ -134,7 +134,7 @@ def _read_string(parser: AnswerParser, emit: Emit, quote: str) -> Reader[None]:
             if (yield from parser.match(_SHUT)):
                 raise BrokenCall
         elif (plain := pattern.match(parser.text, parser.pos)) and plain.lastgroup is None:
-            emit(plain[0])  # The usual case without the detours of others.
+            emit(plain[0])  # a fast path for the usual case
             parser.pos = plain.end()
             continue
         match = yield from _read_token(parser, emit, pattern)
@@ -149,7 +149,7 @@ def _read_token(
     try:
         match = yield from parser.match(pattern)
     except AnswerOver:
-        # Only what begins a token as it is emitted.
+        # Emit only text that is also the beginning of the token as it would be emitted.
         begun = parser.rest if pattern is not _KEY else _BLANK.match(parser.rest)[0]
         emit("" if begun.lstrip()[:1] in ("'", "T", "F", "N") else begun)
         raise
@@ -167,12 +167,12 @@ def _read_token(
 
 
 def begun_value(text: str) -> str | None:
-    """The text as the beginning of a JSON value; None if no JSON value begins so."""
+    """Returns the text, repaired, as the beginning of a JSON value; None if it can't be one."""
     return _value_of(text, whole=False)
 
 
 def whole_value(text: str) -> str | None:
-    """The text as a JSON object or list, mended; None if it is none."""
+    """Returns the text, repaired, as a JSON value; None if it is not a whole one."""
     return _value_of(text, whole=True)
 
 

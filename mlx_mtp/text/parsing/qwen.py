@@ -1,4 +1,4 @@
-"""Answers of Qwen's models: a think block, then text with tool calls in it; either may be missing.
+"""Answers of Qwen's models: a think block, then text with tool calls; both are optional.
 
 Newlines next to the block's tags and white space next to a call belong to the template and are
 dropped; everything else is kept. docs/calls.md has the grammar of calls.
@@ -20,7 +20,8 @@ from mlx_mtp.text.parsing.tags import CALL, CLOSE, FUNCTION, MAX_NAME
 _NAME = regex.compile(rf"[\w./:@-]{{1,{MAX_NAME}}}")
 _THINK = regex.compile(r"\s*+<(?P<closes>/)?think>")
 _NEWLINES = regex.compile(r"\n*(?=[^\n])")
-# All of it before a tag or none: by itself it would be tried from each character.
+# All white space (or lines) before a tag. The lookbehind keeps the search from trying each
+# character of the white space as a start.
 _SPACE, _LINES = r"(?:\G|(?<!\s))\s*+", r"(?:\G|(?<!\n))\n*+"
 _FUNCTION = regex.compile(rf"\s*{FUNCTION}")
 _TICKS = regex.compile("`+")
@@ -28,7 +29,7 @@ _FENCE = regex.compile("[ \t]*(`{3,})[^`]*")
 
 
 class CallParser(AnswerParser):
-    """Text with calls in both forms, JSON and tags, whichever the template teaches."""
+    """Reads text with calls, in both forms, JSON and tags, whichever the template describes."""
 
     def begin_call(self, name: str) -> None:
         if name not in self.schemas and not _NAME.fullmatch(name):
@@ -37,7 +38,7 @@ class CallParser(AnswerParser):
 
     @cached_property
     def openers(self) -> str:
-        """A pattern of the tags that open a call; bare, only a tool that exists makes one."""
+        """Pattern of the tags that open a call; a bare function tag must name an existing tool."""
         names = "|".join(map(regex.escape, self.schemas)) or "(?!)"
         return rf"(?P<opener>{CALL}|{FUNCTION}(?P<name>{names})>)"
 
@@ -53,11 +54,11 @@ class CallParser(AnswerParser):
 
     def read_from(self, match: Any) -> Reader[None]:
         """Read a call from its opening tag on."""
-        # With the white space before it: if it is none, all of it is content.
+        # Include the white space before the tag: if this is no call, all of the text is content.
         start, self.pos, num_begun = self.position, match.end(), self.num_begun
         yield from self.read_call(self._read_body(match["name"]), start)
         while self.num_begun > num_begun and (yield from self.match(CLOSING)):
-            pass  # Tags that it has closed already, or that it breaks off at.
+            pass  # Skip tags that close a complete or broken call.
 
     def _read_body(self, name: str | None) -> Reader[None]:
         if name is None:
@@ -69,10 +70,10 @@ class CallParser(AnswerParser):
 
 
 class QwenParser(CallParser):
-    """A whole answer, in which calls may also be thought of, or shown as code."""
+    """Reads a whole answer, where text in the form of calls can also be reasoning or code."""
 
-    _fence = ""  # the ticks that began a block of code
-    _line = ""  # the last one before `texts`
+    _fence = ""  # the backticks that opened the current block of code
+    _line = ""  # the last line before `texts`
 
     def begin_call(self, name: str) -> None:
         super().begin_call(name)
@@ -81,7 +82,7 @@ class QwenParser(CallParser):
     def read_answer(self) -> Reader[None]:
         if self.think:
             with contextlib.suppress(AnswerOver):
-                # A model may repeat the tag that the prompt ended with.
+                # A model can repeat the tag with which the prompt ended.
                 if tag := (yield from self.match(_THINK)):
                     self.in_reasoning = True
                     self.pos = tag.start("closes") - 1 if tag["closes"] else tag.end()
@@ -101,7 +102,10 @@ class QwenParser(CallParser):
             yield from super().read_from(match)
 
     def _end_of_code(self, space: str) -> str:
-        """A pattern of what ends the code that is open behind all texts and `space`, if any."""
+        """Returns a pattern of the end of the code that is open after `texts` and `space`.
+
+        The pattern is empty if no code is open.
+        """
         *lines, self._line = "".join((self._line, *self.texts, space)).split("\n")
         self.texts.clear()
         for line in lines:
@@ -112,7 +116,7 @@ class QwenParser(CallParser):
                 self._fence = ""
         if self._fence:
             return rf"(?<=\n)[ \t]*{self._fence}`*[ \t]*(?=[\n<])"
-        # Code in a line has more lines if a call is in its first one.
+        # Inline code with a call can have several lines: it ends at a backtick or an empty line.
         return r"`+(?=[^`])|(?<=\n\n)" if len(_TICKS.findall(self._line)) % 2 else ""
 
     def _read_reasoning(self) -> Reader[None]:
@@ -128,10 +132,10 @@ class QwenParser(CallParser):
         yield from self.match(_NEWLINES)
 
     def _hold(self, end: Any) -> Reader[Any]:
-        """Read up to the end of a part in which calls are only thought of or shown; return it.
+        """Read reasoning or code, in which calls are text, up to its end; returns the end's match.
 
-        A call is held until something else follows. Where the end never comes, complete calls that
-        end the answer are calls nevertheless.
+        A call is held until other text follows. If the end never comes, complete calls at the end
+        of the answer are real calls.
         """
         inner, held = CallParser(schemas=self.schemas), list[Event]()
         start = given = self.position

@@ -21,18 +21,18 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def read_calls(parser: AnswerParser) -> Reader[None]:
-    """Read objects, each of which is a call, behind the opening tag and the first brace."""
+    """Read JSON objects, each a call, after the opening tag and the first brace."""
     while (yield from _read_call(parser)):
         pass
 
 
 def _read_call(parser: AnswerParser) -> Reader[bool]:
-    """Read the rest of a call, and whether another one follows."""
+    """Read the rest of a call; returns True if another call follows."""
     fields: dict[str, Any] = {}
     is_called = False
     while not (match := (yield from parser.match(_END if is_called else _LAST))):
         if is_called and not (yield from parser.match(_NEXT)):
-            # A client may act on it already: whatever follows, this was a call.
+            # A client may already act on this call, so it stays a call, whatever follows.
             yield from parser.match(_BRACES)
             return False
         if fields and not is_called:
@@ -61,7 +61,7 @@ def _read_json(parser: AnswerParser) -> Reader[Any]:
 
 
 def _call_late(parser: AnswerParser, fields: dict[str, Any]) -> None:
-    """A call whose name came last, or whose arguments are no plain object."""
+    """Emit a call if its name came last, or its arguments are no plain object."""
     name = fields.get("name")
     given = next((fields[key] for key in _ARGUMENTS if key in fields), None)
     if isinstance(given, str):

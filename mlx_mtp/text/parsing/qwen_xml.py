@@ -19,13 +19,13 @@ from mlx_mtp.text.parsing.tags import CALL, CLOSER, EXACT_CLOSERS, FUNCTION, MAX
 
 _NAME = regex.compile(rf"([^>\r\n<]{{0,{MAX_NAME - 1}}})>")
 _QUOTES = " \t\"'`"
-_MAX_DEPTH = 16  # of the tags of an example
+_MAX_DEPTH = 16  # maximum depth of the tags of an example
 _FIRST = regex.compile(rf"""\s*(?:(?P<parameter>{PARAMETER})|{CLOSER}|(?=\{{\s*["'}}]))""")
 _PARAMETER = regex.compile(rf"\s*{PARAMETER}")
 CLOSING = regex.compile(rf"\s*{CLOSER}")
 _BRACES = regex.compile(r"(?:\s*\})+(?=\s*[^\s}])")
 _LINE = regex.compile(r"\n|(?=[^\n])")
-_ATTRIBUTES = rf"\s[^<>\n]{{0,{MAX_NAME}}}(?<!/)"  # of tags in XML that is no call
+_ATTRIBUTES = rf"\s[^<>\n]{{0,{MAX_NAME}}}(?<!/)"  # attributes of tags in XML that is no call
 _TAG = regex.compile(
     rf"(?:\n[ \t]{{0,64}})?(?P<tag>{CLOSER}|<(?P<opens>tool_call)>|<(?:(?P<opens>param)eter|"
     rf"(?P<opens>func)tion)(?:=(?P<key>[^<>\r\n]{{1,{MAX_NAME}}})|{_ATTRIBUTES})?>)"
@@ -36,7 +36,7 @@ _BEHIND_MANGLED = regex.compile(rf"(?:\s*{CLOSER})*\s*{_EXACT}")
 
 
 def read_function(parser: AnswerParser, name: str) -> Reader[None]:
-    """Read a call behind its function's tag; it begins when no later text can make it none."""
+    """Read a call after its function's tag; it begins when no later text can make it content."""
     while (first := (yield from parser.expect(_FIRST)))["closes"] == "param":
         pass
     if first["parameter"]:
@@ -54,7 +54,7 @@ def read_function(parser: AnswerParser, name: str) -> Reader[None]:
 
 
 def read_name(parser: AnswerParser) -> Reader[str]:
-    """Read a function's or a parameter's name and the end of its tag; without one it is no call."""
+    """Read a function's or parameter's name and the end of its tag; BrokenCall without a name."""
     name = str((yield from parser.expect(_NAME))[1]).strip(_QUOTES)
     if not name:
         raise BrokenCall
@@ -62,10 +62,10 @@ def read_name(parser: AnswerParser) -> Reader[str]:
 
 
 def _read_parameters(parser: AnswerParser, schema: Mapping[str, Any], key: str) -> Reader[None]:
-    """Read the values behind the first one's name, up to the closing tags of the call."""
+    """Read the parameters after the first one's name, `key`, up to the call's closing tags."""
     properties = schema.get("properties")
     awaited = set(properties) if isinstance(properties, Mapping) else set()
-    # Arguments that are cut begin an object, and no client takes them for none.
+    # Arguments that are cut off begin with a brace, so clients don't take them for no arguments.
     separator, given = "{", list[str]()
     while key not in given:
         parser.emit_arguments(f'{separator}{begun_string(key)}": ')
@@ -76,7 +76,7 @@ def _read_parameters(parser: AnswerParser, schema: Mapping[str, Any], key: str) 
         closed = "param"
         while closed == "param" and (tag := (yield from parser.look(CLOSING))):
             closed = tag["closes"]
-        # Without the tags that close the call, it is one if it has what the tool needs.
+        # Without closing tags, this is a call only if it has all required parameters.
         if closed != "param" or not (yield from parser.look(_PARAMETER)):
             required = as_list(schema.get("required", []))
             if closed == "param" and not all(name in given for name in required):
@@ -92,23 +92,23 @@ def _read_parameters(parser: AnswerParser, schema: Mapping[str, Any], key: str) 
 
 
 class _Value:
-    """A parameter's value, which ends where tags close it.
+    """A parameter's value, which ends at a closing tag.
 
-    It may have tags of a call itself, as an example: what stands between them is only certain when
-    they are balanced and the value's own closing tag has come.
+    The value can contain an example of a call, with tags. The example's text is certain only when
+    its tags are balanced and the value's own closing tag has arrived.
     """
 
     def __init__(self, parser: AnswerParser, key: str, types: frozenset[str]) -> None:
         self._parser, self._key, self._types = parser, key, types
         self._streamed = types == {"string"}
-        self._start = self._sent = parser.pos  # in the parser's text
-        self._opened: list[str] = []  # the tags of an example that are not closed yet
+        self._start = self._sent = parser.pos  # positions in the parser's text
+        self._opened: list[str] = []  # an example's tags that are not closed yet
         self._outermost = ""  # the tag that the first example begins with
-        self._example: int | None = None  # where it begins
-        self._tag_end = parser.pos  # of the last tag
+        self._example: int | None = None  # where the example begins
+        self._tag_end = parser.pos  # end of the last tag
 
     def read(self, awaited: Container[str]) -> Reader[None]:
-        """Read up to the tag that ends it, which may open one of the `awaited` parameters."""
+        """Read up to the tag that ends the value, which can open an `awaited` parameter."""
         parser = self._parser
         if self._streamed:
             parser.emit_arguments('"')
@@ -148,7 +148,7 @@ class _Value:
             self._emit(end)
 
     def _read_tag(self, awaited: Container[str]) -> Reader[bool]:
-        """Read up to the next tag, and the tag too unless it ends the value; whether it does."""
+        """Read up to the next tag; returns True if it ends the value, else reads the tag too."""
         parser = self._parser
         match = yield from parser.until(_TAG, self._read_to)
         if match.partial:
@@ -160,7 +160,7 @@ class _Value:
         if opens and not self._opened and key in awaited and parser.text[at - 1] not in _QUOTES:
             return True
         if opens == "param" and key == self._key and not parser.text[self._start : at].strip():
-            parser.pos = match.end()  # The parameter's tag is doubled.
+            parser.pos = match.end()  # The model wrote the parameter's tag twice.
             yield from self._read_line_break()
             return False
         if opens and (self._opened or self._stands(at)):
@@ -186,16 +186,16 @@ class _Value:
         return True
 
     def _stands(self, at: int) -> bool:
-        """Whether a line, the value or another tag is all that is before a tag."""
+        """Returns True if a tag is first in its line or in the value, or follows another tag."""
         text = self._parser.text
         while text[at - 1] in " \t":
             at -= 1
         return text[at - 1] == "\n" or at <= self._tag_end
 
     def _is_end(self, match: Any) -> Reader[bool]:
-        """Whether a closing tag is the value's: it begins a line, or another tag follows.
+        """Returns True if a closing tag is the value's: it begins a line, or another tag follows.
 
-        One that is mangled needs a tag behind it that isn't.
+        A mangled closing tag must be followed by an intact tag.
         """
         is_exact, parser = match["tag"] in EXACT_CLOSERS, self._parser
         if is_exact and self._stands(match.start("tag")):

@@ -1,4 +1,4 @@
-"""The tags of Qwen's formats, as they should be, and closing tags as models mangle them."""
+"""The tags of Qwen's formats, and a pattern of closing tags that also accepts mangled ones."""
 
 OPEN, CLOSE = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"

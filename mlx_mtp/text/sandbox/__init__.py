@@ -1,1 +1,1 @@
-"""Processes for work on clients' input that may never end, or end its process."""
+"""Processes for work on clients' input that can hang or crash."""

@@ -1,4 +1,4 @@
-"""A process that tries grammars out before the server compiles them itself.
+"""A process that tries grammars before the server compiles them itself.
 
 llguidance bounds neither its time nor the depth of its stack: some grammars of a few hundred
 characters take minutes, and others crash the process. This process tries each grammar in a fork,
@@ -28,21 +28,21 @@ from mlx_mtp.text.sandbox import helper as helpers
 MAX_COMPILE_SECONDS = 0.5
 """Processor time that a grammar may take; the slowest of 2,500 real schemas takes about 0.1 s."""
 MAX_WAIT_SECONDS = 10.0
-"""Time by the clock that a grammar may take, on a machine whose processors are busy."""
+"""Wall-clock time that a grammar may take, on a machine whose processors are busy."""
 STACK_BYTES = 2 << 20
-"""Stack that a grammar may take in a trial. The server's thread for grammars has several times as
-much, and 8,800 real schemas need less than half of it."""
+"""Stack that a grammar may take in a trial. The server's thread for grammars has several times this
+size, and 8,800 real schemas need less than half of it."""
 _NO_VERDICT = ""
 _TRIAL_TOKENS = 32
 _SPARE_SECONDS = 2.0
 _TOO_SLOW = f"It takes more than {MAX_COMPILE_SECONDS:g} s of processor time to compile."
 _CRASHED = "It is too deeply nested, or takes too much memory."
-# The system killed the trial for lack of memory, or the machine stood still: no verdict.
+# Signals that say nothing about the grammar: memory ran out, or the machine was stalled.
 _NOT_ITS_FAULT = (signal.SIGKILL, signal.SIGTERM, signal.SIGALRM)
 
 
 def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
-    """Compile a grammar; whatever llguidance raises on a client's text is a GrammarError."""
+    """Compile a grammar; any error of llguidance becomes a GrammarError."""
     try:
         return compiler.compile(spec)
     except BaseException as error:
@@ -54,11 +54,12 @@ def compile_grammar(compiler: GrammarCompiler, spec: GrammarSpec) -> Grammar:
 def try_grammar(helper: helpers.Helper, spec: GrammarSpec) -> None:
     """Try a grammar, and once more if the first trial has no verdict.
 
-    GrammarError: the grammar is wrong or takes too much. UnavailableError: there is no verdict.
+    Raises GrammarError if the grammar is wrong or takes too much time or memory, UnavailableError
+    if there is no verdict.
     """
     for _ in range(2):
         with contextlib.suppress(helpers.HelperError, helpers.HelperUnavailableError):
-            # If the fork's timers don't end it, the process is stopped: not the grammar's fault.
+            # If the fork's timers don't end it, the process was stopped: not the grammar's fault.
             error = helper.ask(dataclasses.asdict(spec), MAX_WAIT_SECONDS + _SPARE_SECONDS)
             if error is None:
                 return
@@ -78,7 +79,7 @@ def _answers(header: tuple[str, list[int]]) -> Callable[[Any], str | None]:
 
 
 def _in_a_fork(compiler: GrammarCompiler, spec: GrammarSpec) -> str | None:
-    """Return what is wrong with a grammar, None if nothing, or _NO_VERDICT."""
+    """Returns what is wrong with a grammar, None if nothing is, or _NO_VERDICT."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -113,7 +114,7 @@ def _try(compiler: GrammarCompiler, spec: GrammarSpec, answers: IO[str]) -> None
 
 
 def _random_walk(grammar: Grammar) -> None:
-    """Generate some random tokens: a grammar may compile fast and then be slow or deep here."""
+    """Generate some random tokens: a grammar can compile fast but be slow or too deep here."""
     if grammar.matcher is None:
         return
     choose, matcher = random.Random(0), grammar.matcher.deep_copy()

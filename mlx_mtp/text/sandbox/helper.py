@@ -1,4 +1,4 @@
-"""Processes for work on clients' input that may never end, or end its process."""
+"""Helper processes for work on clients' input that can hang or crash."""
 
 import contextlib
 import json
@@ -16,16 +16,16 @@ from mlx_mtp import safe_path
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""Within which a process must be ready. Importing its libraries takes seconds, and more while the
-server itself starts."""
+"""Time in which a process must be ready. Importing its libraries takes seconds, and longer while
+the server itself starts."""
 _END_SECONDS = 2.0  # for a process to end after it has closed its pipe
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class HelperError(Exception):
-    """The process has ended over a question; the next question starts another process.
+    """A question has ended the process; the next question starts another process.
 
-    `status` is as `subprocess` has it: below 0 it is a signal.
+    `status` is the exit status as in `subprocess`: a negative status is a signal.
     """
 
     def __init__(self, status: int) -> None:
@@ -38,7 +38,7 @@ class HelperUnavailableError(Exception):
 
 
 class Helper:
-    """One process of a module that calls `answer_questions`; for one thread at a time."""
+    """A process that runs a module that calls `answer_questions`; for one thread at a time."""
 
     def __init__(self, module: str, header: Any) -> None:
         self._module, self._header = module, header
@@ -60,12 +60,12 @@ class Helper:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                # ctrl-C is for the server: a helper ends when its input does.
+                # Ctrl-C is for the server: a helper ends when its input ends.
                 start_new_session=True,
             )
-            # A long header fills the pipe before the process reads it.
+            # On a thread, as a long header fills the pipe before the process reads from it.
             threading.Thread(target=_send_lines, args=(self._process, self._header)).start()
-        except (OSError, RuntimeError) as error:  # No files, no memory, no more threads.
+        except (OSError, RuntimeError) as error:  # no more files, memory or threads
             self.close()
             self._fail(str(error))
 
@@ -83,11 +83,12 @@ class Helper:
         self._ready, self.fault = True, None
 
     def ask(self, question: Any, seconds: float) -> Any:
-        """Return the answer to a question, which is asked again if the process is killed.
+        """Returns the answer to a question, which is asked again if the process is killed.
 
-        A process ends itself if a question takes too long. A process that has neither answered nor
-        ended after `seconds` is stopped, and is killed. HelperError: the question ended the
-        process. HelperUnavailableError: no process can be started, or it was killed twice.
+        The process ends itself if a question takes too long; if it has neither answered nor ended
+        after `seconds`, it must have been stopped, and is killed. Raises HelperError if the
+        question ended the process, HelperUnavailableError if no process can be started or the
+        process was killed twice.
         """
         for _ in range(2):
             self.make_ready()
@@ -118,7 +119,7 @@ class Helper:
         finally:
             late.cancel()
         if not answer.endswith("\n"):
-            # Its pipe is closed before it has ended.
+            # The pipe is closed before the process has ended.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
             self.close()
@@ -126,7 +127,7 @@ class Helper:
         return json.loads(answer)
 
     def kill(self) -> None:
-        """Kill the process and what it has started. Thread-safe."""
+        """Kill the process and the processes that it started. Thread-safe."""
         if (process := self._process) is not None:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -142,16 +143,16 @@ class Helper:
 
 def _send_lines(process: "subprocess.Popen[str]", *lines: Any) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(OSError, ValueError):  # It has ended, or was closed.
+    with contextlib.suppress(OSError, ValueError):  # The process has ended, or was closed.
         for line in lines:
             print(json.dumps(line), file=process.stdin, flush=True)
 
 
 def answer_questions(answers: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Run the process: `answers` takes the header and returns what answers a question."""
+    """Run the helper process: `answers` gets the header and returns a function that answers."""
     source, sink = sys.stdin, os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # No library writes between the answers.
-    signal.alarm(int(START_SECONDS))  # Who started it may have been killed, and ends it no more.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Keep libraries from writing between answers.
+    signal.alarm(int(START_SECONDS))  # A parent that was killed can't end this process.
     answer = answers(json.loads(source.readline()))
     signal.alarm(0)
     print("null", file=sink, flush=True)

@@ -1,7 +1,7 @@
 """A process that renders chats and encodes texts with a model's own template and tokenizer.
 
-They are its author's programs: a template may hold Python's lock for minutes in one call, and a
-tokenizer take all memory. What takes too much of either ends its process, and no other request.
+Both are programs of the model's author: a template can hold the GIL for minutes in one call, and a
+tokenizer can take all memory. A request that takes too much time or memory ends only its process.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from mlx_mtp.text.tokenizer import Tokenizer
 from mlx_mtp.vision.images import ImageSizes, Pixels, read_image
 
 NUM_WORKERS = 2
-MAX_WORKER_BYTES = 4 << 30  # beyond what a process takes once its tokenizer is loaded
+MAX_WORKER_BYTES = 4 << 30  # in addition to a process's memory after the tokenizer is loaded
 MAX_ENCODE_SECONDS = 60.0
 MAX_IMAGE_SECONDS = 20.0
-_SPARE_SECONDS = 2.0  # after which a worker has ended itself, unless it is stopped
+_SPARE_SECONDS = 2.0  # within which a worker at its limit ends itself, unless it is stopped
 _WATCH_SECONDS = 0.05
 _RETRY_SECONDS = 1.0
 
 
 class TextWorkers:
-    """The processes, with `Tokenizer`'s interface; `NUM_WORKERS` threads may call it at once."""
+    """The processes, with `Tokenizer`'s interface; for up to `NUM_WORKERS` threads at a time."""
 
     def __init__(self, path: Path, template_seconds: float, template: str | None = None) -> None:
         header = [str(path.absolute()), MAX_WORKER_BYTES, template]
         self._template_seconds = template_seconds
-        # As `Tokenizer.variables`, which is asked only for a template that is new.
+        # Like `Tokenizer.variables`, but a process is asked only about a new template.
         self.variables = lru_cache(maxsize=16)(self._variables_of)
         self._helpers = [helpers.Helper(__name__, header) for _ in range(NUM_WORKERS)]
         self._idle: SimpleQueue[helpers.Helper] = SimpleQueue()
@@ -49,21 +49,21 @@ class TextWorkers:
 
     @property
     def fault(self) -> str | None:
-        """Why no text can be read now: no process could be started at the last attempt."""
+        """The reason why no process could be started at the last attempt; None if one could."""
         faults = [helper.fault for helper in self._helpers]
         return faults[0] if all(faults) else None
 
     def encode(self, text: str, *, param: str | None = None, **options: Any) -> tuple[int, ...]:
-        """As `Tokenizer.encode`; errors of the process name the field `param`."""
+        """Like `Tokenizer.encode`; errors of the process name the field `param`."""
         what, seconds = "The model's tokenizer", MAX_ENCODE_SECONDS
         return tuple(self._ask(what, "encode", seconds, param, text, **options))
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-        """As `Tokenizer.render_chat`."""
+        """Like `Tokenizer.render_chat`."""
         return str(self._ask_template("render_chat", options.get("template"), messages, **options))
 
     def read_image(self, data: bytes, sizes: ImageSizes) -> Pixels:
-        """As `images.read_image`."""
+        """Like `images.read_image`."""
         given = base64.b64encode(data).decode(), *astuple(sizes)
         seconds = MAX_IMAGE_SECONDS
         answer = self._ask("The decoder of images", "read_image", seconds, "messages", *given)
@@ -108,7 +108,7 @@ class TextWorkers:
         return answer["result"]
 
     async def keep_running(self) -> None:
-        """Start processes again that could not be started, until the server ends."""
+        """Until the server ends, retry to start processes that could not be started."""
         while True:
             await asyncio.sleep(_RETRY_SECONDS)
             if any(helper.fault for helper in self._helpers):
@@ -136,7 +136,7 @@ def _answers(header: tuple[str, int, str | None]) -> Callable[[Any], Any]:
     path, most_bytes, template = header
     tokenizer = Tokenizer.load(Path(path), template)
     _bound_memory(most_bytes)
-    tokenizer.encode("a")  # Even this may take all memory, if a normalizer multiplies text.
+    tokenizer.encode("a")  # Even this can take all memory, if a normalizer multiplies text.
 
     def answer(question: Sequence[Any]) -> dict[str, Any]:
         method, seconds, args, options = question
