@@ -70,7 +70,7 @@ def _merge(there: Any, config: Config) -> None:
         old = there.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
             _merge(old, value)
-        elif isinstance(value, list) and isinstance(old, list):
+        elif isinstance(old, list) and _has_names(value):
             names = [each.get("name") if isinstance(each, dict) else None for each in old]
             for entry in value:
                 if entry["name"] in names:
@@ -79,6 +79,10 @@ def _merge(there: Any, config: Config) -> None:
                     old.append(entry)
         else:
             there[key] = value
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(e, dict) and "name" in e for e in value)
 
 
 def replace_file(path: Path, text: str) -> Path | None:

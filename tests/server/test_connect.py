@@ -11,8 +11,9 @@ import pytest
 from ruamel.yaml import YAML
 
 from mlx_mtp.cli.main import main
-from mlx_mtp.connect.clients import CLIENTS, TEXTS
+from mlx_mtp.connect.clients import CLIENTS, TEXTS, Served
 from mlx_mtp.connect.command import NAMES
+from mlx_mtp.connect.files import merged_text
 from tests.server.conftest import MODEL
 from tests.support.fake_engine import FakeEngine, answer
 
@@ -140,6 +141,18 @@ def test_what_else_is_in_the_file_stays(connect, home, client, path):
         assert str(path) in connect(client, "--write", status=2)
         assert path.read_text() == wrong
         assert set(path.parent.iterdir()) == there
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_model_that_sees_written_again_changes_nothing(client, tmp_path):
+    path = tmp_path / CLIENTS[client].where[2]
+    config = CLIENTS[client].config(Served("http://a", "m", 1024, True, sees=True))
+    texts = []
+    for _ in range(2):
+        texts.append(merged_text(path, config, CLIENTS[client].needed))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(texts[-1])
+    assert texts[0] == texts[1]
 
 
 def contains(whole, part):
