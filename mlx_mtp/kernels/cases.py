@@ -1,4 +1,4 @@
-"""The list of kernel cases: what is compared with what, at which shapes.
+"""The list of kernel cases: the operations to check, and the shapes to check them at.
 
 A case is an operation (`gpu.Operation`) at a shape and type. The check before an operation's first
 use, the self-test and tests all compare by `KernelCase.error`.

@@ -21,8 +21,8 @@ Backend = Literal["metal", "cuda"]
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
 LONGEST_WINDOW = 17  # maximum positions of a row in a decode step; more are a prompt's
-# Maximum tokens of a pass that is computed as a decode step, outside `decode_pass` and for a
-# prompt. For longer prompts it is faster to expand the weights.
+# Passes of up to this many tokens are computed as decode steps: outside `decode_pass`, and if they
+# are a prompt's. For longer prompts it is faster to expand the weights.
 MOST_ROWS, MOST_PROMPT_ROWS = 128, 64
 LANES = 32  # of a warp (a simdgroup on Metal)
 _WARPS = 4  # of a threadgroup, by default

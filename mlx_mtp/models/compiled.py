@@ -23,7 +23,7 @@ _MOST_TRACES = {None: 1024, True: 1024, False: 128}
 
 Methods = dict[str, Callable[..., Any]]
 
-_compiled: dict[Hashable, Methods] = {}  # by kind of module: all in which modules can differ
+_compiled: dict[Hashable, Methods] = {}  # by methods, arrays' shapes and dtypes, and `_facts`
 _tracing = threading.RLock()  # The engines of one process share the twins.
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 _AT_ONCE = 4  # files downloaded in parallel
-_ATTEMPTS = 5  # consecutive ones without a new byte, after which the download fails
+_ATTEMPTS = 5  # consecutive attempts without a new byte, after which the download fails
 _CHUNK = 1 << 20  # bytes
 _SILENCE_SECONDS = 10.0  # without data, after which a connection is retried
 _HASHES = {40: "sha1", 64: "sha256"}  # by number of digits: for files in git, and in git LFS

@@ -1,8 +1,8 @@
 """A second form of a small model's layers, with fewer and larger operations, for the CPU.
 
-On a CPU a step of few tokens takes as long as mlx's overhead for each operation, whatever the
-operations compute (`kernels.cpu`). So products of one input are joined. Joined weights are copies:
-large layers are not joined, as reading their weights takes longer than this overhead.
+On a CPU a step of few tokens takes as long as mlx's overhead for its operations, whatever they
+compute (`kernels.cpu`). So products of one input are joined. Joined weights are copies: large
+layers are not joined, as reading their weights takes longer than this overhead.
 """
 
 from collections.abc import Sequence

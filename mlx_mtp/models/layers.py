@@ -220,11 +220,11 @@ class SplitLayer(nn.Module):
         return x, normed, tuple(cache.held for cache in caches)
 
     def before(self, normed: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """The part of an attention layer before its cache."""
+        """Run the part of an attention layer before its cache."""
         return self.self_attn.before(normed, positions)
 
     def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
-        """The part of the layer after its cache, the MLP included."""
+        """Run the part of the layer after its cache, the MLP included."""
         norm = self.post_attention_layernorm
         width = norms.NormShape(x.shape[-1], norm.eps)
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)

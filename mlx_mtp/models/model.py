@@ -218,7 +218,7 @@ class LoadedModel:
 class DraftVocabulary:
     """The rows of lm_head for a reduced draft vocabulary, copied in their storage format.
 
-    Most of a draft's cost is lm_head over the whole vocabulary, most of which hardly ever occurs
+    Most of a draft's cost is lm_head over the whole vocabulary, but most tokens hardly ever occur
     (FR-Spec, arXiv:2502.14856). `layer` maps [.., H] to logits [.., N] of the tokens `ids`.
     Raises ModelError if rows can't be taken from lm_head.
     """

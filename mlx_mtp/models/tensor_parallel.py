@@ -22,7 +22,7 @@ Blocks = tuple[tuple[int, int], ...]
 
 
 class _Split(NamedTuple):
-    """Tensors of a module that are split alike. A unit, such as a head, is never split."""
+    """Tensors of a module that are split the same way. A unit, such as a head, is never split."""
 
     name: str
     module: nn.Module

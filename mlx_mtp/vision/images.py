@@ -19,12 +19,12 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mlx_mtp.errors import InvalidRequestError, ModelError
 
-PROCESSOR = "preprocessor_config.json"  # a model's file
+PROCESSOR = "preprocessor_config.json"  # a model's file with its limits for images
 MOST_BYTES = 32 << 20  # of an encoded image
 MOST_PIXELS = 100_000_000
 MOST_ASPECT = 200  # the longer side over the shorter one
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_KINDS = {  # what clients send in place of an image, by how it begins
+_KINDS = {  # what clients send in place of an image: a pattern of its first bytes
     "empty": rb"$",
     "a PDF": rb"\s*%pdf",
     "an SVG": rb"\s*<svg",

@@ -69,7 +69,7 @@ class PromptImages:
         return changed
 
     def within(self, start: int, end: int) -> tuple[list[PlacedImage], int]:
-        """Returns the images with tokens in [start, end), and the image tokens of those before."""
+        """Returns the images with tokens in [start, end), and the token count of earlier images."""
         found = [image for image in self.images if image.start < end and image.end > start]
         before = sum(image.num_tokens for image in self.images if image.end <= start)
         return found, before

@@ -10,7 +10,7 @@ import numpy as np
 PIECE = 256  # positions; capacities of buffers are multiples of it
 TILE = 8  # pairs of token and query head in a tile of a product
 TILES = (1, 2, 4)  # possible numbers of tiles of a block
-BUFFERS = (1, 16)  # possible numbers of KV buffers of a launch; a kernel is built for each
+BUFFERS = (1, 16)  # possible numbers of KV buffers of a launch; each number has its kernel
 
 
 class WindowSlot(NamedTuple):

@@ -256,7 +256,7 @@ def run_kernel(
 
 
 def fits(window: GDNWindow) -> bool:
-    """Returns whether the kernels run such a prompt here."""
+    """Returns whether the kernels run a prompt of this length, these shapes and types here."""
     shape = GDNShape(*window.k.shape[2:], *window.v.shape[2:])
     return window.length >= LEAST and GATED_DELTA_CHUNKS.works(shape, window.k.dtype)
 

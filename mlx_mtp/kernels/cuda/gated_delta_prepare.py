@@ -1,4 +1,4 @@
-"""The first launch of `gated_delta_chunks.py`: what doesn't depend on the state, of all chunks."""
+"""The first launch of `gated_delta_chunks.py`: for all chunks, what doesn't need the state."""
 
 import functools
 

@@ -17,7 +17,7 @@ from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
 
 logger = logging.getLogger(__name__)
 
-LEAST = 64  # positions of a window
+LEAST = 64  # positions; shorter windows run in our own kernel
 NAME = "gated_delta_by_mlx"
 _TIMED, _ROUNDS = 512, 4  # positions, and how often
 
@@ -40,7 +40,7 @@ def run_kernel(
 
 
 def fits(window: GDNWindow) -> bool:
-    """Returns whether mlx's kernel works here for such a prompt, and is faster than our own."""
+    """Returns whether mlx's kernel works here for a prompt of these shapes, faster than our own."""
     if window.length < LEAST or not hasattr(mx.fast, "gated_delta_update"):
         return False
     return _is_used(GDNShape(*window.k.shape[2:], *window.v.shape[2:]), window.k.dtype)

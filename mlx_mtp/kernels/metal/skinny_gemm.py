@@ -27,7 +27,7 @@ _ROWS_OF, _PAIRS_OF = ((1, 1), (2, 2), (4, 4)), ((16, 1), (64, 2))
 _LARGEST, _LARGEST_OF_PAIRS = 8, 4
 _MOST_ROWS = 16  # of a threadgroup with matrices; mlx's own operation serves more
 _LASTS = (2, 4, 5, 8, 12, _MOST_ROWS)  # the last number of rows of each band
-_LASTS_OF_EXPERTS, _MOST_TOKENS = (1, 2, 4, 8, 16), 64  # the last tokens of each band of experts
+_LASTS_OF_EXPERTS, _MOST_TOKENS = (1, 2, 4, 8, 16), 64  # the same for experts, in tokens
 _STEP = 64  # columns that a warp multiplies at once: eight of each line of a matrix
 # From this many features on a warp with matrices computes 32, else 16: then there are enough warps.
 _WIDE = 8192

@@ -20,7 +20,7 @@ from mlx_mtp.kernels import gpu, self_check
 # Blocks of a position by the number of its keys: enough threadgroups where there are few keys, and
 # not too many sums to add up.
 _BLOCKS, _MOST_BLOCKS = ((512, 16), (2048, 32), (16384, 64)), 128
-_BUFFERS = (1, 8)  # KV buffers of a launch (Metal allows 31 in all); a kernel is built for each
+_BUFFERS = (1, 8)  # possible KV buffers of a launch (Metal allows 31); each number has its kernel
 _PAIRS = 16  # maximum warps of a threadgroup
 _ADDING = 8  # warps that add a head's blocks
 

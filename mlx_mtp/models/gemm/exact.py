@@ -89,7 +89,7 @@ def batch_invariant(model: nn.Module, dtype: mx.Dtype) -> Iterator[None]:
 def one_order_faults(
     model: nn.Module, dtype: mx.Dtype, in_time: Callable[[], None] = lambda: None
 ) -> dict[Kind, str]:
-    """Returns why the kernel must not serve a kind of products in one order, for each such kind.
+    """Returns, for each kind of products that the kernel must not serve in one order, the reason.
 
     The kinds are checked at the first call. `in_time` is called before each check, and can end
     them with an exception.

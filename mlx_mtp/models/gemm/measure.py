@@ -229,7 +229,7 @@ def _problem(module: nn.Module, dtype: mx.Dtype, band: range, timed: int) -> str
 
 
 def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
-    """Returns whether the kernel gives the same bits with the shared expert among the others."""
+    """Returns whether the kernel can run the shared expert among the others, with the same bits."""
     routed, shared = block.switch_mlp, block.shared_expert
     if not (routes_of(routed).serves(2) and routes_of(shared).serves(2)):
         return False
