@@ -47,7 +47,7 @@ def same_rows(run: Callable[[slice], Sequence[mx.array]]) -> bool:
     """
     alone = [run(slice(row, row + 1)) for row in range(ALONE)]
     for rows in ROWS:
-        first = max(0, rows - ALONE) % ALONE  # Slices begin with different rows.
+        first = max(0, rows - ALONE) % ALONE  # Not all slices begin with the same row.
         found = run(slice(first, first + rows))
         for row in range(first, min(first + rows, ALONE)):
             pairs = zip(alone[row], found, strict=True)
