@@ -1,4 +1,4 @@
-"""Kernels for a GPU, each beside the mlx operations that run where it is not used; `cpu` has forms
+"""Kernels for GPUs, each with the mlx operations that run where the kernel can't; `cpu` has forms
 of these operations for small models on a CPU.
 
   module                  what one launch computes                               for
@@ -9,7 +9,7 @@ of these operations for small models on a CPU.
   cuda.skinny_gemm        GEMMs of few rows with one input; gate, up, SwiGLU;    CUDA, decode steps
                           experts, by pairs sorted by expert
   metal.skinny_gemm       the same for up to sixteen rows; experts               Metal, decode steps
-  metal.window_attention  attention of windows that is the same in every pass    Metal, exact mode
+  metal.window_attention  attention of windows, with the same bits in every pass Metal, exact mode
   metal.gated_delta_prompts  mlx's own gated delta rule in chunks                Metal, prompts
   cuda.decode_attention   attention of windows, split over the KV                CUDA, decode steps
   cuda.flash_attention    attention of a chunk, scores in registers              Hopper, prompts
@@ -20,11 +20,11 @@ of these operations for small models on a CPU.
 `attention`, `recurrence` and `skinny_gemm` choose among the forms of one operation; nothing outside
 this package and `models.gemm` imports `cuda` or `metal`.
 
-`gpu.few` says what a decode step is: rows with windows of up to 17 tokens each, up to 64 tokens of
-a prompt, and up to 128 tokens outside `gpu.decode_pass`.
+`gpu.few` says what is computed as a decode step: rows with windows of up to 17 tokens each, up to
+64 tokens of a prompt, and up to 128 tokens outside `gpu.decode_pass`.
 
 An `Operation` is compared with its reference before its first use with a shape and type (`works`);
-`portable`, or mlx's operations in the same module, run where it fails. `cases` lists all of them,
-and `row_check` compares their rows alone and beside others.
+if it fails, `portable` or mlx's operations in the same module run instead. `cases` lists all
+operations, and `row_check` compares rows computed alone with the same rows among others.
 The GEMMs are compared and timed when a model is loaded (`models.gemm.measure`).
 """

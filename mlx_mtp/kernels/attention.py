@@ -1,11 +1,10 @@
 """Attention of a pass's tokens to their rows' keys and values: which kernel or operation runs it.
 
-Windows of a decode step run one kernel for all rows on CUDA, and on Metal where answers are exact;
-else the rows of each buffer are a rectangle by themselves. A prompt's chunk runs a kernel on Hopper
-GPUs, and on others blocks of queries where mlx has no fused operation, that is for head dimensions
-over 128: mlx then masks all scores, which takes two more passes over them, while a chunk needs a
-mask only where its own tokens are, and blocks of queries keep the scores small. All else is mlx's
-own attention.
+On CUDA one kernel runs the windows of all rows of a decode step, and on Metal too in exact mode;
+otherwise the rows of each buffer form a padded rectangle. A prompt's chunk has a kernel on Hopper
+GPUs. On other GPUs it runs in blocks of queries for head dimensions over 128, for which mlx has no
+fused operation: mlx would mask all scores, in two more passes over them, but only the scores of the
+chunk's own tokens need a mask, and blocks keep the scores small. All else is mlx's own attention.
 """
 
 import platform
@@ -18,17 +17,17 @@ from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention
 from mlx_mtp.kernels.metal import window_attention
 
-BLOCK = 512  # queries of a block; measured on CUDA, beside 64 to 2,048
-_FUSED_DIM = 128  # mlx has a fused form of a chunk up to here
-# On Metal mlx's attention reads the KV once for all query heads of a KV head where there are at
-# least this many keys, up to 8 positions, and up to 32 pairs of a position and one of these heads.
-# With more, at this dimension, it is separate operations.
+BLOCK = 512  # queries of a block; chosen by measurements of 64 to 2,048 on CUDA
+_FUSED_DIM = 128  # maximum head dimension for which mlx fuses a chunk's attention
+# With at least 4,096 keys, mlx's attention on Metal reads the KV once for all query heads of a KV
+# head, for up to 8 positions and 32 pairs of a position and one of these heads. With more, at
+# dimension 256, mlx runs separate operations.
 _METAL_KEYS, _METAL_POSITIONS, _METAL_PAIRS, _METAL_DIM = 4096, 8, 32, 256
-_METAL_FUSED, _TENSOR_UNITS = 1024, 17  # queries; generation of the GPU
+_METAL_FUSED, _TENSOR_UNITS = 1024, 17  # minimum queries, and minimum generation of the GPU
 
 
 def is_batch_invariant(head_dim: int) -> bool:
-    """Whether attention to this dimension can give a row the same bits in every batch."""
+    """Returns whether attention of this dimension can give a row the same bits in every batch."""
     if gpu.backend() == "metal":
         return window_attention.serves(head_dim)
     return gpu.backend() == "cuda" and head_dim in decode_attention.DIMS
@@ -36,15 +35,15 @@ def is_batch_invariant(head_dim: int) -> bool:
 
 def attend_windows(
     queries: mx.array,  # [N, heads, dim]
-    positions: mx.array,  # of each, int32 [N]: it attends up to its own
+    positions: mx.array,  # of the queries, int32 [N]; each attends up to its own
     buffers: Sequence[mx.array],  # keys, then values: [2 * slots * KV heads * capacity, dim]
     kv_heads: int,
-    rows: tuple[tuple[int, ...], ...],  # buffer, slot, capacity, first token, tokens
-    longest: int,  # window
+    rows: tuple[tuple[int, ...], ...],  # of each row: buffer, slot, capacity, first token, tokens
+    longest: int,  # tokens of the longest window
     scale: float,
-    exact: bool,  # a position has the same bits in every pass
+    exact: bool,  # a position must have the same bits in every pass
 ) -> mx.array | None:
-    """Attention of all rows of a decode step in one, [N, heads, dim]; None without a kernel."""
+    """Returns the attention of a decode step's rows, [N, heads, dim], or None without a kernel."""
     on_metal = gpu.backend() == "metal"
     operation = window_attention.BLOCK_ATTENTION if on_metal else decode_attention.WINDOW_ATTENTION
     if on_metal and not exact:
@@ -63,7 +62,7 @@ def fits(
     longest: int,
     scale: float,
 ) -> bool:
-    """Whether a kernel serves such queries [N, heads, dim], in windows of up to `longest`."""
+    """Returns whether a kernel serves queries [N, heads, dim] in windows of up to `longest`."""
     _, heads, dim = queries.shape
     if longest > gpu.LONGEST_WINDOW or scale != dim**-0.5 or kv.dtype != queries.dtype:
         return False
@@ -75,12 +74,12 @@ def attend_rectangle(
     kv: mx.array,  # [2, slots or more, KV heads, capacity, dim]
     positions: mx.array,  # int32 [slots, T]
     mask: Callable[[], mx.array],  # causal, bool [slots, 1, T, limit]; made only where it is used
-    limit: int,  # positions of a slot that any of the queries sees
-    known: int,  # at most the first position, if there is one slot
-    end: int | None,  # where the queries of all slots end, if the host knows it and it is the same
+    limit: int,  # positions of a slot; no query sees more
+    known: int,  # lower bound of the first position, if there is one slot
+    end: int | None,  # where the queries of all slots end, if equal and known to the host
     scale: float,
 ) -> mx.array:
-    """Attention of each query up to its own position, [slots, T, heads, dim]."""
+    """Returns the attention of each query up to its own position, [slots, T, heads, dim]."""
     keys, values = kv  # views; an integer as the only index would copy
     if flash_attention.fits(queries, keys, scale):
         one = queries.squeeze(0), keys, values, positions.squeeze(0)
@@ -88,11 +87,11 @@ def attend_rectangle(
     keys, values = kv[:, : len(queries), :, :limit]
     rows = queries.swapaxes(1, 2)
     is_chunk = queries.shape[1] > gpu.LONGEST_WINDOW
-    # Where a window of a decode step begins the host does not know.
+    # Only for chunks: the host does not know where a window of a decode step begins.
     if is_chunk and attends_in_blocks(rows) and not (end and _metal_fuses(rows)):
         outputs = _in_blocks(rows, keys, values, positions.squeeze(0), known, scale)
     elif is_chunk and end and gpu.backend() != "cuda":
-        # mlx's fused forms skip what no query sees; with an array they read all of it.
+        # mlx's fused forms skip keys that no query sees; with a mask array they read all keys.
         given = rows, keys[:, :, :end], values[:, :, :end]
         outputs = mx.fast.scaled_dot_product_attention(*given, scale=scale, mask="causal")
     else:
@@ -101,15 +100,15 @@ def attend_rectangle(
 
 
 def attends_in_blocks(queries: mx.array) -> bool:
-    """Whether a chunk's queries [slots, heads, T, dim] are computed in blocks."""
+    """Returns whether a chunk's queries [slots, heads, T, dim] are computed in blocks."""
     slots, *_, dim = queries.shape
     return slots == 1 and dim > _FUSED_DIM and gpu.backend() is not None
 
 
 def _metal_fuses(queries: mx.array) -> bool:
-    """Whether mlx fuses a chunk of this dimension here if its causal mask is no array.
+    """Returns whether mlx fuses these queries' attention here if the causal mask is no array.
 
-    By the source of 0.32.2: from M5 and macOS 26.2 on, from 1,024 queries on.
+    By the source of mlx 0.32.2: from M5 and macOS 26.2 on, for at least 1,024 queries.
     """
     *_, length, dim = queries.shape
     if gpu.backend() != "metal" or dim != _METAL_DIM or length < _METAL_FUSED:
@@ -124,7 +123,7 @@ def _in_blocks(
     keys: mx.array,  # [1, KV heads, L, dim]; L bounds the last position
     values: mx.array,
     positions: mx.array,  # of the queries, int32 [T], consecutive
-    known: int,  # at most the first of them
+    known: int,  # lower bound of the first one
     scale: float,
 ) -> mx.array:
     _, heads, length, dim = queries.shape
@@ -151,7 +150,7 @@ def _by_mlx(
     scale: float,
     mask: mx.array,  # bool [slots, 1, T, limit]
 ) -> mx.array:
-    """mlx's operation; on Metal a window is cut into pieces that its fused form takes."""
+    """Run mlx's operation; on Metal cut a window into pieces that mlx's fused form takes."""
     _, heads, length, dim = queries.shape
     most = min(_METAL_POSITIONS, _METAL_PAIRS * keys.shape[1] // heads)
     is_fused = dim == _METAL_DIM and keys.shape[2] >= _METAL_KEYS and most > 0

@@ -1,4 +1,4 @@
-"""The list of kernel cases: what is compared with what, at which shapes.
+"""The list of kernel cases: the operations to check, and the shapes to check them at.
 
 A case is an operation (`gpu.Operation`) at a shape and type. The check before an operation's first
 use, the self-test and tests all compare by `KernelCase.error`.
@@ -39,15 +39,18 @@ class KernelCase(NamedTuple):
 
     @property
     def applies(self) -> bool:
-        """Whether the kernels are made for it."""
+        """True if the kernels support the shape and type."""
         return self.operation.applies(self.shape, self.dtype)
 
     def error(self) -> float:
-        """The largest difference from the reference; right below `gpu.TOLERANCE`."""
+        """Returns the largest difference from the reference; it must be below `gpu.TOLERANCE`."""
         return self.operation.error(self.shape, self.dtype)
 
     def launches(self, tokens: int) -> list[Callable[[], Any]]:
-        """The kernels' launch and the reference's for one row of tokens; none where untimed."""
+        """Returns launches of the kernels and of the reference, for one row of `tokens` tokens.
+
+        There are none if the operation is not timed.
+        """
         make = self.operation.arguments
         if make is None:
             return []
@@ -57,17 +60,17 @@ class KernelCase(NamedTuple):
 
 
 def recurrence_cases(shape: GDNShape, dtype: mx.Dtype) -> list[KernelCase]:
-    """Of a GatedDeltaNet layer."""
+    """Returns the cases of a GatedDeltaNet layer."""
     return _cases(dtype, [(operation, shape) for operation in OPERATIONS[:3]])
 
 
 def attention_cases(heads: tuple[int, int, int], dtype: mx.Dtype) -> list[KernelCase]:
-    """Of attention: heads of queries and of KV, and their dimension."""
+    """Returns the cases of attention; `heads` are query heads, KV heads, and the head dimension."""
     return _cases(dtype, [(operation, heads) for operation in OPERATIONS[-3:]])
 
 
 def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
-    """Of norms and router, by the arguments of mlx-lm's model."""
+    """Returns the cases of norms and router, by the arguments of mlx-lm's model."""
     width = norms.NormShape(args.hidden_size, args.rms_norm_eps)
     heads = args.num_attention_heads, args.num_key_value_heads
     rotated = int(args.head_dim * args.partial_rotary_factor)
@@ -82,7 +85,7 @@ def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
     if getattr(args, "num_experts", 0):
         chosen = args.num_experts_per_tok
         router = topk.Router(args.num_experts, chosen, args.norm_topk_prob)
-        # Of a step with the shared expert, of a prompt without.
+        # A step's mixture includes the shared expert, a prompt's does not.
         mixed = [(norms.MIX_NORM, width._replace(chosen=n)) for n in (chosen + 1, chosen)]
         shapes = [(topk.ROUTER, router), *shapes, *mixed]
     return _cases(dtype, shapes)

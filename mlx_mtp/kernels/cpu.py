@@ -1,11 +1,11 @@
-"""A decode step on a CPU, in few operations: each costs mlx two to three microseconds, views too.
+"""A decode step on a CPU, in few operations: each, even a view, costs mlx 2 to 3 microseconds.
 
-What every layer computes element by element is compiled into one operation, what all layers need of
-a pass is computed once, and sums go into products. Each function's docstring names what it
-replaces; the results agree but for the order of sums.
+Elementwise operations of a layer are compiled into one, results that all layers of a pass need are
+computed once, and sums are part of products (`mx.addmm`). Each function's docstring names what it
+replaces; results differ only by the order of sums.
 
-mlx runs a C++ compiler for each compiled operation, once for a boot of the machine, and that takes
-it half a second. So there are few of them.
+For each compiled operation mlx runs a C++ compiler, once per boot of the machine, for half a
+second. So few operations are compiled.
 """
 
 import functools
@@ -25,16 +25,16 @@ from mlx_mtp.kernels.topk import Router
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MOST_BYTES = 1 << 23  # of weights that are copied; more take longer to read than operations take
-_OUTPUTS = 256  # of a block
+MOST_BYTES = 1 << 23  # of weights to copy; reading larger ones takes longer than mlx's overhead
+_OUTPUTS = 256  # of a block of `BlockedLinear`
 
 _elementwise = functools.partial(mx.compile, shapeless=True)
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of arrays and numbers, so that the layers of a pass share its result.
+    """Decorate a function of arrays and numbers: the layers of a pass share its result.
 
-    The latest result is kept, as long as it is asked for the same array objects.
+    The latest result is returned again as long as the arguments are the same array objects.
     """
     latest: list[tuple[tuple[object, ...], T]] = []
 
@@ -66,12 +66,12 @@ def _made(array: mx.array) -> mx.array:
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """`mx.fast.rms_norm` of float32, which is eight operations here."""
+    """`mx.fast.rms_norm` of float32, which takes eight operations on a CPU."""
     return _normed(x, _squares(x), weight, *_numbers(x.shape[-1], eps))
 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """RMS norm of x by a weight, times silu of z."""
+    """Returns the RMS norm of x with a weight, times silu of z."""
     gated: mx.array = swiglu(z, rms_norm(x, weight, eps))
     return gated
 
@@ -88,11 +88,11 @@ def _normed(
 
 
 class BlockedLinear(nn.Linear):
-    """A product with many outputs, in blocks: for a larger one OpenBLAS copies the matrix first."""
+    """A linear layer with many outputs, in blocks: OpenBLAS copies a larger matrix first."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight: mx.array = self.weight
-        if len(weight) % _OUTPUTS:  # Its rows are some of a vocabulary's, as in `DraftVocabulary`.
+        if len(weight) % _OUTPUTS:  # A `DraftVocabulary` has replaced the weight by some rows.
             return super().__call__(x)
         of, blocks = self.__dict__.get("_blocks", (None, None))
         if of is not weight:
@@ -104,14 +104,14 @@ class BlockedLinear(nn.Linear):
 
     @staticmethod
     def serves(layer: nn.Module) -> bool:
-        """Whether a layer is plain and small, and can be cut."""
+        """Returns whether a layer is a small float32 one that can be cut into blocks."""
         if type(layer) is not nn.Linear or "bias" in layer or layer.weight.dtype != mx.float32:
             return False
         return layer.weight.nbytes <= MOST_BYTES and len(layer.weight) % _OUTPUTS == 0
 
 
 class TokenWeights(NamedTuple):
-    """A GatedDeltaNet layer's weights between its projections and its output, for `run_token`."""
+    """A GatedDeltaNet layer's weights between its projections and its output norm."""
 
     shape: GDNShape
     taps: list[mx.array]  # of the convolution, each [C]
@@ -123,23 +123,26 @@ class TokenWeights(NamedTuple):
     def of(cls, shape: GDNShape, convolution: ShortConvWeights) -> "TokenWeights":
         weight, log_decay, dt_bias = convolution
         taps = [_made(mx.contiguous(weight[:, i, 0])) for i in range(convolution.size)]
-        # l2 norms by RMS norms; queries are scaled by Dk^-1/2 too.
+        # Scales that turn RMS norms into l2 norms; the queries' include the factor Dk^-1/2.
         key = shape.key_dim**-0.5
         scale = mx.repeat(mx.array([key / math.sqrt(shape.key_dim), key]), shape.key_heads)[:, None]
         return cls(shape, taps, _made(scale), _made(log_decay.astype(mx.float32)), dt_bias)
 
 
 def run_token(
-    qkv: mx.array,  # q, k and v of a token a row, side by side: [B, 1, C]
+    qkv: mx.array,  # q, k and v of one token per row, concatenated: [B, 1, C]
     a: mx.array,  # of the decay, [B, 1, Hv]
     b: mx.array,  # of the write strength, [B, 1, Hv]
     weights: TokenWeights,
     state: mx.array,  # float32 [B, Hv, Dv, Dk]
-    history: mx.array,  # of the convolution, [B, K-1+P, C]
-    num_kept: mx.array | None,  # of the P, int32 [B]; None: P is 0
+    history: mx.array,  # earlier inputs: K-1, then the P of the last window, [B, K-1+P, C]
+    num_kept: mx.array | None,  # of these P inputs that each row keeps, int32 [B]; None: P is 0
     keep: mx.array,  # 1 if the row keeps this token, else 0, int32 [B]
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """`short_conv` and `run_window` of a single token: outputs [B, 1, Hv, Dv], state, history."""
+    """`short_conv` and `run_window` of a single token.
+
+    Returns outputs [B, 1, Hv, Dv], the new state, and the new history.
+    """
     hk, _, hv, *_ = weights.shape
     rows = len(qkv)
     unit, v, history = _convolve(qkv, weights, history, num_kept)
@@ -154,7 +157,7 @@ def run_token(
 
 
 def run_window(
-    qkv: mx.array,  # of a verify window, [B, T, C]
+    qkv: mx.array,  # q, k and v of a verify window, concatenated: [B, T, C]
     a: mx.array,  # [B, T, Hv]
     b: mx.array,
     weights: TokenWeights,
@@ -162,9 +165,9 @@ def run_window(
     history: mx.array,
     num_kept: mx.array | None,
 ) -> tuple[mx.array, PendingWindow, mx.array]:
-    """The same of a few positions: outputs [B, T, Hv, Dv], what folding needs, history.
+    """`short_conv` and `run_window` of a few positions, as one chunk (see `portable.run_chunked`).
 
-    See `portable.run_chunked`; the window is one chunk.
+    Returns outputs [B, T, Hv, Dv], what folding the window needs, and the new history.
     """
     hk, dk, hv, dv, _ = weights.shape
     rows, length, _ = qkv.shape
@@ -180,7 +183,7 @@ def run_window(
     steps = rows, length, hk, hv // hk, -1
     values, decays, strengths = (x.reshape(steps).transpose(0, 2, 3, 1, 4) for x in (v, g, b))
     below, diagonal, lower = _triangles(length)
-    decay = mx.cumprod(mx.where(below, decays, 1), axis=-2)  # from each position up to each
+    decay = mx.cumprod(mx.where(below, decays, 1), axis=-2)  # D_ti of `portable`
     total = decay[..., :1] * decays[..., :1, :]
     mixing = mx.where(below, mx.sigmoid(strengths) * decay * alike[1], diagonal)
     written = _delta(values, total * seen[1], strengths, _always())
@@ -207,7 +210,7 @@ def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.arra
 def _convolve(
     qkv: mx.array, weights: TokenWeights, history: mx.array, num_kept: mx.array | None
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """q and k, normed and scaled, [B, T, 2 * Hk, Dk]; v [B, T, Hv, Dv]; the new history."""
+    """Returns normed and scaled q and k [B, T, 2 * Hk, Dk], v [B, T, Hv, Dv], and new history."""
     hk, dk, hv, dv, size = weights.shape
     rows, length, channels = qkv.shape
     before = history
@@ -226,7 +229,7 @@ def _convolve(
 
 @once
 def _tail_places(num_kept: mx.array, rows: int, length: int, tail: int) -> mx.array:
-    """Which of B * `length` inputs of the convolution precede the next token: int32 [B, tail]."""
+    """Returns the indices, among B * `length` inputs, of the next token's last: int32 [B, tail]."""
     return num_kept[:, None] + _offsets(rows, length, tail)
 
 
@@ -249,13 +252,13 @@ def _always() -> mx.array:
 
 @once
 def _kept(num_kept: mx.array, length: int) -> mx.array:
-    """Which positions of a window are kept: bool [B, T, 1]."""
+    """Returns which positions of a window are kept: bool [B, T, 1]."""
     return (mx.arange(length) < num_kept[:, None])[..., None]
 
 
 @functools.lru_cache(maxsize=64)
 def _triangles(size: int) -> tuple[mx.array, mx.array, mx.array]:
-    """[T, T]: what is below the diagonal (bool), the unit matrix, and what is not above (bool)."""
+    """Returns [T, T]: bool below the diagonal, the identity, bool on and below the diagonal."""
     below, lower = (mx.tri(size, k=k, dtype=mx.bool_) for k in (-1, 0))
     return _made(below), _made(mx.eye(size)), _made(lower)
 
@@ -273,12 +276,12 @@ def _delta(v: mx.array, known: mx.array, b: mx.array, alive: mx.array) -> mx.arr
 def add_mixture(
     x: mx.array,  # [N, H]
     normed: mx.array,  # [N, H]
-    parts: Sequence[mx.array],  # logits of the experts, of the shared one; its gate, its up
+    parts: Sequence[mx.array],  # logits of experts, logit of the shared one, and its gate and up
     experts: tuple[mx.array, mx.array],  # gate and up, [E, H, 2 * I]; down, [E, I, H]
     shared_down: mx.array,  # [I', H]
     router: Router,
 ) -> mx.array:
-    """x plus a mixture of experts of its norm, [N, H]: mlx-lm's module and the sum behind it."""
+    """Returns x plus a mixture of experts of `normed`, [N, H]: mlx-lm's module and the addition."""
     logits, share, gate, up = parts
     count = router.chosen
     scores = logits if router.normalize else mx.softmax(logits, axis=-1, precise=True)
@@ -308,17 +311,17 @@ def _added(x: mx.array, routed: mx.array, shared: mx.array, share: mx.array) -> 
 
 
 class HeadNorms(NamedTuple):
-    """How the heads of an attention layer are normed, and turned by their positions."""
+    """How the heads of an attention layer are normed, and rotated by RoPE."""
 
     weights: mx.array  # of each head, [heads, D]
     eps: float
-    dims: int  # that are turned
+    dims: int  # dimensions that RoPE rotates
     base: float
-    scale: float  # of positions
+    scale: float  # factor of positions
 
 
 def turned_heads(x: mx.array, norms: HeadNorms, positions: mx.array) -> mx.array:
-    """Heads of tokens at positions int32 [N], [N, heads, D], after their norms and RoPE."""
+    """Returns heads x [N, heads, D] after their norms, and RoPE at positions int32 [N]."""
     cosines, sines = _angles(positions, norms.dims, norms.base, norms.scale)
     normed, half = rms_norm(x, norms.weights, norms.eps), norms.dims // 2
     first, second, *rest = mx.split(normed, [half, 2 * half], axis=-1)
@@ -328,7 +331,7 @@ def turned_heads(x: mx.array, norms: HeadNorms, positions: mx.array) -> mx.array
 
 @once
 def _angles(positions: mx.array, dims: int, base: float, scale: float) -> tuple[mx.array, mx.array]:
-    """Cosines and sines at positions int32 [N], each [N, 1, dims / 2]."""
+    """Returns the cosines and sines at positions int32 [N], each [N, 1, dims / 2]."""
     theta = positions[:, None, None] * _frequencies(dims, base, scale)
     return mx.cos(theta), mx.sin(theta)
 
@@ -340,11 +343,11 @@ def _frequencies(dims: int, base: float, scale: float) -> mx.array:
 
 
 def attend_token(
-    queries: mx.array,  # of a token a row, scaled, [B, heads, D]
+    queries: mx.array,  # of one token per row, already scaled, [B, heads, D]
     kv: mx.array,  # [2, slots, KV heads, capacity, D]; row b has slot b
     mask: mx.array,  # bool [B, 1, 1, limit]
 ) -> mx.array:
-    """Attention to each row's entries, [B, heads * D]."""
+    """Returns the attention to each row's entries, [B, heads * D]."""
     rows, limit = len(queries), mask.shape[-1]
     keys, values = kv[0, :rows, :, :limit], kv[1, :rows, :, :limit]
     scores = queries.reshape(rows, keys.shape[1], -1, keys.shape[-1]) @ keys.swapaxes(-1, -2)

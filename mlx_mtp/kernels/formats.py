@@ -11,7 +11,7 @@ import mlx.nn as nn
 # mlx's types by their names in safetensors files; no others are read.
 FLOATS = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 TYPES = {**FLOATS, "U32": mx.uint32, "U8": mx.uint8}
-# By mode: bits of a code, and columns with one scale.
+# By mode: the possible bits of a code, and the possible numbers of columns that share a scale.
 _KNOWN: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)),
     "mxfp4": ((4,), (32,)),
@@ -48,12 +48,12 @@ class Weight(NamedTuple):
         return self.codes.shape[-1] * bits // self.form.bits
 
     def is_of(self, dtype: mx.Dtype) -> bool:
-        """Whether its format is known, for activations of this type."""
+        """Returns whether the format is known, for activations of type `dtype`."""
         return self.form.known and self.scales.dtype in (dtype, mx.uint8)
 
 
 def weight_of(layer: nn.Module) -> Weight:
-    """The weight of a linear layer, an embedding or stacked experts."""
+    """Returns the weight of a linear layer, an embedding or stacked experts."""
     codes = layer["weight"]
     scales = layer.get("scales", codes)
     form = "plain", 8 * codes.itemsize, 64
@@ -62,13 +62,13 @@ def weight_of(layer: nn.Module) -> Weight:
     return Weight(codes, scales, layer.get("biases", scales), Format(*form))
 
 
-# What is added to a code by its mask.
+# A code OR-ed into the bits of BASE is the number BASE + code; ONES and BASES hold two numbers.
 BASES = {
     mx.bfloat16: "#define ONES 0x3f803f80u\n#define BASES 0x43004300u\n#define BASE 128.0f\n",
     mx.float16: "#define ONES 0x3c003c00u\n#define BASES 0x64006400u\n#define BASE 1024.0f\n",
 }
-# For `cuda.skinny_gemm`, after `mma.header`. A lane has runs of eight columns.
-# Masks find two codes at once: 0 4, 1 5, 2 6, 3 7; of 8 bits 0 2, 1 3, 4 6, 5 7.
+# Source of `cuda.skinny_gemm`, after `mma.header`. A lane has runs of eight columns. A mask selects
+# two codes: 0 and 4, 1 and 5, 2 and 6, 3 and 7; of 8 bits 0 and 2, 1 and 3, 4 and 6, 5 and 7.
 DECODING = r"""
 template <typename V, int count>
 struct alignas(sizeof(V) * count) Vector { V at[count]; };

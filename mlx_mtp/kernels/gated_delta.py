@@ -1,11 +1,11 @@
 """The gated delta rule over a window, and the fold of an accepted prefix.
 
-The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one rank-one term a
+The rule (Yang et al., "Gated Delta Networks", 2024, equation 10) writes one rank-one term per
 position, `state <- g state + delta k^T`, so a window is remembered by its (k, delta, g), and the
 next call folds the accepted prefix in before it runs its own window. One kernel does both on any
-GPU. L lanes share R rows of one head's state, so that the dot products of a position are a few
-shuffles. The state is read once and written once, and a position's inputs are read while those
-before it are computed. `recurrence.py` chooses between this and the other forms.
+GPU. L lanes share R rows of one head's state, so the dot products of a position take a few
+shuffles. The state is read once and written once, and a position's inputs are read while earlier
+positions are computed. `recurrence.py` chooses between this and the other forms.
 """
 
 from typing import Any
@@ -162,7 +162,7 @@ _BODY = """
     }
 """
 
-# q, k and v may be slices; all else must be contiguous, as the kernel's own outputs are.
+# q, k and v can be slices; all other inputs must be contiguous, as the kernel's own outputs are.
 KERNEL = gpu.Kernel(
     "gated_delta",
     [
@@ -182,7 +182,7 @@ def run_kernel(
     num_kept: mx.array | None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, PendingWindow | None]:
-    """As `recurrence.run_window`, without a choice."""
+    """`recurrence.run_window`, always by the kernel."""
     batch, _, heads, value_dim = window.v.shape
     if previous is None or num_kept is None:
         previous, num_kept = PendingWindow(*window[:3]), gpu.zeros(batch)
@@ -204,19 +204,19 @@ def run_kernel(
 
 
 def fold_by_kernel(previous: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
-    """As `recurrence.fold`, by the kernel with a window of which no position is run."""
+    """`recurrence.fold` by the kernel, with a new window that has no valid positions."""
     k, delta, g = (a[:, :1] for a in previous)
     window, none = GDNWindow(k, delta, g, g), mx.zeros_like(num_kept)
     return run_kernel(k, window, state, previous, num_kept, none)[1]
 
 
 def fits(window: GDNWindow | PendingWindow) -> bool:
-    """Whether the kernel runs windows of these shapes and types here."""
+    """Returns whether the kernel runs windows of these shapes and types here."""
     return GATED_DELTA.works(_shape(window), window.k.dtype)
 
 
 def _shape(window: GDNWindow | PendingWindow) -> GDNShape:
-    # A window's values and a pending window's deltas have one shape.
+    # A window's values and a pending window's deltas have the same shape.
     return GDNShape(*window.k.shape[2:], *window[1].shape[2:])
 
 

@@ -42,7 +42,7 @@ class GDNWindow(NamedTuple):
         return self.k.shape[1]
 
     def masked(self, lengths: mx.array) -> GDNWindow:
-        """The same, but positions from `lengths[b]` (int32 [B]) on don't change the state."""
+        """Returns the window; positions from `lengths[b]` (int32 [B]) on don't change the state."""
         mask = (mx.arange(self.length) < lengths[:, None])[..., None]
         return self._replace(g=mx.where(mask, self.g, 1), beta=mx.where(mask, self.beta, 0))
 
@@ -70,7 +70,7 @@ class ShortConvWeights(NamedTuple):
 
 
 class PendingWindow(NamedTuple):
-    """What is needed to fold a window that has run."""
+    """What is needed to fold an accepted prefix of a window, after the window has run."""
 
     k: mx.array  # the window's keys, [B, T, Hk, Dk]
     delta: mx.array  # what each position wrote along its key, float32 [B, T, Hv, Dv]

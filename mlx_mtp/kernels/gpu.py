@@ -20,21 +20,21 @@ Backend = Literal["metal", "cuda"]
 
 Output = tuple[tuple[int, ...], mx.Dtype]  # shape and type
 
-LONGEST_WINDOW = 17  # positions of a row in a decode step; more are a prompt's
-# Tokens that are computed as a decode step's where nothing says what they are, and of a prompt:
-# with more of a prompt's it is faster to expand the weights.
+LONGEST_WINDOW = 17  # maximum positions of a row in a decode step; more are a prompt's
+# Passes of up to this many tokens are computed as decode steps: outside `decode_pass`, and if they
+# are a prompt's. For longer prompts it is faster to expand the weights.
 MOST_ROWS, MOST_PROMPT_ROWS = 128, 64
-LANES = 32
-_WARPS = 4  # of a threadgroup, where a kernel does not say
-# Of the largest float32 result (see `self_check.difference`): a wrong kernel is off by far more,
-# another order of sums by far less.
+LANES = 32  # of a warp (a simdgroup on Metal)
+_WARPS = 4  # of a threadgroup, by default
+# Maximum error relative to the largest float32 result (see `self_check.difference`): a wrong
+# kernel is off by far more, another order of sums by far less.
 TOLERANCE = 1e-4
 
 refused: set[str] = set()
 """Names of operations whose kernels do not work here for at least one shape."""
 
 slower: set[str] = set()
-"""Names of operations of mlx's that might be used here, and are not: others are faster or right."""
+"""Names of mlx's own operations that could be used here but are not: they are slower or wrong."""
 
 _of_step: ContextVar[bool | None] = ContextVar("of_step", default=None)
 
@@ -52,7 +52,7 @@ _HEADERS: dict[Backend, str] = {
 #define DEVICE_BARRIER __syncthreads()
 """,
 }
-# A grid is (32 lanes times X, Y, Z) with a threadgroup of (32, some, 1).
+# A grid is (32 lanes times X, Y, Z), with threadgroups of (32, warps, 1).
 _PROLOGUES: dict[Backend, str] = {
     "metal": """
     const int lane = thread_position_in_threadgroup.x;
@@ -72,7 +72,7 @@ _PROLOGUES: dict[Backend, str] = {
 
 
 def backend() -> Backend | None:
-    """The GPU backend that work goes to by default, if any."""
+    """Returns the backend of the default device if that is a GPU, else None."""
     if mx.default_device().type != mx.gpu:
         return None
     if mx.metal.is_available():
@@ -86,15 +86,15 @@ _SHARED = {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 22
 
 @functools.cache
 def shared_memory() -> int:
-    """Bytes of shared memory per block on this CUDA GPU."""
+    """Returns the bytes of shared memory per block on this CUDA GPU."""
     return 1024 * _SHARED.get(str(mx.device_info().get("architecture")), 99)
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of arrays and numbers, so that mlx compiles it on a GPU.
+    """Decorate a function of arrays and numbers: on a GPU mlx compiles it.
 
-    Its small operations then take few launches. On the CPU mlx would call a C++ compiler. No array
-    may be empty: on CUDA mlx then ends the process.
+    Its small operations then take few launches. On the CPU it stays as it is, as mlx would run a
+    C++ compiler. No array may be empty: on CUDA mlx would end the process.
     """
     compiled = mx.compile(function)
 
@@ -107,14 +107,14 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def of_step() -> bool | None:
-    """Whether this pass is a decode step (see `step`); None outside `step`."""
+    """Returns whether this pass is a decode step; None outside `decode_pass`."""
     return _of_step.get()
 
 
 def few(rows: int) -> bool:
-    """Whether a pass of this many tokens is computed as a decode step.
+    """Returns whether a pass of `rows` tokens is computed as a decode step.
 
-    There a row's bits do not depend on other rows.
+    In a decode step a row's bits do not depend on other rows.
     """
     is_step = of_step()
     most = MOST_PROMPT_ROWS if is_step is False else MOST_ROWS
@@ -123,7 +123,7 @@ def few(rows: int) -> bool:
 
 @contextlib.contextmanager
 def decode_pass(is_step: bool = True) -> Iterator[None]:
-    """Within it passes are a decode step's, however many tokens they have; or else a prompt's."""
+    """Treat all passes within this context as decode steps of any size, or else as prompts."""
     token = _of_step.set(is_step)
     try:
         yield
@@ -133,35 +133,35 @@ def decode_pass(is_step: bool = True) -> Iterator[None]:
 
 @functools.cache
 def zeros(rows: int) -> mx.array:
-    """int32 [B], made once: in a step it would be a launch."""
+    """Returns int32 zeros [B], made once: in a step they would take a launch."""
     array = mx.zeros(rows, dtype=mx.int32)
     mx.eval(array)
     return array
 
 
 def _kernel_name(name: str, *source: str) -> str:
-    """A name for mlx, which keeps compiled CUDA kernels on disk by their names alone."""
+    """Returns a name unique to a source: mlx caches compiled CUDA kernels on disk by name only."""
     return f"mlx_mtp_{name}_{hashlib.sha256(''.join(source).encode()).hexdigest()[:12]}"
 
 
 def lean(source: str) -> str:
-    """The source without comments and indentation: mlx hashes it at each launch on CUDA."""
+    """Returns a source without comments and indentation: on CUDA mlx hashes it at each launch."""
     lines = (line.partition("//")[0].strip() for line in source.split("\n"))
     return "".join(f"{line}\n" for line in lines if line)
 
 
-# Launches of attention differ by the sizes of all buffers, so that old ones must go.
+# Bounded, as launches of attention vary with the sizes of all buffers.
 @functools.lru_cache(maxsize=4096)
 def launcher(
-    kernel: Any,  # what mlx made of a source
+    kernel: Any,  # mlx's kernel
     template: tuple[tuple[str, Any], ...],
     grid: tuple[int, int, int],  # warps in x, y and z
     warps: int,  # of a threadgroup, along y
     outputs: tuple[Output, ...],
 ) -> Callable[..., list[mx.array]]:
-    """A launch compiled by mlx.
+    """Returns a function that launches a kernel, compiled by mlx.
 
-    A plain call of a custom kernel assembles its source anew, most of the host's time.
+    A plain call of a custom kernel assembles its source each time: most of the host's time.
     """
 
     def launch(*inputs: mx.array) -> list[mx.array]:
@@ -182,8 +182,8 @@ def launcher(
 class Kernel:
     """A kernel for the backend in use, built when it is first called.
 
-    Its body, written once for CUDA and Metal, may use lane, warp (of its threadgroup), grid_x,
-    grid_y, grid_z and the macros; with `shared` it is for CUDA alone, and has none of these.
+    Its body, written once for CUDA and Metal, can use lane, warp (of its threadgroup), grid_x,
+    grid_y, grid_z and the macros. With `shared` the body is for CUDA only and has none of these.
     """
 
     name: str
@@ -191,12 +191,12 @@ class Kernel:
     outputs: list[str]
     body: str
     headers: dict[Backend, str] = field(default_factory=dict)  # declarations beside the macros
-    contiguous: bool = False  # mlx copies inputs that are not; else the body uses their strides
+    contiguous: bool = False  # mlx copies strided inputs; if False, the body uses their strides
     shared: int | None = None  # bytes of CUDA's dynamic shared memory; inputs are contiguous
     _built: dict[Backend, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
-        """mlx's kernel."""
+        """Returns mlx's kernel for the backend in use; the first call builds it."""
         where = backend()
         assert where is not None
         if where not in self._built:
@@ -234,33 +234,33 @@ class Kernel:
 
 @dataclass(eq=False)
 class Operation:
-    """What kernels compute in place of operations of mlx, compared with those before its use.
+    """An operation that kernels compute in place of mlx's operations, compared before its use.
 
-    A shape is what the kernels are compiled for, whatever its type is.
+    A shape is any value that the kernels are compiled for, such as a `GDNShape`.
     """
 
-    title: str  # the kernels and their reference
+    title: str  # names the kernels and their reference
     name: str
     # The largest difference from the reference at a shape and type (see `self_check.difference`).
     error: Callable[[Any, mx.Dtype], float]
-    # Whether the kernels are made for a shape and type.
+    # Whether the kernels support a shape and type.
     applies: Callable[[Any, mx.Dtype], bool]
-    # To time it: by the kernels, in operations of mlx, and random arguments for both, of one row
-    # with some tokens.
+    # For timing: the kernels, their reference in mlx operations, and a function that makes random
+    # arguments for both, of one row with the given number of tokens.
     run_kernel: Callable[..., Any] | None = None
     reference: Callable[..., Any] | None = None
     arguments: Callable[[Any, mx.Dtype, int], Sequence[Any]] | None = None
-    for_metal: bool = True  # else for CUDA alone
+    for_metal: bool = True  # else for CUDA only
     _works: dict[tuple[Backend, Any, mx.Dtype], bool] = field(default_factory=dict)
 
     def is_for(self, where: Backend | None) -> bool:
-        """Whether there are kernels for a backend."""
+        """Returns whether there are kernels for a backend."""
         return where == "cuda" or (where == "metal" and self.for_metal)
 
     def works(self, shape: Any, dtype: mx.Dtype) -> bool:
-        """Whether the kernels can be used here: made for it, and right when first tried.
+        """Returns whether the kernels support a shape and type, and were correct when first tried.
 
-        A warning says why a kernel that is made for a shape can't be used.
+        If they support the shape but fail, a warning says why.
         """
         where = backend()
         if where is None:

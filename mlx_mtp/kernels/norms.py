@@ -1,7 +1,7 @@
 """RMS norms fused with the operations before and after them, one launch each.
 
-A row's result does not depend on the other rows of its step or chunk, and sums are float32. Beside
-each kernel are mlx's own operations, which run where it is not used.
+A row's result does not depend on the other rows of its step or chunk, and sums are float32. Each
+kernel has a form in mlx operations, which runs where the kernel can't.
 """
 
 import functools
@@ -15,14 +15,14 @@ import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
 
-_MOST_WARPS = 32  # of a row
-_PROMPT_WARPS = 8  # of a prompt's: while one threadgroup adds up or writes, others read
-_HEADS_AT_ONCE = 4  # of a threadgroup
+_MOST_WARPS = 32  # of a row in a decode step
+_PROMPT_WARPS = 8  # of a row in a prompt: while one threadgroup adds up or writes, others read
+_HEADS_AT_ONCE = 4  # heads of a threadgroup
 _CHECKED_ROWS = 3, gpu.MOST_ROWS + 1  # of a step and of a prompt
 
 Sizes = list[tuple[int, ...]]
 
-# A threadgroup has a row of the residual stream.
+# A threadgroup computes a row of the residual stream.
 _RESIDUAL = """
     constexpr int EACH = (DIM + 32 * WARPS - 1) / (32 * WARPS);
     THREADGROUP(float, parts, WARPS);
@@ -73,7 +73,7 @@ _MIX = _RESIDUAL.replace(
         sum += mixed;
 """,
 )
-# A warp has a head of a row.
+# A warp computes a head of a row.
 _HEAD = """
     float value[DIM / 32];
     float squares = 0.0f;
@@ -103,7 +103,7 @@ _GATED = f"""
       to[c] = static_cast<InT>(scaled * (gate / (1.0f + exp(-gate))));
     }}
 """
-# Of ROTATED dimensions, i and i + ROTATED / 2 are a pair, which one lane has.
+# Of the ROTATED dimensions, i and i + ROTATED / 2 are a pair; one lane has both.
 _ROTATE = f"""
     const int head = grid_y;
     if (head >= HEADS + 2 * KEYS) {{
@@ -146,23 +146,23 @@ _ROTATE = f"""
 
 
 class NormShape(NamedTuple):
-    """What a kernel is compiled for; sizes that an operation has not are 0."""
+    """What a kernel is compiled for; sizes that an operation does not use are 0."""
 
-    dim: int  # of what is normed
+    dim: int  # dimension of the norm
     eps: float
-    heads: int = 0  # of a token, or of its queries
-    keys: int = 0  # heads of a token's keys, and of its values
-    rotated: int = 0  # dimensions, by
-    base: float = 0.0  # of the rotation
-    scale: float = 1.0  # of positions
-    ratio: int = 0  # value heads of a key head
-    chosen: int = 0  # experts of a token, the shared one included
+    heads: int = 0  # heads of a token, or of its queries
+    keys: int = 0  # KV heads of a token
+    rotated: int = 0  # dimensions that RoPE rotates
+    base: float = 0.0  # of RoPE
+    scale: float = 1.0  # RoPE's factor of positions
+    ratio: int = 0  # value heads per key head
+    chosen: int = 0  # experts of a token that are added up
 
 
 class FusedNorm(gpu.Operation):
-    """A norm with what is around it; a shape and arrays, the first [N, ..], are its arguments.
+    """A norm fused with the operations around it; takes a shape, and arrays, the first [N, ..].
 
-    Where the shape has heads a warp has a head of a token, else a threadgroup has a token.
+    If the shape has heads, a warp computes a head of a token; else a threadgroup computes a token.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class FusedNorm(gpu.Operation):
         outputs: list[str],
         body: str,
         portable: Callable[..., list[mx.array]],
-        sizes: Callable[[NormShape, int], tuple[Sizes, Sizes]],  # of inputs and outputs, by N
+        sizes: Callable[[NormShape, int], tuple[Sizes, Sizes]],  # shapes of inputs and outputs by N
     ) -> None:
         super().__init__(
             f"{name.replace('_', ' ')} kernel / mlx",
@@ -188,11 +188,11 @@ class FusedNorm(gpu.Operation):
         self.kernel = gpu.Kernel(name, names, outputs, body)
 
     def __call__(self, shape: NormShape, *inputs: mx.array) -> list[mx.array]:
-        used = self.works(shape, inputs[1].dtype)  # a mixture's x may be a sum in float32
+        used = self.works(shape, inputs[1].dtype)  # A mixture's x can be a float32 sum.
         return (self.by_kernel if used else self.portable)(shape, *inputs)
 
     def by_kernel(self, shape: NormShape, *inputs: mx.array) -> list[mx.array]:
-        """What the kernel computes."""
+        """Returns the kernel's outputs."""
         rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + 2 * shape.keys
         most = _MOST_WARPS if gpu.few(rows) else _PROMPT_WARPS
         warps = heads or min(most, shape.dim // 32)
@@ -247,7 +247,7 @@ def _add_norm(shape: NormShape, x: mx.array, added: mx.array, weight: mx.array) 
 
 
 def add_up(experts: mx.array, weights: mx.array) -> mx.array:
-    """What experts give, [N * K, D], by their weights float32 [N, K]: [N, D]."""
+    """Returns the sums [N, D] of experts' outputs [N * K, D] by their weights, float32 [N, K]."""
     by_token = experts.reshape(*weights.shape, -1)
     return (by_token * weights.astype(experts.dtype)[..., None]).sum(axis=-2)
 
@@ -349,7 +349,7 @@ def rotate(
     k_weight: mx.array,
     positions: mx.array,
 ) -> list[mx.array]:
-    """`ROTATE` by its kernel; without queries or entries only the other result means something."""
+    """Run `ROTATE` by its kernel; the result for absent queries or entries is meaningless."""
     if queries is None:
         shape = shape._replace(heads=0)
     if not entries:

@@ -57,9 +57,9 @@ def run_chunked(
     *,
     advance: bool = True,
 ) -> tuple[mx.array, mx.array, PendingWindow]:
-    """Run a window: outputs [B, T, Hv, Dv], the state after it, and what folding it needs.
+    """Run a window; returns outputs [B, T, Hv, Dv], the state after it, and what folding it needs.
 
-    Without `advance` the returned state means nothing.
+    Without `advance` the returned state is meaningless.
     """
     batch, length, key_heads, _ = q.shape
     heads, value_dim = window.v.shape[2:]
@@ -105,7 +105,7 @@ def run_chunked(
 
 
 def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
-    """The state after the first `num_kept[b]` (int32 [B]) positions of a window."""
+    """Returns the state after the first `num_kept[b]` (int32 [B]) positions of a window."""
     batch, length, key_heads, _ = pending.k.shape
     kept = (mx.arange(length) < num_kept[:, None])[..., None]
     delta = mx.where(kept[..., None], pending.delta, 0)
@@ -113,7 +113,7 @@ def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.arra
         _chunks(a, key_heads, length, 0)[:, :, :, 0]
         for a in (pending.k, delta, mx.where(kept, pending.g, 1))
     )
-    # What is left of each position's write, and of the state, after all that follows.
+    # The product of the decays after each position; with the first decay it is the state's.
     after = _decay(g[..., 0])[..., -1:, :].swapaxes(-1, -2)
     current = state.reshape(batch, key_heads, -1, *state.shape[2:])
     remembered = after[..., :1, :] * g[..., :1, :] * current
@@ -124,14 +124,14 @@ def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.arra
 def loop(
     q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's loop: the slow reference. Positions from `lengths[b]` (int32 [B]) on don't count."""
+    """mlx-lm's loop, the slow reference; ignores positions from `lengths[b]` (int32 [B]) on."""
     mask = None if lengths is None else mx.arange(window.length) < lengths[:, None]
     q = q * q.shape[-1] ** -0.5
     return gated_delta_ops(q, window.k, window.v, window.g, window.beta, state, mask)
 
 
 def _chunks(x: mx.array, key_heads: int, size: int, fill: float) -> mx.array:
-    """[B, T, H, D] or [B, T, H] to float32 [B, Hk, H/Hk, N, C, D], padded at the end."""
+    """Reshape [B, T, H, D] or [B, T, H] to float32 [B, Hk, H/Hk, N, C, D], padded at the end."""
     batch, length, heads = x.shape[:3]
     x = x.astype(mx.float32).reshape(batch, length, heads, -1)
     missing = -length % size
@@ -142,9 +142,9 @@ def _chunks(x: mx.array, key_heads: int, size: int, fill: float) -> mx.array:
 
 
 def _decay(g: mx.array) -> mx.array:
-    """D_ti, the product of the decays after i up to t, 0 for i > t: [..., C] to [..., C, C].
+    """Returns D_ti, the product of the decays after i up to t, 0 for i > t: [.., C] to [.., C, C].
 
-    Multiplied up from i on: a quotient of products from the start loses digits.
+    It is multiplied from i on, as a quotient of two products from the start would lose digits.
     """
     size = g.shape[-1]
     later = mx.where(_lower(size, -1), g[..., None], 1)
@@ -172,7 +172,7 @@ def short_conv(
     mixed = silu_of_sum(*shifted, *(convolution.weight[:, i, 0] for i in taps))
 
     keyed = mixed[..., : 2 * key_heads * key_dim].reshape(batch, length, 2 * key_heads, key_dim)
-    # x / sqrt(sum x^2 + eps), by a kernel that takes the mean.
+    # x / sqrt(sum x^2 + eps), by the RMS norm, which takes the mean.
     unit = mx.fast.rms_norm(keyed, _scale(key_dim, keyed.dtype), EPS / key_dim)
     v = mixed[..., 2 * key_heads * key_dim :].reshape(*per_head, -1)
     by_key_head = projected.a.shape[2:]
@@ -183,19 +183,19 @@ def short_conv(
 
 
 def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.array:
-    """The last `tail` (K-1) inputs that each row keeps of `short_conv`'s history: [B, tail, C]."""
+    """Returns the last `tail` (K-1) inputs of `short_conv` that each row keeps, [B, tail, C]."""
     if num_kept is None:
         return history
     rows, length, channels = history.shape
-    # A Python scalar would be compiled into the fused kernel, one per length; so an array.
+    # An array: a Python scalar would be compiled into the fused kernel, once for each length.
     firsts = mx.arange(0, rows * length, length)
     where = num_kept[:, None] + mx.arange(tail) + firsts[:, None]
-    return history.reshape(-1, channels)[where]  # All channels at once, unlike take_along_axis.
+    return history.reshape(-1, channels)[where]  # one index for all channels of an input
 
 
 @functools.partial(mx.compile, shapeless=True)
 def silu_of_sum(*inputs: mx.array) -> mx.array:
-    """silu(x0 w0 + x1 w1 + ..) of all x, then all w; summed in float32."""
+    """Returns silu(x0 w0 + x1 w1 + ..), summed in float32; `inputs` are all x, then all w."""
     half = len(inputs) // 2
     total = inputs[0].astype(mx.float32) * inputs[half].astype(mx.float32)
     for x, w in zip(inputs[1:half], inputs[half + 1 :], strict=True):

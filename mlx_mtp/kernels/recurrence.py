@@ -1,8 +1,8 @@
 """The recurrence of a GatedDeltaNet layer: which form of the gated delta rule runs a window.
 
-Prompts run in chunks on the tensor cores where a CUDA GPU has the memory for it, on Metal by mlx's
-own chunked form where that is faster, all else by one kernel (`gated_delta.py`), and without a GPU
-in matrix products (`portable.py`).
+Prompts run in chunks on the tensor cores if a CUDA GPU has enough shared memory, and on Metal by
+mlx's own chunked form if that is faster. Everything else runs in one kernel (`gated_delta.py`), or
+without a GPU in matrix products (`portable.py`).
 """
 
 import mlx.core as mx
@@ -19,14 +19,14 @@ def run_window(
     state: mx.array,  # before the previous window, float32 [B, Hv, Dv, Dk]
     previous: PendingWindow | None,  # of any length; None: there is nothing to fold
     num_kept: mx.array | None,  # positions of the previous window that each row keeps, int32 [B]
-    lengths: mx.array | None = None,  # the same of the new window, if known already
+    lengths: mx.array | None = None,  # the same for the new window, if it is already known
 ) -> tuple[mx.array, mx.array, PendingWindow | None]:
     """Fold the previous window's accepted prefix, then run the new window on top of it.
 
-    Returns the outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2 (those from `lengths[b]` on
-    are finite but mean nothing); a state; and the window that the next call must fold. Without
-    `lengths` the state is that after the fold, before the new window. With `lengths` it is that
-    after the first `lengths[b]` positions of the new window, and None is left to fold.
+    Returns the outputs [B, T, Hv, Dv] in q's dtype, scaled by Dk^-1/2 (from `lengths[b]` on they
+    are finite but meaningless); a state; and the window that the next call must fold. Without
+    `lengths` the state is the folded one, before the new window. With `lengths` it is the state
+    after the first `lengths[b]` positions of the new window, and the window to fold is None.
     """
     chunked = gated_delta_prompts if gpu.backend() == "metal" else gated_delta_chunks
     if lengths is not None and chunked.fits(window):
@@ -37,7 +37,7 @@ def run_window(
 
 
 def fold(previous: PendingWindow | None, num_kept: mx.array | None, state: mx.array) -> mx.array:
-    """The state after the first `num_kept[b]` (int32 [B]) positions of the previous window."""
+    """Returns the state after the first `num_kept[b]` (int32 [B]) positions of `previous`."""
     if previous is None:
         return state
     assert num_kept is not None

@@ -1,6 +1,6 @@
-"""Whether a row of a decode step has the same bits alone and beside others, by kernel.
+"""Checks for each kernel that a row of a decode step has the same bits alone and among others.
 
-The kernels are made so; here the machine's own compiler and GPU are asked.
+The kernels are written to guarantee this; here it is tried with this machine's compiler and GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow
 from mlx_mtp.kernels.self_check import RandomInputs
 
-ROWS = (1, 2, 3, 4, 5, 8, 16, 33, 64)  # of steps that are compared
-ALONE = 8  # rows that are also computed by themselves
+ROWS = (1, 2, 3, 4, 5, 8, 16, 33, 64)  # numbers of rows of the compared steps
+ALONE = 8  # rows that are also computed alone
 _WINDOW, _KEPT = 5, 3  # tokens of a window, and how many of them are kept
 
 
 def row_problem(case: KernelCase) -> str | None:
-    """What is wrong with an operation of a decode step at a shape; None if nothing is.
+    """Returns what is wrong with an operation of a decode step at a shape; None if nothing is.
 
-    Either no kernel runs, or a row's bits depend on what is beside it.
+    Either no kernel runs, or a row's bits depend on the other rows.
     """
     operation, shape, dtype = case
     if not operation.works(shape, dtype):
@@ -36,18 +36,18 @@ def row_problem(case: KernelCase) -> str | None:
         elif operation is gated_delta.GATED_DELTA:
             same = _gated_delta(shape, dtype)
         else:
-            return None  # Attention has been compared by `works`.
+            return None  # attention: `works` has compared it
     return None if same else "a row depends on the others"
 
 
 def same_rows(run: Callable[[slice], Sequence[mx.array]]) -> bool:
-    """Whether `run` gives a row the same at all numbers of rows, and wherever it is among them.
+    """Returns whether `run` gives a row the same bits for all `ROWS`, wherever the row is in them.
 
-    It computes the rows of a slice of all `ROWS[-1]`; its results have a row first.
+    `run` computes the rows of a slice; rows are the first axis of its results.
     """
     alone = [run(slice(row, row + 1)) for row in range(ALONE)]
     for rows in ROWS:
-        first = max(0, rows - ALONE) % ALONE  # Not all begin with the same row.
+        first = max(0, rows - ALONE) % ALONE  # Not all slices begin with the same row.
         found = run(slice(first, first + rows))
         for row in range(first, min(first + rows, ALONE)):
             pairs = zip(alone[row], found, strict=True)
@@ -81,7 +81,7 @@ def _router(router: topk.Router, dtype: mx.Dtype) -> bool:
 
 
 def _short_conv(shape: GDNShape, dtype: mx.Dtype) -> bool:
-    """Rows of a window, each window beside its tokens one by one."""
+    """Compares each row's window with the row's tokens one by one."""
     inputs = RandomInputs(0, shape, dtype)
     projected, convolution = inputs.projected(ALONE, _WINDOW), inputs.convolution()
     history = inputs.history(ALONE, 0)
@@ -103,7 +103,7 @@ def _short_conv(shape: GDNShape, dtype: mx.Dtype) -> bool:
 
 
 def _gated_delta(shape: GDNShape, dtype: mx.Dtype) -> bool:
-    """Rows of two windows, the first partly kept, beside the kept tokens one by one."""
+    """Compares each row's two windows, the first partly kept, with the row's tokens one by one."""
     inputs = RandomInputs(0, shape, dtype)
     q, window = inputs.window(ALONE, _WINDOW + _KEPT)
     state, kept = inputs.state(ALONE), mx.full((ALONE,), _KEPT, dtype=mx.int32)

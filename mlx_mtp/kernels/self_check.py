@@ -16,7 +16,7 @@ from mlx_mtp.kernels.gdn_types import (
     ShortConvWeights,
 )
 
-# What a type's rounding adds to a difference of sums, over that of float32: a few half steps.
+# The factor by which a type's rounding error in sums can exceed float32's: a few half units.
 _COARSENESS = {mx.float32: 1, mx.float16: 50, mx.bfloat16: 200}
 
 
@@ -29,11 +29,11 @@ class RandomInputs:
         self.dtype = dtype  # of the activations
 
     def normal(self, *shape: int) -> mx.array:
-        """float32."""
+        """Returns float32 numbers of a standard normal distribution."""
         return mx.array(self._random.standard_normal(shape, dtype=np.float32))
 
     def counts(self, rows: int, most: int) -> mx.array:
-        """int32 [B], 0 to `most`, both ends included where there are two rows."""
+        """Returns int32 [B] from 0 to `most`; the first row has `most`, and the second one 0."""
         counts = self._random.integers(0, most + 1, rows, dtype=np.int32)
         counts[:2] = (most, 0)[:rows]
         return mx.array(counts)
@@ -42,20 +42,20 @@ class RandomInputs:
         return self.normal(rows, self.shape.value_heads, self.shape.value_dim, self.shape.key_dim)
 
     def window(self, rows: int, length: int) -> tuple[mx.array, GDNWindow]:
-        """Queries [B, T, Hk, Dk] and a window; queries and keys are unit vectors."""
+        """Returns queries [B, T, Hk, Dk] and a window; queries and keys are unit vectors."""
         hk, dk, hv, dv, _ = self.shape
         q, k = (self.normal(rows, length, hk, dk) for _ in range(2))
         q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
         v = self.normal(rows, length, hv, dv)
         beta = mx.sigmoid(self.normal(rows, length, hv))
-        # Mostly 0.7 to 0.98: a product of many smaller ones is lost in denormals.
+        # Decays are mostly 0.7 to 0.98: a product of many smaller ones would underflow.
         g = mx.sigmoid(self.normal(rows, length, hv) + 2)
         q, k, v, beta = (a.astype(self.dtype) for a in (q, k, v, beta))
-        # The decay stays float32, as the models have it.
+        # The decay stays float32, as in the models.
         return q, GDNWindow(k, v, g, beta)
 
     def projected(self, rows: int, length: int) -> GDNProjections:
-        """A layer's projections; q, k and v are slices of one array, as in the models."""
+        """Returns a layer's projections; q, k and v are slices of one array, as in the models."""
         hk, dk, hv, dv, _ = self.shape
         ratio = hv // hk
         wide = self.normal(rows, length, hk, 2 * dk + ratio * (dv + 2)).astype(self.dtype)
@@ -76,16 +76,16 @@ class RandomInputs:
 
 
 def difference(found: Iterable[mx.array], true: Iterable[mx.array]) -> float:
-    """The largest difference over the largest number, of each pair of arrays.
+    """Returns the largest error of all pairs of arrays, relative to the pair's largest number.
 
-    What a coarser type than float32 is off by is divided by how much coarser it is.
+    For a coarser type than float32, the error is divided by the type's `_COARSENESS`.
     """
     shares = []
     for ours, theirs in zip(found, true, strict=True):
         ours32, theirs32 = (a.astype(mx.float32) for a in (ours, theirs))
         share = mx.abs(ours32 - theirs32).max() / mx.abs(theirs32).max()
         shares.append(float(share) / _COARSENESS[ours.dtype])
-    return float(np.max(shares))  # Python's maximum would lose a NaN
+    return float(np.max(shares))  # Python's max could drop a NaN.
 
 
 def largest_difference(
@@ -93,14 +93,14 @@ def largest_difference(
     run_kernel: Callable[..., Any],
     reference: Callable[..., Any],
 ) -> float:
-    """The `difference` of what a program returns with a kernel and with its reference."""
+    """Returns the `difference` between a program's results with a kernel and with its reference."""
     mx.eval(found := program(run_kernel))
     with mx.stream(mx.cpu):
         return difference(found, program(reference))
 
 
 def gated_delta_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
-    """The largest difference of windows that follow one another, and of a prompt after them."""
+    """Returns the largest difference for a window, and for a window or a prompt after it."""
     inputs = RandomInputs(0, shape, dtype)
     first, second, state = inputs.window(2, 2), inputs.window(2, 3), inputs.state(2)
     prompt, lengths = inputs.window(2, 6), mx.array([6, 5], dtype=mx.int32)
@@ -121,7 +121,7 @@ def gated_delta_prompt_error(
     shape: GDNShape,
     dtype: mx.Dtype,
 ) -> float:
-    """The largest difference of two prompts of other lengths: the state, and the kept outputs."""
+    """Returns the largest difference of states and kept outputs for prompts of two lengths."""
     inputs, lengths = RandomInputs(0, shape, dtype), [130, 77]
     (q, window), state = inputs.window(2, 130), inputs.state(2)
 
@@ -133,7 +133,7 @@ def gated_delta_prompt_error(
 
 
 def short_conv_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.Dtype) -> float:
-    """The largest difference of two windows, the second one as long as a prompt's."""
+    """Returns the largest difference for two windows, the second one as long as a prompt's."""
     inputs = RandomInputs(0, shape, dtype)
     convolution, history = inputs.convolution(), inputs.history(2, 0)
     first, second = inputs.projected(2, 2), inputs.projected(2, 18)
@@ -147,19 +147,19 @@ def short_conv_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.
     return largest_difference(program, run_kernel, portable.short_conv)
 
 
-# Capacities of buffers and where the row of each slot ends; a check takes rows of 1, 4 or all.
+# The capacity of each buffer, and where the row in each slot ends. Checks take 1, 4 or all buffers.
 _BUFFERS = ((512, (256, 300)), (512, (17,)), (512, (255,)), (256, (40,)), (512, (257,)))
 
 
 def window_attention(
     run_kernel: Callable[..., mx.array],
-    heads: tuple[int, int, int],  # of queries, of KV, and their dimension
+    heads: tuple[int, int, int],  # query heads, KV heads, head dimension
     dtype: mx.Dtype,
     longest: int,
 ) -> float:
-    """The largest difference of attention of windows of 1 to `longest` tokens.
+    """Returns the largest difference of attention for windows of 1 to `longest` tokens.
 
-    ValueError if a position's result depends on what else is in the pass.
+    Raises ValueError if a position's result depends on the other positions of a pass.
     """
     num_heads, kv_heads, dim = heads
     inputs = RandomInputs(0, QWEN3_NEXT_80B, dtype)
@@ -198,14 +198,14 @@ def window_attention(
 def chunk_attention(
     run_kernel: Callable[..., mx.array], heads: tuple[int, int, int], dtype: mx.Dtype
 ) -> float:
-    """The largest difference of attention of one chunk of a prompt.
+    """Returns the largest difference of attention for one chunk of a prompt.
 
-    ValueError if a query's result depends on where the chunk is cut.
+    Raises ValueError if a query's result depends on where the chunk is cut.
     """
     num_heads, kv_heads, dim = heads
     inputs, (first, length, end) = RandomInputs(0, QWEN3_NEXT_80B, dtype), (75, 200, 300)
     keys, values = (inputs.normal(1, kv_heads, end, dim) for _ in "kv")
-    # Scores grow, so that what came before has to be scaled.
+    # Scores grow with the position, so that earlier sums have to be rescaled.
     entries = [a.astype(dtype) for a in (keys * mx.linspace(0.5, 8, end)[:, None], values)]
     queries = inputs.normal(length, num_heads, dim).astype(dtype)
     positions = mx.arange(first, first + length, dtype=mx.int32)

@@ -1,7 +1,7 @@
 """From a GatedDeltaNet layer's projections to the inputs of its recurrence.
 
 On a GPU one kernel replaces some twenty operations: a warp gathers the convolution's inputs of one
-head at one position, of a prompt at a few, convolves, applies silu and the l2 norm of q and k, and
+head at one position (in prompts, at a few), convolves, applies silu and the l2 norm of q and k, and
 computes the gates.
 """
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow, ShortConvWeights
 
-_RUN = 4  # positions of a prompt for a warp
+_RUN = 4  # positions of a warp in a prompt
 
 _BODY = """
     const int head = grid_y;
@@ -121,8 +121,8 @@ KERNEL = gpu.Kernel(
 def convolve(
     projected: GDNProjections,  # of T positions
     convolution: ShortConvWeights,
-    history: mx.array,  # the convolution's inputs before, K-1 and a window of P, [B, K-1+P, C]
-    num_kept: mx.array | None,  # how much of that window each row keeps, int32 [B]; None: P is 0
+    history: mx.array,  # earlier inputs: K-1, then the P of the last window, [B, K-1+P, C]
+    num_kept: mx.array | None,  # of these P inputs that each row keeps, int32 [B]; None: P is 0
 ) -> tuple[mx.array, GDNWindow, mx.array]:
     """Convolve q, k and v, apply silu, norm q and k, and compute the gates.
 
@@ -139,7 +139,7 @@ def run_kernel(
     history: mx.array,
     num_kept: mx.array | None,
 ) -> tuple[mx.array, GDNWindow, mx.array]:
-    """As `convolve`, without a choice."""
+    """`convolve`, always by the kernel."""
     shape, dtype = _shape(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
     if num_kept is None:
@@ -162,7 +162,7 @@ def run_kernel(
 
 
 def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:
-    """Whether the kernel runs layers of these shapes and types here."""
+    """Returns whether the kernel runs layers of these shapes and types here."""
     return SHORT_CONV.works(_shape(projected, convolution), projected.q.dtype)
 
 

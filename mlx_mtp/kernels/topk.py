@@ -1,7 +1,7 @@
 """A mixture's router in one launch: top-k experts of each token, their weights, and their order.
 
-The expert that all tokens share is one more, with a weight of its own. A step's pairs of token and
-expert are sorted too, as the experts' own kernel wants them (`skinny_gemm.experts`).
+Each token also gets the shared expert, with its own weight. In a decode step the (token, expert)
+pairs are also sorted by expert, as the experts' kernel needs them (`SkinnyGemm.pairs`).
 """
 
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
 
-_MOST_EXPERTS = 1024  # a lane has their logits in registers
-_MOST_CHOSEN = 31  # a lane has one, and one has the shared expert
-# Pairs of token and expert that are sorted at once: it takes the square of their time. The first
-# ones are in a threadgroup's memory, of which a Mac has 32 KB in all, the others are read again.
+_MOST_EXPERTS = 1024  # Lanes keep the logits of all experts in registers.
+_MOST_CHOSEN = 31  # Each lane has one expert, and another lane has the shared one.
+# Maximum pairs that one launch sorts, in quadratic time. The first `_NEAR_PAIRS` are in the memory
+# of a threadgroup, of which a Mac has 32 KB in all; the others are read again.
 MOST_PAIRS, _NEAR_PAIRS = 8192, 2048
 _MOST_WARPS = 16  # more would have too few registers
 
-# A warp has a token, and its lanes share the experts. Of equal logits the first one is taken.
+# A warp routes a token, and its lanes share the experts. Of equal logits the first one wins.
 _BODY = """
     constexpr int N = E / 32;
     constexpr int ALL = K + 1;
@@ -109,26 +109,26 @@ class Router(NamedTuple):
     """What the kernel is compiled for."""
 
     experts: int
-    chosen: int  # K of them by each token
-    normalize: bool  # Their weights add up to 1; else they are shares among all.
+    chosen: int  # experts of each token, K
+    normalize: bool  # The K weights add up to 1; else they are softmax weights over all experts.
 
 
 class ExpertChoice(NamedTuple):
-    """Which experts N tokens go to; the shared one, E, is each token's last. P pairs in all."""
+    """The experts of N tokens, P pairs in all; each token's last one is the shared expert, E."""
 
     experts: mx.array  # int32 [N, K + 1]
     weights: mx.array  # float32 [N, K + 1]
     sorted: mx.array  # int32 [P], the experts of all pairs, ascending
-    order: mx.array  # int32 [P], the number of each of these pairs among `experts`
+    order: mx.array  # int32 [P], the index of each of these pairs in the flattened `experts`
 
 
 def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
-    """ExpertChoice of a step's tokens by logits [N, E], and by the shared expert's [N, 1]."""
+    """Route a step's tokens by logits [N, E]; `gate` [N, 1] has the shared expert's."""
     return ExpertChoice(*_route(logits, gate, router, sort=True))
 
 
 def choose_experts(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
-    """`ExpertChoice.experts` and `.weights` alone, of any number of tokens."""
+    """Returns only `ExpertChoice.experts` and `.weights`, of any number of tokens."""
     experts, weights, *_ = _route(logits, gate, router, sort=False)
     return experts, weights
 
@@ -137,7 +137,7 @@ def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> l
     rows, (experts, chosen, normalize) = gate.size, router
     warps = min(rows, _MOST_WARPS)
     groups = 1 if sort else -(-rows // warps)
-    # Rounded up, as each number is a kernel of its own.
+    # Rounded up, as mlx compiles a kernel for each number.
     most_pairs = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS * (chosen + 1) if sort else 1
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}
     constants |= {"PAIRS": min(most_pairs, _NEAR_PAIRS), "MOST_WARPS": _MOST_WARPS}
@@ -147,7 +147,7 @@ def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> l
 
 
 def portable(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
-    """As `run_kernel`, in operations of mlx."""
+    """As `run_kernel`, in mlx operations."""
     logits = logits.astype(mx.float32)
     experts = mx.argsort(-logits, axis=-1)[:, : router.chosen].astype(mx.int32)
     chosen = mx.take_along_axis(logits, experts, axis=-1)
@@ -165,9 +165,9 @@ def _applies(router: Router, _: mx.Dtype) -> bool:
 
 
 def _error(router: Router, dtype: mx.Dtype) -> float:
-    """The largest difference of weights; another choice or order counts as 1."""
+    """Returns the largest difference of weights, or 1 if choice or order differ."""
     permuted = np.random.default_rng(0).permuted
-    # Of half as many values, so that there are equal ones.
+    # Each value occurs twice, so that there are ties.
     steps = np.arange(router.experts, dtype=np.float32) // 2 / 8
     rows = np.stack([permuted(steps) for _ in range(_MOST_WARPS + 1)])  # two groups of a prompt
     logits, gate = (mx.array(a).astype(dtype) for a in (rows, rows[:, :1] / 8))

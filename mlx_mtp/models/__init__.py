@@ -1,10 +1,11 @@
-"""mlx-lm's models on our caches, and the MTP head.
+"""mlx-lm's models running on this package's caches, and the MTP head.
 
-Loading: `hub` and `files` find and read a model, `sizes` checks its config.json, `loader` builds
-mlx-lm's model, `family` and the two files of families patch it, `head_weights` and `head` are the
-MTP head's, `tensor_parallel` splits weights over ranks, and the engine gets `model.LoadedModel`.
-`published` lists models.
+Loading: `hub`, `download` and `files` find, fetch and read a model, `sizes` checks its config.json,
+`loader` builds mlx-lm's model, `family`, `qwen3_next` and `qwen3_5` patch it, `head_weights` and
+`tower_weights` load the MTP head and the vision tower, `tensor_parallel` splits weights over ranks,
+and the engine gets a `model.LoadedModel`. `published` lists known models.
 
-Running: `layers` and `moe` are the patched layers, `compiled` compiles them once for all of a kind,
-and `gemm` decides at load which operation computes each product.
+Running: `layers` and `moe` are the patched layers, `head` is the MTP head, `compiled` compiles each
+kind of layer once, `joined` has faster forms for small models on a CPU, and `gemm` decides at load
+time which operation computes each matrix product.
 """

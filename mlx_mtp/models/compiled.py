@@ -1,8 +1,8 @@
-"""Methods of modules compiled by mlx, once for all modules that differ only in their arrays.
+"""Compiles methods of modules with mlx, once for all modules that differ only in their arrays.
 
-A GPU waits for the host while that builds the graph of a step or of a prompt's chunk. A compiled
-function takes a tenth of the time; with a layer's weights among its arguments, a new shape is
-traced for one layer of each kind and not for all.
+The GPU waits while the host builds the graph of a decode step or of a prompt's chunk. A compiled
+function takes a tenth of that time. A layer's weights are arguments of the compiled function, so a
+new shape is traced once for each kind of layer, not once for each layer.
 """
 
 import copy
@@ -17,17 +17,21 @@ import mlx.nn as nn
 
 from mlx_mtp.kernels.gpu import of_step
 
-# By `of_step`; 45 kB each, 90 of a prompt. mlx drops none as long as the function lives.
+# Maximum number of traces of a compiled function, by `of_step()`. A trace takes 45 kB, a prompt's
+# 90 kB, and mlx frees none while the function lives.
 _MOST_TRACES = {None: 1024, True: 1024, False: 128}
 
 Methods = dict[str, Callable[..., Any]]
 
-_compiled: dict[Hashable, Methods] = {}  # by kind
-_tracing = threading.RLock()  # Engines of one process share the twins.
+_compiled: dict[Hashable, Methods] = {}  # by methods, arrays' shapes and dtypes, and `_facts`
+_tracing = threading.RLock()  # The engines of one process share the twins.
 
 
 def compiled(module: nn.Module, *names: str) -> Methods:
-    """Methods of a module, whose arguments and results are arrays, numbers, and tuples of these."""
+    """Returns compiled versions of a module's methods, by name.
+
+    The methods' arguments and results must be arrays, numbers, and tuples of these.
+    """
     slots = list(_slots(module))
     arrays = [owner[key] for owner, key in slots]
     kind = names, *((key, a.shape, a.dtype) for (_, key), a in zip(slots, arrays)), *_facts(module)
@@ -43,8 +47,8 @@ class _Compiled:
         self._runs: dict[bool | None, Callable[..., Any]] = {}
         self._num_traces: Counter[bool | None] = Counter()
 
-    # The arrays are the last, as mlx compares the shapes of all arguments in their order. A step's
-    # products are not those of a prompt of as many tokens, so what is traced depends on `of_step`.
+    # `arrays` comes last, as mlx compares the shapes of all arguments in order. For equal numbers
+    # of tokens a decode step runs other operations than a prompt: each `of_step()` has its traces.
     def __call__(self, *args: Any, arrays: list[mx.array]) -> Any:
         kind = of_step()
         if kind not in self._runs or self._num_traces[kind] > _MOST_TRACES[kind]:
@@ -61,7 +65,7 @@ class _Compiled:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A copy whose arrays are replaced while a method is traced."""
+    """Returns a copy of a module and its submodules, in which tracing replaces the arrays."""
     twin = copy.copy(module)
     for name, child in twin.items():
         if isinstance(child, nn.Module):
@@ -70,7 +74,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The owner and name of each array in a module."""
+    """Yields the owner and name of each array in a module."""
     for key, value in module.items():
         if isinstance(value, nn.Module):
             yield from _slots(value)
@@ -81,7 +85,7 @@ def _slots(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _facts(module: nn.Module) -> Iterator[Any]:
-    """Everything but arrays in which modules may differ."""
+    """Yields everything, except arrays, in which two modules can differ."""
     yield type(module)
     for name, value in sorted(vars(module).items()):
         yield name, value if isinstance(value, Hashable) else repr(value)

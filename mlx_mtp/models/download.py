@@ -1,8 +1,9 @@
-"""Downloads of files into the hub's cache: they go on where they were interrupted.
+"""Downloads files into the hub's cache; an interrupted download resumes where it stopped.
 
-huggingface_hub throws an interrupted file away and compares sizes alone. Here a part of a file
-stays as HASH.incomplete beside the cache's blobs, and becomes a blob when its content has the hash
-that the hub gives. The library then finds the blobs, and makes its snapshot of them.
+huggingface_hub discards an interrupted file, and checks only sizes. Here an incomplete file stays
+as HASH.incomplete among the cache's blobs, and becomes a blob when it is complete and its content
+has the hash that the hub states. huggingface_hub then finds the blobs, and links a snapshot to
+them.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from mlx_mtp.progress import Bar
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
-_AT_ONCE = 4  # files
-_ATTEMPTS = 5  # without a byte, after which a file is given up
-_CHUNK = 1 << 20
-_SILENCE_SECONDS = 10.0  # of a connection, after which it is tried again
-_HASHES = {40: "sha1", 64: "sha256"}  # of a file in git, and of one beside it
+_AT_ONCE = 4  # files downloaded in parallel
+_ATTEMPTS = 5  # consecutive attempts without a new byte, after which the download fails
+_CHUNK = 1 << 20  # bytes
+_SILENCE_SECONDS = 10.0  # without data, after which a connection is retried
+_HASHES = {40: "sha1", 64: "sha256"}  # by number of digits: for files in git, and in git LFS
 
 
 def missing_bytes(repo_id: str, files: Iterable[RepoFile]) -> int:
-    """How much of a repository's files is not in the cache, without parts of files."""
+    """Returns the bytes of the files missing in the cache; an incomplete file counts in full."""
     blobs = cache_directory(repo_id) / "blobs"
     return sum(file.size for file in files if not (blobs / hash_of(file)).exists())
 
 
 def fetch(repo_id: str, commit: str, files: Iterable[RepoFile]) -> None:
-    """Bring what is missing of a repository's files into the cache's blobs; shows a bar.
+    """Download the files that are missing among the cache's blobs; shows a progress bar.
 
-    Raises ModelError if there is no room, or if a content is not what the hub says, and whatever
-    the hub's client raises. What has arrived of a file is kept for the next time.
+    Raises ModelError if the disk has too little space or a file has another hash than the hub
+    states, and whatever huggingface_hub raises. Incomplete files are kept for the next call.
     """
     from huggingface_hub import hf_hub_url
 
@@ -84,24 +85,24 @@ def fetch(repo_id: str, commit: str, files: Iterable[RepoFile]) -> None:
 
 
 def cache_directory(repo_id: str) -> Path:
-    """The directory of a model in the hub's cache, which need not exist."""
+    """Returns the directory of a model in the hub's cache, which need not exist."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
 
 
 def hash_of(file: RepoFile) -> str:
-    """The hash by which the hub's cache names a file; ModelError if the hub gives none."""
+    """Returns the hash that names a file in the hub's cache; raises ModelError if malformed."""
     text = str(file.blob_id if file.lfs is None else file.lfs.sha256)
-    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text):  # A path is made of it.
+    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text):  # It becomes part of a path.
         raise ModelError(f"The hub's answer about {file.path} is damaged: {text!r} is no hash.")
     return text
 
 
 def check_content(path: Path, expected: str, name: str) -> None:
-    """ModelError if a file's content does not have this hash; the file is removed."""
+    """Remove a file and raise ModelError if its content does not have the hash `expected`."""
     algorithm = _HASHES.get(len(expected))
-    if algorithm is None:  # A mirror may name its files otherwise.
+    if algorithm is None:  # A mirror may name its files in another way.
         return
     digest = hashlib.new(algorithm)
     if algorithm == "sha1":
@@ -117,7 +118,7 @@ def check_content(path: Path, expected: str, name: str) -> None:
 
 
 class _StoppedError(Exception):
-    """Another file failed, or the user wants to stop."""
+    """Another file's download failed, or the user interrupted."""
 
 
 def _download(
@@ -139,9 +140,9 @@ def _download(
             fault: Exception = ModelError(f"{file.path} ends too early, at {begin:,} bytes.")
             try:
                 _append(url, target, advance, stop)
-            except (OSError, _StoppedError):  # the disk's, or an answer of the hub
+            except (OSError, _StoppedError):  # a disk error, or an error response of the hub
                 raise
-            except Exception as error:  # the connection's, of any HTTP client
+            except Exception as error:  # a lost connection; each HTTP client has its own class
                 fault = error
             failures = failures + 1 if _end(target) == begin else 0
             if failures == _ATTEMPTS:
@@ -156,7 +157,7 @@ def _download(
 def _append(
     url: str, target: BinaryIO, advance: Callable[[int], None], stop: threading.Event
 ) -> None:
-    """Append the rest of a file to its part, until the connection ends."""
+    """Append the rest of a file to the incomplete file `target`, until the connection ends."""
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
     begin = _end(target)
@@ -172,7 +173,7 @@ def _append(
         retry_on_status_codes=429,
     ) as response:
         hf_raise_for_status(response)
-        if begin and response.status_code != 206:  # It sends all of the file.
+        if begin and response.status_code != 206:  # The server sends the whole file.
             target.truncate(0)
             advance(-begin)
         for chunk in response.iter_bytes(_CHUNK):

@@ -14,11 +14,11 @@ from mlx_mtp.errors import UnsupportedModelError
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.layers import RaggedAttention, Sections, SplitLayer, WindowedGatedDeltaNet
 
-_SECTIONS = (11, 11, 10)  # of the published models
+_SECTIONS = (11, 11, 10)  # M-RoPE frequencies of time, row and column in the published models
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config.json."""
+    """Returns the language model's part of a config.json."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else config
 
@@ -33,9 +33,9 @@ class Family:
     model_types: tuple[str, ...]  # in config.json; each is also the name of mlx-lm's module
     decoder_layer: type[SplitLayer]  # direct subclass of mlx-lm's
     gated_delta_net: type[WindowedGatedDeltaNet]  # direct subclass of mlx-lm's layer
-    # Fixes up tensors of the trunk that mlx-lm's own `sanitize` does not handle.
+    # Converts tensors of the target model that mlx-lm's own `sanitize` does not handle.
     prepare_weights: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights
-    # As in config.json, where the model's own quantization would not do for a head.
+    # The head's quantization, as in config.json, if the model's own does not suit a head.
     head_quantization: Mapping[str, Any] | None = None
 
     def layer_specs(self, args: Any) -> list[LayerSpec]:
@@ -46,11 +46,11 @@ class Family:
         return module.Model, module.ModelArgs
 
     def causal_lm(self, model: nn.Module) -> nn.Module:
-        """The module with `.model` (embed_tokens, layers, norm), `.lm_head` and `.args`."""
+        """Returns the module with `.model` (embed_tokens, layers, norm), `.lm_head` and `.args`."""
         return model.get("language_model", model)
 
     def make_head(self, args: Any, *, moe: bool) -> MTPHead:
-        """A head without weights, whose MLP may be of another kind than the target model's."""
+        """Returns an MTP head without weights; with `moe` its MLP is a mixture of experts."""
         layer = self.decoder_layer(args, args.full_attention_interval - 1)
         layer.self_attn.__class__ = RaggedAttention
         if moe and type(layer.mlp) is not Qwen3NextSparseMoeBlock:
@@ -60,7 +60,7 @@ class Family:
         return MTPHead(layer, args.hidden_size, args.rms_norm_eps)
 
     def set_sections(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Tell the layers with attention, the head's too, how positions in images turn tokens."""
+        """Set the M-RoPE sections of all attention layers, the head's included."""
         rope = text_config(config).get("rope_parameters") or {}
         _, rows, columns = rope.get("mrope_section") or _SECTIONS
         layers = [*self.causal_lm(model).model.layers, *model.get("mtp", {}).get("layers", [])]
@@ -69,7 +69,10 @@ class Family:
                 layer.self_attn.sections = Sections(rows, columns)
 
     def patch(self, model: nn.Module) -> None:
-        """Put our layers into this instance; UnsupportedModelError if mlx-lm's are others."""
+        """Change the classes of this instance's layers to this package's.
+
+        Raises UnsupportedModelError if mlx-lm's layers are not the expected ones.
+        """
         causal_lm = self.causal_lm(model)
         layers = zip(causal_lm.model.layers, self.layer_specs(causal_lm.args), strict=True)
         for index, (layer, spec) in enumerate(layers):

@@ -1,4 +1,4 @@
-"""The one reader of a model's small files and headers: regular files, of bounded sizes."""
+"""Reads a model's small files and the headers of its weights: regular files of bounded size."""
 
 import json
 import stat
@@ -12,24 +12,25 @@ from safetensors import SafetensorError, safe_open
 from mlx_mtp.bounded_json import DuplicateNameError, unique_names
 from mlx_mtp.errors import CheckpointError, ModelError
 
-# Most bytes of the files that this module, mlx-lm or transformers open; the first pattern counts.
+# Maximum bytes of the files that this module, mlx-lm or transformers open, by the first pattern
+# that matches.
 LARGEST = {
     "*config.json": 16 << 20,
-    "*token*.json": 64 << 20,  # A vocabulary of 250,000 has about 20 MB,
-    "*.index.json": 64 << 20,  # and so has a list of the experts of 60 layers, 512 in each.
+    "*token*.json": 64 << 20,  # A vocabulary of 250,000 tokens takes about 20 MB,
+    "*.index.json": 64 << 20,  # as does an index of 60 layers with 512 experts each.
     "vocab.json": 64 << 20,
     "merges.txt": 64 << 20,
     "*.jinja": 1 << 20,
     "*.safetensors": 1 << 50,
 }
 WEIGHTS = "[!.]*.safetensors"
-"""Pattern of a model's weights. On some disks macOS puts a file `._NAME` of its own beside NAME."""
-_MOST_NAMES = 5  # of tensors or files in a message
+"""Pattern of a model's weights. It skips the files `._NAME` that macOS adds on some disks."""
+_MOST_NAMES = 5  # names of tensors or files in a message
 MAX_ADDED_TOKENS = 8192  # transformers adds them one by one
 _SPECIAL = "additional_special_tokens"
 _TEMPLATES = "additional_chat_templates"
 _BLOBS = "blobs"  # the folder of the hub's cache
-_ADDED: dict[str, tuple[str | None, ...]] = {  # where they are in each file; None: all of it
+_ADDED: dict[str, tuple[str | None, ...]] = {  # keys of added tokens by file; None: the whole file
     "tokenizer.json": ("added_tokens",),
     "tokenizer_config.json": ("added_tokens_decoder", "extra_special_tokens", _SPECIAL),
     "special_tokens_map.json": (_SPECIAL,),
@@ -38,7 +39,10 @@ _ADDED: dict[str, tuple[str | None, ...]] = {  # where they are in each file; No
 
 
 def check_directory(path: Path) -> Path:
-    """A model's directory, in which every file that may be opened can be; ModelError if not."""
+    """Check each file in a model's directory that will be opened, with `check_file`.
+
+    Returns `path`; raises ModelError.
+    """
     try:
         for file in sorted([*path.iterdir(), *(path / _TEMPLATES).glob("*.jinja")]):
             if _size_limit(file):
@@ -49,10 +53,10 @@ def check_directory(path: Path) -> Path:
 
 
 def check_file(path: Path) -> None:
-    """CheckpointError for a file that is not regular, is too large, or is a link out of the model.
+    """Raise CheckpointError if a file is not regular, is too large, or links out of the model.
 
-    Parts of templates and tokenizers end up in prompts and messages: their links must lead to a
-    file of the same name, or into the hub's cache. Of weights nothing is shown.
+    Parts of templates and tokenizers end up in prompts and messages, so their links must lead to a
+    file of the same name, or into the hub's cache. Weights are never shown; they can link anywhere.
     """
     try:
         status = path.stat()
@@ -68,13 +72,16 @@ def check_file(path: Path) -> None:
         )
     if path.is_symlink() and path.suffix != ".safetensors":
         target = path.resolve()
-        # In Nix's store a name begins with a hash.
+        # In Nix's store a file's name begins with a hash.
         if not target.name.endswith(path.name) and target.parent.name != _BLOBS:
             raise CheckpointError(f"{path} is a link to a file of another name: {target}.")
 
 
 def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A JSON object of a model's directory; ModelError if it can't be read and has no default."""
+    """Returns the JSON object in a file of a model's directory; `default` if there is no file.
+
+    Raises ModelError if the file can't be read, or is missing without a default.
+    """
     try:
         check_file(path)
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -91,7 +98,10 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """File of each tensor by an index; without folders, as an index must not lead elsewhere."""
+    """Returns the file of each tensor in an index, without folders: it must not lead elsewhere.
+
+    Raises ModelError if the index can't be read.
+    """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{path} can't be read: its weight_map is not a JSON object.")
@@ -105,7 +115,10 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The offset of a safetensors file's data, and its header; CheckpointError if it is damaged."""
+    """Returns the offset in bytes of a safetensors file's data, and its header.
+
+    Raises CheckpointError if the file can't be read or is damaged.
+    """
     size = 0
     try:
         check_file(path)
@@ -127,7 +140,10 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor in a model's own files; CheckpointError if two have the same name."""
+    """Returns the shape of each tensor in model*.safetensors, by name.
+
+    Raises CheckpointError if a file is damaged, or if two tensors have the same name.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(path.glob("model*.safetensors")):
         _, header = read_header(file)
@@ -142,14 +158,14 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def few_names(names: Sequence[str]) -> str:
-    """At most five of these names on one line, and the number of the others."""
+    """Returns at most five of `names` on one line, and the number of the remaining ones."""
     shown = " ".join(", ".join(names[:_MOST_NAMES]).split())
     others = len(names) - _MOST_NAMES
     return f"{shown} and {others:,} others" if others > 0 else shown
 
 
 def check_tokenizer(path: Path) -> None:
-    """ModelError for too many added tokens, or a chat template that is not a text."""
+    """Raise ModelError for too many added tokens, or a chat template that is not a string."""
     for file, keys in _ADDED.items():
         content = read_json(path / file, default={})
         for added in (content if key is None else content.get(key) for key in keys):
@@ -166,6 +182,6 @@ def check_tokenizer(path: Path) -> None:
 
 
 def _size_limit(path: Path) -> int:
-    # In lower case, as some file systems find either.
+    # In lower case, as some file systems ignore case.
     name = path.name.lower()
     return next((size for pattern, size in LARGEST.items() if fnmatch(name, pattern)), 0)

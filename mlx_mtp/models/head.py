@@ -1,12 +1,13 @@
 """The multi-token-prediction head: one full-attention layer that drafts the token after next.
 
-Position p of the head joins the trunk's post-norm hidden state h_p with the next token x_{p+1}:
+Position p of the head joins the target model's post-norm hidden state h_p with the next token,
+x_{p+1}:
 
     z = fc(concat[norm(embed(x_{p+1})), norm(h_p)])      # embedding first
     m = norm(layer(z))                                   # lm_head(m) predicts x_{p+2}
 
-A second draft feeds m, the drafted token and position p+1 to the same layer. As published with
-Qwen3-Next (the head of DeepSeek-V3's technical report, section 2.2, with gated attention).
+A second draft feeds m, the drafted token and position p+1 to the same layer. This is the head of
+Qwen3-Next: that of DeepSeek-V3's technical report, section 2.2, with gated attention.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from mlx_mtp.models.joined import JoinedHead, can_be_joined
 
 
 class MTPHead(nn.Module):
-    """The head's weights and its passes: `write` past positions' KV, `run_layer` one in full."""
+    """The head's weights and its passes: `write` caches positions, `run_layer` computes outputs."""
 
     def __init__(self, layer: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -37,8 +38,8 @@ class MTPHead(nn.Module):
     def combine(
         self, embeddings: mx.array, hidden: mx.array, positions: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """From embeddings of the next tokens and hidden states, [N, H]: the layer's input z, and
-        the keys and values that it writes, [N, 2, heads, D].
+        """Returns the layer's input z [N, H], and the keys and values that it caches,
+        [N, 2, KV heads, D], from the next tokens' embeddings and the hidden states, both [N, H].
         """
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         z = self.fc(mx.concatenate(parts, axis=-1))
@@ -46,7 +47,7 @@ class MTPHead(nn.Module):
         return z, layer.self_attn.entries(layer.input_layernorm(z), positions)
 
     def queries(self, z: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """The layer's queries for z, [N, H], and the gate of their attention."""
+        """Returns the layer's queries for z [N, H], and the gate, both [N, heads, D]."""
         layer = self.layers[0]
         queries: tuple[mx.array, mx.array] = layer.self_attn.queries(
             layer.input_layernorm(z), positions
@@ -54,7 +55,7 @@ class MTPHead(nn.Module):
         return queries
 
     def after(self, z: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
-        """m [N, H], the head's output, from attention and its gate."""
+        """Returns the head's output m [N, H], from the attention outputs and their gate."""
         _, m = self.layers[0].after(z, self.norm.weight, attended, gate)
         return m
 
@@ -69,7 +70,7 @@ class MTPHead(nn.Module):
         return z
 
     def run_layer(self, z: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
-        """The full pass for tokens that have been written: m [N, H] from z."""
+        """Run the layer for tokens that `write` has cached; returns m [N, H] from their z."""
         if (joined := self._form(packing)) is not None:
             return joined.run_layer(z, cache, packing)
         _, project_queries, after = self._parts(z)
@@ -79,7 +80,7 @@ class MTPHead(nn.Module):
         return m
 
     def _form(self, packing: Packing) -> JoinedHead | None:
-        """The joined form, where that serves a pass."""
+        """Returns the joined form if it serves this pass, else None."""
         on_cpu = backend() is None and packing.rope_positions.ndim == 1
         return self._joined if on_cpu else None
 
@@ -88,7 +89,10 @@ class MTPHead(nn.Module):
         return JoinedHead(self) if can_be_joined(self) else None
 
     def _parts(self, x: mx.array) -> tuple[Callable[..., Any], ...]:
-        """`combine`, `queries`, `after`; compiled on a GPU, but not for a prompt's many shapes."""
+        """Returns `combine`, `queries` and `after`, compiled for a GPU's decode steps.
+
+        Prompts have too many shapes to compile.
+        """
         if not is_decode_sized(x) or backend() is None:
             return self.combine, self.queries, self.after
         return self._compiled

@@ -19,8 +19,8 @@ from mlx_mtp.models.files import few_names, read_header, read_index
 SIDECAR = "mtp.safetensors"
 SIDECAR_INDEX = "mtp.safetensors.index.json"  # written last, when all shards are there
 SIDECAR_PATTERN = "mtp*.safetensors"
-NESTED_SIDECAR = "mtp/weights.safetensors"  # where some MLX programs put one
-FP8_SCALES = "_scale_inv"  # follows the name of the tensor that they belong to
+NESTED_SIDECAR = "mtp/weights.safetensors"  # where some MLX programs write the head
+FP8_SCALES = "_scale_inv"  # suffix of a tensor's scales, after the tensor's name
 NORM_CONVENTION_KEY = "norm_convention"
 PREFIXES = ("mtp.", "model.mtp.", "language_model.mtp.", "model.language_model.mtp.")
 
@@ -30,7 +30,8 @@ EXPERT_KEY = re.compile(
     r"^(.*\.experts)\.(\d+)\.((?:gate_proj|up_proj|down_proj)\.(?:weight|scales|biases))$"
 )
 CONVOLUTION = "conv1d.weight"
-# A head alone has keys without a prefix; no trunk has one that ends so, or begins so.
+# The keys in a repository of a head alone have no prefix: they begin with one of `_BARE`, and one
+# key is `_MARK_OF_HEAD`, which no target model has.
 _MARK_OF_HEAD = "pre_fc_norm_hidden.weight"
 _BARE = ("fc.", "norm.", "pre_fc_norm_", "layers.0.")
 NORMS = (
@@ -38,7 +39,7 @@ NORMS = (
     *("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
     *("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.k_norm.weight"),
 )
-# Copies of the trunk's own matrices that some checkpoints carry in the head.
+# Copies of the target model's own matrices that some checkpoints carry in the head.
 TIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
 
@@ -46,19 +47,19 @@ class HeadTensors(NamedTuple):
     """The tensors of a head as they are stored."""
 
     tensors: dict[str, mx.array]  # by name without the `mtp.` prefix, as stored
-    convention: Convention  # of its norms
+    convention: Convention  # how its norm weights are stored
     source: str  # where it was found, for messages
 
 
 def head_name(key: str) -> str | None:
-    """A checkpoint key without its `mtp.` prefix; None for a key of the target model."""
+    """Returns a checkpoint key without its `mtp.` prefix; None for a key of the target model."""
     return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), None)
 
 
 def head_names(keys: Iterable[str]) -> dict[str, str]:
-    """A checkpoint's keys that are the head's, each with its name in `MTPHead`.
+    """Returns the MTP head's keys in a checkpoint, each with its name in `MTPHead`.
 
-    They have one of `PREFIXES`, or in a repository of a head alone none.
+    These keys begin with one of `PREFIXES`; in a repository of a head alone they have no prefix.
     """
     keys = list(keys)
     bare = _BARE if _MARK_OF_HEAD in keys else ()
@@ -67,14 +68,16 @@ def head_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 def split_head(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Separate a checkpoint's trunk from its head, the head's keys without their prefix."""
+    """Separate a checkpoint's target model from its head, and strip the prefix of head keys."""
     names = head_names(weights)
     head = {name: weights[key] for key, name in names.items()}
     return {key: value for key, value in weights.items() if key not in names}, head
 
 
 def trunk_convention(shapes: Mapping[str, tuple[int, ...]]) -> Convention | None:
-    """HF or MLX, by the layout of the trunk's convolutions: [C, 1, K] or [C, K, 1]."""
+    """Returns "hf" or "mlx" by the layout of the target model's convolutions: [C, 1, K] or
+    [C, K, 1]. None if there are none.
+    """
     layouts = {
         shape[-1] != 1
         for key, shape in shapes.items()
@@ -86,11 +89,11 @@ def trunk_convention(shapes: Mapping[str, tuple[int, ...]]) -> Convention | None
 def stated_convention(
     file: Path, metadata: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Convention | None:
-    """How a file's norms are stored, by what the file says of its origin; None if it doesn't.
+    """Returns how a file's norms are stored, by the file's origin; None if that is unknown.
 
-    `norm_convention` in its header decides, else the layout of a convolution of the trunk beside
-    the head, else the header's `format`. What has no `format` is MLX's if its keys have no prefix
-    or if it is a `NESTED_SIDECAR`: only programs for MLX write these, which add the 1.
+    `norm_convention` in the header decides; else the layout of the target model's convolutions, if
+    the file has any; else the header's `format`. A file without a `format` is MLX's if its keys
+    have no prefix or if it is a `NESTED_SIDECAR`: only MLX programs, which add the 1, write these.
     """
     if (stated := metadata.get(NORM_CONVENTION_KEY)) is not None:
         return "hf" if stated == "hf" else "mlx" if stated == "mlx" else None
@@ -104,8 +107,8 @@ def stated_convention(
 
 
 def sidecar_files(model_path: Path) -> list[Path]:
-    """The sidecar's files: those its index names, `mtp.safetensors`, a whole set of shards, or
-    `NESTED_SIDECAR`.
+    """Returns the sidecar's files: those that its index names, else `mtp.safetensors`, else all
+    shards, else `NESTED_SIDECAR`, else none. Raises CheckpointError if a file is missing.
     """
     index = model_path / SIDECAR_INDEX
     if index.is_file():
@@ -125,14 +128,14 @@ def sidecar_files(model_path: Path) -> list[Path]:
 
 
 def read_sidecar(model_path: Path) -> HeadTensors | None:
-    """The head in the sidecar beside the model, if any; CheckpointError if that is damaged."""
+    """Returns the head in the model's sidecar, or None; raises CheckpointError if it is damaged."""
     files = sidecar_files(model_path)
     if not files:
         return None
     tensors: dict[str, mx.array] = {}
     conventions: set[Convention | None] = set()
     for file in files:
-        read_header(file)  # mlx checks less.
+        read_header(file)  # checks more of the file than mlx does
         loaded: Any = mx.load(str(file), return_metadata=True)
         tensors.update(loaded[0])
         shapes = {key: value.shape for key, value in loaded[0].items()}
@@ -154,7 +157,10 @@ def read_sidecar(model_path: Path) -> HeadTensors | None:
 
 
 def to_mlx(head: HeadTensors) -> dict[str, mx.array]:
-    """Names, expert layout and norms as `MTPHead` has them; a zero-centred norm gets its 1 here."""
+    """Returns a head's tensors with the names and expert layout of `MTPHead`.
+
+    Zero-centred norms get their 1 added.
+    """
     weights = stack_experts({k: v for k, v in head.tensors.items() if k not in TIED})
     if head.convention == "hf":
         for name in set(NORMS) & weights.keys():
@@ -163,7 +169,11 @@ def to_mlx(head: HeadTensors) -> dict[str, mx.array]:
 
 
 def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Bring experts stored one by one, or as `gate_up_proj`, under `switch_mlp`."""
+    """Returns the weights with all experts stacked under `switch_mlp`.
+
+    The experts may be stored one by one, or as `gate_up_proj`. Raises CheckpointError if one is
+    missing.
+    """
     out: dict[str, mx.array] = {}
     single: dict[str, dict[int, mx.array]] = {}
     for key, value in weights.items():
@@ -193,7 +203,7 @@ def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> None:
-    """`load_weights`, of a head for inference; CheckpointError if it is FP8."""
+    """Load a head's weights for inference; raises CheckpointError if they are FP8 or don't fit."""
     fp8 = [k for k in weights if k.endswith(FP8_SCALES)]
     if fp8:
         raise CheckpointError(
@@ -206,7 +216,10 @@ def load_into(head: nn.Module, weights: dict[str, mx.array], source: str) -> Non
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, mx.array], what: str) -> None:
-    """Quantize a module where its tensors are, and load them; CheckpointError if they don't fit."""
+    """Quantize the layers that have quantized tensors in `weights`, then load all tensors.
+
+    Raises CheckpointError if they don't fit; its message calls the module `what`.
+    """
 
     def quantization(path: str, layer: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in weights or not hasattr(layer, "to_quantized"):
@@ -226,5 +239,5 @@ def load_weights(module: nn.Module, weights: Mapping[str, mx.array], what: str) 
 
 
 def has_router(names: Iterable[str]) -> bool:
-    """Whether the head's layer is a mixture of experts."""
+    """Returns whether a head with tensors of these names has a mixture of experts."""
     return any(name.startswith("layers.0.mlp.gate.") for name in names)

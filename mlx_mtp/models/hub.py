@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "demo"
 
-# No Python files: nothing that a checkpoint brings is executed.
+# No Python files: no code of a checkpoint is executed.
 _WEIGHTS = "model*.safetensors"
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt"]
 _FILES = [*_SMALL_FILES, _WEIGHTS, "mtp*.safetensors"]
 _PATIENCE_SECONDS = 10
-_unreachable = ""  # why the hub can't be reached, once that is known
+_unreachable = ""  # why the hub can't be reached; empty until that is known
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 def resolve_model(name_or_path: str | None, revision: str | None = None) -> Path:
-    """The directory of a model, downloaded if it is a hub id; None is the bundled one.
+    """Returns the directory of a model, downloaded if it is a hub id; None is the bundled model.
 
-    `revision` is a hub id's branch, tag or commit.
+    `revision` is a hub id's branch, tag or commit. Raises ModelError.
     """
     if name_or_path is None:
         return BUNDLED_MODEL
@@ -53,10 +53,13 @@ def resolve_model(name_or_path: str | None, revision: str | None = None) -> Path
 
 
 def cached_model(repo_id: str, revision: str | None = None) -> Path | None:
-    """The cache's directory of a model of which nothing is missing; the hub isn't asked."""
+    """Returns a model's directory in the cache, or None if files are missing.
+
+    The hub isn't asked.
+    """
     if not cache_directory(repo_id).exists():
         return None
-    # Imported here, as everywhere: it takes a while, and a local model doesn't need it.
+    # Imported in functions only: the import is slow, and a local model doesn't need it.
     from huggingface_hub import get_cached_repo_tree, snapshot_download
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
@@ -70,7 +73,7 @@ def cached_model(repo_id: str, revision: str | None = None) -> Path | None:
 
 
 def download_model(repo_id: str, revision: str | None = None) -> Path:
-    """The cache's directory of the newest version of a model, which is downloaded if need be."""
+    """Download what the cache lacks of a model's newest version; returns its directory there."""
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -78,7 +81,7 @@ def download_model(repo_id: str, revision: str | None = None) -> Path:
     with explained(repo_id, repo_id, ModelError, revision):
         if not constants.HF_HUB_OFFLINE:
             commit, files = "", []
-            with contextlib.suppress(HfHubHTTPError):  # snapshot_download fails in the same way.
+            with contextlib.suppress(HfHubHTTPError):  # `snapshot_download` below fails as well.
                 commit = str(HfApi().model_info(repo_id, revision=revision or "main").sha)
                 files = [each for each in _listed(repo_id, commit) if _matches(each.path, _FILES)]
             if size := missing_bytes(repo_id, files):
@@ -86,7 +89,7 @@ def download_model(repo_id: str, revision: str | None = None) -> Path:
                 say_wrapped(
                     f"Downloading {repo_id}, {size_text(size)}, to {place}", file=sys.stderr
                 )
-            # With small files in place an interrupted download is one of a known model.
+            # Small files come first: an interrupted download can then be recognised as a model.
             for patterns in (_SMALL_FILES, _FILES) if files else ():
                 fetch(repo_id, commit, [each for each in files if _matches(each.path, patterns)])
                 link = {"allow_patterns": patterns, "tqdm_class": _NoBar}
@@ -96,21 +99,21 @@ def download_model(repo_id: str, revision: str | None = None) -> Path:
 
 
 def fetch_files(repo_id: str, commit: str, names: Container[str]) -> None:
-    """Bring files of a repository into the cache; raises what `fetch` raises."""
+    """Download files of a repository into the cache; raises what `fetch` raises."""
     files = _listed(repo_id, commit)
     fetch(repo_id, commit, [file for file in files if file.path in names])
 
 
 def cached_file(repo_id: str, name: str, revision: str | None) -> Path:
-    """The cache's path of a file, which is downloaded if need be; raises what `fetch` raises.
+    """Returns a file's path in the cache, downloading it if needed; raises what `fetch` raises.
 
-    What has just been fetched is only linked.
+    A file that `fetch_files` has downloaded is only linked.
     """
     from huggingface_hub import hf_hub_download
 
     path = Path(hf_hub_download(repo_id, name, revision=revision, tqdm_class=_NoBar))
     blob = path.resolve()
-    if path.suffix != ".safetensors":  # Those were fetched, and take long.
+    if path.suffix != ".safetensors":  # `fetch` has checked those; hashing them takes long.
         try:
             check_content(blob, blob.name, name)
         except ModelError:
@@ -120,7 +123,7 @@ def cached_file(repo_id: str, name: str, revision: str | None) -> Path:
 
 
 def repository_size(repo_id: str) -> int | None:
-    """Bytes of a repository's weights, 0 if there is no such repository; None if unknown."""
+    """Returns the bytes of a repository's weights; 0 without such a repository, None if unknown."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     use_cache_if_offline()
@@ -128,13 +131,13 @@ def repository_size(repo_id: str) -> int | None:
         files = _listed(repo_id, "main")
     except RepositoryNotFoundError:
         return 0
-    except Exception:  # of any HTTP client
+    except Exception:  # The error depends on the hub's HTTP client.
         return None
     return sum(file.size for file in files if fnmatch.fnmatch(file.path, _WEIGHTS)) or None
 
 
 def weights_size(path: Path) -> int:
-    """Bytes of the weights in a model's directory, without a head beside them."""
+    """Returns the bytes of model*.safetensors in a directory; a head's sidecar isn't counted."""
     return sum(file.stat().st_size for file in path.glob(_WEIGHTS))
 
 
@@ -147,21 +150,21 @@ def _listed(repo_id: str, revision: str) -> list[RepoFile]:
 
 
 def _matches(name: str, patterns: list[str]) -> bool:
-    # As in huggingface_hub, where * takes slashes too.
+    # As in huggingface_hub, where * also matches slashes.
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 class _NoBar(tqdm):
-    """For the library's own bars, which would stay empty: `fetch` shows one."""
+    """Hides huggingface_hub's progress bars, which would stay empty: `fetch` shows its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"disable": True})
 
 
 def use_cache_if_offline() -> None:
-    """Look whether the hub can be reached; if not, only the cache is used from now on.
+    """Check whether the hub can be reached; if not, only the cache is used from now on.
 
-    huggingface_hub would ask for each file six times, in half a minute.
+    huggingface_hub would ask six times for each file, which takes half a minute.
     """
     global _unreachable
     from huggingface_hub import constants
@@ -179,7 +182,7 @@ def use_cache_if_offline() -> None:
 def explained(
     repo: str, what: str, error_class: type[ModelError], revision: str | None = None
 ) -> Iterator[None]:
-    """Raise `error_class` with an explanation, while `what` is downloaded of `repo`."""
+    """Turn exceptions into an explanatory `error_class` while `what` is downloaded from `repo`."""
     from huggingface_hub import errors
 
     try:
@@ -204,7 +207,7 @@ def explained(
             f"{_unreachable or _first_line(error.__cause__) or 'HF_HUB_OFFLINE is set'}"
         ) from error
     except Exception as error:
-        # Whatever else the download's HTTP client or the disk raises is no bug of ours.
+        # Whatever else the download's HTTP client or the disk raises is not a bug of ours.
         raise error_class(f"{what} could not be downloaded: {_first_line(error)}") from error
 
 

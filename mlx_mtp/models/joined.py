@@ -1,8 +1,8 @@
-"""Layers of a small model on a CPU, in a second form of fewer and larger operations.
+"""A second form of a small model's layers, with fewer and larger operations, for the CPU.
 
-There a step of few tokens takes as long as mlx needs for its operations, whatever they compute
-(`kernels.cpu`). So products of one input are joined. Joined weights are copies: a large layer has
-none, as its weights take longer to read than its operations take.
+On a CPU a step of few tokens takes as long as mlx's overhead for its operations, whatever they
+compute (`kernels.cpu`). So products of one input are joined. Joined weights are copies: large
+layers are not joined, as reading their weights takes longer than this overhead.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from mlx_mtp.kernels.topk import Router
 
 
 def can_be_joined(module: nn.Module) -> bool:
-    """Whether a layer, or a head, is small, has float32 weights, and runs on a CPU."""
+    """Returns whether a layer or an MTP head is small, has float32 weights, and runs on one CPU."""
     arrays, parts = tree_flatten(module.parameters()), module.modules()
     ropes = [part.rope for part in parts if "rope" in part]
     plain = all(type(rope) is nn.RoPE and not rope.traditional for rope in ropes)
@@ -36,7 +36,7 @@ def can_be_joined(module: nn.Module) -> bool:
 
 
 class JoinedLayer:
-    """What `SplitLayer.forward` computes; the two agree but for the order of sums."""
+    """Computes what `SplitLayer.forward` does; the results differ only by the order of sums."""
 
     def __init__(self, layer: Any) -> None:
         mixer = layer.linear_attn if layer.is_linear else layer.self_attn
@@ -62,7 +62,7 @@ class JoinedLayer:
 
 
 class JoinedHead:
-    """What `MTPHead.write` and `MTPHead.run_layer` compute."""
+    """Computes what `MTPHead.write` and `MTPHead.run_layer` do."""
 
     def __init__(self, head: Any) -> None:
         (layer,) = head.layers
@@ -91,7 +91,7 @@ class JoinedHead:
 
 
 class _Product:
-    """One product for several, whose weights are these, each [inputs, outputs]."""
+    """Several products of one input, computed as one; each weight is [inputs, outputs]."""
 
     def __init__(self, *weights: mx.array) -> None:
         self._weight = _by_input(mx.concatenate([w.T for w in weights]))
@@ -103,9 +103,10 @@ class _Product:
 
 
 def _by_input(weight: mx.array) -> mx.array:
-    """A copy of [.., outputs, inputs] as [.., inputs, outputs].
+    """Returns a copy of a weight [.., outputs, inputs] as [.., inputs, outputs].
 
-    No step has to transpose it, and OpenBLAS multiplies few rows up to three times as fast by it.
+    Steps need not transpose the copy, and OpenBLAS multiplies few rows by it up to three times as
+    fast.
     """
     copy = mx.contiguous(weight.swapaxes(-1, -2))
     mx.eval(copy)
@@ -123,7 +124,8 @@ class _RecurrentMixer:
         )
         weights = [mixer[name].weight.T for name in mixer.projections]
         inputs = len(weights[0])
-        # What a projection gives for a token it gives for each row of its weights.
+        # `unpack_projections` only selects and reshapes outputs, so it also splits the transposed
+        # weights: each input feature takes the place of a token.
         order = Rectangle(inputs, inputs, 1, None, None)
         (q, k, v, a, b), z = mixer.unpack_projections(weights, order)
         heads = [each.reshape(inputs, -1) for each in (q, k, v, z, a, b)]
@@ -163,7 +165,7 @@ class _AttentionMixer:
         self._num_heads = mixer.num_attention_heads
         doubled, k, v = (mixer[name].weight.T for name in ("q_proj", "k_proj", "v_proj"))
         q, gate = (each.reshape(len(k), -1) for each in mixer.halves(doubled))
-        # The norm of the queries scales the scores, too.
+        # The weights of the queries' norm also include the scale of the scores.
         of_q, of_k = (
             mx.repeat(weight[None], count, axis=0)
             for weight, count in (
@@ -176,7 +178,10 @@ class _AttentionMixer:
         self._queries, self._entries = self._part(of_q, q, gate), self._part(of_k, k, v)
 
     def _part(self, norms: mx.array, *weights: mx.array) -> tuple["_Product", cpu.HeadNorms]:
-        """A product whose first result is heads, and these weights of their norms."""
+        """Returns a joined product, and the norms of the heads that its first result consists of.
+
+        `norms` are the weights of these norms, [heads, D].
+        """
         mx.eval(norms)
         rope = self._mixer.rope
         turn = rope.dims, rope.base, rope.scale
@@ -201,7 +206,7 @@ class _AttentionMixer:
         return _heads(self._queries, normed, positions)
 
     def attend(self, queries: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
-        """[N, heads * D]."""
+        """Returns the attention outputs, [N, heads * D]."""
         attended = cache.attend_token(packing, queries)
         return cache.attend(packing, queries, 1.0).flatten(1) if attended is None else attended
 

@@ -1,8 +1,8 @@
-"""The layers that mlx-lm's model is patched with; they run on our caches.
+"""The layers that mlx-lm's model is patched with; they run on this package's caches.
 
-Building a layer's graph takes the host longer than a GPU takes for a step of few tokens, and a
-third of the time of a prompt's chunk. So on a GPU the parts before and after a layer's cache, which
-depend on their arguments alone, are compiled by mlx.
+The host takes longer to build a layer's graph than a GPU takes to run it in a step of few tokens,
+and a third of the GPU's time for a prompt's chunk. So on a GPU mlx compiles the parts of a layer
+before and after its cache, which depend on their arguments alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,32 +29,35 @@ from mlx_mtp.models.moe import add_mlp
 
 @dataclass(frozen=True)
 class Sections:
-    """How many of RoPE's frequencies an image token's row turns, and how many its column.
+    """M-RoPE: how many frequencies rotate by an image token's row, and how many by its column.
 
-    They are interleaved (time, row, column, time, ..); what is left over is turned by the time.
+    They are interleaved (time, row, column, time, ..); the remaining ones rotate by time.
     """
 
     rows: int
     columns: int
 
     def axes(self, rotated: int, dim: int) -> list[int]:
-        """Of each of `dim` dimensions: 0 for time, 1 for row, 2 for column."""
+        """Returns what each of `dim` dimensions rotates by: 0 for time, 1 for row, 2 for column.
+
+        RoPE rotates only the first `rotated` dimensions; the others have 0.
+        """
         ends = 0, 3 * self.rows, 3 * self.columns
         half = [i % 3 if i < ends[i % 3] else 0 for i in range(rotated // 2)]
         return [*half, *half, *[0] * (dim - rotated)]
 
 
 class RaggedAttention(Qwen3NextAttention):
-    """Runs a window of all rows on a `RaggedKVCache`. Its `__call__` is mlx-lm's."""
+    """Attention of the windows of all rows on a `RaggedKVCache`. `__call__` is still mlx-lm's."""
 
-    sections: Sections  # of a model that sees
-    batch_invariant = False  # attention too (see `gemm.exact.make_batch_invariant`)
+    sections: Sections  # set only if the model takes images
+    batch_invariant = False  # True in exact mode (see `gemm.exact.make_batch_invariant`)
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """From tokens [N, H] at positions int32 [N]: queries and gate [N, heads, D], and entries.
+        """Returns queries and gate, [N, heads, D], and the KV entries of tokens x [N, H].
 
-        Positions may be [N, 3]: time, row and column in an image. Each projection is one product,
-        over the tokens of all rows.
+        `positions` is int32 [N], or [N, 3] with images: time, row and column. Each projection is
+        one product over the tokens of all rows.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
         queries, gate = self.halves(doubled)
@@ -64,7 +67,7 @@ class RaggedAttention(Qwen3NextAttention):
     def mix(
         self, inputs: tuple[mx.array, ...], caches: Sequence[RaggedKVCache]
     ) -> tuple[mx.array, mx.array]:
-        """Attention [N, heads, D], and the gate."""
+        """Write the entries to the caches; returns the attention [N, heads, D] and the gate."""
         queries, gate, entries = inputs
         counts = [cache.packing.num_tokens for cache in caches]
         outputs = []
@@ -76,35 +79,34 @@ class RaggedAttention(Qwen3NextAttention):
         return attended, gate
 
     def after(self, attended: mx.array, gate: mx.array) -> mx.array:
-        """[N, H]."""
+        """Returns the output projection of the gated attention, [N, H]."""
         return all_reduce(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)))
 
     def entries(self, x: mx.array, positions: mx.array) -> mx.array:
-        """Keys and values for a cache, [N, 2, heads, D]."""
+        """Returns the keys and values to cache of tokens x [N, H], [N, 2, KV heads, D]."""
         entries: mx.array = self._rotated(positions, None, *project(x, self.k_proj, self.v_proj))[1]
         return entries
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """As `before`, queries and gate alone."""
+        """Returns only the queries and the gate of `before`."""
         queries, gate = self.halves(self.q_proj(x))
         return self._rotated(positions, queries)[0], gate
 
     def halves(self, doubled: mx.array) -> Any:
-        """Queries and gate, each [N, heads, D], from what their projection gives."""
+        """Returns queries and gate, each [N, heads, D], from the output of `q_proj`."""
         return mx.split(doubled.reshape(doubled.shape[0], self.num_attention_heads, -1), 2, axis=-1)
 
     def _rotated(
         self, positions: mx.array, queries: mx.array | None, *projected: mx.array
     ) -> list[Any]:
-        """Queries [N, heads, D] and entries of keys and values, in one launch if a kernel serves.
+        """Returns queries [N, heads, D] and KV entries; queries and keys are normed and rotated.
 
-        Queries and keys are normed and rotated.
+        This is one launch if the kernel `norms.ROTATE` works here.
         """
         if positions.ndim == 2:
-            # Once by each position, so that a text token gets the bits that it has elsewhere.
-            axes = (
-                mx.contiguous(positions[:, a]) for a in range(3)
-            )  # The kernel reads no strides.
+            # Once for each of the three axes, so that text tokens get the bits that they have in
+            # passes without images.
+            axes = (mx.contiguous(positions[:, a]) for a in range(3))  # The kernel ignores strides.
             turned = [self._rotated(axis, queries, *projected) for axis in axes]
             axis = mx.array(self.sections.axes(self.rope.dims, self.head_dim))
             return [
@@ -130,10 +132,10 @@ class RaggedAttention(Qwen3NextAttention):
         return [queries, mx.stack([self._turned(self.k_norm(keys), positions), values], axis=1)]
 
     def _turned(self, x: mx.array, positions: mx.array) -> mx.array:
-        """[N, heads, D] rotated by mlx."""
+        """Returns x [N, heads, D] rotated by mlx's RoPE."""
         most = len(x)
         if backend() == "cuda" and getattr(self.rope, "dims", 32) < 32:
-            most = min(64, 256 // x.shape[1])  # With more tokens at once the launch fails.
+            most = min(64, 256 // x.shape[1])  # With more tokens a launch fails.
         parts = [slice(at, at + most) for at in range(0, len(x), most)]
         turned = [self.rope(x[part, :, None], offset=positions[part]) for part in parts]
         return (turned[0] if len(turned) == 1 else mx.concatenate(turned)).squeeze(2)
@@ -142,20 +144,20 @@ class RaggedAttention(Qwen3NextAttention):
 class WindowedGatedDeltaNet(nn.Module):
     """Mixin over an mlx-lm GatedDeltaNet class that runs windows on a `GatedDeltaCache`."""
 
-    projections: tuple[str, ...]  # names of the linear layers that the input goes through
+    projections: tuple[str, ...]  # names of the input projections
 
     def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, mx.array]:
-        """From the projections' outputs [N, ..]: q, k, v, a, b, all [B, T, ..], and z, the
-        gate of the layer's output, [N, Hk, R, Dv].
+        """Returns q, k, v, a and b, all [B, T, ..], and the gate of the layer's output,
+        z [N, Hk, R, Dv], from the projections' outputs `parts`, [N, ..].
         """
         raise NotImplementedError
 
     def mix(
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
     ) -> Sequence[mx.array]:
-        """The recurrences' outputs [N, Hv, Dv], and the gate."""
+        """Run the recurrences of all caches: returns outputs [N, Hv, Dv], and the gate z."""
         convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
         parts = _split(projected, [order.num_tokens for order in orders])
@@ -166,7 +168,7 @@ class WindowedGatedDeltaNet(nn.Module):
         return _joined(outputs)
 
     def after(self, outputs: mx.array, z: mx.array) -> mx.array:
-        """[N, H]."""
+        """Returns the output projection of the normed and gated outputs, [N, H]."""
         _, heads, dim = outputs.shape
         shape = norms.NormShape(dim, self.norm.eps, heads, ratio=z.shape[2])
         normed = norms.GATED_NORM(shape, outputs, z, self.norm.weight)[0]
@@ -174,11 +176,11 @@ class WindowedGatedDeltaNet(nn.Module):
 
 
 class SplitLayer(nn.Module):
-    """Mixin over an mlx-lm decoder layer, which runs tokens on caches of ours by `forward`.
+    """Mixin over an mlx-lm decoder layer; its `forward` runs tokens on this package's caches.
 
-    The tokens of several batches, each with a cache, lie side by side. A layer takes the residual
-    stream x, [N, H], and x after its own first norm; it returns the new x, and that after the next
-    layer's first norm. So a sum and the norm that follows it are one launch.
+    The tokens of several batches, each with its own cache, are concatenated. `forward` takes the
+    residual stream x, [N, H], and x after this layer's first norm; it returns the new x, and the
+    new x after the next layer's first norm. So a sum and the norm that follows it are one launch.
     """
 
     def forward(
@@ -189,7 +191,7 @@ class SplitLayer(nn.Module):
         positions: mx.array,
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
-        """The layer's output, and that normed by the weight `next_norm`."""
+        """Returns the layer's output [N, H], and the output normed with the weight `next_norm`."""
         if backend() is None and self._joined is not None:
             return self._joined.forward(x, normed, next_norm, positions, caches)
         own = self._uncompiled if backend() is None else self._compiled
@@ -211,18 +213,18 @@ class SplitLayer(nn.Module):
         order: Sequence[Rectangle],
         held: Sequence[CacheArrays],
     ) -> tuple[mx.array, mx.array, tuple[CacheArrays, ...]]:
-        """`forward` of a layer with a recurrence, and what its caches hold after it."""
+        """`forward` of a layer with a recurrence; also returns the new arrays of its caches."""
         caches = [GatedDeltaCache.of(each) for each in held]
         mixed = self.linear_attn.mix(normed, order, caches)
         x, normed = self.after(x, next_norm, *mixed)
         return x, normed, tuple(cache.held for cache in caches)
 
     def before(self, normed: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """The part before the cache of a layer with attention."""
+        """Run the part of an attention layer before its cache."""
         return self.self_attn.before(normed, positions)
 
     def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
-        """The part after the layer's cache."""
+        """Run the part of the layer after its cache, the MLP included."""
         norm = self.post_attention_layernorm
         width = norms.NormShape(x.shape[-1], norm.eps)
         attended = (self.linear_attn if self.is_linear else self.self_attn).after(*mixed)
@@ -244,7 +246,7 @@ class SplitLayer(nn.Module):
 
 
 def _split(arrays: Sequence[mx.array], counts: Sequence[int]) -> Iterator[Sequence[mx.array]]:
-    """Split arrays [N, ..] into those of each batch, by its number of tokens."""
+    """Yields the slices of arrays [N, ..] of each batch, by the batches' numbers of tokens."""
     first = 0
     for count in counts:
         yield arrays if len(counts) == 1 else [a[first : first + count] for a in arrays]
@@ -252,5 +254,5 @@ def _split(arrays: Sequence[mx.array], counts: Sequence[int]) -> Iterator[Sequen
 
 
 def _joined(parts: Sequence[Sequence[mx.array]]) -> Sequence[mx.array]:
-    """Join the arrays of each batch to [N, ..]."""
+    """Concatenate the batches' arrays to [N, ..]."""
     return parts[0] if len(parts) == 1 else [mx.concatenate([*own]) for own in zip(*parts)]

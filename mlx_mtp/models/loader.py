@@ -1,4 +1,4 @@
-"""Builds a model that runs on our caches, with its MTP head, from a directory."""
+"""Builds a model that runs on this package's caches, with its MTP head, from a directory."""
 
 import contextlib
 import logging
@@ -45,9 +45,9 @@ FAMILIES: dict[str, Family] = {
     for family in (QWEN3_NEXT, QWEN3_5, PRISM_HADAMARD)
     for model_type in family.model_types
 }
-HEAD_ALONE = "qwen3_5_mtp"  # model_type of repositories of a head alone, of all families
+HEAD_ALONE = "qwen3_5_mtp"  # model_type of repositories with only an MTP head, of any family
 DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
-_DEQUANTIZED_SHARE = 0.5  # of memory that a model expanded to float32 may take
+_DEQUANTIZED_SHARE = 0.5  # maximum share of memory for a model dequantized to float32
 _FINAL_NORMS = ("model.norm.weight", "language_model.norm.weight")
 _UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf", ".h5", ".msgpack")
 
@@ -62,15 +62,16 @@ def load_model(
     part: tuple[int, int] = (0, 1),
     see: bool = True,
 ) -> LoadedModel:
-    """Load a checkpoint: HF or MLX, quantized or not, with or without its head.
+    """Load a checkpoint: HF or MLX, quantized or not, with or without its MTP head.
 
-    `enable_mtp` loads the head, which must be there. `dtype` is one of `DTYPES`, or "auto":
-    float32 on the CPU (which has no MoE in any other type), else as stored. `lazy` reads no
-    weights until `LoadedModel.load_weights`. `memory` is the machine's, in bytes: on the CPU a
-    quantized model that fits half of it in float32 is expanded. `part` is a rank and the number of
-    ranks: that rank's part of the weights is loaded. `see`: with its vision tower, if it has one.
+    `enable_mtp` loads the head, which must exist. `dtype` is one of `DTYPES`, or "auto": float32
+    on the CPU (which has no MoE in any other dtype), else the stored one. `lazy` reads no weights
+    until `LoadedModel.load_weights`. `memory` is the machine's memory in bytes: on the CPU a
+    quantized model that fits half of it in float32 is dequantized. `part` is a rank and the number
+    of ranks: only that rank's slice of the weights is loaded. `see` loads the vision tower, if any.
 
-    Raises UnsupportedModelError, MissingHeadError, CheckpointError for damage, or UsageError.
+    Raises UsageError, or a ModelError: UnsupportedModelError, MissingHeadError, or CheckpointError
+    if files are missing or damaged.
     """
     config, beside = _read_config(path), dict[str, mx.array]()
     if see and (path / SIDECAR).is_file():
@@ -111,7 +112,7 @@ def load_model(
 def _build_model(
     path: Path,
     config: dict[str, Any],
-    beside: dict[str, mx.array],  # the tower's tensors in a file of its own
+    beside: dict[str, mx.array],  # the vision tower's tensors, if they have a file of their own
     family: Family,
     dtype: str,
     memory: int | None,
@@ -120,7 +121,7 @@ def _build_model(
     enable_mtp: bool,
     see: bool,
 ) -> tuple[nn.Module, str | None, VisionTower | None]:
-    """The patched model with its head, the head's source, the tower; no weight is read yet."""
+    """Returns the patched model with its head, the head's source, and the tower, all lazy."""
     model, head, tower_weights, stored_dtype = load_trunk(path, family)
     tower_weights = tower_weights or beside
     family.patch(model)
@@ -136,7 +137,7 @@ def _build_model(
         head_source = head.source
         del weights
     shard(family.causal_lm(model), model.get("mtp"), *part)
-    del head  # else the stored head would be kept while the model is read
+    del head  # else its stored tensors would stay in memory while the model is read
     memory = machine_memory().nbytes if memory is None else memory
     cast(model, dtype, stored_dtype, memory)
     tower = None
@@ -149,7 +150,7 @@ def _build_model(
 
 
 def _check_rope(layers: Sequence[nn.Module]) -> None:
-    """ModelError if RoPE fails for positions of two rows, or makes numbers that are not finite."""
+    """Raise ModelError if RoPE fails for the positions of two rows, or returns NaN or infinity."""
     attention = next(layer.self_attn for layer in layers if "self_attn" in layer)
     try:
         ones = mx.ones((2, 1, 2, attention.head_dim))
@@ -165,7 +166,7 @@ def _check_rope(layers: Sequence[nn.Module]) -> None:
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
-    """The family that serves a config.json; else UnsupportedModelError."""
+    """Returns the family that serves a config.json; raises UnsupportedModelError if none does."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if model_type == HEAD_ALONE:
@@ -183,9 +184,9 @@ def family_of(config: dict[str, Any], where: str) -> Family:
 
 
 def refuse_fp8(config: Mapping[str, Any], where: str, names: Iterable[str] = ()) -> None:
-    """UnsupportedModelError for an FP8 release, by its config.json or the names of its tensors.
+    """Raise UnsupportedModelError for an FP8 release, by its config.json or its tensors' names.
 
-    The message has the command that makes a model of it.
+    The message has the command that converts the release.
     """
     tables = (part.get("quantization_config") for part in (config, text_config(config)))
     stated = any(isinstance(t, dict) and t.get("quant_method") == "fp8" for t in tables)
@@ -199,9 +200,9 @@ def refuse_fp8(config: Mapping[str, Any], where: str, names: Iterable[str] = ())
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """config.json; a model that names a Python file to be run is rejected.
+    """Returns config.json; raises UnsupportedModelError if it names a Python file to run.
 
-    mlx-lm up to 0.31.3 ran it unasked (CVE-2026-5843), and no model's code may be run.
+    mlx-lm up to 0.31.3 ran that file unasked (CVE-2026-5843). No code of a model may run here.
     """
     config = read_json(path / "config.json")
     for part in (config, text_config(config)):
@@ -219,9 +220,11 @@ def load_trunk(
     family: Family,
     prepare: Callable[[dict[str, mx.array]], dict[str, mx.array]] = lambda weights: weights,
 ) -> tuple[nn.Module, HeadTensors | None, dict[str, mx.array], mx.Dtype]:
-    """mlx-lm's model; the head and the tower in model*.safetensors; the type of activations.
+    """Load mlx-lm's model lazily; no weight is read.
 
-    No weight is read. `prepare` may change the trunk's tensors before the family does.
+    Returns the model, the MTP head in model*.safetensors if there is one, the vision tower's
+    tensors there, and the dtype of activations. `prepare` can change the target model's tensors
+    before `family.prepare_weights` does.
     """
     seen: dict[str, Any] = {}
 
@@ -235,11 +238,11 @@ def load_trunk(
                 shapes = {key: value.shape for key, value in trunk.items()}
                 seen["convention"] = head_weights.trunk_convention(shapes) or "mlx"
                 trunk = family.prepare_weights(prepare(trunk))
-                # Activations have the type of the final norm, however the matrices are packed.
+                # Activations have the dtype of the final norm, however the matrices are packed.
                 types = (v.dtype for k, v in trunk.items() if k.endswith(_FINAL_NORMS))
                 seen["dtype"] = next(types, mx.bfloat16)
                 for key, value in trunk.items() if seen["convention"] == "hf" else ():
-                    # mlx-lm adds the norms' 1 in the stored type; in float32 nothing is lost.
+                    # mlx-lm adds 1 to norms in their dtype; in float32 no digits are lost.
                     if key.endswith("norm.weight") and value.ndim == 1:
                         trunk[key] = value.astype(mx.float32)
                 return super().sanitize(trunk)
@@ -247,7 +250,7 @@ def load_trunk(
         return Model, args
 
     model, _ = mlx_lm_load_model(path, lazy=True, get_model_classes=classes)
-    # Removed, as the model's class refers to `seen`.
+    # Popped because the model's class keeps `seen` alive.
     tensors, tower = seen.pop("head"), seen.pop("tower")
     source = f"{path / 'model*.safetensors'}"
     head = HeadTensors(tensors, seen["convention"], source) if tensors else None
@@ -255,7 +258,7 @@ def load_trunk(
 
 
 def _absent(path: Path) -> list[str]:
-    """Files that the index names and that are missing, as after an interrupted download."""
+    """Returns the missing files that the index names, as after an interrupted download."""
     index = path / "model.safetensors.index.json"
     with contextlib.suppress(MlxMtpError):
         return sorted({file for file in read_index(index).values() if not (path / file).exists()})
@@ -273,7 +276,10 @@ def _unread_formats(path: Path) -> str:
 
 
 def cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
-    """Give a model the type `dtype`, as `load_model` does; `stored` is that of the checkpoint."""
+    """Cast a model to `dtype` as `load_model` describes; `stored` is the checkpoint's dtype.
+
+    Raises UsageError if `dtype` is unknown.
+    """
     if dtype != "auto" and dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use auto, {', '.join(DTYPES)}.")
     on_cpu = mx.default_device() == mx.cpu
@@ -284,7 +290,7 @@ def cast(model: nn.Module, dtype: str, stored: mx.Dtype, memory: int) -> None:
     if on_cpu and target == mx.float32 and dequantized < _DEQUANTIZED_SHARE * memory:
         # Quantized matmuls on the CPU are about five times slower than float32 ones.
         dequantize_model(model)
-        # Modes with scales that are no floats come out in BF16.
+        # Quantization modes without float scales are dequantized to bfloat16.
         _cast_floats(model, target)
 
 
@@ -297,7 +303,7 @@ def _cast_floats(model: nn.Module, target: mx.Dtype) -> None:
 
 
 def missing_head(model: str, note: str = "") -> MissingHeadError:
-    """The error for a model without a head; its text says how to add one."""
+    """Returns the error for a model without an MTP head; its message says how to add one."""
     return MissingHeadError(
         f"{model} has no MTP head: neither {SIDECAR_PATTERN} beside the model, nor tensors named "
         f"{', '.join(p + '*' for p in PREFIXES)} in its model*.safetensors. MLX conversions drop "

@@ -35,11 +35,11 @@ class LoadedModel:
     path: Path
     config: dict[str, Any]  # config.json
     generation_config: dict[str, Any]  # generation_config.json, empty if there is none
-    model: nn.Module  # with the head as its `mtp` if one was loaded
+    model: nn.Module  # its item `mtp` is the MTP head, if one was loaded
     family: Family
-    head_source: str | None  # where the head came from; None without one
-    num_ranks: int = 1  # of which this has one rank's weights
-    tower: VisionTower | None = None  # None: the model sees no images
+    head_source: str | None  # files that the MTP head was read from; None without a head
+    num_ranks: int = 1  # tensor-parallel ranks; this model has one rank's slice of the weights
+    tower: VisionTower | None = None  # None: the model takes no images
 
     @property
     def model_type(self) -> str:
@@ -51,7 +51,7 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, padding included."""
+        """Number of rows of the embedding, padding rows included."""
         return int(self.causal_lm.args.vocab_size)
 
     @cached_property
@@ -60,7 +60,7 @@ class LoadedModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence, as generation_config.json or else config.json names them."""
+        """Ids that end a sequence, from generation_config.json, else from config.json."""
         sources = (self.generation_config, self.config, text_config(self.config))
         values = [source.get("eos_token_id") for source in sources]
         lists = (v if isinstance(v, list) else [v] for v in values if v is not None)
@@ -68,9 +68,9 @@ class LoadedModel:
 
     @cached_property
     def image_token_ids(self) -> tuple[int, ...]:
-        """Ids that stand for images and videos in prompts, the image's first; none without a tower.
+        """Ids that mark images and videos in prompts, `image_token_id` first; () without a tower.
 
-        They are never sampled.
+        These ids are never sampled.
         """
         names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         ids = [self.config[name] for name in names if type(self.config.get(name)) is int]
@@ -95,22 +95,22 @@ class LoadedModel:
         return [spec.part(self.num_ranks) for spec in specs]
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the trunk's weights and of the head's. No weight is read."""
+        """Returns the bytes of the target model's weights and of the head's. No weight is read."""
         of_head = 0 if self.head is None else module_nbytes(self.head)
         return module_nbytes(self.model) - of_head, of_head
 
     @property
     def tower_nbytes(self) -> int:
-        """Bytes of the vision tower. No weight is read."""
+        """Bytes of the vision tower's weights. No weight is read."""
         return 0 if self.tower is None else module_nbytes(self.tower)
 
     def row_nbytes(self) -> int:
-        """Bytes of one token's row of lm_head. No weight is read."""
+        """Returns the bytes of one token's row of lm_head. No weight is read."""
         parameters = tree_flatten(self.output_layer.parameters())
         return sum(value.nbytes // value.shape[0] for _, value in parameters)
 
     def check_eos_token_ids(self) -> None:
-        """ModelError for an id that is not in the vocabulary."""
+        """Raise ModelError if an EOS id is not in the vocabulary."""
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise ModelError(
@@ -119,9 +119,9 @@ class LoadedModel:
                 )
 
     def load_weights(self) -> None:
-        """Read the weights and choose the operations of their products.
+        """Read the weights, and choose the operation for each matrix product (`choose_routes`).
 
-        UsageError if this machine can't compute in their type.
+        Raises UsageError if this machine can't compute in the weights' dtype.
         """
         if mx.default_device() == mx.cpu:
             for name, value in tree_flatten(self.model.parameters()):
@@ -131,8 +131,8 @@ class LoadedModel:
                         f"--dtype {dtype} can't be used here: on the CPU mlx runs a mixture of "
                         "experts only in float32. Use --dtype float32 or auto."
                     )
-        # A scaled RoPE's frequencies are no parameters, and a lazy array can be evaluated only on
-        # the thread that made it. So the whole state is evaluated below.
+        # A scaled RoPE's frequencies are not parameters, and a lazy array can be evaluated only on
+        # the thread that made it. So the modules' whole state is evaluated below.
         modules = [self.model] if self.tower is None else [self.model, self.tower]
         weights = [a for module in modules for _, a in tree_flatten(module.parameters())]
         with Bar(desc="Loading the weights", total=sum(array.nbytes for array in weights)) as bar:
@@ -147,16 +147,16 @@ class LoadedModel:
 
     @property
     def can_be_exact(self) -> bool:
-        """Whether a token's bits can depend on its own text alone, whatever else is computed."""
+        """True if exact mode is possible: a token's bits then depend on its own sequence alone."""
         attention = [spec for spec in self.layer_specs if isinstance(spec, AttentionSpec)]
         alone = gpu.backend() is not None and self.num_ranks == 1 and self.dtype != mx.float32
         alone = alone and all_routable(self.model)
         return alone and all(is_batch_invariant(spec.head_dim) for spec in attention)
 
     def resolve_exact(self, exact: bool | None = None) -> bool:
-        """`exact` if it is set; else whether exactness is possible and kernels serve all products.
+        """Returns `exact` if set, else whether it is possible and kernels serve all products.
 
-        On Metal what it costs is measured beside that (`calibration.exactness`).
+        On Metal `calibration.exactness` also measures what exact mode costs.
         """
         return (
             self.can_be_exact and kernel_takes_all_weights(self.model, self.dtype)
@@ -166,21 +166,20 @@ class LoadedModel:
 
     @property
     def unused_kernels(self) -> list[str]:
-        """Names of kernels that have been tried and do not work here."""
+        """Names of kernels that were tried on this machine and failed."""
         return sorted(name.replace("_", " ") for name in refused)
 
     def make_cache(self, num_rows: int) -> BatchCache:
         return BatchCache.of(self.layer_specs, num_rows, self.dtype)
 
     def hidden(self, tokens: mx.array, *caches: BatchCache) -> mx.array:
-        """Post-norm hidden states [N, H] of token ids [N], after `begin_window` of each cache.
-
-        The tokens of several caches are side by side.
+        """Returns post-norm hidden states [N, H] of token ids [N]; call each cache's `begin_window`
+        first. `tokens` are those of the first cache, then of the second, and so on.
         """
         trunk = self.causal_lm.model
         first, *others = [layer.input_layernorm for layer in trunk.layers]
         packings = [cache.layers[0].packing for cache in caches]
-        x = self.embed(tokens, packings[0].images)  # A chunk with images is in a pass of its own.
+        x = self.embed(tokens, packings[0].images)  # A chunk with images has a pass of its own.
         normed = first(x)
         positions = [packing.rope_positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
@@ -191,16 +190,19 @@ class LoadedModel:
         return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
-        """[.., V] from post-norm states [.., H]; `layer` replaces lm_head (`DraftVocabulary`)."""
+        """Returns logits [.., V] of post-norm states [.., H].
+
+        `layer` replaces lm_head (see `DraftVocabulary`).
+        """
         head = self.output_layer if layer is None else layer
         with decode_pass():
-            if hasattr(head, "as_linear"):  # tied, and so whole on each rank
+            if hasattr(head, "as_linear"):  # tied to the embedding, which is whole on each rank
                 return head.as_linear(hidden)
             logits = head(hidden)
         return all_gather(logits) if layer is None else logits
 
     def embed(self, tokens: mx.array, images: ImageRows | None = None) -> mx.array:
-        """[N, H] of ids [N]; those of `images` are the ids of no token."""
+        """Returns embeddings [N, H] of ids [N]; ids from `images.first` on select image rows."""
         if images is None or images.rows is None:
             return self._embedded(tokens)
         place = tokens - images.first
@@ -209,33 +211,34 @@ class LoadedModel:
         return mx.where((place < 0)[:, None], embedded, rows)
 
     def _embedded(self, tokens: mx.array) -> mx.array:
-        # Embeddings of packs with a Hadamard rotation are float16, whatever the model's type is.
+        # Models packed with a Hadamard rotation have float16 embeddings, whatever their dtype is.
         return self.causal_lm.model.embed_tokens(tokens).astype(self.dtype)
 
 
 class DraftVocabulary:
-    """The rows of lm_head for a reduced draft vocabulary, copied as they are stored.
+    """The rows of lm_head for a reduced draft vocabulary, copied in their storage format.
 
-    Most of a draft's cost is lm_head over all tokens, most of which hardly ever come (FR-Spec,
-    arXiv:2502.14856). `layer` maps [..., H] to logits [..., N] of the tokens `ids`.
+    Most of a draft's cost is lm_head over the whole vocabulary, but most tokens hardly ever occur
+    (FR-Spec, arXiv:2502.14856). `layer` maps [.., H] to logits [.., N] of the tokens `ids`.
+    Raises ModelError if rows can't be taken from lm_head.
     """
 
     def __init__(self, model: LoadedModel, ids: Sequence[int]) -> None:
-        # int32 [N], ascending, so that of equal logits the same wins as among all tokens.
+        # int32 [N], ascending: among equal logits the same token wins as in the full vocabulary.
         self.ids = mx.array(sorted(ids), dtype=mx.int32)
         layer, vocab_size = model.output_layer, model.vocab_size
-        # A shallow copy: what is replaced in it stays as it was in the model's own layer.
+        # A shallow copy: replacing its arrays leaves the model's own layer as it was.
         self.layer = copy.copy(layer)
         for name, value in tree_flatten(layer.parameters()):
             if value.ndim and value.shape[0] * model.num_ranks == vocab_size:
-                value = all_gather(value.T).T  # Each rank has a part of the tokens.
+                value = all_gather(value.T).T  # Each rank has the rows of some tokens.
             if "." in name or value.ndim == 0 or value.shape[0] != vocab_size:
                 raise ModelError(
                     f"No rows can be taken from lm_head: its {name} is {list(value.shape)} and not "
                     f"{vocab_size} rows. Draft without --mtp-draft-vocab."
                 )
             self.layer[name] = value[self.ids]
-            mx.eval(self.ids, self.layer[name])  # else every step would copy them anew
+            mx.eval(self.ids, self.layer[name])  # else every step would copy the rows again
 
     @property
     def nbytes(self) -> int:
@@ -243,5 +246,5 @@ class DraftVocabulary:
 
 
 def module_nbytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters. None is read."""
+    """Returns the bytes of a module's parameters, without reading them."""
     return sum(array.nbytes for _, array in tree_flatten(module.parameters()))

@@ -1,4 +1,4 @@
-"""An MLP or mixture of experts between two norms; a mixture's router and sums are a launch each."""
+"""An MLP or mixture of experts between two norms; the router is one launch, as are the sums."""
 
 import functools
 
@@ -14,7 +14,7 @@ from mlx_mtp.models.gemm.routes import experts_in_order, is_decode_sized, projec
 def add_mlp(
     x: mx.array, normed: mx.array, mlp: nn.Module, weight: mx.array, eps: float
 ) -> list[mx.array]:
-    """x [N, H] plus an MLP of its norm; and that normed again, by the weight given."""
+    """Returns x [N, H] plus the MLP's output for `normed`, and this sum normed with `weight`."""
     width, rows = norms.NormShape(x.shape[-1], eps), len(x)
     if type(mlp) is Qwen3NextSparseMoeBlock:
         kind = topk.Router(mlp.num_experts, mlp.top_k, mlp.norm_topk_prob)
@@ -27,7 +27,7 @@ def add_mlp(
             if world().size == 1:
                 mixed = width._replace(chosen=mlp.top_k + 1)
                 return norms.MIX_NORM(mixed, x, outputs, weights, weight)
-            # The sum over ranks comes between their outputs and the norm.
+            # The outputs are summed over ranks before the norm.
             part = norms.add_up(outputs, weights)
             return norms.ADD_NORM(width, x, all_reduce(part), weight)
         if rows and world().size == 1 and topk.ROUTER.works(kind, x.dtype):
@@ -43,7 +43,7 @@ def _add_to_prompt(
     weight: mx.array,
     eps: float,
 ) -> list[mx.array]:
-    """As `add_mlp`, for many tokens: the shared expert is a product of all of them."""
+    """As `add_mlp`, for a prompt: the shared expert is computed densely, for all tokens."""
     gates = mlp.gate(normed), mlp.shared_expert_gate(normed)
     experts, weights = topk.choose_experts(*gates, kind)
     routed = mlp.switch_mlp(normed, experts[:, :-1]).flatten(0, 1)
@@ -54,11 +54,11 @@ def _add_to_prompt(
 
 @functools.partial(mx.compile, shapeless=True)
 def _add_share(x: mx.array, share: mx.array, y: mx.array) -> mx.array:
-    return x.astype(mx.float32) + share * y  # rounded once, with the others
+    return x.astype(mx.float32) + share * y  # rounded once, after the routed experts are added
 
 
 def _mixture(x: mx.array, mlp: nn.Module, kind: topk.Router) -> tuple[mx.array, mx.array]:
-    """Outputs of each token's experts, [N * (K + 1), H], the shared one's last; their weights."""
+    """Returns each token's expert outputs [N * (K + 1), H], the shared one's last; and weights."""
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
     routes = topk.run_kernel(logits, gate, kind)
     if getattr(mlp, "joins_shared", False) and served(x, mlp.switch_mlp):

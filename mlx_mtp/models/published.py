@@ -1,7 +1,7 @@
-"""Published models of the supported families: their names, here and on the hub, and their sizes.
+"""Published models of the supported families: their short names, hub ids and sizes.
 
-Shapes come from the originals' config.json files, names from public programs that load them. They
-were not looked up on the hub; `mlx-mtp inspect NAME` does that.
+Shapes come from the originals' config.json files, hub ids from public programs that load them. The
+ids were not checked on the hub; `mlx-mtp inspect NAME` does that.
 """
 
 import difflib
@@ -46,7 +46,7 @@ def _expert_fields(count: int, used: int, size: int = 512) -> dict[str, Any]:
 def _qwen3_5(
     hidden: int, layers: int, heads: tuple[int, int], value_heads: int, **more: Any
 ) -> dict[str, Any]:
-    """`heads` are attention's, of queries and of keys; `value_heads` are GatedDeltaNet's."""
+    """`heads` is attention's number of query heads and KV heads; `value_heads` GatedDeltaNet's."""
     model_type = "qwen3_5_moe" if "num_experts" in more else "qwen3_5"
     sizes = {"vocab_size": 248320, "hidden_size": hidden, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
@@ -94,8 +94,8 @@ class PublishedSizes(NamedTuple):
     """Bytes of a model and its head; tests/inspect/test_models.py computes them from the shape."""
 
     bf16_head: int
-    weights: dict[int, int]  # by bits
-    head: dict[int, int]
+    weights: dict[int, int]  # by bits per weight
+    head: dict[int, int]  # by bits per weight
 
 
 _27B = PublishedSizes(
@@ -139,7 +139,7 @@ SIZES = {
 class PublishedQuant(NamedTuple):
     """A quantization on the hub."""
 
-    name: str  # of its original, without the organisation
+    name: str  # of the original model, without its organisation
     bits: int
 
     def __str__(self) -> str:
@@ -160,17 +160,17 @@ _NAMES = {each.repo_id: each.name for each in RELEASES} | _DERIVED
 
 
 source_of = {repo_id: f"Qwen/{name}" for repo_id, name in _NAMES.items()}.get
-"""The original of a published quantization or derivative; None if it isn't in the table."""
+"""Returns the hub id of the original of a published quantization or derivative; None if unknown."""
 head_repo_of = {
     repo_id: f"mlx-community/{name}-MTP-bf16"
     for repo_id, name in _NAMES.items()
     if name in _WITH_HEAD_ALONE
 }.get
-"""The repository of its head alone, unquantized; None if it isn't known to have one."""
+"""Returns the hub id of the repository with only the model's bfloat16 head; None if unknown."""
 
 
 def fetched_head_nbytes(repo_id: str) -> int:
-    """Bytes of the head that `serve` fetches for a published model without one; 0 for others."""
+    """Returns the bytes of the head that `serve` downloads for a published model; 0 for others."""
     if (name := _NAMES.get(repo_id)) is None:
         return 0
     bits = next((each.bits for each in RELEASES if each.repo_id == repo_id), max(BITS))
@@ -191,9 +191,10 @@ for _model in SHAPES:
 
 
 def releases_named(text: str) -> list[PublishedQuant]:
-    """The quantizations that a short name may mean, in the order of preference; [] if unknown.
+    """Returns the quantizations that a short name can mean, preferred ones first; [] if unknown.
 
-    Case, `:` and `-` are alike. With -4bit or -8bit at its end a name means that one alone.
+    Case doesn't matter, and `:`, `_` and `-` are equal. A name that ends in -4bit or -8bit means
+    only that quantization.
     """
     name, bits = _split(text)
     models = _MODELS_NAMED.get(name, [])
@@ -201,12 +202,12 @@ def releases_named(text: str) -> list[PublishedQuant]:
 
 
 def nearest_names(text: str, count: int = 3) -> list[str]:
-    """The known short names that a mistyped one is like; there may be none."""
+    """Returns up to `count` known short names that resemble a mistyped one."""
     return difflib.get_close_matches(_split(text)[0], _MODELS_NAMED, n=count)
 
 
 def _split(text: str) -> tuple[str, str]:
-    """A short name, and the bits at its end; they may be empty."""
+    """Returns a short name without its bits, and the bits as text; either can be empty."""
     name, _, ending = re.sub("[:_-]+", "-", text.lower()).rpartition("-")
     if match := re.fullmatch("([0-9]+)bit", ending):
         return name.removesuffix("-mlx"), match[1]

@@ -19,7 +19,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
     def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, mx.array]:
-        """q, k and v come from one projection, the others from one each."""
+        """q, k and v share a projection; z, a and b have one each."""
         heads, ratio = self.num_k_heads, self.num_v_heads // self.num_k_heads
         qkv, z, a, b = parts
         q, k, v = mx.split(order.fill(qkv, -1), [self.key_dim, 2 * self.key_dim], axis=-1)
@@ -38,9 +38,10 @@ class _Layer(SplitLayer, DecoderLayer):
     pass
 
 
-# The two differ in the MLP alone. mlx-lm's class knows no experts that are stored one by one.
+# The two types differ only in the MLP. mlx-lm's class can't load experts stored one by one.
 QWEN3_5 = Family(("qwen3_5", "qwen3_5_moe"), _Layer, _GatedDeltaNet, stack_experts)
-# Packs such as Ternary Bonsai 2: 2 bits are enough only for weights that were trained for them.
+# Packed models such as Ternary Bonsai 2. Their 2 bits suffice only for weights trained for that,
+# so the head has 4.
 PRISM_HADAMARD = replace(
     QWEN3_5,
     model_types=("prism_hadamard_qwen35",),

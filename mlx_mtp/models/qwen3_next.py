@@ -17,7 +17,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
     def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
     ) -> tuple[GDNProjections, mx.array]:
-        """q, k, v and z come interleaved by key head, and so do b and a."""
+        """q, k, v and z are interleaved by key head, and so are b and a."""
         dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
         width = ratio * self.head_v_dim
         qkvz, ba = parts
@@ -25,7 +25,7 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
         q, k, v, z = mx.split(by_head, [dim, 2 * dim, 2 * dim + width], axis=-1)
         b, a = mx.split(order.fill(ba, self.num_k_heads, 2 * ratio), 2, axis=-1)
         v = v.reshape(*v.shape[:3], ratio, self.head_v_dim)
-        if order.tokens is not None:  # Then the rectangle is another array.
+        if order.tokens is not None:  # The rectangle is padded, but z is per token.
             z = qkvz.reshape(len(qkvz), self.num_k_heads, -1)[..., 2 * dim + width :]
         return GDNProjections(q, k, v, a, b), z.reshape(len(qkvz), -1, ratio, self.head_v_dim)
 

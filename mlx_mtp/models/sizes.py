@@ -1,4 +1,4 @@
-"""The sizes in a config.json, checked before anything of those sizes is built."""
+"""Checks the sizes in a config.json before a model of these sizes is built."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from mlx_mtp.errors import ModelError
 from mlx_mtp.models.family import text_config
 
-# Least and most.
+# The minimum and maximum of each size.
 _RANGES = {
     "num_hidden_layers": (1, 1024),
     "full_attention_interval": (1, 1024),
@@ -24,7 +24,7 @@ _RANGES = {
 }
 _MAY_BE_NULL = ("head_dim", "intermediate_size", "max_position_embeddings")
 _ABOVE, _NO_MULTIPLE = "above", "not a multiple of"
-_FAULTS = (  # what the first must not be of the second
+_FAULTS = (  # (a, fault, b): a must not be above b, or must be a multiple of b
     ("num_experts_per_tok", _ABOVE, "num_experts"),
     ("full_attention_interval", _ABOVE, "num_hidden_layers"),
     ("num_attention_heads", _NO_MULTIPLE, "num_key_value_heads"),
@@ -37,7 +37,7 @@ _LAYER = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d{1,9})\.")
 def check_sizes(
     config: Mapping[str, Any], path: Path, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> None:
-    """ModelError for impossible sizes, or ones that `shapes`, those of the weights, don't have."""
+    """Raise ModelError for impossible sizes, or sizes that contradict the weights' `shapes`."""
     inner = text_config(config)
     nulls = {name for name in _MAY_BE_NULL if inner.get(name) is None}
     sizes = {name: inner[name] for name in sorted(_RANGES.keys() & inner.keys() - nulls)}

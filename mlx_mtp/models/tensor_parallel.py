@@ -1,8 +1,8 @@
 """Tensor parallelism: splits heads of attention and GatedDeltaNet, and MLPs' inner dimensions.
 
-Each rank keeps all norms, routers and embeddings, and its slices of everything else: the outputs of
-all ranks' attention, and of all ranks' MLPs, sum to the whole layer's. lm_head is split by tokens;
-an lm_head that is tied to the embedding is whole on each rank.
+Each rank keeps all norms, routers and embeddings, and its slices of all other weights. The sum over
+ranks of their attention outputs, or of their MLP outputs, is the whole layer's. lm_head is split
+over the vocabulary, unless it is tied to the embedding: then it is whole on each rank.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ import mlx.nn as nn
 from mlx_mtp.errors import UsageError
 
 _LINEAR = ("weight", "scales", "biases", "bias")
-_OUTPUTS, _INPUTS = -2, -1  # axes of weights; those of experts have one more axis in front
+_OUTPUTS, _INPUTS = -2, -1  # axes of a weight; the weights of experts have one more axis in front
 _MOST_RANKS = 64
 
 Blocks = tuple[tuple[int, int], ...]
-"""Blocks of an axis, each split by itself: the number of its units, and a unit's width."""
+"""The blocks of an axis, each split separately, as (number of units, width of a unit)."""
 
 
 class _Split(NamedTuple):
-    """Tensors of a module that are split alike. A unit, such as a head, stays on one rank."""
+    """Tensors of a module that are split the same way. A unit, such as a head, is never split."""
 
     name: str
     module: nn.Module
@@ -41,7 +41,7 @@ class _Split(NamedTuple):
         return sum(units * width for units, width in self.blocks)
 
     def spans(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Begin and end of a rank's units in each block."""
+        """Returns the begin and end of a rank's units in each block, along the axis."""
         spans, start = [], 0
         for units, width in self.blocks:
             first = units * rank // size
@@ -56,14 +56,14 @@ class _Split(NamedTuple):
             return array if rank == 0 else mx.zeros_like(array)
         axis = _INPUTS if key == "bias" else self.axis
         before: tuple[Any, ...] = (slice(None),) * (array.ndim + axis)
-        stored = array.shape[axis]  # less than `length` if packed, or if there is one per group
+        stored = array.shape[axis]  # less than `length` for packed codes, and for groups' scales
         spans = [[at * stored // self.length for at in span] for span in self.spans(rank, size)]
         return mx.contiguous(
             mx.concatenate([array[(*before, slice(*span))] for span in spans], axis=axis)
         )
 
     def fault(self, size: int) -> str | None:
-        """Why this can't be split for `size` ranks; None if it can."""
+        """Returns why these tensors can't be split for `size` ranks; None if they can."""
         for units, _ in self.blocks:
             if units % size and not (self.repeated and size % units == 0):
                 return f"{units:,} {self.unit}"
@@ -80,9 +80,10 @@ class _Split(NamedTuple):
 
 
 def shard(causal_lm: nn.Module, head: nn.Module | None, rank: int, size: int) -> None:
-    """Keep a rank's slices of the weights; none of them is read.
+    """Keep only a rank's slices of the weights; no weight is read.
 
-    UsageError names the first tensor that can't be split, and the numbers of ranks that work.
+    Raises UsageError, which names the first tensor that can't be split, and the numbers of ranks
+    for which all tensors can.
     """
     if size == 1:
         return
@@ -162,6 +163,6 @@ def _of_gated_delta(name: str, module: nn.Module) -> Iterator[_Split]:
 
 
 def _of_mlp(name: str, module: nn.Module) -> Iterator[_Split]:
-    inner = ((module.gate_proj.weight.shape[-2], 1),)  # Outputs are never packed.
+    inner = ((module.gate_proj.weight.shape[-2], 1),)  # Quantized weights are packed by input only.
     for key, axis in (("gate_proj", _OUTPUTS), ("up_proj", _OUTPUTS), ("down_proj", _INPUTS)):
         yield _Split(f"{name}.{key}", module[key], axis, inner)

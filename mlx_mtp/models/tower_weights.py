@@ -13,8 +13,8 @@ from mlx_mtp.vision.tower import TowerShape
 from mlx_mtp.vision.tower import VisionTower as VisionTower
 
 SIDECAR = "vision_tower.safetensors"
-"""A tower beside a model whose own files have none; its header has the `CONFIG_KEYS` that mlx-lm
-drops from config.json."""
+"""The file of a vision tower for a model whose own files have none; its header has the
+`CONFIG_KEYS`, which mlx-lm drops from config.json."""
 CONFIG_KEYS = (
     *("vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "preprocessor_config"),
@@ -23,28 +23,32 @@ PREFIXES = ("vision_tower.", "model.visual.", "visual.")
 
 
 def tower_name(key: str) -> str | None:
-    """A checkpoint's key as the name in `VisionTower`; None for a tensor that isn't the tower's."""
+    """Returns the name in `VisionTower` of a checkpoint's key; None if it isn't the tower's."""
     return next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), None)
 
 
 def load_tower(
     config: Mapping[str, Any], weights: Mapping[str, mx.array], hidden_size: int
 ) -> VisionTower:
-    """The tower of a config.json from its tensors, lazy, with any of `PREFIXES`.
+    """Build the lazy vision tower of a config.json from tensors whose keys have any of `PREFIXES`.
 
-    Raises UnsupportedModelError, or CheckpointError if tensors are missing or of other shapes.
+    Raises UnsupportedModelError for other towers than Qwen3.5's, and CheckpointError if tensors
+    are missing or have other shapes.
     """
     tower = VisionTower(TowerShape.of(config, hidden_size))
     named = {name: value for key, value in weights.items() if (name := tower_name(key))}
     embed = "patch_embed.proj.weight"
     if embed in named and named[embed].shape != tower.patch_embed.proj.weight.shape:
-        named[embed] = named[embed].transpose(0, 2, 3, 4, 1)  # as PyTorch has it: channels first
+        named[embed] = named[embed].transpose(0, 2, 3, 4, 1)  # PyTorch has channels first
     load_weights(tower, named, "The vision tower")
     return tower
 
 
 def read_tower(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """The tensors of a tower beside a model, lazy, and the part of its configuration."""
+    """Returns the lazy tensors in a tower's file, and its part of config.json.
+
+    Raises CheckpointError if the file can't be read.
+    """
     try:
         loaded: Any = mx.load(str(path), return_metadata=True)
         tensors, header = loaded

@@ -19,12 +19,12 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mlx_mtp.errors import InvalidRequestError, ModelError
 
-PROCESSOR = "preprocessor_config.json"  # of a model
-MOST_BYTES = 32 << 20
+PROCESSOR = "preprocessor_config.json"  # a model's file with its limits for images
+MOST_BYTES = 32 << 20  # of an encoded image
 MOST_PIXELS = 100_000_000
-MOST_ASPECT = 200
+MOST_ASPECT = 200  # the longer side over the shorter one
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-_KINDS = {  # what clients send in place of an image, by how it begins
+_KINDS = {  # what clients send in place of an image: a pattern of its first bytes
     "empty": rb"$",
     "a PDF": rb"\s*%pdf",
     "an SVG": rb"\s*<svg",
@@ -41,10 +41,10 @@ class Pixels(NamedTuple):
     height: int
     width: int
     rgb: bytes
-    digest: bytes  # of all of this, 16 bytes
+    digest: bytes  # hash of the size and the pixels, 16 bytes
 
     def array(self) -> np.ndarray:
-        """uint8 [height, width, 3]."""
+        """Returns the pixels, uint8 [height, width, 3]."""
         return np.frombuffer(self.rgb, np.uint8).reshape(self.height, self.width, 3)
 
     @classmethod
@@ -55,20 +55,23 @@ class Pixels(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSizes:
-    """How large a model wants its images; `most_tokens` limits what one takes of the prompt."""
+    """The sizes of images that a model takes; `most_tokens` is the limit of tokens for an image."""
 
-    patch: int = 16  # pixels of a side
+    patch: int = 16  # pixels of a patch's side
     merge: int = 2  # patches of a token's side
     least_pixels: int = 65536
     most_pixels: int = 16777216
     most_tokens: int = 4096
-    token_id: int = 0  # that stands for an image in a text
+    token_id: int = 0  # id that stands for an image in a prompt
 
     @classmethod
     def of(
         cls, patch: int, merge: int, processor: dict[str, Any], most_tokens: int, token_id: int
     ) -> ImageSizes:
-        """With the limits of a model's `PROCESSOR`; ModelError for what can't be followed."""
+        """Returns the sizes with the limits of a model's file `PROCESSOR`, given as `processor`.
+
+        Raises ModelError if the limits are impossible, or for another mean or deviation than 0.5.
+        """
         size = processor.get("size") or {}
         least = processor.get("min_pixels") or size.get("shortest_edge") or cls.least_pixels
         most = processor.get("max_pixels") or size.get("longest_edge") or cls.most_pixels
@@ -87,11 +90,11 @@ class ImageSizes:
         return self.patch * self.merge
 
     def for_detail(self, detail: str) -> ImageSizes:
-        """OpenAI's `detail`: "low" makes 256 tokens the limit."""
+        """Returns the sizes for OpenAI's `detail`: "low" limits an image to 256 tokens."""
         return replace(self, most_tokens=min(self.most_tokens, 256)) if detail == "low" else self
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width, multiples of `token`, to which an image is scaled."""
+        """Returns the height and width, multiples of `token`, to which an image is scaled."""
         side, most = self.token, min(self.most_pixels, self.most_tokens * self.token**2)
         rows, columns = round(height / side), round(width / side)
         if rows * columns * side**2 > most:
@@ -104,9 +107,9 @@ class ImageSizes:
 
 
 def read_image(data: bytes, sizes: ImageSizes) -> Pixels:
-    """Decode and scale an image; InvalidRequestError says what is wrong with it.
+    """Decode and scale an image, after checks of its header.
 
-    Its header is checked before a pixel is decoded.
+    Raises InvalidRequestError, which says what is wrong with the image.
     """
     if len(data) > MOST_BYTES:
         raise _wrong(f"has {len(data):,} bytes; at most {MOST_BYTES:,} are allowed")
@@ -137,7 +140,7 @@ def read_image(data: bytes, sizes: ImageSizes) -> Pixels:
 
 
 def _decoded(image: Image.Image) -> Image.Image:
-    """The first frame as RGB, turned as its EXIF orientation says, on white where transparent."""
+    """Returns the first frame as RGB, turned by its EXIF orientation, on white if transparent."""
     width, height = image.size
     if width < 1 or height < 1:
         raise _wrong("has no pixels")

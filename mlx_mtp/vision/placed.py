@@ -1,9 +1,9 @@
-"""Images in a prompt: which tokens stand for them, by which keys, and at which positions.
+"""Images in a prompt: the tokens that stand for them, their cache keys, and their positions.
 
-Qwen's M-RoPE turns a token by three positions: time, row and column. A text token's are equal. An
-image's tokens all have the time at which the image begins, and there count rows and columns; the
-text goes on after the larger of these. So behind an image a token's position is its place in the
-prompt plus a shift that is below 0.
+Qwen's M-RoPE rotates a token by three positions: time, row and column. A text token's three are
+equal. All tokens of an image have the time at which the image begins, and rows and columns counted
+from there; the text continues after the larger of both counts. So after an image a token's position
+is its place in the prompt plus a shift of 0 or less.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 
 from mlx_mtp.vision.images import Pixels
 
-NO_TOKEN = -1  # an id that no text has: no draft may copy an image's tokens
-MOST_ROWS = 256 << 20  # bytes of rows of earlier images, which later turns show again
+NO_TOKEN = -1  # an id that no text has, so that no draft copies an image's tokens
+MOST_ROWS = 256 << 20  # bytes of embedded images to keep, as later turns of a chat show them again
 
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image whose tokens are `rows` x `columns` of a prompt from place `start` on."""
+    """An image with `rows` x `columns` tokens in a prompt, from place `start` on."""
 
     start: int
     rows: int
@@ -40,20 +40,20 @@ class PlacedImage:
 
 
 class PromptImages:
-    """The images of a prompt of `length` tokens, in its order; text follows the last one."""
+    """The images of a prompt of `length` tokens, in order; text follows the last one."""
 
     def __init__(self, images: Sequence[PlacedImage], length: int) -> None:
         self.images, self.length = tuple(images), length
         # The place of each image token, in order.
         self.places = np.concatenate([np.arange(i.start, i.end) for i in images])
         self.positions = self._positions()  # int32 [length, 3]: time, row, column
-        # What to add to a place behind the prompt to get its position.
+        # A place after the prompt plus this shift is the token's position.
         self.shift = int(self.positions[-1, 0]) + 1 - length
 
     def keys(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """What stands for a prompt in the prefix cache: 64-bit ids for the tokens of images.
+        """Returns a prompt's key in the prefix cache: its ids, with 64-bit ids for image tokens.
 
-        They are hashes of the image, its size, and the token's place in it.
+        These are hashes of the image, its size, and the token's place in it.
         """
         keys = list(prompt)
         for image in self.images:
@@ -63,13 +63,13 @@ class PromptImages:
         return tuple(keys)
 
     def with_ids(self, prompt: Sequence[int], ids: int | np.ndarray) -> np.ndarray:
-        """The prompt, int32 [length], with other ids for the tokens of images."""
+        """Returns the prompt, int32 [length], with `ids` for the tokens of images."""
         changed = np.array(prompt, dtype=np.int32)
         changed[self.places] = ids
         return changed
 
     def within(self, start: int, end: int) -> tuple[list[PlacedImage], int]:
-        """The images with a token from `start` to `end`, and how many image tokens are before."""
+        """Returns the images with tokens in [start, end), and the token count of earlier images."""
         found = [image for image in self.images if image.start < end and image.end > start]
         before = sum(image.num_tokens for image in self.images if image.end <= start)
         return found, before

@@ -1,8 +1,8 @@
-"""The vision tower of Qwen3.5, 3.6 and 3.8: patches of one image to rows beside embeddings.
+"""The vision tower of Qwen3.5, 3.6 and 3.8: turns an image's patches into rows like embeddings.
 
-A pre-norm transformer over all patches of the image, with learned positions (interpolated to its
-grid) and 2-D rotary ones; then a merger joins 2 x 2 patches to a token. Patches are in the order of
-the merged tokens, so the four of a token are consecutive.
+A pre-norm transformer runs over all patches of the image, with learned positions (interpolated to
+the image's grid) and 2-D rotary ones; then a merger joins 2 x 2 patches to a token. Patches are in
+the order of the merged tokens, so the four patches of a token are consecutive.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from mlx_mtp.errors import UnsupportedModelError
 
-PART_TOKENS = 128  # mlx may have no fused attention, and then makes all scores of a part's patches
-_HEAD_MULTIPLE = 16  # 72 becomes 80, for which mlx has a fused operation on Metal
+PART_TOKENS = 128  # Without fused attention mlx stores all scores of a part's patches.
+_HEAD_MULTIPLE = 16  # Head dimension 72 is padded to 80, for which mlx fuses attention on Metal.
 _THETA = 10000.0
 _EPS = 1e-6
 _MEAN = _DEVIATION = 0.5
-_MOST = 1 << 16  # of any size in the configuration
-TowerPart = tuple[mx.array, ...]  # of the work on an image, not evaluated yet
+_MOST = 1 << 16  # maximum of any size in the configuration
+TowerPart = tuple[mx.array, ...]  # lazy arrays of a part of the work on an image
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class TowerShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], hidden_size: int) -> TowerShape:
-        """Of a config.json and the model's size; UnsupportedModelError if it isn't Qwen3.5's."""
+        """Returns the shape of a config.json's tower; `hidden_size` is the language model's.
+
+        Raises UnsupportedModelError if the tower isn't like Qwen3.5's.
+        """
         given = config["vision_config"]
         try:
             shape = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
@@ -67,12 +70,12 @@ class TowerShape:
         return shape
 
     def scratch(self, tokens: int, itemsize: int) -> int:
-        """Most bytes, as measured, that an image of so many tokens takes beside the weights."""
+        """Returns the maximum bytes, as measured, that an image takes besides the weights."""
         patches, size, heads = tokens * self.spatial_merge_size**2, self.hidden_size, self.num_heads
         padded = heads * (-(-size // heads // _HEAD_MULTIPLE) * _HEAD_MULTIPLE)
         some = min(PART_TOKENS * self.spatial_merge_size**2, patches)
         inputs = self.temporal_patch_size * self.patch_size**2 * self.in_channels
-        # Bytes of a patch in the first part, in keys, and in attention where it makes scores.
+        # Bytes per patch in the first part, in keys, and in attention if mlx stores the scores.
         beginning, keys = 8 * inputs + 26 * size, 60 * size + 12 * padded
         attention = (6 * size + 6 * padded) * itemsize + 4 * heads * some
         return patches * max(beginning, keys, attention) + 20 * some * self.intermediate_size
@@ -86,14 +89,14 @@ class _Attention(nn.Module):
         self.proj = nn.Linear(shape.hidden_size, shape.hidden_size)
 
     def project(self, x: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, ...]:
-        """Queries, keys and values [1, heads, N, D] of [N, H]."""
+        """Returns queries, keys and values [1, heads, N, D] of patches x [N, H]."""
         q, k, v = self.qkv(x).reshape(len(x), 3, self.heads, self.dim).swapaxes(0, 1)
         more = [(0, 0), (0, 0), (0, -self.dim % _HEAD_MULTIPLE)]
         parts = (mx.pad(each, more) for each in (_turned(q, cos, sin), _turned(k, cos, sin), v))
         return tuple(each.swapaxes(0, 1)[None] for each in parts)
 
     def __call__(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-        """[M, H] for the queries [1, heads, M, D] of some patches."""
+        """Returns [M, H] for the queries [1, heads, M, D] of some patches."""
         attended = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.dim**-0.5)
         return self.proj(attended[0, :, :, : self.dim].swapaxes(0, 1).flatten(1))
 
@@ -128,7 +131,7 @@ class _Merger(_MLP):
 
 
 class VisionTower(nn.Module):
-    """Sees one image at a time, in parts between which a caller may pause."""
+    """Encodes one image at a time, in parts between which a caller can pause."""
 
     def __init__(self, shape: TowerShape) -> None:
         super().__init__()
@@ -141,11 +144,11 @@ class VisionTower(nn.Module):
         self.merger = _Merger(shape)
 
     def parts(self, rgb: np.ndarray) -> Iterator[TowerPart]:
-        """The parts of the work on an image, uint8 [height, width, 3], in order.
+        """Yields the parts of the work on an image, uint8 [height, width, 3], in order.
 
-        The last one has its rows [tokens, out_hidden_size]. In each layer they are the keys of all
-        patches, and then `PART_TOKENS` tokens at a time. The sizes depend on the image alone, and
-        so does the rounding.
+        The last part is the image's rows [tokens, out_hidden_size]. A layer's parts are the
+        queries, keys and values of all patches, and then `PART_TOKENS` tokens at a time. Sizes, and
+        so the rounding, depend on the image alone.
         """
         states, turn = self._embedded(rgb)
         yield (states,)
@@ -167,7 +170,7 @@ class VisionTower(nn.Module):
         yield (mx.concatenate(rows),)
 
     def _embedded(self, rgb: np.ndarray) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        """States [N, H] of patches, and cos and sin [N, 1, head size / 2] of their places."""
+        """Returns states [N, H] of patches, and cos and sin [N, 1, D / 2] of their places."""
         shape, proj = self.shape, self.patch_embed.proj
         dtype, merge = proj.weight.dtype, shape.spatial_merge_size
         patches = patches_of(mx.array(rgb), shape).astype(dtype)
@@ -178,7 +181,7 @@ class VisionTower(nn.Module):
         square = self.pos_embed(mx.arange(side * side)).astype(mx.float32).reshape(side, -1)
         stretched = (_shares(rows, side) @ square).reshape(rows, side, -1)
         learned = _shares(columns, side) @ stretched
-        # Half of a head turns with a patch's row, half with its column.
+        # Half of a head is rotated by the patch's row, half by its column.
         dim = shape.hidden_size // shape.num_heads // 2
         speeds = _THETA ** (-mx.arange(0, dim, 2) / dim)
         places = _merged(mx.array(np.indices((rows, columns)).transpose(1, 2, 0)), merge)
@@ -188,9 +191,9 @@ class VisionTower(nn.Module):
 
 
 def patches_of(rgb: mx.array, shape: TowerShape) -> mx.array:
-    """uint8 [height, width, 3] as patches float32 [N, frames * side * side * 3], -1 to 1.
+    """Returns uint8 [height, width, 3] as patches float32 [N, frames * side * side * 3], -1 to 1.
 
-    A still image is all frames of a patch.
+    A still image is repeated for all frames of a patch.
     """
     side = shape.patch_size
     rows, columns = (n // side for n in rgb.shape[:2])
@@ -200,19 +203,19 @@ def patches_of(rgb: mx.array, shape: TowerShape) -> mx.array:
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """[N, heads, dim] rotated in float32; dimensions i and i + dim / 2 are a pair."""
+    """Returns x [N, heads, dim] rotated in float32; dimensions i and i + dim / 2 are a pair."""
     one, two = mx.split(x.astype(mx.float32), 2, axis=-1)
     return mx.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1).astype(x.dtype)
 
 
 def _merged(grid: mx.array, merge: int) -> mx.array:
-    """[rows, columns, D] as [N, D] in the order of patches."""
+    """Returns [rows, columns, D] as [N, D] in the order of patches."""
     rows, columns, size = grid.shape
     blocks = grid.reshape(rows // merge, merge, columns // merge, merge, size)
     return blocks.swapaxes(1, 2).reshape(-1, size)
 
 
 def _shares(count: int, side: int) -> mx.array:
-    """float32 [count, side]: how `side` numbers are interpolated to `count`, the ends kept."""
+    """Returns float32 [count, side], which interpolates `side` numbers to `count`, ends kept."""
     at = mx.linspace(0, side - 1, count)
     return mx.maximum(1 - mx.abs(at[:, None] - mx.arange(side)), 0)

@@ -1,4 +1,4 @@
-"""Launches of `decode_attention.py` for a pass: the work of each block, decided on the host."""
+"""Plans the launches of `decode_attention.py` for a pass: the host decides each block's work."""
 
 import functools
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 PIECE = 256  # positions; capacities of buffers are multiples of it
-TILE = 8  # pairs of token and query head beside each other in a product
-TILES = (1, 2, 4)  # of a block
-BUFFERS = (1, 16)  # of a launch: each number is a kernel of its own
+TILE = 8  # pairs of token and query head in a tile of a product
+TILES = (1, 2, 4)  # possible numbers of tiles of a block
+BUFFERS = (1, 16)  # possible numbers of KV buffers of a launch; each number has its kernel
 
 
 class WindowSlot(NamedTuple):
@@ -18,19 +18,19 @@ class WindowSlot(NamedTuple):
 
     buffer: int
     slot: int
-    capacity: int  # of the buffer's slots
-    first: int  # token
-    tokens: int
+    capacity: int  # tokens of a slot of the buffer
+    first: int  # index of the window's first token in the pass
+    tokens: int  # length of the window
 
 
 class AttentionLaunch(NamedTuple):
     """A launch for the rows of some buffers."""
 
     buffers: list[int]
-    tiles: int  # of pairs in a block
-    # Of each block its place in `buffers`, slot, capacity, first token, tokens, which pairs, piece.
+    tiles: int  # tiles of pairs in a block
+    # Of each block: index in `buffers`, slot, capacity, first token, tokens, run of pairs, piece.
     items: mx.array  # int32 [I, 7]
-    # Of each token its number, the row's first block, blocks of a piece, and its place in the row.
+    # Of each token: its number, the row's first block, blocks per piece, and its place in the row.
     tokens: mx.array  # int32 [N, 4]
 
 
@@ -38,9 +38,9 @@ class AttentionLaunch(NamedTuple):
 def plan_launches(
     rows: tuple[tuple[int, ...], ...], group: int
 ) -> tuple[list[AttentionLaunch], mx.array | None]:
-    """The launches for windows of rows, as `WindowSlot` has them; `group` heads share KV.
+    """Returns the launches for windows of rows, given as `WindowSlot`; `group` heads share KV.
 
-    Also where each token is among their outputs, int32 [N], or None if they are in order.
+    Also returns each token's index among the outputs, int32 [N], or None if they are in order.
     """
     slots = [WindowSlot(*row) for row in rows]
     buffers = [*dict.fromkeys(slot.buffer for slot in slots)]
@@ -62,7 +62,7 @@ def _launch_of(slots: Sequence[WindowSlot], buffers: list[int], group: int) -> A
         each, pieces = -(-slot.tokens * group // (tiles * TILE)), -(-slot.capacity // PIECE)
         rows = np.empty((pieces * each, 7), dtype=np.int32)
         rows[:, :5] = buffers.index(slot.buffer), *slot[1:]
-        # Those that read the same keys are beside each other.
+        # Blocks that read the same keys are consecutive.
         rows[:, 6], rows[:, 5] = np.divmod(np.arange(len(rows)), each)
         items.append(rows)
         tokens += [(slot.first + i, blocks, each, i) for i in range(slot.tokens)]

@@ -1,10 +1,10 @@
 """Attention of windows, split over the KV (flash decoding), for CUDA.
 
-mlx has no fused form of these shapes there. A row's KV is split into pieces at fixed positions. A
-block computes a piece for up to 32 pairs of a token and a query head of one KV head, so a window
-reads its KV once; a second launch adds the pieces of each pair in a fixed order. Rows of several
-buffers are one launch. Whatever is in the batch, however long the window is and however large the
-buffers: a position's result has the same bits.
+mlx has no fused operation for these shapes on CUDA. A row's KV is split into pieces at fixed
+positions. A block computes a piece for up to 32 pairs of a token and a query head of one KV head,
+so a window reads its KV once; a second launch adds the pieces of each pair in a fixed order. Rows
+in several buffers share a launch. A position's result has the same bits whatever else is in the
+batch, however long the window is, and however large the buffers are.
 """
 
 import functools
@@ -17,11 +17,11 @@ from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.cuda.attention_plan import PIECE, TILE, plan_launches
 
 DIMS = (64, 128, 256)
-_AHEAD = 2  # loads of keys, and of values
-_STRIDE = PIECE + 8  # of a row of scores: lanes then meet different banks
+_AHEAD = 2  # loads in flight, of keys and of values
+_STRIDE = PIECE + 8  # of a row of scores, padded: lanes then access different banks
 _ADDING_WARPS = 8  # of a block that adds pieces
 
-# What the bodies need of the hardware beside `mma`; the tests have it in C++.
+# The bodies' hardware instructions besides those of `mma`; the tests have them in C++.
 STREAM = r"""
 __device__ __forceinline__ uint4 stream16(const uint4* from) {
   uint4 v;
@@ -30,16 +30,16 @@ __device__ __forceinline__ uint4 stream16(const uint4* from) {
   return v;
 }
 """
-# Scores are scaled for powers of two.
+# Scores are scaled by log2(e), for powers of two.
 _COMMON = r"""
     constexpr float LEAST = -1e30f;
     constexpr float ROOT = D == 256 ? 16.0f : D == 128 ? 11.313708499f : 8.0f;
     constexpr float SCALE = 1.44269504f / ROOT;
     const int lane = threadIdx.x, warp = threadIdx.y;
 """
-# Scores are computed as K Q^T and outputs as V^T P^T, so that keys and values are left operands,
-# which come from memory as they lie there: the order of dimensions in the first and of positions in
-# the second is permuted for both operands alike, which a sum does not see.
+# Scores are computed as K Q^T and outputs as V^T P^T: keys and values are left operands, loaded as
+# they lie in memory. This permutes the dimensions in the first product and the positions in the
+# second, in both operands alike, so the sums are of the same terms.
 _PIECES = r"""
     constexpr int ROWS = 8 * TILES, CHUNKS = D / 32, ACROSS = D / 64;
     const int g = lane >> 2, t = lane & 3;
@@ -259,12 +259,12 @@ _ADD = r"""
 
 def attend(
     queries: mx.array,  # [N, heads, D]
-    positions: mx.array,  # of each, int32 [N]: it attends up to its own
+    positions: mx.array,  # of the queries, int32 [N]; each attends up to its own
     buffers: Sequence[mx.array],  # keys, then values: [2 * slots * KV heads * capacity, D]
     kv_heads: int,
     rows: tuple[tuple[int, ...], ...],  # see `attention_plan.plan_launches`
 ) -> mx.array:
-    """Attention of all windows of a pass: [N, heads, D]."""
+    """Returns the attention of all windows of a pass, [N, heads, D]."""
     heads = queries.shape[1]
     launches, order = plan_launches(rows, heads // kv_heads)
     outputs = []
@@ -293,7 +293,7 @@ def _launchers(
     dim: int,
     dtype: mx.Dtype,
 ) -> tuple[Callable[..., list[mx.array]], ...]:
-    """The launches that compute the pieces, and that add them."""
+    """Returns the launch that computes the pieces, and the launch that adds them."""
     rows, warps = tiles * TILE, dim // 32
     sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
     constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE, "AHEAD": _AHEAD}
@@ -317,7 +317,7 @@ def _launchers(
 
 @functools.cache
 def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> gpu.Kernel:
-    """The kernel for pieces of this many buffers; with none, the one that adds the pieces."""
+    """Returns the kernel for pieces of `buffers` KV buffers; for 0, the one that adds pieces."""
     if buffers:
         inputs = ["q", "positions", "items", *(f"kv{number}" for number in range(buffers))]
         choices = (
@@ -325,7 +325,7 @@ def _kernel(buffers: int, dtype: mx.Dtype, dim: int, shared: int) -> gpu.Kernel:
             for number in range(1, buffers)
         )
         outputs, body = ["parts", "stats"], _PIECES.replace("CHOOSE", "".join(choices))
-        bounds = mma.bounds(dim, 512 // dim)  # with more registers one block fits an SM
+        bounds = mma.bounds(dim, 512 // dim)  # With more registers only one block would fit an SM.
     else:
         inputs = ["parts", "stats", "positions", "tokens"]
         outputs, body, bounds = ["y"], _ADD, ""

@@ -1,6 +1,6 @@
 """Dequantizes affine weights of 4 and 8 bits, before the dense GEMM of a prompt on CUDA.
 
-mlx's own operation takes several times as long as reading and writing them does.
+mlx's own operation takes several times as long as reading and writing the weights.
 """
 
 import mlx.core as mx
@@ -31,7 +31,7 @@ KERNEL = gpu.Kernel("expand", ["codes", "scales", "biases"], ["full"], _BODY)
 def expanded(
     codes: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int
 ) -> mx.array:
-    """Affine weights [N, K] in their scales' type."""
+    """Returns affine weights as numbers [N, K], in the dtype of their scales."""
     if bits not in (4, 8) or scales.dtype.size != 2:
         return mx.dequantize(codes, scales, biases, group_size, bits)
     rows, words = codes.shape

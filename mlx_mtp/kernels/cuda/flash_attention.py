@@ -1,9 +1,10 @@
 """Attention of a prompt's chunk with its scores in registers (flash attention), for Hopper GPUs.
 
-A block has 128 queries of one head, and two warpgroups of 64; it goes over the keys and values in
-blocks of positions. While the tensor cores multiply a block's weights with its values, the scores
-of the next one, which they have computed before, become weights. Blocks lie at fixed positions, and
-what is masked adds zeros: a query's result has the same bits however the prompt is cut into chunks.
+A thread block computes 128 queries of one head with two warpgroups, 64 queries each, and iterates
+over the keys and values in blocks of positions. While the tensor cores multiply a block's weights
+with its values, the scores of the next block, computed before, become weights. Blocks begin at
+fixed positions, and masked positions add zeros: a query's result has the same bits however the
+prompt is cut into chunks.
 """
 
 import functools
@@ -14,13 +15,13 @@ from mlx_mtp.kernels import gpu, self_check
 from mlx_mtp.kernels.cuda import mma
 
 DIM = 256
-ROWS = 128  # queries of a block
+ROWS = 128  # queries of a thread block
 BLOCK = 64  # positions; shared memory has the keys of two blocks and the values of three
 LEAST = 64  # queries; fewer leave most of the GPU idle
 _WARPS = 8
 
-# Rows of 256 numbers as `wgmma` takes them: 64 columns of all rows, 128 bytes of each, then the
-# next 64. In a row of 128 bytes, 16 bytes lie at their number XOR the row's.
+# Loads rows of 256 numbers in the layout of `wgmma`: 64 columns of all rows, 128 bytes of each,
+# then the next 64. In a row of 128 bytes, a unit of 16 bytes is at its number XOR the row's.
 _LOAD = r"""
 template <int rows, typename T>
 __device__ __forceinline__ void load(
@@ -174,11 +175,11 @@ _BODY = r"""
 
 def attend(
     queries: mx.array,  # [T, heads, D]
-    keys: mx.array,  # [slots, KV heads, capacity, D], of which the first slot is used
+    keys: mx.array,  # [slots, KV heads, capacity, D]; only the first slot is used
     values: mx.array,
     positions: mx.array,  # of the queries, int32 [T], consecutive
 ) -> mx.array:
-    """Attention of each query up to its own position, [T, heads, D]."""
+    """Returns the attention of each query up to its own position, [T, heads, D]."""
     length, heads, _ = queries.shape
     template = {"T": queries.dtype, "D": DIM, "ROWS": ROWS, "BLOCK": BLOCK}
     return _kernel(queries.dtype, BLOCK)(
@@ -191,7 +192,7 @@ def attend(
 
 
 def fits(queries: mx.array, keys: mx.array, scale: float) -> bool:
-    """Whether the kernel serves such queries [slots, T, heads, D]; keys [.., KV heads, .., D]."""
+    """Returns whether the kernel serves queries [slots, T, heads, D]; for keys see `attend`."""
     slots, length, heads, dim = queries.shape
     if slots != 1 or length < LEAST or scale != dim**-0.5 or keys.dtype != queries.dtype:
         return False
@@ -200,7 +201,7 @@ def fits(queries: mx.array, keys: mx.array, scale: float) -> bool:
 
 @functools.cache
 def hopper() -> bool:
-    """Whether the GPU has these products of warpgroups; only compute capability 9.0 has."""
+    """Returns whether the GPU has `wgmma`; only compute capability 9.0 does."""
     return mx.device_info().get("architecture") == "sm_90"
 
 

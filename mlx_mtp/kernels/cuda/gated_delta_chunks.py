@@ -1,13 +1,13 @@
 """The gated delta rule over a prompt by the tensor cores, for CUDA: chunks in matrix form.
 
-`portable.py` has the algebra. A first launch computes of all chunks at once what does not depend on
-the state (`gated_delta_prepare.py`): (I + A)^-1 beta and the weights of (q . k). A second one goes
-from chunk to chunk with a slice of a head's state in registers:
+`portable.py` has the algebra. A first launch (`gated_delta_prepare.py`) computes, for all chunks in
+parallel, what does not depend on the state: (I + A)^-1 beta and the weights of (q . k). A second
+launch iterates over the chunks with a slice of a head's state in registers:
 
     x = v - c (K S^T),  delta = ((I + A)^-1 beta) x,  y = c (Q S^T) + weights delta,
     S <- c_C S + (delta / c c_C)^T K.
 
-Float32 operands are sums of two 16-bit numbers, so that a product in bfloat16 has some 16 bits.
+Float32 operands are sums of two 16-bit numbers, so bfloat16 products have about 16 bits.
 """
 
 import mlx.core as mx
@@ -16,8 +16,8 @@ from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.cuda.gated_delta_prepare import CHUNK, WARPS, chunk_kernel, prepare_chunks
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
 
-LEAST = 64  # positions; fewer are left to the kernel that takes one after the other
-_SLICE = 32  # of a state's Dv rows, for a threadgroup
+LEAST = 64  # positions; fewer run in the sequential kernel (`gated_delta.py`)
+_SLICE = 32  # of a state's Dv rows, in a threadgroup
 _KEY_DIMS = (64, 128)
 
 _BODY = """
@@ -234,10 +234,13 @@ _BODY = """
 def run_kernel(
     q: mx.array,  # l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
-    state: mx.array,  # before it, float32 [B, Hv, Dv, Dk]
+    state: mx.array,  # before the window, float32 [B, Hv, Dv, Dk]
     lengths: mx.array,  # positions of the window that each row keeps, int32 [B]
 ) -> tuple[mx.array, mx.array]:
-    """Outputs [B, T, Hv, Dv], and the state after the kept positions (`recurrence.run_window`)."""
+    """Returns outputs [B, T, Hv, Dv] and the state after the kept positions.
+
+    See `recurrence.run_window`.
+    """
     (batch, _, key_heads, key_dim), (heads, value_dim) = q.shape, window.v.shape[2:]
     mixing, logs = prepare_chunks(q, window, lengths)
     names = ("q", "k", "v", "mixing", "logs", "state", "lengths"), ("y", "state_out")
@@ -253,7 +256,7 @@ def run_kernel(
 
 
 def fits(window: GDNWindow) -> bool:
-    """Whether the kernels run such a prompt here."""
+    """Returns whether the kernels run a prompt of this length, these shapes and types here."""
     shape = GDNShape(*window.k.shape[2:], *window.v.shape[2:])
     return window.length >= LEAST and GATED_DELTA_CHUNKS.works(shape, window.k.dtype)
 
@@ -266,7 +269,7 @@ def _applies(shape: GDNShape, dtype: mx.Dtype) -> bool:
 
 
 def _shared(key_dim: int) -> int:
-    """Bytes of shared memory of the second launch."""
+    """Returns the bytes of shared memory of the second launch."""
     padded, part = CHUNK * (key_dim + 8), CHUNK * (_SLICE + 8)
     stage = 2 * padded + part + 3 * CHUNK * (CHUNK + 8) + 2 * CHUNK
     return 2 * (2 * stage + 2 * _SLICE * (key_dim + 8) + 6 * part)

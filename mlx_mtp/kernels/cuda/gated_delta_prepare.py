@@ -1,4 +1,4 @@
-"""The first launch of `gated_delta_chunks.py`: of all chunks what does not depend on the state."""
+"""The first launch of `gated_delta_chunks.py`: for all chunks, what doesn't need the state."""
 
 import functools
 
@@ -11,7 +11,7 @@ from mlx_mtp.kernels.gdn_types import GDNWindow
 CHUNK = 64
 WARPS = 4  # each with 16 positions of a chunk
 
-# Of both launches.
+# The beginning of both launches' bodies.
 COMMON = """
     constexpr int C = 64, KROW = DK + 8;  // rows are padded: lanes then read different banks
     struct alignas(4) Two { T first, second; };
@@ -31,7 +31,7 @@ COMMON = """
     };
     SHARED(shared);
 """
-# A column of the inverse is forward substitution, by one lane.
+# One lane computes a column of the inverse, by forward substitution.
 _BODY = """
     constexpr int ROW = C + 4;
     const int chunk = blockIdx.x;
@@ -125,8 +125,8 @@ _BODY = """
 
 
 def prepare_chunks(q: mx.array, window: GDNWindow, lengths: mx.array) -> list[mx.array]:
-    """Of each row, head and chunk: (I + A)^-1 beta in two parts and the weights of (q . k), and
-    float32 sums of the decays' logs: [B, Hv, chunks, 3, 64, 64] and [B, Hv, chunks, 64].
+    """Returns, for each row, head and chunk, (I + A)^-1 beta in two parts and the weights of
+    (q . k), [B, Hv, chunks, 3, 64, 64]; and float32 sums of the decays' logs, [B, Hv, chunks, 64].
     """
     (batch, length, key_heads, key_dim), heads = q.shape, window.v.shape[2]
     chunks = -(-length // CHUNK)
@@ -154,7 +154,7 @@ def chunk_kernel(
     dtype: mx.Dtype,
     shared: int,  # bytes
 ) -> gpu.Kernel:
-    """A kernel of `COMMON` and a body."""
+    """Returns a kernel of `COMMON` and a body."""
     scale = f"    constexpr float SCALE = {key_dim**-0.5!r}f;\n"
     names = f"gated_delta_{name}", [*inputs], [*outputs]
     return gpu.Kernel(*names, COMMON + scale + body, {"cuda": mma.header(dtype)}, shared=shared)

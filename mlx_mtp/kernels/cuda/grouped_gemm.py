@@ -1,7 +1,7 @@
 """Grouped GEMM of a prompt's tokens with their experts, which expands weights in registers.
 
-The pairs of token and expert, sorted by expert, are cut into blocks that have one expert
-and up to 64 pairs each, so that the work follows the pairs however unevenly they are routed.
+The (token, expert) pairs, sorted by expert, are cut into blocks of one expert and up to 64 pairs,
+so the work is proportional to the pairs, however unevenly they are routed.
 """
 
 import functools
@@ -14,15 +14,15 @@ from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.formats import Format, Weight
 
-_TILES = 8  # of eight pairs in a block
-_WARPS, _BANDS = 4, 2  # of a block, and of a warp: bands of 16 features
+_TILES = 8  # tiles of eight pairs in a block
+_WARPS, _BANDS = 4, 2  # warps of a block, and bands of 16 features of a warp
 _STAGES = 2  # loads in flight, of 128 columns each
 _SORTING = 16  # warps that sort the pairs of an expert
 
-# A threadgroup has an expert, and a warp a run of the pairs. It counts those of the experts before
-# and its own, then writes its own down, those of a lane after each other, and their blocks: expert,
-# first pair and count. An expert's begin where they would if each one before it had as many blocks
-# as it could: (pairs before) / ROWS, and one an expert. Those left over have no pairs.
+# A threadgroup sorts the pairs of one expert; each warp reads a run of all pairs. It counts the
+# pairs of earlier experts and its own, then writes the indices of its own, lane after lane, and its
+# blocks: expert, first pair and count. They begin at (earlier pairs) / ROWS + (earlier experts),
+# the most blocks that the earlier experts can need. Blocks left over have no pairs.
 _ORDER_BODY = """
     constexpr int ROWS = 8 * TILES;
     constexpr int AT_ONCE = 8;
@@ -83,7 +83,7 @@ _ORDER_BODY = """
     }
 """
 
-# Eight columns for a lane. mlx's copy takes 84 us on an H200 for what can be moved in 4.
+# A lane reorders eight columns. On an H200 mlx's copy would take 84 us, where 4 are enough.
 _ARRANGE_BODY = """
     const int at = grid_y * (K / 8) + 32 * grid_x + lane;
     if (grid_y >= x_shape[0]) {
@@ -96,7 +96,7 @@ _ARRANGE_BODY = """
 """
 
 # A lane has features g and g + 8 of a band, and columns 16 t ... of a group of 64, in the order in
-# which masks find the codes, 0 4 1 5 2 6 3 7 of a word. x lies in that order.
+# which masks select the codes of a word: 0 4 1 5 2 6 3 7. x is stored in that order.
 _BODY = r"""
     constexpr int ROWS = 8 * TILES, THREADS = 32 * WARPS, FEATURES = 16 * BANDS * WARPS;
     constexpr int UNITS = 4, STAGE = ROWS * 256 + FEATURES * (16 * UNITS + 8);
@@ -221,7 +221,7 @@ __device__ __forceinline__ unsigned expanded(unsigned codes, unsigned scale, uns
 
 
 def applies(weight: Weight) -> bool:
-    """Whether the kernel is made for this; N and K are multiples of 256, as `skinny_gemm` asks."""
+    """Returns whether the kernel supports a weight, if `skinny_gemm` does (256 divides N and K)."""
     return weight.form == Format("affine", 4, 64) and weight.is_of(mx.bfloat16)
 
 
@@ -230,7 +230,7 @@ def swiglu(
     weights: Sequence[Weight],  # of all experts: gate and up [E, N, H], down [E, H, N]
     experts: mx.array,  # int32 [P], of all pairs
 ) -> mx.array:
-    """Each pair's result, [P, H]; P / S pairs in a row have one row of x."""
+    """Returns each pair's result, [P, H]; P / S consecutive pairs share a row of x."""
     order, blocks = _sort(experts, len(weights[0].codes))
     grid = (x.shape[1] // (8 * gpu.LANES), len(x), 1)
     (x,) = _ARRANGE([mx.contiguous(x)], {"K": x.shape[1]}, grid, [(x.shape, x.dtype)])
@@ -238,8 +238,8 @@ def swiglu(
 
 
 def _sort(chosen: mx.array, experts: int) -> list[mx.array]:
-    """int32 [P], pairs by expert, and [B, 3], the expert, first pair and count of each block."""
-    chosen = mx.contiguous(chosen)  # One expert a token leaves a stride, which the body has not.
+    """Returns int32 [P], pairs by expert, and [B, 3], each block's expert, first pair and count."""
+    chosen = mx.contiguous(chosen)  # One expert per token leaves a stride; the body ignores it.
     blocks = chosen.size // (8 * _TILES) + experts
     constants = {"TILES": _TILES, "WARPS": _SORTING}
     outputs: list[gpu.Output] = [((chosen.size,), mx.int32), ((blocks, 3), mx.int32)]

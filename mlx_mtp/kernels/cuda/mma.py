@@ -1,4 +1,4 @@
-"""What the kernels for CUDA alone need of the hardware; the tests have it in C++.
+"""Hardware instructions of the kernels that are for CUDA only; the tests have them in C++.
 
 m16n8k16 products of the tensor cores, asynchronous copies to shared memory, and pairs of numbers.
 """
@@ -54,8 +54,8 @@ template <int left>
 __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left)); }
 """
 
-# The same for a warpgroup, four warps, on Hopper. Products run beside what follows them until they
-# are waited for; `hold` keeps the compiler from moving what uses their registers to before that.
+# The same for a warpgroup, four warps, on Hopper. Products run asynchronously until they are waited
+# for; `hold` keeps the compiler from using their registers before that.
 WARPGROUP = r"""
 template <int n>
 __device__ __forceinline__ void hold(float (&x)[n]) {
@@ -92,8 +92,9 @@ __device__ __forceinline__ unsigned packed(float low, float high) {
   return both;
 }
 """
-# Where a matrix lies in shared memory, for `wgmma`: rows of 128 bytes, in which 16 bytes are at
-# their number XOR the row's; bytes from 64 columns to the next and from 8 rows to the next.
+# Describes a matrix in shared memory to `wgmma`: rows of 128 bytes, in which a unit of 16 bytes is
+# at its number XOR the row's; `across` bytes from 64 columns to the next, `down` from 8 rows to the
+# next.
 MATRIX = r"""
 __device__ __forceinline__ unsigned long long matrix(const void* at, int across, int down) {
   const unsigned low = ((unsigned)__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | across >> 4 << 16;
@@ -103,20 +104,23 @@ __device__ __forceinline__ unsigned long long matrix(const void* at, int across,
 
 
 def header(dtype: mx.Dtype, more: str = "") -> str:
-    """The same, and more, for activations of this type, bfloat16 or float16."""
+    """Returns `CUDA` and `more` for activations of this type, bfloat16 or float16."""
     return CUDA + more if dtype == mx.bfloat16 else (CUDA + more).replace("bf16", "f16")
 
 
 def bounds(threads: int, blocks: int) -> str:
-    """Registers for so many blocks an SM: mlx has no way to say how many a thread may have."""
+    """Returns source that limits registers so that `blocks` blocks fit an SM.
+
+    mlx has no option for this.
+    """
     attributes = f"__attribute__((global)) __launch_bounds__({threads}, {blocks})"
     return f"#undef __global__\n#define __global__ {attributes}\n"
 
 
 def wgmma(block: int, dim: int) -> str:
-    """Products of a warpgroup: of scores, 64 x `block`, and of outputs, 64 x `dim`, 16 deep.
+    """Returns products of a warpgroup: scores, 64 x `block`, and outputs, 64 x `dim`, 16 deep.
 
-    The right operand's 16 are its columns for scores and its rows for outputs.
+    The depth of 16 is the right operand's columns for scores, and its rows for outputs.
     """
     return (
         WARPGROUP
@@ -127,7 +131,7 @@ def wgmma(block: int, dim: int) -> str:
 
 
 def _product_source(columns: int, in_registers: bool) -> str:
-    """c (64 x columns, float32) += a (64 x 16) b (16 x columns); without `add` c =."""
+    """c (64 x columns, float32) += a (64 x 16) b (16 x columns); c = a b if `add` is 0."""
     count = columns // 2
     place = itertools.count(count)
     if in_registers:

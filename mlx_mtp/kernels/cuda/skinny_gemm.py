@@ -1,6 +1,6 @@
 """The skinny GEMM for CUDA, by the tensor cores' m16n8k16.
 
-16 features of the weights are its a, 8 rows of x its b, so that weights are read once for up to 16
+Operand a is 16 features of the weights, operand b 8 rows of x; weights are read once for up to 16
 rows. The warps of a block split K, and their sums are added in a fixed order, which depends on the
 weights alone.
 """
@@ -17,22 +17,22 @@ from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
 _CHUNK = 256  # columns that a warp loads at once
 _FEATURES = 16  # of a block
-WORTH = 1.5  # what rows that don't depend on each other may take, over mlx's operation
-MOST_PAIRS = 1 << 15  # of token and expert, of a prompt: a chunk of 2,048 tokens has less
-_MOST_PLAIN_ROWS = 8  # mlx's product reads bfloat16 and float16 once for more, too
+WORTH = 1.5  # maximum time relative to mlx's operation: the price of rows independent of others
+MOST_PAIRS = 1 << 15  # (token, expert) pairs of a prompt: a chunk of 2,048 tokens has fewer
+_MOST_PLAIN_ROWS = 8  # for more, mlx's product also reads bfloat16 and float16 weights once
 _TILE, _MOST_TILES = 8, 2  # rows of x in a tile, and tiles of a block
 _MOST_WARPS = 16
-_MANY_FEATURES, _THEIR_WARPS = 1 << 17, 4  # lm_head's: enough blocks, whatever each takes
+_MANY_FEATURES, _THEIR_WARPS = 1 << 17, 4  # of lm_head, which has enough blocks with few warps
 _STAGES = 2  # chunks in flight
-_MANY_PAIRS = 256  # of token and expert, whose blocks are enough where each has several experts
+_MANY_PAIRS = 256  # (token, expert) pairs; with more, blocks of several experts are enough
 
 _HEADER = r"""
 __device__ __forceinline__ float swiglu(const float* gate_up) {
   return gate_up[0] / (1.0f + __expf(-gate_up[0])) * gate_up[1];
 }
 """
-# A block has the features from f0 on, of N. By its place in an mma fragment a lane has features g
-# and g + 8, of x the row g, and of the results the rows 2 t and 2 t + 1.
+# A block computes the features from f0 on, of N. By its place in an mma fragment a lane has
+# features g and g + 8, row g of x, and rows 2 t and 2 t + 1 of the results.
 _START = r"""
     const int lane = threadIdx.x, warp = threadIdx.y, g = lane >> 2, t = lane & 3;
     int f0 = blockIdx.x * 16, N = w0_shape[AXIS];
@@ -46,16 +46,16 @@ _NEXT = """
       f0 -= (N + 15) / 16 * 16, N = wI_shape[0], w_at = wI, s_at = sI, b_at = bI, y_at = yI;
     }
 """
-# The rows of x that this block reads, and where it writes them: of plain products ...
+# The rows of x that this block reads, and the rows that it writes: in plain products ...
 _ROWS = r"""
     const int first = blockIdx.y * (8 * TILES), count = min(8 * TILES, x_shape[0] - first);
     const size_t base = 0;
     #define SOURCE(r) (first + (r))
     #define TARGET(r) (first + (r))
 """
-# ... and of experts: pairs of token and expert are sorted by expert and cut at each multiple of 8.
-# A block computes those of one expert between two cuts, or with a SPAN of 8 all between two cuts,
-# one expert after the other; so few blocks have nothing to do. PAIRS of them have one row of x.
+# ... and for experts: (token, expert) pairs are sorted by expert and cut at each multiple of 8. A
+# block computes one expert's pairs between two cuts, or with a SPAN of 8 all pairs there, one
+# expert after the other, so few blocks are idle. PAIRS consecutive pairs share a row of x.
 _PAIRS = r"""
     const int last = min((int)experts_shape[0], ((int)blockIdx.y * SPAN / 8 + 1) * 8);
     int first = blockIdx.y * SPAN, count;
@@ -71,7 +71,7 @@ _NEXT_PAIRS = """
     __syncthreads();
     } while (SPAN > 1 && (first += count) < last);
 """
-# Of each 32 columns a lane has those from 8 t on.
+# Of each 32 columns a lane has the eight from 8 t on.
 _BODY = r"""
     constexpr int HALVES = AFFINE && BITS == 8 ? 2 : 1, UNITS = 2 * BITS;
     // A row's padding puts what lanes read at once into different banks.
@@ -230,20 +230,20 @@ _BODY = r"""
 
 
 def applies(weight: Weight, dtype: mx.Dtype) -> bool:
-    """Whether the kernel is made for such a weight, activations, and this backend."""
-    # A scale of mxfp has more than float16's range.
+    """Returns whether the kernel supports a weight and type of activations on this backend."""
+    # The scales of mxfp exceed float16's range.
     wide = dtype == mx.bfloat16 or (dtype == mx.float16 and weight.scales.dtype == dtype)
     return gpu.backend() == "cuda" and wide and weight.is_of(dtype) and weight.inputs % _CHUNK == 0
 
 
 def bands(weight: Weight) -> dict[int, range]:
-    """The numbers of tokens of a decode step that it may serve, each by that to time it with."""
+    """Returns the band of token counts that the kernel can serve, by the count to time it with."""
     is_plain = weight.form.bits == 16 and weight.codes.ndim == 2
     return {4: range(1, _MOST_PLAIN_ROWS + 1 if is_plain else sys.maxsize)}
 
 
 def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
-    """Several products with one input are one launch."""
+    """Returns the GEMM's results; several products of one input take one launch."""
     x, weights, parts = gemm.x, gemm.weights, gemm.parts
     tiles = 1 if gemm.pairs or len(x) <= _TILE else _MOST_TILES
     span = 1 if gemm.pairs and gemm.rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
@@ -255,7 +255,7 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
     if gemm.pairs:
         template |= {"PAIRS": gemm.rows // len(x), "SPAN": span}
-    # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; then
+    # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; later
     # its sums.
     sides = 0 if bits == 16 else _CHUNK // group * (4 if affine else 1)
     feature = 16 * (2 * bits + max(1, bits // 4)) + sides
@@ -271,9 +271,9 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
 
 
 def _warps(chunks: int, bits: int, parts: int, features: int) -> int:
-    """How many split K. The order of a sum follows from it, so that it must not depend on rows.
+    """Returns how many warps split K. This sets the order of sums, so it can't depend on the rows.
 
-    Nor on what else is in a launch: no projection has as many features as lm_head.
+    It can't depend on a launch's other products either: only lm_head has `_MANY_FEATURES`.
     """
     most = max(1, min(_MOST_WARPS, _MOST_WARPS * 4 // bits) // parts**2)
     if features >= _MANY_FEATURES:

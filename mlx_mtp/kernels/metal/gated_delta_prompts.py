@@ -1,7 +1,7 @@
 """The gated delta rule of prompts on Metal by mlx's own chunked kernel, where that is faster.
 
-mlx has it since 0.32.4, with tensor units from M5 on. It is used if it agrees with `portable` as a
-kernel of ours has to. It has not been run on a Mac; on the CPU the same function agrees.
+mlx has this kernel since 0.32.4; from M5 on it uses tensor units. It runs only if it agrees with
+`portable`, as our own kernels must. It has not been run on a Mac; on the CPU mlx's function agrees.
 """
 
 import functools
@@ -17,7 +17,7 @@ from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
 
 logger = logging.getLogger(__name__)
 
-LEAST = 64  # positions
+LEAST = 64  # positions; shorter windows run in our own kernel
 NAME = "gated_delta_by_mlx"
 _TIMED, _ROUNDS = 512, 4  # positions, and how often
 
@@ -25,11 +25,14 @@ _TIMED, _ROUNDS = 512, 4  # positions, and how often
 def run_kernel(
     q: mx.array,  # l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
-    state: mx.array,  # before it, float32 [B, Hv, Dv, Dk]
+    state: mx.array,  # before the window, float32 [B, Hv, Dv, Dk]
     lengths: mx.array,  # positions of the window that each row keeps, int32 [B]
 ) -> tuple[mx.array, mx.array]:
-    """Outputs [B, T, Hv, Dv], and the state after the kept positions (`recurrence.run_window`)."""
-    # In a 16-bit type it would round what lies between.
+    """Returns outputs [B, T, Hv, Dv] and the state after the kept positions.
+
+    See `recurrence.run_window`.
+    """
+    # In a 16-bit type mlx would round intermediate results.
     k, v, g, beta = (each.astype(mx.float32) for each in window.masked(lengths))
     query = q.astype(mx.float32) * q.shape[-1] ** -0.5
     outputs, after = mx.fast.gated_delta_update(query, k, v, g, beta, state)
@@ -37,7 +40,7 @@ def run_kernel(
 
 
 def fits(window: GDNWindow) -> bool:
-    """Whether it runs such a prompt here, and faster than our own kernel."""
+    """Returns whether mlx's kernel works here for a prompt of these shapes, faster than our own."""
     if window.length < LEAST or not hasattr(mx.fast, "gated_delta_update"):
         return False
     return _is_used(GDNShape(*window.k.shape[2:], *window.v.shape[2:]), window.k.dtype)

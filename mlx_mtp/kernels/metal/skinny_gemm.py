@@ -1,9 +1,9 @@
 """The skinny GEMM for Metal: quantized weights are read once for several rows.
 
-Up to four rows, and experts, are sums of a warp's lanes; five to sixteen rows are products of 8 x 8
-by the matrix units, of which a threadgroup's warps split K. All sums are float32, in an order that
-does not depend on the other rows. Sums of lanes have one order at any number of rows, so with
-`SkinnyGemm.one_order` there are no others.
+Up to four rows, and experts, are summed by a warp's lanes; five to sixteen rows are 8 x 8 products
+in the matrix units, where a threadgroup's warps split K. All sums are float32, in an order that
+does not depend on the other rows. Lanes use the same order for all numbers of rows, so with
+`SkinnyGemm.one_order` they compute all products.
 
 It has not been run on a Mac. The bodies run on CUDA too, where `cuda.skinny_gemm` is faster.
 """
@@ -17,22 +17,22 @@ from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.formats import Weight
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm, input_names, prologue
 
-WORTH = 1.0  # the most that it may take, over mlx's operation
-MOST_PAIRS = 0  # of token and expert, of a prompt
+WORTH = 1.0  # maximum time, relative to mlx's operation
+MOST_PAIRS = 0  # (token, expert) pairs of a prompt
 
-_ROWS, _SUMS = 4, 16  # rows that lanes sum up to, where they have a choice; sums of a warp
-# Rows and pairs of token and expert up to which a warp sums one, two and four rows; else eight, or
-# of pairs four. A pair is mostly the only one of its expert.
+_ROWS, _SUMS = 4, 16  # maximum rows for lanes, where matrices can run too; sums of a warp
+# (maximum rows or pairs of the GEMM, rows of a warp). Beyond these a warp sums `_LARGEST` rows, or
+# `_LARGEST_OF_PAIRS` pairs: a pair is mostly the only one of its expert.
 _ROWS_OF, _PAIRS_OF = ((1, 1), (2, 2), (4, 4)), ((16, 1), (64, 2))
 _LARGEST, _LARGEST_OF_PAIRS = 8, 4
-_MOST_ROWS = 16  # of a threadgroup with matrices: mlx's own serves more
-_LASTS = (2, 4, 5, 8, 12, _MOST_ROWS)  # of each band
-_LASTS_OF_EXPERTS, _MOST_TOKENS = (1, 2, 4, 8, 16), 64
+_MOST_ROWS = 16  # of a threadgroup with matrices; mlx's own operation serves more
+_LASTS = (2, 4, 5, 8, 12, _MOST_ROWS)  # the last number of rows of each band
+_LASTS_OF_EXPERTS, _MOST_TOKENS = (1, 2, 4, 8, 16), 64  # the same for experts, in tokens
 _STEP = 64  # columns that a warp multiplies at once: eight of each line of a matrix
-# Of this many features a warp with matrices has 32; of fewer 16, so that there are enough of them.
+# From this many features on a warp with matrices computes 32, else 16: then there are enough warps.
 _WIDE = 8192
 
-# c += a b of 8 x 8 float32. Of each matrix a lane has two neighbours of a line (`_MATRICES`).
+# c += a b of 8 x 8 float32. A lane has two neighbours in a line of each matrix (`_MATRICES`).
 _MULTIPLY: dict[gpu.Backend, str] = {
     "metal": """
 #ifdef __METAL_VERSION__
@@ -51,7 +51,7 @@ inline void multiply_8x8(thread float* c, float a0, float a1, float b0, float b1
   c[1] = sum.thread_elements()[1];
 }
 """,
-    # To try the body alone: the lanes ask one another.
+    # Only to test the body: lanes get the numbers from one another by shuffles.
     "cuda": """
 __device__ inline void multiply_8x8(float* c, float a0, float a1, float b0, float b1) {
   const int lane = threadIdx.x;
@@ -68,14 +68,15 @@ __device__ inline void multiply_8x8(float* c, float a0, float a1, float b0, floa
 }
 """,
 }
-# Each body begins with the weights that it has ...
+# Each body begins with the weights that it multiplies with ...
 _START = """
     const int N = w0_shape[AXIS];
     auto w_at = w0, w_up = w0;
     auto s_at = s0, s_up = s0;
     auto b_at = b0, b_up = b0;
 """
-# ... and the rows of x, which of `ROWS` it reads and writes: of plain products ...
+# ... and with the rows of x, up to ROWS, that it reads and the rows that it writes. In plain
+# products these are consecutive.
 _PLAIN = """
     const int first = grid_x * ROWS;
     const int left = x_shape[0] - first;
@@ -84,8 +85,8 @@ _PLAIN = """
     #define SOURCE(r) (first + (r))
     #define TARGET(r) (first + (r))
 """
-# ... and of experts: pairs of token and expert are sorted by expert and cut at multiples of ROWS.
-# A block has those of one expert between two cuts. PAIRS of them have one row of x.
+# For experts, (token, expert) pairs are sorted by expert and cut at multiples of ROWS. A block
+# computes one expert's pairs between two cuts. PAIRS consecutive pairs share a row of x.
 _PAIRS = """
     const int first = grid_x;
     const int expert = experts[first];
@@ -101,7 +102,7 @@ _PAIRS = """
     #define SOURCE(r) (order[first + (r)] / PAIRS)
     #define TARGET(r) order[first + (r)]
 """
-# Eight codes of a part and a feature from a column on, as numbers times `scale`, plus `bias`.
+# Decodes eight codes of a part's feature, from a column on; a weight is scale * code + bias.
 _RUN = """
         const size_t line = base + (FEATURE < N ? FEATURE : N - 1);
         const size_t group = line * (K / GROUP) + (COLUMN) / GROUP;
@@ -135,7 +136,7 @@ _RUN = """
           }
         }
 """
-# A warp has FEATURES features of each part and ROWS rows, and its lanes share the columns.
+# A warp computes FEATURES features of each part for ROWS rows, and its lanes share the columns.
 _LANES = """
     const int f0 = grid_y * FEATURES;
     if (f0 >= N) {
@@ -189,9 +190,9 @@ _LANES = """
       }
     }
 """.replace("RUN", _RUN.replace("FEATURE", "(f0 + f % FEATURES)").replace("COLUMN", "at"))
-# A warp has ACROSS matrices of features of each part, TILES of rows, and every WARPS-th run of
-# columns. Line l of the right ones has the columns from 8 l on: what matrix i multiplies is the
-# i-th of each eight, and of x a lane has sixteen columns of a row.
+# A warp computes ACROSS matrices of features of each part, for TILES of rows, over every WARPS-th
+# run of columns. Line l of the right operands has the columns from 8 l on: matrix i multiplies the
+# i-th column of each eight, and a lane has sixteen columns of a row of x.
 _MATRICES = """
     constexpr int EACH = ACROSS * TILES * 2;
     THREADGROUP(float, parts, WARPS * PARTS * EACH * 32);
@@ -266,16 +267,16 @@ _RESULTS = ["done[0]", "done[0] / (1.0f + exp(-done[0])) * done[1]"]  # by the n
 
 
 def applies(weight: Weight, dtype: mx.Dtype) -> bool:
-    """Whether the kernels are made for such a weight, activations, and this backend."""
+    """Returns whether the kernels support a weight and type of activations on this backend."""
     is_quantized = weight.form.bits <= 8 and weight.is_of(dtype)
     return gpu.backend() == "metal" and is_quantized and weight.inputs % _STEP == 0
 
 
 def bands(weight: Weight) -> dict[int, range]:
-    """The numbers of tokens of a decode step that it may serve, each by that to time it with.
+    """Returns the bands of token counts that the kernels can serve, by the count to time each with.
 
-    Where mlx reads the weights once more, a band ends: after 5 and 10 rows, and before 13, from
-    where on it has a GEMM; ours reads them once for 4, 8 and 16.
+    Bands end where mlx reads the weights once more: after 5 and 10 rows, and before 13, from which
+    on mlx has a GEMM. Ours reads them once for 4, 8 and 16 rows.
     """
     lasts, first = list(_LASTS), 2
     if weight.codes.ndim == 3:
@@ -287,7 +288,7 @@ def bands(weight: Weight) -> dict[int, range]:
 
 
 def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
-    """Several products with one input are a launch each."""
+    """Returns the GEMM's results; several products of one input take a launch each."""
     if len(gemm.outputs) > 1:
         return [run_kernel(gemm._replace(weights=[weight]))[0] for weight in gemm.weights]
     x, weights, parts, (outputs,) = gemm.x, gemm.weights, gemm.parts, gemm.outputs

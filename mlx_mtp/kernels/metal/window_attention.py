@@ -1,10 +1,10 @@
 """Attention of windows for Metal, where a position has the same bits in every pass.
 
-mlx's own depends on the pass: it has one kernel for short KV and one that splits long KV, into a
-number of parts that follows from the length of the buffer and of the window. Here the keys of a
-position are dealt out to blocks in turn, block b having the keys b, b + B, b + 2B, and B follows
-from the position alone. A warp has a block of a pair of token and query head; a second launch adds
-the blocks in a fixed order. So neither the other rows, nor the window, nor the buffer matter.
+mlx's own results depend on the pass: one kernel is for short KV, another splits long KV into parts,
+and their number depends on the lengths of the buffer and of the window. Here a position's keys are
+dealt to B blocks in turn: block b gets the keys b, b + B, b + 2B, .., and B depends only on the
+position. A warp computes a block for a pair of a token and a query head; a second launch adds the
+blocks in a fixed order. So neither other rows, nor the window, nor the buffer affect the bits.
 
 It has not been run on a Mac. The bodies run on CUDA too, where `cuda.decode_attention` is faster.
 """
@@ -20,9 +20,9 @@ from mlx_mtp.kernels import gpu, self_check
 # Blocks of a position by the number of its keys: enough threadgroups where there are few keys, and
 # not too many sums to add up.
 _BLOCKS, _MOST_BLOCKS = ((512, 16), (2048, 32), (16384, 64)), 128
-_BUFFERS = (1, 8)  # of a launch, of which Metal allows 31; each number is a kernel of its own
-_PAIRS = 16  # warps of a threadgroup, at most
-_ADDING = 8  # warps that add up
+_BUFFERS = (1, 8)  # possible KV buffers of a launch (Metal allows 31); each number has its kernel
+_PAIRS = 16  # maximum warps of a threadgroup
+_ADDING = 8  # warps that add a head's blocks
 
 _COMMON = f"""
     constexpr float LEAST = -1e30f;
@@ -157,12 +157,12 @@ _ADD = """
 
 def attend(
     queries: mx.array,  # [N, heads, D]
-    positions: mx.array,  # of each, int32 [N]: it attends up to its own
+    positions: mx.array,  # of the queries, int32 [N]; each attends up to its own
     buffers: Sequence[mx.array],  # keys, then values: [2 * slots * KV heads * capacity, D]
     kv_heads: int,
-    rows: tuple[tuple[int, ...], ...],  # buffer, slot, capacity, first token, tokens
+    rows: tuple[tuple[int, ...], ...],  # of each row: buffer, slot, capacity, first token, tokens
 ) -> mx.array:
-    """Attention of all windows of a pass: [N, heads, D]."""
+    """Returns the attention of all windows of a pass, [N, heads, D]."""
     _, heads, dim = queries.shape
     sizes = {"T": queries.dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads}
     halves = tuple(len(buffer) // 2 for buffer in buffers)
@@ -188,7 +188,7 @@ def attend(
 
 
 def serves(dim: int) -> bool:
-    """Whether the kernel is made for heads of this dimension."""
+    """Returns whether the kernel supports heads of this dimension."""
     return dim % gpu.LANES == 0 and dim <= 256
 
 
@@ -199,12 +199,13 @@ Launch = tuple[list[int], mx.array, mx.array, int, int]
 def _plan(
     rows: tuple[tuple[int, ...], ...], halves: tuple[int, ...], group: int, kv_heads: int
 ) -> tuple[list[Launch], mx.array | None]:
-    """The launches for windows of rows, and where each token is among their outputs.
+    """Returns the launches for windows of rows, and each token's index among their outputs.
 
-    A launch has the numbers of its buffers; of each row's block its place in these, slot, capacity,
-    first token, tokens, number, lines of the buffer's keys, and the row's first sum, int32 [I, 8];
-    of each token its number, the row's first sum, the row's pairs, and its place there, int32
-    [n, 4]; most pairs of a row; and the number of sums. None: the outputs are in order.
+    A launch has the numbers of its buffers; for each block of a row, int32 [I, 8]: the buffer's
+    place among these, slot, capacity, first token, tokens, the block's number, lines of keys in the
+    buffer, and the row's first partial sum; for each token, int32 [n, 4]: its number, the row's
+    first partial sum, the row's pairs, and the token's place in the row; the largest number of
+    pairs of a row; and the number of partial sums. The index is None if outputs are in order.
     """
     used = [*dict.fromkeys(row[0] for row in rows)]
     launches, order = list[Launch](), list[int]()
@@ -233,7 +234,7 @@ def _blocks(keys: int) -> int:
 
 @functools.cache
 def _kernel(buffers: int) -> gpu.Kernel:
-    """The kernel for the blocks of this many buffers; with none, the one that adds them up."""
+    """Returns the kernel for blocks in `buffers` KV buffers; for 0, the one that adds blocks."""
     if buffers:
         others = (f"if (item[0] == {n}) {{ kv = kv{n}; }}\n" for n in range(1, buffers))
         inputs = ["q", "positions", "items", *(f"kv{number}" for number in range(buffers))]

@@ -1,1 +1,1 @@
-"""Which operation computes a layer's product, by its number of rows, and how that is decided."""
+"""Decides which operation computes a layer's matrix product, by its number of rows."""

@@ -1,7 +1,8 @@
-"""Routes with which a row of a decode step has the same bits whatever is beside it.
+"""Routes for exact mode: a row of a decode step has the same bits whatever the other rows are.
 
-On CUDA the kernel that is chosen by time gives that, on Metal its sums of lanes alone do, at all
-numbers of rows. What no kernel serves is computed in blocks of one size.
+On CUDA the kernel that is chosen by time already guarantees this. On Metal only the kernel's sums
+of lanes do, so they serve all numbers of rows. Products that no kernel serves are computed in
+blocks of a fixed number of rows.
 """
 
 import contextlib
@@ -34,15 +35,15 @@ from mlx_mtp.models.gemm.routes import (
 
 logger = logging.getLogger(__name__)
 
-EVERY = range(1, sys.maxsize)
+EVERY = range(1, sys.maxsize)  # all numbers of rows
 _ONE_ORDER = Routes(EVERY, one_order=True)
-_TIMED, _ROUNDS = 8, 5  # layers of a kind, and how often
+_TIMED, _ROUNDS = 8, 5  # layers of a kind that are timed, and how often
 
 
 def make_batch_invariant(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Let every operation of a decode step see numbers of rows for which a row's bits are equal.
+    """Route all operations of a decode step so that a row's bits don't depend on other rows.
 
-    Nothing is changed in the MTP head on Metal: no answer depends on its bits.
+    On Metal the MTP head stays as it is: no answer depends on its bits.
     """
     where = gpu.backend()
     if where is None:
@@ -56,15 +57,15 @@ def make_batch_invariant(model: nn.Module, dtype: mx.Dtype) -> None:
         kind, routes = mlx_class(module), routes_of(module)
         if hasattr(module, "batch_invariant"):  # attention
             module.batch_invariant = True
-        vars(module).pop("_compiled", None)  # with other routes
+        vars(module).pop("_compiled", None)  # was traced with the old routes
         if kind not in ROUTED:
             continue
         if where == "metal":
             routes = _ONE_ORDER if id(module) in sound else Routes()
         elif kind is not SwitchGLU and "scales" not in parts_of(module)[0]:
-            routes = replace(routes, kernel=range(0))  # it serves fewer rows than a step may have
+            routes = replace(routes, kernel=range(0))  # Steps can have more rows than it serves.
         if routes.expand_from < math.inf:
-            # Not as measured: prefixes on disk outlive a process.
+            # A constant, not the measured number: prefixes on disk outlive a process.
             most = gpu.MOST_ROWS if kind is SwitchGLU else gpu.MOST_PROMPT_ROWS
             routes = replace(routes, expand_from=1 + most)
         set_routes(module, replace(routes, in_blocks=kind is not Qwen3NextMLP))
@@ -72,7 +73,7 @@ def make_batch_invariant(model: nn.Module, dtype: mx.Dtype) -> None:
 
 @contextlib.contextmanager
 def batch_invariant(model: nn.Module, dtype: mx.Dtype) -> Iterator[None]:
-    """Within it a model is as after `make_batch_invariant`; afterwards as it was."""
+    """Apply `make_batch_invariant` to a model within this context; restore its routes on exit."""
     before = [(module, routes_of(module)) for module in _modules(model)]
     make_batch_invariant(model, dtype)
     try:
@@ -88,9 +89,10 @@ def batch_invariant(model: nn.Module, dtype: mx.Dtype) -> Iterator[None]:
 def one_order_faults(
     model: nn.Module, dtype: mx.Dtype, in_time: Callable[[], None] = lambda: None
 ) -> dict[Kind, str]:
-    """Why the kernel must not serve products of a kind in one order; sound ones are left out.
+    """Returns, for each kind of products that the kernel must not serve in one order, the reason.
 
-    They are compared when they are first asked for; an error of `in_time` ends that.
+    The kinds are checked at the first call. `in_time` is called before each check, and can end
+    them with an exception.
     """
     known: dict[Kind, str] | None = vars(model).get("one_order_faults")
     if known is None:
@@ -100,7 +102,7 @@ def one_order_faults(
             if (fault := _one_order_fault(modules[0], dtype)) is not None:
                 known[kind] = fault
                 logger.warning("Products of %s are not exact by the kernel: %s", kind, fault)
-        vars(model)["one_order_faults"] = known  # Not an item: it is no parameter.
+        vars(model)["one_order_faults"] = known  # not an item, which would be a parameter
     return known
 
 
@@ -122,7 +124,10 @@ def _one_order_fault(module: nn.Module, dtype: mx.Dtype) -> str | None:
 
 
 def exact_cost(model: nn.Module, dtype: mx.Dtype, rows: int) -> tuple[float, float]:
-    """Seconds of a step's products of this many rows in one order, and as they are routed."""
+    """Returns the seconds of a step's products for `rows` rows: in one order, and as routed now.
+
+    The MTP head's products are left out.
+    """
     head = {id(module) for module in _head_modules(model)}
     kinds = kinds_of(model, dtype)
     inside = {

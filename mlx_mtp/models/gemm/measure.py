@@ -1,9 +1,9 @@
-"""Chooses the routes of a model's products, by what is right and fast on this machine.
+"""Chooses the routes of a model's products by what is correct and fast on this machine.
 
-A kernel is compared for each kind of layer (class, shapes, format) and each of its bands of rows:
-it must agree with float32, give a row the same bits whatever is beside it, and must not be slower
-than mlx's operation by more than a bound, for which small ones on CUDA are not timed. From how many
-rows on expanding the weights is faster is measured too; small weights are expanded for every
+The kernel is checked for each kind of layer (class, shapes, format) and each of its bands of rows:
+it must agree with float32, give a row the same bits whatever the other rows are, and take at most
+`WORTH` times as long as mlx's operation; on CUDA, small weights are not timed. The number of rows
+from which expanding the weights is faster is measured too; small weights are expanded for every
 prompt.
 """
 
@@ -38,38 +38,39 @@ from mlx_mtp.models.gemm.routes import (
 
 logger = logging.getLogger(__name__)
 
-WeightShapes = tuple[tuple[tuple[int, ...], Format], ...]  # shapes of codes
+WeightShapes = tuple[tuple[tuple[int, ...], Format], ...]  # shape of the codes, and format, of each
 Kind = tuple[type[nn.Module], WeightShapes]
 
-# Bytes of a layer's weights. Timing smaller ones would time the host: on an H200 it takes 40 to 60
-# us for either form, and of 512 outputs of 2,048 tokens mlx's kernel takes the GPU 70.
+# Bytes of a layer's weights. Timing smaller ones would time the host, which takes 40 to 60 us for
+# either form (H200); mlx's kernel takes the GPU 70 us for 512 outputs of 2,048 tokens.
 SMALL = 1 << 20
-# Pairs of token and expert of a prompt, if weights are not quantized: more are not measured.
+# Maximum (token, expert) pairs of a prompt for the kernel with unquantized weights; more were not
+# measured.
 _MOST_PLAIN_PAIRS = 2048
-_TIMED, _ROUNDS = 8, 5  # layers of a shape, and how often
-# Rows that are compared, beside those that are timed, as far as a kernel serves them: two blocks,
-# the last of which is not full; and as many as Metal's experts serve at most.
+_TIMED, _ROUNDS = 8, 5  # layers of a kind that are timed, and how often
+# Numbers of rows to check beside the timed one, if the kernel serves them: two blocks, the second
+# one partly filled; and the maximum of Metal's kernel for experts.
 _COMPARED = 13, 64
 NOT_HERE = "it does not run here: {}"
-TOLERANCE = 0.02  # of bfloat16 results, relative to the largest
+TOLERANCE = 0.02  # maximum error of bfloat16 results, relative to the largest result
 _EMBEDDINGS = nn.QuantizedEmbedding, nn.Embedding
 _STORING = nn.QuantizedLinear, nn.Linear, *_EMBEDDINGS, QuantizedSwitchLinear, SwitchLinear
 
-# Rows that expansion is tried with, as long as it is faster.
+# Numbers of rows for which expansion is tried, in this order, until it is not faster.
 _EXPANDED = (2048, 1024, 512, 256, gpu.MOST_ROWS + 1)
-_FEWER = (gpu.MOST_ROWS, gpu.MOST_PROMPT_ROWS + 1)  # then of dense weights; experts have a kernel
-_MOST_OUTPUTS = 1 << 16  # lm_head has more, and is asked for few rows
-_CHOSEN = 8  # experts of each row
-_EXPANSION_ROUNDS, _CALLS = 3, 4
+_FEWER = (gpu.MOST_ROWS, gpu.MOST_PROMPT_ROWS + 1)  # tried next for dense weights, not for experts
+_MOST_OUTPUTS = 1 << 16  # of weights that are expanded; lm_head has more, and computes few rows
+_CHOSEN = 8  # experts of each row, when expansion is timed
+_EXPANSION_ROUNDS, _CALLS = 3, 4  # how often expansion is timed, and calls in each round
 
 
 def choose_routes(model: nn.Module, dtype: mx.Dtype) -> bool:
-    """Set the routes of all products; whether any uses the kernel."""
+    """Set the routes of all products of a model; returns whether any uses the kernel."""
     for module in model.modules():
         if "switch_mlp" in module:
-            module.switch_mlp.top_k = module.top_k  # which its kernel is compiled for
+            module.switch_mlp.top_k = module.top_k  # Its kernel is compiled for this number.
     used = False
-    # An MLP is compared with what its own last product will be.
+    # Single weights first: an MLP is checked with the final routes of its down projection.
     kinds = kinds_of(model, dtype).items()
     for (_, shapes), modules in sorted(kinds, key=lambda kind: len(kind[0][1])):
         kernel, gaps = _kernel_rows(modules, dtype, shapes)
@@ -88,7 +89,7 @@ def choose_routes(model: nn.Module, dtype: mx.Dtype) -> bool:
 
 
 def kinds_of(model: nn.Module, dtype: mx.Dtype) -> dict[Kind, list[nn.Module]]:
-    """The layers that the kernel is made for, by mlx's class, shapes and format."""
+    """Returns the layers that the kernel supports, by mlx's class, shapes and formats."""
     tied = not any(name.endswith("lm_head") for name, _ in model.named_modules())
     kinds: dict[Kind, list[nn.Module]] = {}
     for module in model.modules():
@@ -101,21 +102,21 @@ def kinds_of(model: nn.Module, dtype: mx.Dtype) -> dict[Kind, list[nn.Module]]:
 
 
 def kernel_takes_all_weights(model: nn.Module, dtype: mx.Dtype) -> bool:
-    """Whether the kernel is made for all quantized weights of a model. None is read."""
+    """Returns whether the kernel supports all quantized weights of a model. No weight is read."""
     quantized = (nn.QuantizedLinear, QuantizedSwitchLinear)
     parts = (module for module in model.modules() if isinstance(module, quantized))
     return all(skinny_kernel().applies(weight_of(part), dtype) for part in parts)
 
 
 def all_routable(model: nn.Module) -> bool:
-    """Whether all quantized weights are of layers whose operations this module chooses."""
+    """Returns whether this module can route all layers that have quantized weights."""
     return all(mlx_class(module) in _STORING for module in model.modules() if "scales" in module)
 
 
 def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
-    """Numbers of tokens for which the kernel is made, each band by the number to time it with.
+    """Returns the bands of token counts that the kernel supports, by the count to time each with.
 
-    None if it is not made for one of the layer's weights.
+    There are none if the kernel doesn't support one of the layer's weights.
     """
     kind = mlx_class(module)
     if kind not in ROUTED or (kind is SwitchGLU and type(module.activation) is not SwiGLU):
@@ -131,13 +132,13 @@ def kernel_bands(module: nn.Module, dtype: mx.Dtype) -> dict[int, range]:
 
 
 def with_kernel(module: nn.Module, dtype: mx.Dtype) -> nn.Module:
-    """A copy of a layer that runs the kernel wherever that is made for, unchecked."""
+    """Returns a copy of a layer that runs the kernel for all supported token counts, unchecked."""
     bands = [*kernel_bands(module, dtype).values()]
     return with_routes(module, Routes(range(bands[0].start, bands[-1].stop)))
 
 
 def problem(module: nn.Module, dtype: mx.Dtype) -> str | None:
-    """Why a layer can't run the kernel for all numbers of rows that it is made for."""
+    """Returns why a layer can't run the kernel for all supported token counts; None if it can."""
     bands = kernel_bands(module, dtype)
     problems = (_problem(module, dtype, band, rows) for rows, band in bands.items())
     return next((each for each in problems if each), None)
@@ -152,17 +153,17 @@ def _most_of_prompt(module: nn.Module) -> int:
 
 
 def _top_k(module: nn.Module) -> int:
-    return int(getattr(module, "top_k", 2))  # those of a model have their block's
+    return int(getattr(module, "top_k", 2))  # In a model `choose_routes` has set the block's.
 
 
 def _kernel_rows(
     modules: Sequence[nn.Module], dtype: mx.Dtype, shapes: WeightShapes
 ) -> tuple[range, tuple[range, ...]]:
-    """The numbers of rows that the kernel is to serve in layers of a kind, and gaps in them."""
+    """Returns the numbers of rows that the kernel serves in layers of a kind, and gaps in them."""
     first, served = modules[0], list[range]()
     for rows, band in kernel_bands(first, dtype).items():
         if type(first) is Qwen3NextMLP and not routes_of(first.down_proj).serves(rows):
-            continue  # Its rows would depend on one another all the same.
+            continue  # Through `down_proj` its rows would still depend on one another.
         fault, is_worth_it = _problem(first, dtype, band, rows), False
         if fault is None:
             try:
@@ -188,9 +189,9 @@ def inputs_of(
     module: nn.Module,
     rows: int,
     dtype: mx.Dtype,
-    experts: Callable[[mx.array], mx.array] = lambda pair: pair,  # of each pair, by its number
+    experts: Callable[[mx.array], mx.array] = lambda pair: pair,  # each pair's, by its number
 ) -> tuple[mx.array, ...]:
-    """Some rows, and of a mixture the experts of all of them."""
+    """Returns random inputs [rows, K] of a layer, and for a mixture each row's experts."""
     weight = weight_of(parts_of(module)[0])
     x = mx.random.normal((rows, weight.inputs), key=mx.random.key(0)).astype(dtype)
     if mlx_class(module) is not SwitchGLU:
@@ -200,15 +201,15 @@ def inputs_of(
 
 
 def _problem(module: nn.Module, dtype: mx.Dtype, band: range, timed: int) -> str | None:
-    """Why the kernel must not serve a layer: results are wrong, or a row's depend on others."""
+    """Returns why the kernel must not serve a layer: wrong results, or rows that affect others."""
     least, last = band.start, band.stop - 1
     sizes = sorted({max(least, min(rows, last)) for rows in (*_COMPARED, timed)})
-    # The first expert has more rows than a block, others few, and they are in no order.
+    # The first expert gets more rows than a block, the others few, in no order.
     x, *rest = inputs_of(
         module, sizes[-1], dtype, lambda pair: mx.where(pair % 3 > 0, 0, -1 - pair)
     )
     try:
-        # For more rows mlx compiles another kernel, which may take it half a minute a format.
+        # Four rows at a time: for more, mlx compiles another kernel, for up to half a minute.
         exact, inputs = in_float32(module), (x.astype(mx.float32), *rest)
         fours = [[each[at : at + 4] for each in inputs] for at in range(0, len(x), 4)]
         true = mx.concatenate([product(exact, *each) for each in fours])
@@ -228,7 +229,7 @@ def _problem(module: nn.Module, dtype: mx.Dtype, band: range, timed: int) -> str
 
 
 def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
-    """Whether a mixture's shared expert is computed with the others: it must give the same."""
+    """Returns whether the kernel can run the shared expert among the others, with the same bits."""
     routed, shared = block.switch_mlp, block.shared_expert
     if not (routes_of(routed).serves(2) and routes_of(shared).serves(2)):
         return False
@@ -243,7 +244,7 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     fault = "it gives other results"
     try:
         together = experts_in_order(routed, x, shared, pairs[order], order)
-        # By itself it may serve fewer rows than with the others.
+        # Two rows at a time: the shared expert's own routes may serve fewer rows.
         alone = mx.concatenate([shared(x[at : at + 2]) for at in range(0, rows, 2)])
         true = mx.concatenate([routed(x, chosen), alone[:, None]], axis=1)
         if mx.array_equal(together.reshape(true.shape), true).item():
@@ -255,21 +256,21 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
 
 
 def _is_worth_it(modules: Sequence[nn.Module], dtype: mx.Dtype, rows: int) -> bool:
-    """Whether the kernel is fast enough for a number of rows, beside mlx's operations."""
+    """Returns whether the kernel is fast enough for a number of rows, compared with mlx."""
     nbytes = sum(weight_of(part).codes.nbytes for part in parts_of(modules[0]))
     if gpu.backend() == "cuda" and nbytes < SMALL:
         return True
     times, inputs = [], inputs_of(modules[0], rows, dtype)
     for routes in (Routes(kernel=range(rows, rows + 1)), BY_MLX):
         layers = [with_routes(module, routes) for module in modules]
-        # As layers are: else the host's time would be all that is seen.
+        # Compiled, as layers are: else only the host's time would be measured.
         launch = mx.compile(lambda *inputs: [product(layer, *inputs) for layer in layers])  # noqa: B023
         times.append(timed(lambda: launch(*inputs), _ROUNDS)[1])  # noqa: B023
     return bool(times[0] < times[1] * skinny_kernel().WORTH)
 
 
 def in_float32(module: nn.Module) -> nn.Module:
-    """A layer of the same codes that mlx multiplies and adds in float32."""
+    """Returns a copy of a layer with the same codes, which mlx multiplies and adds in float32."""
     twin = with_routes(module, BY_MLX)
     for name, value in module.items():
         if isinstance(value, nn.Module) and "weight" in value:
@@ -280,7 +281,7 @@ def in_float32(module: nn.Module) -> nn.Module:
 
 
 def _choose_expansion(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Let products of many rows expand their weights, each shape from where it is faster."""
+    """Set, for each shape, the number of rows from which products expand their weights."""
     least: dict[tuple[Any, ...], float] = {}
     for module in model.modules():
         if not _can_expand(module):
@@ -306,7 +307,10 @@ def _can_expand(module: nn.Module) -> bool:
 
 
 def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
-    """From how many rows on expansion is right, and faster if not small; infinity: never."""
+    """Returns the least number of rows from which expansion is correct and faster.
+
+    Small weights are not timed. Infinity: never.
+    """
     least, is_dense = float("inf"), mlx_class(module) is nn.QuantizedLinear
     is_small = is_dense and first.codes.nbytes < SMALL
     tried = _EXPANDED + _FEWER * is_dense
@@ -333,9 +337,9 @@ def _least_rows(module: nn.Module, first: Weight, dtype: mx.Dtype) -> float:
 
 
 def _in_turn(module: nn.Module, inputs: list[mx.array]) -> mx.array:
-    """The last of several calls, each behind the one before it, as layers are.
+    """Returns the result of the last of several calls, each dependent on the one before it.
 
-    One alone would be mostly its launch, and small ones that can would run side by side.
+    A single call would mostly time its launch, and small independent calls would run in parallel.
     """
     x, *rest = inputs
     for _ in range(_CALLS - 1):
@@ -344,7 +348,7 @@ def _in_turn(module: nn.Module, inputs: list[mx.array]) -> mx.array:
 
 
 def timed(call: Callable[[], Any], rounds: int = _EXPANSION_ROUNDS) -> tuple[Any, float]:
-    """What a call returns, evaluated, and the fewest seconds that it took in some rounds."""
+    """Returns a call's evaluated result, and the least of the seconds of `rounds` more calls."""
     mx.eval(result := call())
     times = []
     for _ in range(rounds):

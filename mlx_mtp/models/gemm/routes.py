@@ -1,13 +1,13 @@
-"""Products of layers, each by the operation that its number of tokens is routed to.
+"""Routes the matrix products of layers to operations, by the number of tokens.
 
-There are four operations: a kernel (`kernels.skinny_gemm`), mlx's own, mlx's own in blocks of one
-size, and expanding the weights before a dense product, which reads them once for all rows. mlx
-chooses another kernel, and so another order of sums, for another number of rows; beside a fixed
-number of them, and wherever it stands, a row has the same bits. Reading the weights is most of the
-time of a product of few rows, so of unquantized weights padding costs little.
+There are four operations: a kernel (`kernels.skinny_gemm`); mlx's own; mlx's own in blocks of a
+fixed number of rows; and dequantizing ("expanding") the weights before a dense product, which reads
+them once for all rows. mlx chooses its kernel, and so the order of sums, by the number of rows. In
+a block of fixed size a row has the same bits wherever it is. The last block is padded: a product
+of few rows mostly reads the weights, so for unquantized weights padding costs little.
 
-`measure.choose_routes` gives each layer its `Routes` when a model is loaded, and a class of
-`ROUTED`, which looks at them; elsewhere a layer keeps mlx-lm's class.
+`measure.choose_routes` gives the layers of a loaded model their `Routes`, and classes of `ROUTED`,
+which obey them. Layers without routes keep mlx-lm's class.
 """
 
 import copy
@@ -38,19 +38,19 @@ _BLOCK = 64  # rows
 class Routes:
     """The operation for each number of tokens; by default mlx's own for all."""
 
-    kernel: range = range(0)  # tokens of a decode step (`gpu.few`) that the kernel serves ...
-    gaps: tuple[range, ...] = ()  # ... but for these of them
-    one_order: bool = False  # of the kernel's sums, whatever the number of rows is
-    in_blocks: bool = False  # all other numbers of a decode step are computed in blocks
-    expand_from: float = math.inf  # tokens, of which weights are expanded
-    prompt: int = 0  # tokens of a prompt up to which the kernel serves, if they are not expanded
+    kernel: range = range(0)  # token counts of decode steps (`gpu.few`) that the kernel serves,
+    gaps: tuple[range, ...] = ()  # except for these
+    one_order: bool = False  # The kernel's order of sums is the same for all numbers of rows.
+    in_blocks: bool = False  # Other token counts of decode steps are computed in blocks.
+    expand_from: float = math.inf  # token count from which weights are expanded
+    prompt: int = 0  # maximum tokens of a prompt for the kernel, where weights are not expanded
 
     def serves(self, rows: int) -> bool:
-        """Whether the kernel serves this number of tokens of a decode step."""
+        """Returns whether the kernel serves a decode step of `rows` tokens."""
         return rows in self.kernel and not any(rows in gap for gap in self.gaps)
 
     def operation(self, rows: int) -> str:
-        """One of "kernel", "blocks", "expand" and "mlx"."""
+        """Returns "kernel", "blocks", "expand" or "mlx"."""
         if gpu.few(rows):
             if self.serves(rows):
                 return "kernel"
@@ -65,7 +65,7 @@ BY_MLX = Routes()
 
 
 def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
-    """Several products of one input, in one launch where the kernel serves all of them."""
+    """Returns several layers' products of x, in one launch if the kernel serves all of them."""
     forms = {weight_of(layer).form if type(layer) in _SINGLE else None for layer in layers}
     if len(forms) > 1 or None in forms or not all(served(x, layer) for layer in layers):
         return [layer(x) for layer in layers]
@@ -76,28 +76,28 @@ def project(x: mx.array, *layers: nn.Module) -> list[mx.array]:
 
 
 def product(module: nn.Module, *inputs: mx.array) -> mx.array:
-    """A layer's product, that of an embedding too."""
+    """Returns a layer's product; an embedding's is that of a tied lm_head."""
     method: Callable[..., mx.array] = getattr(module, "as_linear", module)
     return method(*inputs)
 
 
 def skinny_kernel() -> Any:
-    """The module of the skinny GEMM for this backend."""
+    """Returns the module of the skinny GEMM for this backend."""
     return metal_gemm if gpu.backend() == "metal" else cuda_gemm
 
 
 def is_decode_sized(x: mx.array) -> bool:
-    """Whether these tokens [.., H] are a decode step's, not a prompt's."""
+    """Returns whether tokens x [.., H] are computed as a decode step's (see `gpu.few`)."""
     return gpu.few(x.size // x.shape[-1])
 
 
 def served(x: mx.array, layer: nn.Module) -> bool:
-    """Whether a layer runs the kernel for these tokens [.., H] of a decode step."""
+    """Returns whether x [.., H] is computed as a decode step's, by a layer's kernel."""
     return is_decode_sized(x) and routes_of(layer).serves(x.size // x.shape[-1])
 
 
 def routes_of(layer: nn.Module) -> Routes:
-    """What `set_routes` gave it; else those of mlx-lm's layer."""
+    """Returns the routes that `set_routes` gave a layer, else `BY_MLX`."""
     routes: Routes = getattr(layer, "routes", BY_MLX)
     return routes
 
@@ -108,25 +108,25 @@ def set_routes(layer: nn.Module, routes: Routes) -> None:
 
 
 def with_routes(layer: nn.Module, routes: Routes) -> nn.Module:
-    """A copy of a layer with the same weights and other routes."""
+    """Returns a copy of a layer with the same weights and other routes."""
     twin = copy.copy(layer)
     set_routes(twin, routes)
     return twin
 
 
 def mlx_class(layer: nn.Module) -> type[nn.Module]:
-    """The class that a layer has, or had before it was routed."""
+    """Returns the class that a layer has, or had before it was routed."""
     return _MLX.get(type(layer), type(layer))
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """What stores the weights: the module itself, or gate, up and down of an MLP or experts."""
+    """Returns the modules with the weights: `module`, or gate, up and down of an MLP or experts."""
     names = ("gate_proj", "up_proj", "down_proj")
     return [module] if "weight" in module else [module[name] for name in names]
 
 
 def digest(model: nn.Module) -> str:
-    """Which operations a loaded model uses, where measurement chose them: equal for equal ones."""
+    """Returns a hash of the operations that measurements have chosen for a loaded model."""
     layers = [(name, mlx_class(m).__name__, routes_of(m)) for name, m in model.named_modules()]
     choices = sorted(layers, key=str), sorted(gpu.refused), sorted(gpu.slower)
     return hashlib.sha256(str(choices).encode()).hexdigest()
@@ -139,7 +139,11 @@ def experts_in_order(
     chosen: mx.array,
     order: mx.array,
 ) -> mx.array:
-    """[P, H] of P pairs in this order (see `topk.ExpertChoice`), by the kernel."""
+    """Returns outputs [P, H] of P (token, expert) pairs, computed by the kernel.
+
+    `chosen` and `order` are int32 [P], `ExpertChoice.sorted` and `.order` of `topk`. Outputs are
+    in the pairs' original order.
+    """
 
     def product(x: mx.array, *names: str) -> mx.array:
         owners = [layer] if shared is None else [layer, shared]
@@ -152,7 +156,7 @@ def experts_in_order(
 
 
 def _flat_rows(x: mx.array) -> mx.array:
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # No operation of mlx is free.
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # Even a view costs mlx time.
 
 
 def _pairs(indices: mx.array) -> mx.array:
@@ -173,7 +177,7 @@ def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
 
 
 def _experts_by_kernel(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-    """Each expert is read once for several of its tokens."""
+    """An expert's weights are read once for several of its tokens."""
     pairs = _pairs(indices)
     order = mx.argsort(pairs).astype(mx.int32)
     return experts_in_order(self, x, None, pairs[order], order).reshape(*indices.shape, -1)
@@ -186,13 +190,13 @@ def _expanded_linear(self: nn.Module, x: mx.array) -> mx.array:
 
 
 def _expanded_experts(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
-    """Weights are expanded in registers."""
+    """The weights are expanded in registers."""
     weights = [weight_of(part) for part in parts_of(self)]
     return grouped_gemm.swiglu(_flat_rows(x), weights, _pairs(indices)).reshape(*indices.shape, -1)
 
 
 def _in_blocks(call: Callable[..., Any], *inputs: mx.array) -> mx.array:
-    """Call it for tokens, each [.., width], in blocks of as many rows; the last one is padded."""
+    """Run `call` for blocks of `_BLOCK` rows of the inputs [.., width]; the last one is padded."""
     shape = inputs[0].shape[:-1]
     rows = [_flat_rows(each) for each in inputs]
     count = len(rows[0])
@@ -205,7 +209,7 @@ def _in_blocks(call: Callable[..., Any], *inputs: mx.array) -> mx.array:
 def _routed(
     base: type[Any], by_kernel: Callable[..., Any], expand: Callable[..., Any] | None = None
 ) -> type[Any]:
-    """A subclass whose product is computed as its `routes` say; as an embedding it is mlx's."""
+    """Returns a subclass whose product follows its `routes`; an embedding's lookup stays mlx's."""
     method = "as_linear" if hasattr(base, "as_linear") else "__call__"
     by_mlx = getattr(base, method)
 
@@ -228,6 +232,6 @@ ROUTED: dict[type[nn.Module], type[nn.Module]] = {
     Qwen3NextMLP: _routed(Qwen3NextMLP, _mlp_by_kernel),
     SwitchGLU: _routed(SwitchGLU, _experts_by_kernel, _expanded_experts),
 }
-"""By mlx's class. An embedding may be lm_head too."""
+"""Routed classes by mlx's class. An embedding can be a tied lm_head."""
 _MLX = {routed: base for base, routed in ROUTED.items()}
 _SINGLE = [routed for base, routed in ROUTED.items() if base not in (Qwen3NextMLP, SwitchGLU)]
