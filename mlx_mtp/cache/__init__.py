@@ -1,1 +1,1 @@
-"""Caches for rows of different lengths, and prefixes of earlier requests."""
+"""Caches of running rows of different lengths: attention KV and recurrent states."""

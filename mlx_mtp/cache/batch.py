@@ -17,9 +17,9 @@ LayerCache = RaggedKVCache | GatedDeltaCache
 
 
 class BatchCache:
-    """The layers' caches of B rows of `offset` tokens (int32 [B]).
+    """The caches of all layers for B rows; row b holds `offset[b]` tokens (int32 [B]).
 
-    A pass is `begin_window`, the model, `commit`.
+    A forward pass is `reserve`, `begin_window`, the model, `commit`.
     """
 
     def __init__(self, layers: Sequence[LayerCache], num_rows: int) -> None:
@@ -27,12 +27,13 @@ class BatchCache:
         self.head: RaggedKVCache | None = None  # KV of the MTP head, in the same layout
         self.layout = Layout(num_rows)
         self.offset = mx.zeros(num_rows, dtype=mx.int32)
-        # int32 [B], what rows behind images add to a place to get its position; None: no row has.
+        # int32 [B], what is added to an index in a row's KV to get the RoPE position after the
+        # row's images; None if no row has images.
         self.shift: mx.array | None = None
 
     @classmethod
     def of(cls, specs: Sequence[LayerSpec], num_rows: int, dtype: mx.Dtype) -> BatchCache:
-        """Empty caches of layers."""
+        """Returns empty caches for the layers `specs`."""
         layers: list[LayerCache] = [
             RaggedKVCache()
             if isinstance(spec, AttentionSpec)
@@ -42,10 +43,10 @@ class BatchCache:
         return cls(layers, num_rows)
 
     def reserve(self, limits: Sequence[int], rooms: Sequence[int] | None = None) -> None:
-        """Make room for the tokens that each row is going to hold. Call before every pass.
+        """Make room for the tokens that each row will hold. Call before every pass.
 
-        Without it a write could go to the next row. `limits` are upper bounds of the rows' lengths
-        after the pass, `rooms` the lengths to allocate, if these are more.
+        Otherwise writes could reach into the next row. `limits` are upper bounds of the rows'
+        lengths after the pass; `rooms` are the lengths to allocate, if larger.
         """
         if moves := self.layout.arrange(limits, rooms or limits):
             for cache in self.kv_caches():
@@ -57,10 +58,10 @@ class BatchCache:
         kept: mx.array | None = None,
         ends: Sequence[int] | None = None,
     ) -> Packing:
-        """Prepare for a window of `lengths[b]` tokens per row, for which there is room.
+        """Prepare for a window of `lengths[b]` reserved tokens per row; returns its packing.
 
-        `kept`, int32 [B], is the number of tokens that each row will keep; None if a verify
-        decides that. `ends` are the rows' lengths after the window, where the host knows them.
+        `kept`, int32 [B], is the number of tokens that each row will keep; None if verification
+        decides it. `ends` are the rows' lengths after the window, if the host knows them.
         """
         packing = self.packing(self.offset, lengths)
         packing.ends = ends
@@ -71,7 +72,7 @@ class BatchCache:
         return packing
 
     def packing(self, start: mx.array, lengths: Sequence[int]) -> Packing:
-        """A `Packing` of these rows."""
+        """Returns a packing of `lengths[b]` tokens per row, from position `start[b]` on."""
         return Packing(self.layout, start, lengths, self.shift)
 
     def commit(self, num_kept: mx.array) -> None:
@@ -83,7 +84,7 @@ class BatchCache:
                 cache.num_kept = num_kept
 
     def select(self, rows: list[int]) -> BatchCache:
-        """The caches of these rows; KV stays where it is."""
+        """Returns the caches of these rows; their KV is not copied until it is written."""
         where = mx.array(rows, dtype=mx.int32)
         selected = copy.copy(self)
         selected.layout, copies = self.layout.select(rows)
@@ -117,5 +118,5 @@ class BatchCache:
                 yield from cache.arrays()
 
     def kv_caches(self) -> list[RaggedKVCache]:
-        """The KV caches of all layers and of the head."""
+        """Returns the KV caches of all layers and of the head."""
         return [c for c in (*self.layers, self.head) if isinstance(c, RaggedKVCache)]

@@ -16,41 +16,42 @@ from mlx_mtp.kernels.short_conv import convolve
 # `state`, `pending`, `history`, `num_kept` and `next_num_kept` of a `GatedDeltaCache`.
 CacheArrays = tuple[mx.array, PendingWindow | None, mx.array, mx.array | None, mx.array | None]
 
-_LONGEST_HISTORY = 16  # longer windows leave only their last inputs
+_LONGEST_HISTORY = 16  # positions; after a longer window only the last K-1 inputs are kept
 
 
 class GatedDeltaCache:
-    """State of B rows of a layer of this shape, whose activations are of this type.
+    """States of B rows in a layer of `shape`, with activations of `dtype`.
 
-    After a verify the state is still the one before the window (arrays are immutable: that is the
-    snapshot), and the window is kept until the next call folds the accepted prefix into it.
+    After a verify step `state` is still the state before the window (no snapshot is copied, as
+    arrays are immutable). The window stays pending until the next call folds the tokens of it that
+    were kept into the state.
     """
 
-    packing: Packing  # of the pass
+    packing: Packing  # of the current pass
 
     def __init__(self, num_rows: int, shape: GDNShape, dtype: mx.Dtype) -> None:
         hk, dk, hv, dv, self._conv_size = shape
         # Float32 [B, Hv, Dv, Dk], before the pending window.
         self.state = mx.zeros((num_rows, hv, dv, dk), dtype=mx.float32)
-        self.pending: PendingWindow | None = None  # a window that has not been folded
-        # The convolution's last inputs, [B, K-1+P, C]: K-1, then the P of the last window.
+        self.pending: PendingWindow | None = None  # the last window, until it is folded
+        # The convolution's last inputs, [B, K-1+P, C]: K-1 before the last window, and its P.
         channels = 2 * hk * dk + hv * dv
         self.history = mx.zeros((num_rows, self._conv_size - 1, channels), dtype=dtype)
         self.num_kept: mx.array | None = None  # of the last window, int32 [B]; None when P is 0
-        # The same of the next window, if it is known (a prefill, or one token a row): the state
-        # then advances at once and nothing is left pending.
+        # The same for the next window, if known in advance (in a prefill, or with one token per
+        # row): the window then advances the state itself and leaves nothing pending.
         self.next_num_kept: mx.array | None = None
 
     @classmethod
     def of(cls, held: CacheArrays) -> GatedDeltaCache:
-        """A cache that holds these arrays, to run one window; read its `held` afterwards."""
+        """Returns a cache of these arrays, to run one window; read its `held` afterwards."""
         cache = cls.__new__(cls)
         cache.held = held
         return cache
 
     @property
     def held(self) -> CacheArrays:
-        """All arrays: a compiled function takes and returns nothing else."""
+        """All arrays of the cache, for a compiled function, which takes and returns only arrays."""
         return self.state, self.pending, self.history, self.num_kept, self.next_num_kept
 
     @held.setter
@@ -58,7 +59,7 @@ class GatedDeltaCache:
         self.state, self.pending, self.history, self.num_kept, self.next_num_kept = held
 
     def run_window(self, projected: GDNProjections, convolution: ShortConvWeights) -> mx.array:
-        """Run a window of T positions after the kept ones: outputs [B, T, Hv, Dv]."""
+        """Run a window of T positions after the kept ones; returns outputs [B, T, Hv, Dv]."""
         q, window, conv_input = convolve(projected, convolution, self.history, self.num_kept)
         outputs, self.state, self.pending = run_window(
             q, window, self.state, self.pending, self.num_kept, self.next_num_kept
@@ -71,7 +72,7 @@ class GatedDeltaCache:
     def run_few(
         self, qkv: mx.array, a: mx.array, b: mx.array, weights: cpu.TokenWeights
     ) -> mx.array | None:
-        """`run_window` of [B, T, C] and [B, T, Hv], on a CPU; None for a prompt's."""
+        """`run_window` on a CPU, of `qkv` [B, T, C] and `a`, `b` [B, T, Hv]; None in a prefill."""
         if self.next_num_kept is not None and qkv.shape[1] > 1:
             return None
         if self.pending is not None and self.num_kept is not None:
@@ -86,7 +87,7 @@ class GatedDeltaCache:
         return outputs
 
     def fold(self) -> None:
-        """Advance the state by the kept part of the last window, and drop the rest."""
+        """Advance the state by the kept tokens of the last window, and drop the rest."""
         self.state = fold(self.pending, self.num_kept, self.state)
         self.pending = None
         self._trim(self._conv_size)

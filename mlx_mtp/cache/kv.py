@@ -15,20 +15,20 @@ from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 
 
 class RaggedKVCache:
-    """Keys and values of rows, each row's from the beginning of its slot on.
+    """Keys and values of rows; a row's entries begin at the start of its slot.
 
-    A window overwrites what is behind a row's valid entries, so a rejection costs nothing.
+    A window overwrites the entries after a row's valid ones, so rejecting drafts costs nothing.
     """
 
     packing: Packing  # of the target model's pass; the MTP head passes its own
 
     def __init__(self) -> None:
         # Keys, then values, as lines [2 * slots * heads * capacity, dim]; made at the first write.
-        # So a write is one launch with one index; mlx takes longer with an index for each axis.
+        # With lines a write is one launch with one index; mlx is slower with an index per axis.
         self.buffers: dict[Buffer, mx.array] = {}
 
     def write(self, packing: Packing, entries: mx.array) -> None:
-        """Write the keys and values of a pass, [N, 2, heads, dim]."""
+        """Write the keys and values of a pass, `entries` [N, 2, heads, dim]."""
         _, _, heads, dim = entries.shape
         buffers = [part.buffer for part in packing.parts]
         arrays = [self._writable(buffer, heads, dim, entries.dtype) for buffer in buffers]
@@ -42,9 +42,10 @@ class RaggedKVCache:
     def attend(
         self, packing: Packing, queries: mx.array, scale: float, exact: bool = False
     ) -> mx.array:
-        """Attention of each token, queries [N, heads, dim], to its row's entries up to its own.
+        """Returns the attention of each token to its row's entries up to its own, [N, heads, dim].
 
-        If `exact`, a token of a decode step has the same bits in every pass, with a kernel for it.
+        `queries` are [N, heads, dim]. If `exact`, a decode step's token gets the same bits in every
+        pass, where there is a kernel for that.
         """
         arrays = [self.buffers[part.buffer] for part in packing.parts]
         kv_heads, rows = _heads(packing.parts[0].buffer, arrays[0]), packing.window_slots
@@ -68,9 +69,9 @@ class RaggedKVCache:
         return packing.join(outputs)
 
     def attend_token(self, packing: Packing, queries: mx.array) -> mx.array | None:
-        """`attend` of one token a row on a CPU, scaled queries [N, heads, dim]: [N, heads * dim].
+        """`attend` of one token per row on a CPU; None if the rows are not in order in one buffer.
 
-        None if the rows are not in order in one buffer.
+        Takes scaled queries, [N, heads, dim], and returns [N, heads * dim].
         """
         if packing.longest > 1 or not packing.in_order:
             return None
@@ -80,7 +81,7 @@ class RaggedKVCache:
         )
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
-        """Write a row's entries from `start` on, each [heads, T, dim]."""
+        """Write a row's entries from position `start` on; keys and values are [heads, T, dim]."""
         (buffer, slot), (heads, count, dim) = place, keys.shape
         array = _by_axis(buffer, self._writable(buffer, heads, dim, keys.dtype))
         for which, new in enumerate((keys, values)):
@@ -88,12 +89,12 @@ class RaggedKVCache:
         self.buffers[buffer] = array.reshape(-1, dim)
 
     def row(self, place: Place) -> mx.array:
-        """A view of a row's keys and values, [2, heads, capacity, dim]."""
+        """Returns a view of a row's keys and values, [2, heads, capacity, dim]."""
         buffer, slot = place
         return _by_axis(buffer, self.buffers[buffer])[:, slot]
 
     def rearrange(self, layout: Layout, moves: Moves) -> None:
-        """Follow a layout whose rows have moved."""
+        """Move rows to their places in `layout`, and drop buffers that it doesn't have."""
         moved = [(self.row(old), new) for old, new in moves if old[0] in self.buffers]
         self.buffers = {b: self.buffers[b] for b in layout.buffers if b in self.buffers}
         for (keys, values), place in moved:
@@ -103,7 +104,7 @@ class RaggedKVCache:
         mx.eval([self.buffers[buffer] for buffer in long])
 
     def select(self, copies: Mapping[Buffer, Buffer]) -> RaggedKVCache:
-        """A cache with copies of these buffers; nothing is copied before a write."""
+        """Returns a cache with copies (new to old) of buffers; data is copied at the next write."""
         selected = RaggedKVCache()
         pairs = copies.items()
         selected.buffers = {b: self.buffers[old] for b, old in pairs if old in self.buffers}
@@ -147,7 +148,7 @@ def _write(
     return arrays
 
 
-# With many buffers half of a step's launches are writes, and mlx repeats compiled ones fast. The
+# With many buffers half of a step's launches are writes, and mlx launches compiled ones faster. The
 # shapes are in the key because a compiled function keeps an entry per shape as long as it lives.
 @functools.lru_cache(maxsize=1024)
 def _compiled(*_shapes: Sequence[int]) -> Callable[..., list[mx.array]]:

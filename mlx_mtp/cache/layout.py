@@ -1,8 +1,9 @@
 """Which slot of which buffer holds each row's KV: size classes, decided on the host.
 
-A row has a slot of a buffer whose capacity is that of the row's class. A row that outgrows its
-class moves alone, and a class grows by a new buffer. Long rows have a buffer each and are never
-copied for another row; buffers of short rows have several slots, since each buffer is a launch.
+A row has a slot in a buffer with the capacity of the row's size class. A row that outgrows its
+class moves alone, and a class grows by adding a buffer. Each long row has a buffer of its own, so
+it is never copied because of another row. Short rows share buffers of several slots, since each
+buffer costs a launch.
 """
 
 from __future__ import annotations
@@ -12,37 +13,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-GROWTH = 256  # capacities are multiples of this
-STRIDE = 64  # attention reads up to a multiple of this, so that shapes stay the same for many steps
-_BLOCK = 8192  # most tokens of a buffer with several slots
+GROWTH = 256  # tokens; capacities are multiples of this
+STRIDE = 64  # tokens; attention reads up to a multiple of this, so that shapes rarely change
+_BLOCK = 8192  # maximum tokens of a buffer with several slots
 
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """The shape of a buffer that every attention layer has, without its heads and dimensions."""
+    """The shape of a buffer that every attention layer has, without heads and dimensions."""
 
     slots: int
     capacity: int  # tokens of a slot
 
 
-Place = tuple[Buffer, int]  # and the slot in it
-Moves = list[tuple[Place, Place]]  # of rows, from where to where
-_NOWHERE = Buffer(0, -1), 0  # of a row that has no place yet
+Place = tuple[Buffer, int]  # a buffer and a slot in it
+Moves = list[tuple[Place, Place]]  # old and new place of each row that moves
+_NOWHERE = Buffer(0, -1), 0  # place of a row that has no slot yet
 
 
 @cache
 def rounded_capacity(tokens: int) -> int:
-    """The capacity of the class of rows that need room for so many tokens."""
+    """Returns the capacity, in tokens, of the size class for rows of `tokens` tokens."""
     capacity = GROWTH
     while capacity < tokens:
-        # Long rows share no buffer, so their classes need not be few.
+        # Long rows share no buffer, so they can have many classes.
         more = capacity // (4 if most_slots(capacity) > 1 else 8)
         capacity = -(-(capacity + more) // GROWTH) * GROWTH
     return capacity
 
 
 def most_slots(capacity: int) -> int:
-    """Slots of a buffer of a class, at most; 1 for long rows."""
+    """Returns the maximum number of slots in a buffer of `capacity`; 1 for long rows."""
     return max(_BLOCK // capacity, 1)
 
 
@@ -51,19 +52,20 @@ class Layout:
 
     def __init__(self, num_rows: int) -> None:
         self.places: list[Place] = [_NOWHERE] * num_rows
-        self.limits: list[int] = []  # bounds of the rows' lengths, the next window included
-        self._num_settled = num_rows  # rows from this one on have joined since `arrange`
-        self._left = False  # rows have left, so that slots may be empty
+        self.limits: list[int] = []  # upper bounds of the rows' lengths after the next window
+        self._num_settled = num_rows  # rows from this index on have joined since `arrange`
+        self._left = False  # True if rows have left since `arrange`, so slots may be empty
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The buffers that hold rows, in the order of their first rows."""
+        """The buffers that hold rows, ordered by their first rows."""
         return list(dict.fromkeys(buffer for buffer, _ in self.places))
 
     def arrange(self, limits: Sequence[int], rooms: Sequence[int]) -> Moves:
-        """Give each row room for so many tokens; returns the moves of rows that had a place.
+        """Give row b a slot for `rooms[b]` tokens; returns the moves of rows that had a place.
 
-        Afterwards at most half of the slots of a class are empty; of a class of long rows, none.
+        `limits` are upper bounds of the rows' lengths after the next window. Afterwards at most
+        half of the slots of a class are empty, and none in a class of long rows.
         """
         self.limits = [-(-limit // STRIDE) * STRIDE for limit in limits]
         moving = {  # rows that need another place, and the capacity of their class
@@ -85,21 +87,21 @@ class Layout:
             slots = [(buffer, slot) for buffer in same for slot in range(buffer.slots)]
             free = [place for place in slots if place not in taken]
             while len(free) < len(rows):
-                # At least double the slots: so a class that rows join one by one has few buffers.
+                # At least double the slots, so that a class has few buffers if rows join singly.
                 count = max(len(rows) - len(free), len(slots) + 1)
                 buffer = Buffer(min(count, most_slots(capacity)), capacity)
                 new = [(buffer, slot) for slot in range(buffer.slots)]
                 slots, free = slots + new, free + new
             for row, place in zip(rows, free):
                 self.places[row] = place
-        # Else a write would go to another row.
+        # Otherwise a write would reach into another row.
         assert all(buffer.capacity >= n for (buffer, _), n in zip(self.places, rooms))
         return [(before[row], self.places[row]) for row in moving if before[row] != _NOWHERE]
 
     def select(self, rows: Sequence[int]) -> tuple[Layout, dict[Buffer, Buffer]]:
-        """The layout of these rows in new buffers, and which buffer each of them copies."""
-        # New `Buffer` objects, as they are keys by identity: two parts of one batch may join again
-        # after each has written its own KV to a buffer that they had in common.
+        """Returns the layout of these rows in new buffers, and a map of new to old buffers."""
+        # New `Buffer` objects, as they are keys by identity: two parts of a batch can join again
+        # after each has written its own KV to its copy of a buffer that they had in common.
         copies = {self.places[row][0]: replace(self.places[row][0]) for row in rows}
         selected = Layout(len(rows))
         selected.places = [
@@ -114,7 +116,7 @@ class Layout:
         self.limits = self.limits + other.limits
 
     def _compact(self, moving: dict[int, int]) -> None:
-        """Let rows move out of the emptiest buffers of a class of which more than half is empty."""
+        """Add the rows of the emptiest buffers to `moving` where over half of a class is empty."""
         waiting = Counter(moving.values())
         held = Counter(buffer for row, (buffer, _) in enumerate(self.places) if row not in moving)
         for capacity in {buffer.capacity for buffer in held}:

@@ -1,8 +1,8 @@
-"""The tokens of a pass side by side: their rows, positions, and places in the KV buffers.
+"""The packed tokens of a forward pass: their rows, positions, and places in the KV buffers.
 
 Projections, norms, experts and lm_head run on the N tokens of all rows without padding. The
-recurrence needs them as one `rectangle`, and attention as one per buffer, `parts`.
-The host knows which token goes where; only the positions are on the device.
+recurrence needs them as one padded `rectangle`, and attention as one rectangle per KV buffer
+(`parts`). The host knows which token goes where; only the positions are on the device.
 """
 
 import functools
@@ -20,40 +20,40 @@ Index = slice | mx.array
 
 
 class Rectangle(NamedTuple):
-    """Converts between N tokens side by side and a padded rectangle of B rows, T positions."""
+    """Converts between N packed tokens and a padded rectangle of B rows and T positions."""
 
     num_tokens: int
     rows: int
     length: int
-    # int32: each place's token, and each token's place; None: the orders are the same.
+    # int32: the token at each place of the rectangle, and each token's place; None: same order.
     tokens: mx.array | None
     places: mx.array | None
 
     def fill(self, x: mx.array, *sizes: int) -> mx.array:
-        """[N, ..] to [B, T, ..], padded with copies of a row's last token.
+        """Converts [N, ..] to [B, T, ..], padded with copies of a row's last token.
 
-        With `sizes` each token's part is reshaped to these.
+        With `sizes`, the values of each token are reshaped to these.
         """
         taken = x if self.tokens is None else x[self.tokens]
         return taken.reshape(self.rows, self.length, *(sizes or x.shape[1:]))
 
     def flat(self, x: mx.array) -> mx.array:
-        """[B, T, ..] to [N, ..]."""
+        """Converts [B, T, ..] to [N, ..]."""
         flat = x.reshape(-1, *x.shape[2:])
         return flat if self.places is None else flat[self.places]
 
 
 class Windows:
-    """Index arrays that follow from the window lengths alone; cached, as steps repeat."""
+    """Index arrays that depend only on the window lengths; cached, as steps repeat lengths."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = np.array(lengths)
         self.num_tokens = int(self.lengths.sum())
         self.longest = int(self.lengths.max())
         self.first = np.cumsum(self.lengths) - self.lengths
-        self.row = np.repeat(np.arange(len(self.lengths)), self.lengths)  # of each token
-        self.step = np.arange(self.num_tokens) - self.first[self.row]  # and its place there
-        # The tokens of each row, [B, T], padded with the last one.
+        self.row = np.repeat(np.arange(len(self.lengths)), self.lengths)  # row of each token
+        self.step = np.arange(self.num_tokens) - self.first[self.row]  # its index in the window
+        # The tokens of each row, [B, T], padded with the row's last token.
         steps = np.minimum(np.arange(self.longest), np.maximum(self.lengths - 1, 0)[:, None])
         self.tokens = np.minimum(self.first[:, None] + steps, max(self.num_tokens - 1, 0))
         orders: tuple[mx.array | None, mx.array | None] = None, None
@@ -70,21 +70,21 @@ _windows = functools.lru_cache(maxsize=64)(Windows)
 
 
 class ImageRows(NamedTuple):
-    """What replaces the embeddings of a chunk's image tokens."""
+    """The tower's output rows that replace the embeddings of a chunk's image tokens."""
 
-    rows: mx.array | None  # [n, H], for the ids from `first` on; None: the chunk has none of these
+    rows: mx.array | None  # [n, H], for ids `first`, `first` + 1, ..; None: no image tokens
     first: int
 
 
 class Packing:
     """`lengths[b]` tokens of each row b, from position `start[b]` on; `start` is int32 [B].
 
-    Behind images a token is turned by another position than its place in the KV: `rope_positions`,
-    int32 [N], is larger by `shift[b]` (int32 [B]); inside images it has three of them, [N, 3].
+    After images a token's RoPE position differs from its index in the KV: `rope_positions`, int32
+    [N], is the index plus `shift[b]` (int32 [B]). In images a token has three positions, [N, 3].
     """
 
-    images: ImageRows | None = None  # of a chunk of a prompt that has images
-    ends: Sequence[int] | None = None  # the rows' lengths after it, where the host knows them
+    images: ImageRows | None = None  # for a chunk of a prompt with images
+    ends: Sequence[int] | None = None  # the rows' lengths after the pass, if the host knows them
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class Packing:
             )
 
     def at(self, step: mx.array) -> Index:
-        """An index of one token per row, at its `step[b]` (int32 [B])."""
+        """Returns the index of one token per row: that at `step[b]` of its window (int32 [B])."""
         return slice(None) if self._single else self.windows.firsts + step
 
     def prepend_first(self, known: mx.array, rest: mx.array) -> mx.array:
-        """[N, ..] from the first token of each row, [B, ..], and the others in order."""
+        """Returns [N, ..] from each row's first token, [B, ..], and the other tokens in order."""
         row, step = self.windows.row, self.windows.step
         order = np.where(step == 0, row, np.arange(self.num_tokens) + len(known) - 1 - row)
         return mx.concatenate([known, rest])[_index(order)]
@@ -128,14 +128,14 @@ class Packing:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether row b has slot b of the only buffer, and all rows have as many tokens."""
+        """True if row b has slot b of a single buffer and all rows have equally many tokens."""
         places = enumerate(self.layout.places)
         same = len(self.parts) == 1 and self.num_tokens == self.longest * len(self.layout.places)
         return same and all(slot == row for row, (_, slot) in places)
 
     @cached_property
     def window_slots(self) -> tuple[tuple[int, ...], ...]:
-        """Of each row with tokens: number of its part, slot, capacity, first token, tokens."""
+        """For each row with tokens: index of its part, slot, capacity, first token, token count."""
         number = {part.buffer: i for i, part in enumerate(self.parts)}
         rows, first, lengths = [], self.windows.first.tolist(), self.windows.lengths.tolist()
         for row in np.flatnonzero(lengths).tolist():
@@ -149,10 +149,10 @@ class Packing:
         return _index(np.concatenate([part.tokens for part in self.parts]))
 
     def kv_lines(self, heads: int) -> list[mx.array]:
-        """Where in each part's buffer its tokens' keys and values are, in lines.
+        """Returns, for each part, the lines of its tokens' keys and values in its buffer.
 
-        A line is the key or the value of one token and head. Returns uint32 [n * 2 * heads] for n
-        tokens; the lines of a buffer are [2, slots, heads, capacity], keys first.
+        A line is the key or the value of one token and head. Each array is uint32 [n * 2 * heads]
+        for n tokens; the lines of a buffer are [2, slots, heads, capacity], keys first.
         """
         if heads not in self._lines:
             counts = [len(part.tokens) for part in self.parts]
@@ -161,7 +161,7 @@ class Packing:
             slot = np.concatenate([part.slot for part in self.parts])[:, None, None]
             both, head = np.arange(2)[:, None], np.arange(heads)
             base = ((both * slots + slot) * heads + head) * capacity
-            base = base[:1] if (base == base[:1]).all() else base  # one slot: few to upload
+            base = base[:1] if (base == base[:1]).all() else base  # one slot: less to upload
             starts = _on_device(base.reshape(len(base), -1), np.uint32)
             lines = starts + self.positions[self.by_part].view(mx.uint32)[:, None]
             ends = np.cumsum(counts)[:-1] * 2 * heads
@@ -179,7 +179,7 @@ class Packing:
         return _index(where)
 
     def join(self, outputs: list[mx.array]) -> mx.array:
-        """[N, ..] from the parts' outputs, each [slots, T, ..]."""
+        """Returns [N, ..] from the parts' outputs, each [slots, T, ..]."""
         flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
         joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
         return joined[self._from_parts]
@@ -196,45 +196,46 @@ class Part:
         self._slots = {layout.places[row][1]: row for row in rows}
         self.used = max(self._slots) + 1
         pairs = zip(packing.windows.first[rows].tolist(), lengths.tolist(), strict=True)
-        # Its tokens, and the slot of each.
+        # The part's tokens, and the slot of each.
         self.tokens = np.concatenate([np.arange(first, first + count) for first, count in pairs])
         self.slot = np.repeat([layout.places[row][1] for row in rows], lengths)
-        # Where all slots end alike, a causal mask needs no array.
+        # If all rows have the same length after the pass, a causal mask needs no array.
         ends = {packing.ends[row] for row in rows} if packing.ends else set()
         alike = len(ends) == len(set(lengths.tolist())) == 1 and self.used == len(rows)
         self.end = ends.pop() if alike else None
-        # No reference to the packing: its large masks would wait for Python to collect a cycle.
+        # A reference to the packing would form a cycle, and large masks would stay in memory until
+        # Python collects it.
         self._all_positions, self._all_tokens = packing.positions, packing.windows.tokens
 
     @cached_property
     def _rect(self) -> Index:
-        # An empty slot gets the queries of another one; the result isn't used.
+        # An empty slot gets the queries of another slot; the result isn't used.
         another = next(iter(self._slots.values()))
         table = [self._slots.get(slot, another) for slot in range(self.used)]
         return _index(self._all_tokens[table, : self.length].reshape(-1))
 
     def rect(self, x: mx.array) -> mx.array:
-        """[N, ..] to [slots, T, ..]."""
+        """Converts [N, ..] to [slots, T, ..]."""
         return x[self._rect].reshape(self.used, self.length, *x.shape[1:])
 
     @cached_property
     def mask(self) -> mx.array:
-        """Causal: bool [slots, 1, T, limit]."""
+        """The causal mask, bool [slots, 1, T, limit]."""
         return mx.arange(self.limit) <= self.positions[:, None, :, None]
 
     @cached_property
     def positions(self) -> mx.array:
-        """int32 [slots, T]."""
+        """The positions of the part's tokens, int32 [slots, T]."""
         return self.rect(self._all_positions)
 
     @property
     def least_position(self) -> int:
-        """For a chunk of one row, a lower bound of its first position, known on the host."""
+        """A lower bound, known on the host, of the first position of a chunk of one row."""
         return max(0, self.limit - self.length - STRIDE)
 
 
 def _index(places: np.ndarray) -> Index:
-    """An index of these places, a slice if they are consecutive."""
+    """An index of these places: a slice if they are consecutive."""
     first, count = int(places[0]) if len(places) else 0, len(places)
     if np.array_equal(places, np.arange(first, first + count)):
         return slice(first, first + count)
@@ -245,7 +246,7 @@ def _on_device(values: np.ndarray, dtype: Any = np.int32) -> mx.array:
     return _uploaded(values.astype(dtype).tobytes(), dtype, values.shape)
 
 
-# On CUDA, where memory is managed, each new array from the host costs the GPU a page fault.
+# On CUDA, with managed memory, each new array from the host costs the GPU a page fault.
 @functools.lru_cache(maxsize=256)
 def _uploaded(values: bytes, dtype: Any, shape: tuple[int, ...]) -> mx.array:
     return mx.array(np.frombuffer(values, dtype=dtype).reshape(shape))

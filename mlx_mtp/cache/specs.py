@@ -1,6 +1,6 @@
 """Layer specs: what each layer of a model caches, and how much it computes per position.
 
-The memory plan is made from them before anything is allocated.
+The memory plan is computed from the specs before anything is allocated.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class MLPSpec:
     """An MLP, or a mixture of experts."""
 
     hidden_size: int
-    inner_size: int  # of the MLP, or of all experts that one position uses together
+    inner_size: int  # width of the MLP, or total width of the experts that one position uses
     num_experts: int = 0
     experts_per_token: int = 0
 
     def part(self, ranks: int) -> MLPSpec:
-        """The part of each of `ranks` ranks."""
+        """Returns the spec of one rank's part if `ranks` ranks share the MLP."""
         return replace(self, inner_size=self.inner_size // ranks)
 
     def activations(self) -> int:
-        """Activations of one position here, in the norms and in the residual stream."""
+        """Returns the activations of one position in the MLP, norms and residual stream."""
         experts = 2 * self.experts_per_token * self.hidden_size
         return 3 * self.inner_size + experts + 6 * self.hidden_size
 
@@ -49,11 +49,11 @@ class AttentionSpec:
         return AttentionSpec(self.mlp.part(ranks), self.heads // ranks, kv_heads, self.head_dim)
 
     def activations(self) -> int:
-        """Activations of one position in the layer without its MLP."""
+        """Returns the activations of one position in the layer without its MLP."""
         return 4 * (self.heads + self.kv_heads) * self.head_dim
 
     def token_nbytes(self, itemsize: int) -> int:
-        """Bytes of a token in the cache; `itemsize`: bytes per number."""
+        """Returns the bytes of a token in the cache; `itemsize`: bytes per number."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
@@ -70,13 +70,13 @@ class GatedDeltaSpec:
         return GatedDeltaSpec(self.mlp.part(ranks), shape)
 
     def activations(self) -> int:
-        """Activations of one position in the layer without its MLP."""
+        """Returns the activations of one position in the layer without its MLP."""
         hk, dk, hv, dv, _ = self.shape
         # Projections and convolution; the chunkwise form has as many key heads as value heads.
         return 4 * (hk * dk + hv * dv) + self.shape.channels + hv * (4 * dk + 6 * CHUNK)
 
     def state_nbytes(self, itemsize: int) -> dict[str, int]:
-        """Bytes of a row in the cache at any length, by name."""
+        """Returns the bytes of a row's states, the same at any length, by name."""
         _, dk, hv, dv, kernel = self.shape
         return {
             "recurrent state (float32)": hv * dv * dk * _FLOAT32,
@@ -84,7 +84,7 @@ class GatedDeltaSpec:
         }
 
     def window_nbytes(self, depth: int, itemsize: int) -> int:
-        """Bytes that a decode step with `depth` drafts leaves pending, per row."""
+        """Returns the bytes per row that a step of `depth` drafts leaves pending."""
         hk, dk, hv, dv, _ = self.shape
         pending = hk * dk * itemsize + hv * dv * _FLOAT32 + hv * _FLOAT32
         return (depth + 1) * (self.shape.channels * itemsize + (pending if depth else 0))
@@ -94,7 +94,7 @@ LayerSpec = AttentionSpec | GatedDeltaSpec
 
 
 def hybrid_layers(args: Any) -> list[LayerSpec]:
-    """The layers of Qwen's hybrids, by the sizes of a config.json as attributes."""
+    """Returns the layers of a Qwen hybrid; `args` has the fields of config.json as attributes."""
     mlp = MLPSpec(args.hidden_size, getattr(args, "intermediate_size", 0))
     if getattr(args, "num_experts", 0):
         used = args.num_experts_per_tok
@@ -111,7 +111,7 @@ def hybrid_layers(args: Any) -> list[LayerSpec]:
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """Bytes of rows in the caches."""
+    """Computes the bytes that rows take in the caches."""
 
     layers: tuple[LayerSpec, ...]  # of the target model
     has_head: bool  # an MTP head, with a layer like the last attention layer
@@ -135,7 +135,7 @@ class CacheMemory:
 
     @cached_property
     def states(self) -> dict[str, int]:
-        """Bytes of a row at any length, by name."""
+        """Bytes of a row's states and counters, the same at any length, by name."""
         total: Counter[str] = Counter()
         for layer in self.recurrent:
             total.update(layer.state_nbytes(self.itemsize))
@@ -143,18 +143,18 @@ class CacheMemory:
         return dict(total)
 
     def window_bytes(self, depth: int) -> int:
-        """Bytes that a decode step with `depth` drafts leaves pending in all layers, per row."""
+        """Returns the bytes per row that a step of `depth` drafts leaves pending in all layers."""
         pending = sum(layer.window_nbytes(depth, self.itemsize) for layer in self.recurrent)
         return pending + (_INT32 if pending else 0)
 
     def kv(self, tokens: int) -> int:
-        """Bytes of KV of a row with room for `tokens`."""
+        """Returns the bytes of KV of a row with room for `tokens` tokens."""
         return rounded_capacity(tokens) * (self.kv_per_token + self.head_kv_per_token)
 
     def most_kv(self, tokens: int) -> int:
-        """The same with the empty slots that a size class may have (see `Layout.arrange`)."""
+        """Returns `kv` plus the empty slots that a size class can have (see `Layout.arrange`)."""
         return self.kv(tokens) * (2 if most_slots(rounded_capacity(tokens)) > 1 else 1)
 
     def states_and_window(self, depth: int | None) -> int:
-        """Bytes of a row without KV; `depth` None: before its first decode step."""
+        """Returns the bytes of a row without KV; `depth` None: before its first decode step."""
         return sum(self.states.values()) + (0 if depth is None else self.window_bytes(depth))

@@ -37,10 +37,10 @@ class Batch:
         stop_ids = [s.stop_ids for s in sequences]
         self.sampler = Sampler(params, prompts, vocab_size, stop_ids, never_sampled)
         self.last = mx.zeros(count, dtype=mx.int32)  # last emitted token, not cached yet
-        # int32 [B, k], drafts that follow it, and each row's number of drafts.
+        # int32 [B, k], the drafts after `last`; and each row's number of drafts.
         self.drafts = mx.zeros((count, 0), dtype=mx.int32)
         self.num_drafts = [0] * count
-        self.num_kept = mx.zeros(count, dtype=mx.int32)  # tokens that the last window emitted
+        self.num_kept = mx.zeros(count, dtype=mx.int32)  # tokens emitted from the last window
         # int32 [B], tokens that each row may still emit.
         self.remaining = mx.array([s.max_new_tokens for s in sequences], dtype=mx.int32)
         self.ended = mx.zeros(count, dtype=mx.bool_)  # rows that emit nothing more
@@ -49,16 +49,17 @@ class Batch:
         width = max(1, *(len(s.stop_ids) for s in sequences))
         padding = [(-1,) * (width - len(s.stop_ids)) for s in sequences]
         self.stop_ids = mx.array([s.stop_ids + more for s, more in zip(sequences, padding)])
-        self.masks = NO_MASKS  # of the step being launched; false if no row is masked
+        self.masks = NO_MASKS  # masks of the step being launched; false if no row has one
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def upload_host_drafts(self, rows: Many[StepRow]) -> None:
-        """Let the next window verify the runs of its plan's rows, in place of the head's drafts.
+        """Replace the head's drafts of rows that are planned with a run (see `StepRow.run`).
 
-        A row's drafts are the tokens of its run from index `num_kept` on: the window in flight
-        emits that many. If it emits other tokens than the run begins with, the drafts are rejected.
+        A row's drafts are the tokens of its run from index `num_kept` on, as the window in flight
+        emits `num_kept` tokens. If these differ from the beginning of the run, the drafts don't fit
+        and verification rejects them.
         """
         if not any(row.run for row in rows):
             return
@@ -73,7 +74,7 @@ class Batch:
         self.drafts = mx.where(on_host, runs, _widen(self.drafts[:, :width], width, 0))
 
     def keep_hidden(self, hidden: mx.array, num_kept: mx.array) -> None:
-        """Set `last_hidden` to hidden states [B, H] for rows that keep any (int32 [B])."""
+        """Set `last_hidden` to `hidden`, [B, H], in rows with `num_kept` > 0 (int32 [B])."""
         newest = hidden[:, None]
         if self.last_hidden.shape[-1]:
             newest = mx.where(num_kept[:, None, None] > 0, newest, self.last_hidden)
@@ -84,7 +85,7 @@ class Batch:
         self.draft_state.settle(self.cache)
 
     def filter(self, chosen: Callable[[Sequence], bool]) -> Batch:
-        """A batch of the rows for which `chosen` is True; this batch if that is all of them."""
+        """Returns a batch of the rows for which `chosen` is True; this batch if those are all."""
         places = [i for i, s in enumerate(self.sequences) if chosen(s)]
         if len(places) == len(self):
             return self
@@ -102,7 +103,7 @@ class Batch:
         return batch
 
     def extend(self, other: Batch) -> None:
-        """Append the other batch's rows, which leave it."""
+        """Append the rows of `other`, a batch that is not used afterwards."""
         self.settle()
         other.settle()
         self.sequences += other.sequences
@@ -119,7 +120,7 @@ class Batch:
             setattr(self, name, mx.concatenate(pair))
 
     def arrays(self) -> Iterator[mx.array]:
-        """All arrays, which must be evaluated with a step."""
+        """Yields all arrays, which must be evaluated with each step."""
         yield from self._row_arrays().values()
         yield from self.cache.arrays()
         yield from self.sampler.arrays()
@@ -130,12 +131,12 @@ class Batch:
 
 
 class Batches:
-    """All rows on the device: those that prefill, those with a computed prompt, those that run."""
+    """All rows on the device: prefilling, ready (with a computed prompt), and decoding."""
 
     def __init__(self) -> None:
         self.prefilling: list[Batch] = []  # each a group of prompts
         # Rows with a computed prompt join the running rows when their first token has been read.
-        # Until then they share nothing with them, so a failed prefill affects no other request.
+        # Until then they share no arrays with these, so a failed prefill affects no other request.
         self.ready: list[Batch] = []
         self.decoding: Batch | None = None
 
@@ -145,7 +146,7 @@ class Batches:
         return [*running, *self.ready, *self.prefilling]
 
     def take(self, rows: Many[Sequence]) -> Batch | None:
-        """Take out the group of these prompts; None before its first chunk."""
+        """Remove and return the batch of this group of prompts; None before its first chunk."""
         group = next((b for b in self.prefilling if b.sequences == [*rows]), None)
         self.prefilling = [b for b in self.prefilling if b is not group]
         return group
@@ -159,7 +160,7 @@ class Batches:
             self.prefilling.append(batch.filter(lambda s: s not in done))
 
     def gather(self, sequences: Collection[Sequence]) -> Batch:
-        """The running batch with exactly these rows: others leave it, ready ones join it."""
+        """Returns the running batch with exactly these rows: others leave, ready ones join."""
         rows = frozenset(sequences)
         parts = [self.decoding] if self.decoding is not None else []
         waiting: list[Batch] = []
@@ -182,7 +183,7 @@ class Batches:
             self.decoding = None
 
     def drop(self, rows: Many[Sequence]) -> list[Sequence]:
-        """Drop every batch with any of these rows; returns all rows of these batches."""
+        """Drop every batch with any of these rows; returns all rows of the dropped batches."""
         hit = [b for b in self.all if any(s in rows for s in b.sequences)]
         if self.decoding in hit:
             self.decoding = None
@@ -192,7 +193,7 @@ class Batches:
 
 
 def hidden_states(batches: Batches) -> mx.array:
-    """Each rank's last hidden states of the running rows: float32 [ranks, B * H]."""
+    """Returns each rank's last hidden states of the running rows: float32 [ranks, B * H]."""
     assert batches.decoding is not None
     hidden = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
     return all_gather(hidden).reshape(-1, hidden.size)

@@ -1,8 +1,8 @@
-"""What chunks of prompts cost by their length and the context before them.
+"""The cost of prefill chunks, by their length and by the context before them.
 
-Costs are measured in use, and while no request runs (`mlx_mtp/calibration`). A few times make a
-measurement, and what was not measured is inferred from its neighbours. `table` and `load_table`
-carry costs from one run to the next.
+Costs are measured in use, and while no request runs (`mlx_mtp/calibration`). A length counts as
+measured after a few chunks; the costs of other lengths are inferred from their neighbours. `table`
+and `load_table` carry costs from one run of the server to the next.
 """
 
 import math
@@ -13,23 +13,23 @@ from mlx_mtp.speculative.costs import LEAST_COST, CostKey, Table
 CHUNK, CONTEXT = "chunk", "context"  # kinds of costs: of chunks, and of the context before them
 
 _PRIOR = 2e-3  # seconds per token before anything is measured: a large model on a laptop
-_CONTEXT = 4096  # tokens of context whose effect is learned as quickly as that of the length
-_GAIN = 0.3  # share of the difference between measured and expected that is taken as lasting
-_OUTLIER = 2.0  # times the expected seconds: a measurement counts as no more
-_FEWEST_CHUNKS = 3  # of a length before it is compared; the fastest of them counts
-_STALE = 64  # chunks after which a measurement is no longer held against a length
-_MARGIN = 0.9  # of a pause is planned: chunks of one length differ
-_BETTER = 0.95  # of the time per token: what a shorter chunk has to reach to be preferred
-_LEAST_RISE = 0.5  # of the time per token: what one more token takes at least
-_FIRST = 512  # tokens: the length that is tried first
-_SHORTEST = 16  # tokens: what shorter chunks take is not measured separately
-_LEAST_SPEED = 0.5  # of the most tokens per second: less is not accepted for a short pause
+_CONTEXT = 4096  # tokens of context at which a measurement corrects both costs by the same seconds
+_GAIN = 0.3  # share of the difference between measured and expected seconds that is learned
+_OUTLIER = 2.0  # times the expected seconds: a longer measurement is cut to this
+_FEWEST_CHUNKS = 3  # of a length until it counts as measured; the fastest of these chunks is used
+_STALE = 64  # chunks after which an old measurement no longer rules a slow length out
+_MARGIN = 0.9  # share of a pause that is planned, as the time of chunks of one length varies
+_BETTER = 0.95  # times the best time per token: another length must take at most this to replace it
+_LEAST_RISE = 0.5  # times the time per token: the least that one more token is assumed to take
+_FIRST = 512  # tokens of the length that is tried first
+_SHORTEST = 16  # tokens; shorter chunks are not measured by calibration
+_LEAST_SPEED = 0.5  # share of the highest speed that a chunk must reach, even beyond a short pause
 
 
 class PrefillCosts:
-    """Seconds per token by a chunk's length, and how many more each token of context adds.
+    """Seconds per token by a chunk's length, and seconds that each token of context adds to these.
 
-    The lengths are equal parts of the longest one, so that chunks still end at its multiples.
+    The lengths divide the longest one into equal parts, so that chunks still end at its multiples.
     """
 
     def __init__(self, longest: int) -> None:
@@ -38,15 +38,15 @@ class PrefillCosts:
         self._halves = sorted(halves, reverse=True)
         self.lengths = sorted(halves | thirds)
         self._units: dict[int, float] = {}  # seconds per token without context
-        self._per_context = 0.0  # more seconds per token and token of context
+        self._per_context = 0.0  # seconds added per token and token of context
         self._num_launches = 0
         self._seen: set[int] = set()  # lengths that have been launched, which compiles kernels
-        self._counts: Counter[int] = Counter()  # measurements
-        self._measured: dict[int, int] = {}  # number of the last chunk that was measured
-        self._expected: dict[int, float] = {}  # see `_by_length`; empty: to be computed
+        self._counts: Counter[int] = Counter()  # measurements of each length
+        self._measured: dict[int, int] = {}  # `_num_launches` at each length's last measurement
+        self._expected: dict[int, float] = {}  # cache of `_by_length`; empty: outdated
 
     def observe(self, tokens: int, context: float, seconds: float) -> None:
-        """Learn what a chunk of `tokens` took that had `context` tokens before it."""
+        """Learn that a chunk of `tokens` tokens after `context` tokens took `seconds`."""
         length = self._nearest(tokens)
         self._num_launches += 1
         if length not in self._seen:
@@ -54,7 +54,7 @@ class PrefillCosts:
             return
         unit = seconds / tokens
         if self._counts[length] < _FEWEST_CHUNKS:
-            # The least of them counts, as later ones may compile kernels, too.
+            # The fastest chunk counts, as those after a length's first can compile kernels, too.
             alone = max(unit - self._per_context * context, unit / 2)
             self._units[length] = min(alone, self._units.get(length, alone))
         else:
@@ -70,15 +70,15 @@ class PrefillCosts:
         self._expected = {}
 
     def seconds(self, tokens: int, context: float) -> float:
-        """Expected seconds of a chunk."""
+        """Returns the expected seconds of a chunk of `tokens` tokens after `context` tokens."""
         unit = self._by_length()[self._nearest(tokens)]
         return tokens * (unit + self._per_context * context)
 
     def fastest(self, left: int) -> int:
-        """The length of the most tokens per second, for a prompt with `left` tokens left.
+        """Returns the length with the most tokens per second, for a prompt with `left` tokens left.
 
-        Lengths twice as long are tried while that helps, in prompts of several chunks; if the first
-        of them doesn't, half as long ones.
+        The length is doubled, from `_FIRST` on, while that helps; if it doesn't help, it is halved
+        while that helps. Unmeasured lengths are tried only on prompts of at least two chunks.
         """
         units = self._by_length()
         first = best = max(n for n in self._halves if n <= _FIRST)
@@ -93,14 +93,15 @@ class PrefillCosts:
         return best
 
     def longest_within(self, seconds: float, context: float) -> int:
-        """The longest chunk expected to take less, among those that leave prompts half their speed.
+        """Returns the longest length expected to take at most `seconds` after `context` tokens.
 
-        If there is none: the shortest that leaves it, or else one longer than all measured ones, as
-        those may be so slow because of what each chunk takes, however short.
+        Only lengths with at least `_LEAST_SPEED` of the highest speed qualify. If none of them is
+        short enough, the shortest one is returned; if no length qualifies, the next one above all
+        measured lengths, as these may be slow because of a fixed cost per chunk.
 
-        A length that was not measured lately is taken to have as many seconds added by the context
-        as a shorter one that was. Otherwise chunks could get ever shorter: if reading the context
-        takes as long for fewer tokens, a short chunk shows more seconds for each of them.
+        The context is assumed to add as many seconds to a length that was not measured lately as to
+        the next shorter one that was. Otherwise chunks could get ever shorter: if reading the
+        context takes the same time for fewer tokens, a short chunk has a higher cost per token.
         """
         fresh, units = self._fresh(), {}
         for length, unit in self._by_length().items():
@@ -119,10 +120,10 @@ class PrefillCosts:
         return self._counts[length] >= _FEWEST_CHUNKS
 
     def to_measure(self, seconds: float) -> list[int]:
-        """Lengths with too few measurements that are expected to take at most `seconds`.
+        """Returns lengths with too few measurements, expected to take at most `seconds` each.
 
-        Until two lengths are measured, the shortest one is returned in any case: the first two tell
-        what each chunk takes, however short.
+        Until two lengths are measured, the shortest one is returned in any case, because the fixed
+        cost per chunk follows from two lengths.
         """
         left = [n for n in reversed(self._halves) if n >= _SHORTEST and not self.is_measured(n)]
         return [n for n in left if self.seconds(n, 0) <= seconds] or left[: len(self._units) < 2]
@@ -140,10 +141,10 @@ class PrefillCosts:
         self._expected = {}
 
     def _least_unit(self) -> float:
-        """Seconds per token of the fastest length: a measured one, or a longer one.
+        """Seconds per token of the fastest length: a measured one, or a longer one up to `_FIRST`.
 
-        Each token more than the longest measured length is taken to add what it adds between the
-        shortest and the longest.
+        Each token beyond the longest measured length is assumed to take as long as one between the
+        shortest and the longest measured length.
         """
         if not self._units:
             return _PRIOR
@@ -157,16 +158,16 @@ class PrefillCosts:
         return min(self.lengths, key=lambda each: abs(math.log(each / max(tokens, 1))))
 
     def _fresh(self) -> list[int]:
-        """Lengths that were measured lately, and often enough."""
+        """Lengths with enough measurements, the last of which is recent."""
         oldest = self._num_launches - _STALE
         return [n for n, at in self._measured.items() if at > oldest and self.is_measured(n)]
 
     def _by_length(self) -> dict[int, float]:
         """Seconds per token of all lengths, without context.
 
-        A length that was not measured lies on the line between its neighbours, or continues the one
-        before it. So does a length that seems to take more than that, if its measurements are old
-        or few: it may be tried again.
+        The seconds of an unmeasured length are interpolated between its measured neighbours, or
+        extrapolated from the one below it. This also caps the seconds of a length with old or few
+        measurements, so that a length that seemed slow can be tried again.
         """
         if self._expected:
             return self._expected

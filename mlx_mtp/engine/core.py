@@ -11,14 +11,14 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
-_WAITED = 0.02  # share of a step's time; a read that took less found the step already ended
-# A launch that takes more than this many times as long as the one before it has compiled kernels or
-# was held up, so no time is taken from it.
+_WAITED = 0.02  # share of a step's time: if a read waited for less, the step had already ended
+# A launch that takes more than this many times as long as the launch before it compiled kernels or
+# was held up, so its duration is not used.
 _FAR = 2.0
 
 
 class EngineCore:
-    """Scheduler and runner. With `overlap` a step is read after the next one was launched."""
+    """Scheduler and runner. With `overlap`, a step is read after the next one is launched."""
 
     def __init__(
         self,
@@ -42,17 +42,16 @@ class EngineCore:
 
     @property
     def seconds_to_wait(self) -> float | None:
-        """Seconds to wait for a request before the next step; None: until one comes."""
+        """Seconds to wait for a request before the next step; None: no limit."""
         if self.idle:
             return None
         if self._in_flight or self._last_plan is None or self._last_plan.live:
             return 0.0
-        return (
-            self.scheduler.reuse.disk_seconds_left
-        )  # All requests wait for prefixes from the disk.
+        # All requests wait for prefixes from the disk.
+        return self.scheduler.reuse.disk_seconds_left
 
     def step(self) -> list[RequestOutput]:
-        """Launch a plan, and return the outputs of the steps that have been read."""
+        """Plan and launch a step; returns the outputs of the steps that were read meanwhile."""
         if self.scheduler.num_waiting:
             self.runner.prefixes.insert_saved_answers()
         plan = self.scheduler.schedule()
@@ -62,8 +61,8 @@ class EngineCore:
         launched = self.runner.run(plan)
         self._clock.note_launched(launched, began)
         ready, self._in_flight = self._in_flight, launched
-        # No look-ahead if the host needs a token before the next step (for a grammar's mask), nor
-        # if a launch failed: the next plan must not count on its rows.
+        # No look-ahead if the host needs a token before the next step (for a grammar's mask), or
+        # if a launch failed: the next plan must not include its rows.
         failed = any(step.error is not None for step in launched)
         if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []
@@ -87,7 +86,7 @@ class EngineCore:
         self.runner.release()
 
     def close(self) -> None:
-        """Drop all requests and cached prefixes: what killed the thread may be among them."""
+        """Drop all requests and cached prefixes: one of them may have killed the thread."""
         try:
             self.scheduler.cancel()
         finally:
@@ -95,17 +94,18 @@ class EngineCore:
 
 
 class StepClock:
-    """Measures `InFlightStep.seconds` from when the host launches steps and has read them.
+    """Measures `InFlightStep.seconds` from the times of the host's launches and reads.
 
-    A round of the loop may have both kinds of steps, so each has its own rule. The time of a chunk
-    is the device's, without the decode step that is read after it (`note_read`). The time of a
-    decode step is the whole round, because the host's work is a part of its cost (`end_round`).
+    A round (one `EngineCore.step`) can have a chunk and a decode step, which are timed differently.
+    The time of a chunk is the device's, without the decode step that is read after the chunk
+    (`note_read`). The time of a decode step is that of the whole round, because the host's work is
+    a part of the step's cost (`end_round`).
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
-        self._launching = 0.0  # seconds of the last launch
-        self._read_at = 0.0
+        self._launching = 0.0  # seconds that the last launch took
+        self._read_at = 0.0  # when the last read ended
         self._round_at = 0.0  # when the last round ended
         self._last: tuple[Sequence, ...] = ()  # rows of the decode step that the last round read
         self._drained = False  # the last round left nothing in flight
@@ -117,13 +117,12 @@ class StepClock:
             step.launched_at, step.launch_seconds = began, self._launching
 
     def note_read(self, step: InFlightStep, waits_from: float) -> None:
-        """Call after reading a step, with when the wait for it began; sets the time of a chunk.
+        """Call after reading a step, whose wait began at `waits_from`; sets the time of a chunk.
 
         The device begins a step when it has been launched and the step before it has ended. If the
-        step had ended before the host waited, its time is that of its own launch or of the launch
-        after it, the longer one; it has none if the latter took far longer than the former.
-        (On a CPU mlx waits in the launch for most of
-        what it launches.)
+        step had ended before the host waited, its time is that of its own launch or of the next
+        launch, whichever took longer; if the next launch took far longer, the step gets no time.
+        (On a CPU, mlx's launch blocks until most of the step is computed.)
         """
         now, launching = self.now(), self._launching
         if step.is_prefill:
@@ -137,9 +136,9 @@ class StepClock:
     def end_round(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> None:
         """Call when the steps of a round have been read; sets the time of a decode step.
 
-        With look-ahead the host can't see where one step ends and the next begins, so the time of a
-        single step may have a part of its neighbours'. It counts only if all three are decode steps
-        of the same rows.
+        With look-ahead the host can't see where one step ends and the next begins, so the measured
+        time can include parts of the steps before and after. It counts only if all three are decode
+        steps of the same rows.
         """
         now, rows = self.now(), _decoding_rows(read)
         seconds, alone = now - self._round_at, self._drained
@@ -150,14 +149,14 @@ class StepClock:
 
 
 def _decoding_rows(steps: Many[InFlightStep]) -> tuple[Sequence, ...]:
-    """The rows of a single decode step; () if there are other steps."""
+    """The sequences of `steps` if that is one successful decode step, else ()."""
     if len(steps) != 1 or steps[0].is_prefill or steps[0].error is not None:
         return ()
     return steps[0].sequences
 
 
 def _name_and_kind(plan: StepPlan, last: StepPlan) -> tuple[str, StepKind]:
-    """Name the work of one `step`: it launches a plan, and may wait for the one before."""
+    """Name and kind of one step's work: it launches `plan`, and may wait for `last`."""
     both = [row for each in (plan, last) for row in (*each.chunk, *each.decode)]
     drafts = max((row.num_host_drafts for row in both), default=0)
     drafts = drafts or max((row.num_proposed for row in both), default=0)

@@ -24,14 +24,14 @@ from mlx_mtp.errors import EngineStoppedError, InvalidRequestError, ModelError
 
 logger = logging.getLogger(__name__)
 
-NOTICE_SECONDS = 30.0  # between warnings that the start still goes on
-QUIET_SECONDS = 1.0  # without requests before step costs are measured
+NOTICE_SECONDS = 30.0  # between warnings that the start is still in progress
+QUIET_SECONDS = 1.0  # time without requests before step costs are measured
 
 Deliver = Callable[[Many[RequestOutput]], None]
 
 
 class IdleWork(Protocol):
-    """What the thread does while there are no requests (see `calibration.calibrator`)."""
+    """Work for the engine's thread while there are no requests (see `calibration.calibrator`)."""
 
     @property
     def busy(self) -> bool: ...
@@ -46,11 +46,11 @@ class Engine:
     """Continuous batching over one model.
 
     Only the engine's thread touches the device; `submit` and `cancel` put a note into its inbox.
-    After an uncaught error in a step all requests end with an error, and the thread goes on with
-    a new core and a new runner on the same model (see `acquire_restart`).
+    After an uncaught error all requests end with an error, and the thread continues with a new core
+    and a new runner on the same model, unless this happens too often (see `acquire_restart`).
 
     `disk_stats` returns fields of `PrefixCacheStats`. `on_failure` is called with the reason if the
-    engine ends for good, and each of `on_stop` when it has stopped.
+    engine fails without a restart; the functions in `on_stop` are called when it has stopped.
     """
 
     def __init__(
@@ -78,20 +78,21 @@ class Engine:
             self._answered.set_result(None)
         self._core: EngineCore | None = None
         self._restarts: deque[float] = deque()
-        self._inbox: list[Sequence | str | None] = []  # to add, to cancel; None only wakes
+        # Sequences to add and ids of requests to cancel; None only wakes the thread.
+        self._inbox: list[Sequence | str | None] = []
         self._wake = threading.Condition()
-        self._open: dict[str, None] = {}  # ids without a delivered last output, in order
+        self._open: dict[str, None] = {}  # ids of requests whose last output is not delivered yet
         self._stopping = False
-        self._quiet_until = 0.0  # `monotonic`: no step costs are measured before
+        self._quiet_until = 0.0  # `monotonic` time before which no step costs are measured
         self._failure: str | None = None
-        self._deliver: Deliver | None = None  # None until it is started
+        self._deliver: Deliver | None = None  # None before `start`
         self._thread = threading.Thread(target=self._main, name="mlx-mtp-engine", daemon=True)
-        self._totals = EngineStats()  # since the start, over all restarts
-        self._stats = EngineStats()  # as published
+        self._totals = EngineStats()  # counters since the start, over all restarts
+        self._stats = EngineStats()  # published after each step, for other threads
 
     @property
     def unhealthy_reason(self) -> str | None:
-        """Why the engine accepts no requests (failed, stopping, unstarted); None while it does."""
+        """Why the engine accepts no requests (failed, stopping, not started); None if it does."""
         if self._failure is not None:
             return self._failure
         if self._stopping:
@@ -104,20 +105,20 @@ class Engine:
         return self._calibrator is not None and self._calibrator.busy and not self.unhealthy_reason
 
     def expect_request(self) -> None:
-        """Measure no step costs for now: a request is being read, or may follow soon."""
+        """Postpone measuring step costs: a request is being read, or may follow soon."""
         self._quiet_until = monotonic() + QUIET_SECONDS
 
     @property
     def hang_reason(self) -> str | None:
-        """Why the engine is taken to hang; None while it works. It may recover."""
+        """Why the engine seems to hang; None while it works. It may recover."""
         return self._heartbeat.hang()
 
     def resume(self) -> None:
-        """Call after SIGCONT: time for which the process was stopped is no hang."""
+        """Call after SIGCONT: the time that the process was stopped does not count as a hang."""
         self._heartbeat.resume()
 
     def start(self, deliver: Deliver) -> None:
-        """Take requests; the thread calls `deliver` once per step, with all of its outputs."""
+        """Accept requests; the thread calls `deliver` once per step, with all its outputs."""
         self._deliver = deliver
         if self._thread.ident is None:
             self.launch()
@@ -148,7 +149,7 @@ class Engine:
         return True
 
     def fail(self, reason: str) -> None:
-        """End all requests. Thread-safe: the engine's thread may hang for good."""
+        """End all requests with an error. Thread-safe: the engine's thread may hang forever."""
         with self._wake:
             self._failure, self._stopping = reason, True
             waiting = [note.request_id for note in self._inbox if isinstance(note, Sequence)]
@@ -176,11 +177,11 @@ class Engine:
         self._post(request_id)
 
     def wake(self) -> None:
-        """Have the thread check again what it waits for. Thread-safe."""
+        """Make the thread check again what it waits for. Thread-safe."""
         self._post(None)
 
     def stats(self) -> EngineStats:
-        """Counters and gauges as of the last step; memory and the disk's as of now."""
+        """Returns counters and gauges as of the last step; those of memory and disk are current."""
         prefixes = replace(self._stats.prefix_cache, **self._disk_stats())
         memory = mx.get_active_memory()
         return replace(self._stats, active_memory=memory, prefix_cache=prefixes)
@@ -241,8 +242,8 @@ class Engine:
                     continue
             self._heartbeat.begin("the planning of a step")
             outputs = core.step()
-            # Published here, as other threads must not walk the scheduler's queues, and before the
-            # outputs, so that a request is counted when its client has seen its end.
+            # Published here because other threads must not walk the scheduler's queues, and before
+            # the outputs so that a request is already counted when its client sees its end.
             self._stats = core.scheduler.stats()
             self._send(outputs)
             if core.idle:
@@ -252,7 +253,7 @@ class Engine:
                 calibrator.save_periodically()
 
     def _shut_down(self, reason: str) -> bool:
-        """End all requests; returns whether the engine is to be restarted."""
+        """End all requests; returns whether to restart the engine."""
         with self._wake:
             restart = not self._stopping and self._can_restart
             restart = restart and acquire_restart(self._restarts, monotonic())

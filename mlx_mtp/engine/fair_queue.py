@@ -1,12 +1,12 @@
 """The waiting requests, shared fairly between clients.
 
-Clients take turns by deficit round robin (Shreedhar and Varghese 1995). As in fq_codel credit may
-go below 0, so that no turn depends on the next prompt's length:
-a turn lasts until the client has used `QUANTUM` prompt
-tokens; a longer prompt is admitted in its turn and paid for with the following turns.
+Clients take turns by deficit round robin (Shreedhar and Varghese 1995). As in fq_codel, credit can
+go below 0, so that a turn doesn't depend on the next prompt's length: it lasts until the client has
+used `QUANTUM` prompt tokens. A longer prompt is admitted in its client's turn and paid for with the
+client's following turns.
 
 A client is a path of names, the most trusted first: (key or address, user or agent). Clients with
-the same first name share its turns, so that inventing names gains nothing.
+the same first name share the turns of that name, so inventing second names gains nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from mlx_mtp.engine.sequence import Sequence
 
 QUANTUM = 1024  # tokens of one turn
-FLAT_COST = 128  # tokens per request beside its prompt, for the row that its answer takes
+FLAT_COST = 128  # tokens charged per request on top of its prompt, for the row that it takes
 NUM_NAMES = 2  # names of a path that count; missing ones are empty
 
 
 @dataclass(eq=False, slots=True)
 class _Lane:
-    """The requests under one name: lanes by the next name, or at the last name a queue."""
+    """The requests under one name: lanes by the next name or, at the last name, a queue."""
 
     credit: int = QUANTUM
     size: int = 0  # number of requests
@@ -49,10 +49,10 @@ class _Lane:
 
 
 class FairQueue(_Lane):
-    """The waiting requests: clients take turns, and each client's are in order of arrival."""
+    """The waiting requests: clients take turns; a client's requests are in order of arrival."""
 
     def add(self, item: Sequence, *, first: bool = False) -> None:
-        """Queue a request after its client's others, or `first`; a new client comes last."""
+        """Queue a request after its client's others, or before if `first`; a new client is last."""
         lane: _Lane = self
         lane.size += 1
         for name in (*item.client, *[""] * NUM_NAMES)[:NUM_NAMES]:
@@ -67,7 +67,7 @@ class FairQueue(_Lane):
         return self._next_path()[-1].items[0]
 
     def pop(self, *, free: bool = False) -> Sequence:
-        """Remove the next request; its client pays unless `free`, for one that is added again."""
+        """Remove and return the next request; its client pays unless `free` (to add it again)."""
         path = self._next_path()
         item = path[-1].items.popleft()
         for lane in path:
@@ -78,7 +78,7 @@ class FairQueue(_Lane):
         return item
 
     def _next_path(self) -> list[_Lane]:
-        """The lanes from the queue to the next request's; on each level the first with credit."""
+        """The lanes from the queue to the next request's: on each level the first with credit."""
         assert self.size, "the queue is empty"
         path: list[_Lane] = [self]
         while len(path) <= NUM_NAMES:

@@ -15,7 +15,7 @@ NEW_KIND_SECONDS = 30.0  # for the first step of a kind: some kernels are compil
 # For building the runner and measuring step costs, and for each of the first steps, which compile
 # most kernels: two minutes were seen on a fresh GPU machine.
 START_SECONDS = 300.0
-_FADE = 0.9  # of the slowest step's time, with each later step of its kind
+_FADE = 0.9  # factor for the slowest step's time, with each later step of its kind
 _NUM_FIRST_STEPS = 2  # with look-ahead the second step waits for what the first one launched
 
 MAX_RESTARTS = 3  # of the engine, within `RESTART_WINDOW` seconds
@@ -27,12 +27,12 @@ _NO_MEMORY = re.compile(
 )
 
 StepKind = tuple[object, ...]
-"""Steps of one kind cost about the same. The first element of a kind is
-the most general: "prefill" or "decode"."""
+"""Steps of one kind cost about the same. The first element of a kind is the most general one:
+"prefill" or "decode"."""
 
 
 def step_error(error: BaseException) -> StepError:
-    """The error that the requests in a step end with if the step raised `error`."""
+    """Returns the error for the requests in a step that raised `error`."""
     what = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return StepMemoryError(
@@ -63,7 +63,7 @@ class _Beat(NamedTuple):
 class Heartbeat:
     """Detects a step that hangs. `hang` and `resume` are thread-safe.
 
-    The time that a step may take follows from earlier steps of its kind: a chunk of 512 tokens
+    The time that a step is allowed follows from earlier steps of its kind: a chunk of 512 tokens
     takes 0.1 s on one machine and 20 s on another. A new kind may have to compile kernels first.
     """
 
@@ -78,7 +78,7 @@ class Heartbeat:
         self._resumed = 0.0  # when the process last continued after a stop
 
     def begin(self, name: str, kind: StepKind | None = None, *, allowed: float = 0.0) -> None:
-        """Begin some work, such as a step of a kind; it may take at least `allowed` seconds."""
+        """Note that work begins: a step of `kind`, or other work with `allowed` seconds of time."""
         if kind is not None and self._seen[kind[0]] < _NUM_FIRST_STEPS:
             allowed = START_SECONDS
         elif kind is not None:
@@ -86,7 +86,7 @@ class Heartbeat:
         self._beat = _Beat(self._clock(), max(self._hang_seconds, allowed), name, kind)
 
     def end(self) -> None:
-        """Note that what was begun has ended, and learn its time."""
+        """Note that the work has ended, and learn its time."""
         beat, self._beat = self._beat, None
         if beat is None or beat.kind is None:
             return

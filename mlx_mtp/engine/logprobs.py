@@ -13,7 +13,10 @@ from mlx_mtp.sampling.sampler import logprobs
 
 
 def token_logprobs(tables: Many[np.ndarray], top: int | None) -> tuple[TokenLogprobs, ...]:
-    """Logprobs of a row's positions, `top` alternatives each, from tables of `sampler.logprobs`."""
+    """Returns a row's logprobs with `top` alternatives each, from tables of `sampler.logprobs`.
+
+    () if `top` is None.
+    """
     if top is None:
         return ()
     return tuple(
@@ -25,7 +28,7 @@ def token_logprobs(tables: Many[np.ndarray], top: int | None) -> tuple[TokenLogp
 class PromptScores(NamedTuple):
     """Log-probabilities of a chunk's tokens, on the device: row after row, without padding."""
 
-    counts: list[int]  # positions of each row
+    counts: list[int]  # number of positions of each row
     tops: list[int | None]  # alternatives that each row asked for; None: no logprobs
     tables: tuple[mx.array, ...]  # see `sampler.logprobs`
 
@@ -39,14 +42,14 @@ def prompt_scores(
     model: LoadedModel,
     hidden: mx.array,  # [N, H], post-norm, of the tokens of a chunk of B rows
     following: mx.array,  # int32 [N], the token after each
-    counts: Many[int],  # [B], positions of each row that have a following token of its prompt
-    lengths: Many[int],  # [B], all positions
-    tops: list[int | None],  # [B]
+    counts: Many[int],  # [B], number of each row's positions that have a next token in the prompt
+    lengths: Many[int],  # [B], number of all positions of each row
+    tops: list[int | None],  # [B], see `PromptScores.tops`
     vocab_size: int,
 ) -> PromptScores | None:
-    """Launch the logprobs that a chunk's rows asked for; None if there are none.
+    """Launch the logprobs that a chunk's rows asked for; returns None if no row did.
 
-    A few positions at a time: the logits of all would take as much memory as a small model.
+    Takes a few positions at a time: the logits of all would take as much memory as a small model.
     """
     counts = [0 if top is None else count for top, count in zip(tops, counts)]
     if not any(counts):
@@ -59,7 +62,7 @@ def prompt_scores(
     for start in range(0, len(states), PROMPT_POSITIONS):
         span = slice(start, start + PROMPT_POSITIONS)
         some = states[span]
-        if parts:  # After the part before, or the logits of all would be in memory at once.
+        if parts:  # Compute after the previous part, so that the logits of only one part exist.
             some = mx.depends(some, parts[-1])
         logits = model.logits(some)[:, :vocab_size]
         parts.append(logprobs(logits, targets[span], most))

@@ -1,4 +1,4 @@
-"""The memory that serving a model takes, how it is shared out, and which rows fit."""
+"""The memory that serving a model takes, how it is divided, and which rows fit."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from mlx_mtp.vision.placed import MOST_ROWS
 if TYPE_CHECKING:
     from mlx_mtp.models.model import LoadedModel
 
-_COPIES = 2  # of states while rows join or leave
-_WINDOWS = 3  # a row's positions behind its tokens: windows in flight, and the head's drafts
-_LOGITS = 6  # float32 arrays: logits, processed logits, noise, and sorting
-PROMPT_POSITIONS = 32  # have logits at once when logprobs of a prompt are computed
+_COPIES = 2  # copies of the recurrent states that exist while rows join or leave the batch
+_WINDOWS = 3  # windows of positions beyond a row's tokens: in flight, and the head's drafts
+_LOGITS = 6  # float32 arrays of a vocabulary: logits, processed logits, noise, and sorting
+PROMPT_POSITIONS = 32  # positions whose logits exist at the same time, for logprobs of a prompt
 _PROMPT_LOGITS = 8  # float32 arrays, measured: logits, logarithms, and the search for the largest
-_LONGER_STEPS = (2048, 1024)  # tokens; a GPU may compute such chunks faster than the default's
-_LONGER_SHARE = 8  # such a chunk takes at most 1/8 more of the memory left for rows
-_EXPANDED = 4  # dequantized weights of a layer's largest product at once, on CUDA
-_MARGIN = 1.5  # measured: a chunk takes up to 1.5 times one layer of each kind
+_LONGER_STEPS = (2048, 1024)  # tokens of chunks that a GPU may compute faster than the default's
+_LONGER_SHARE = 8  # a longer chunk takes at most 1/8 of the memory that the default leaves for rows
+_EXPANDED = 4  # dequantized copies of a layer's largest weights that exist at a time, on CUDA
+_MARGIN = 1.5  # measured: a chunk takes up to 1.5 times the activations of one layer of each kind
 
-MOST_PREFIX_CACHE = 8 * 10**9  # bytes of the prefix cache by default
+MOST_PREFIX_CACHE = 8 * 10**9  # maximum bytes of the prefix cache by default
 _LEAST_TOKENS = 512  # a server with a shorter context is not started
-_SHORT_ROW = 8000
-_LONG_ROWS = (100_000, 32_000)  # of an agent
+_SHORT_ROW = 8000  # tokens of a row, as `rows_at_once` shows it
+_LONG_ROWS = (100_000, 32_000)  # tokens of an agent's row, likewise
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model takes, in bytes."""
+    """The memory that a model takes, in bytes, and what it depends on."""
 
     weights: int  # without the MTP head's
     head: int  # the MTP head, with its reduced lm_head
     caches: CacheMemory
-    depth: int  # most drafts per row and step
+    depth: int  # maximum drafts per row and step
     vocab_size: int
-    vision: int = 0  # the tower, what an image of the most tokens takes in it, and rows of images
+    vision: int = 0  # the tower, its scratch for the largest image, and the rows of recent images
 
     def row_bytes(self, tokens: int) -> int:
-        """Most bytes of a row of so many tokens, without its prefill."""
+        """Returns the maximum bytes of a row of `tokens` tokens, without its prefill."""
         reach, window = tokens + _WINDOWS * (self.depth + 1), self.depth + 1
         kv = self.caches.most_kv(reach)
         # A row that outgrows its size class is copied layer by layer.
@@ -57,9 +57,12 @@ class Footprint:
         return kv + copied + states + scores + window * self.vocab_size * 4 * _LOGITS
 
     def chunk_bytes(self, step: int, tokens: int) -> int:
-        """Most bytes, beside the caches, of a prefill chunk of at most `step` tokens."""
+        """Returns the maximum bytes, besides the caches, of a chunk of at most `step` tokens.
+
+        `tokens` is the length of the prompt.
+        """
         step = min(step, tokens)
-        # One layer's attention scores and mask: not every head size has a fused kernel.
+        # One layer's attention scores and mask, as not every head size has a fused kernel.
         scores = step * (self.score_bytes(tokens) + tokens)
         # Activations of a position in one layer of each kind.
         layers = self.caches.layers
@@ -76,16 +79,16 @@ class Footprint:
         return max(scores + int(_MARGIN * computed), prompt) + self.vocab_size * 4 * _LOGITS
 
     def score_bytes(self, tokens: int) -> int:
-        """Bytes of one layer's attention scores of one position to so many."""
+        """Returns the bytes of one position's attention scores over `tokens` in one layer."""
         return self.caches.attention[0].heads * tokens * self.caches.itemsize
 
 
 def footprint(
     model: LoadedModel, depth: int, num_draft_ids: int | None = None, image_tokens: int = 0
 ) -> Footprint:
-    """The footprint of a loaded model.
+    """Returns the footprint of a loaded model.
 
-    `num_draft_ids`: size of a reduced draft vocabulary; `image_tokens`: most tokens of an image.
+    `num_draft_ids`: size of a reduced draft vocabulary; `image_tokens`: maximum tokens of an image.
     """
     weights, head = model.nbytes()
     if model.head is not None and num_draft_ids is not None:
@@ -100,28 +103,31 @@ def footprint(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory is shared out, in bytes."""
+    """How the memory is divided, in bytes."""
 
     limit: MemoryLimit
     footprint: Footprint
     prefix_cache: int  # limit of the prefix cache
-    chunk: int  # a prefill chunk, beside the caches
+    chunk: int  # memory of a prefill chunk, besides the caches
     prefill_step_size: int  # tokens of that chunk
-    rows: int  # left for rows
-    max_model_len: int  # tokens of a request: the model's limit, the setting, or what fits
-    reduced: bool  # by memory, to less than the model allows
+    rows: int  # memory left for rows
+    max_model_len: int  # maximum tokens of a request: the model's limit, the setting, or what fits
+    reduced: bool  # True if `max_model_len` is what fits, less than the model's limit
 
     def usage(self, lengths: Iterable[int]) -> float:
-        """The share of the memory for rows that rows of these lengths take at most."""
+        """Returns the maximum share of the memory for rows that rows of these lengths take."""
         return sum(map(self.footprint.row_bytes, lengths)) / self.rows
 
     def num_rows(self, tokens: int, most: int, beside: int = 0) -> int:
-        """How many rows of `tokens` fit, at most `most`, beside one row of `beside` tokens."""
+        """Returns how many rows of `tokens` fit, with one of `beside` tokens if that is not 0.
+
+        At most `most` rows are assumed to run, that one included.
+        """
         left = self.rows - (self.footprint.row_bytes(beside) if beside else 0)
         return max(min(left // self.footprint.row_bytes(tokens), most - (beside > 0)), 0)
 
     def bytes_by_use(self) -> dict[str, int]:
-        """Planned bytes by what takes them."""
+        """Returns the planned bytes by use."""
         parts = {"weights": self.footprint.weights, "head": self.footprint.head}
         parts |= {"vision": self.footprint.vision} if self.footprint.vision else {}
         parts |= {"prefix cache": self.prefix_cache, "prefill chunk": self.chunk}
@@ -133,7 +139,7 @@ class MemoryPlan:
         return ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts if nbytes)
 
     def rows_at_once(self, max_num_seqs: int) -> str:
-        """Such as "16 of 8,000 tokens or 2 of 100,000 or 1 of 100,000 and 9 of 8,000"."""
+        """Returns e.g. "16 of 8,000 tokens or 2 of 100,000 or 1 of 100,000 and 9 of 8,000"."""
         short = min(_SHORT_ROW, self.max_model_len)
         long = next((n for n in _LONG_ROWS if short < n <= self.max_model_len), self.max_model_len)
         if self.num_rows(long, max_num_seqs) == max_num_seqs:
@@ -158,13 +164,13 @@ def plan_memory(
     footprint: Footprint,
     limit: MemoryLimit,
     *,
-    allowed: int,  # most tokens that the model allows
+    allowed: int,  # maximum tokens of a request that the model allows
     max_model_len: int | None,  # --max-model-len, at most `allowed`; None: what fits
     prefill_step_size: int,
-    longer_steps: bool = False,  # on a GPU, longer chunks if they fit
+    longer_steps: bool = False,  # plan longer chunks on a GPU if they fit
     prefix_cache: int | None = 0,  # bytes; None: a quarter of what the weights leave, at most 8 GB
 ) -> MemoryPlan:
-    """Share out the memory; UsageError, with flags that would do, if a request can't fit."""
+    """Divide the memory; raises UsageError, with flags that would help, if a request can't fit."""
     fixed = footprint.weights + footprint.head + footprint.vision
     left = limit.nbytes - client_text_bytes(limit.nbytes) - fixed
     is_default = prefix_cache is None
@@ -226,7 +232,7 @@ def plan_memory(
 def least_memory(
     footprint: Footprint, tokens: int, prefill_step_size: int | None, prefix_cache: int | None
 ) -> int:
-    """The smallest limit, in bytes, for which `plan_memory` has room for a request of `tokens`."""
+    """Returns the smallest limit, in bytes, with which a request of `tokens` tokens fits."""
     step = prefill_step_size or EngineConfig().prefill_step_size
     needed = footprint.chunk_bytes(step, tokens) + footprint.row_bytes(tokens)
     if prefix_cache is None:
@@ -236,7 +242,7 @@ def least_memory(
 
 
 def default_plan(footprint: Footprint, limit: MemoryLimit, allowed: int) -> MemoryPlan:
-    """The memory plan of `serve` without other flags; UsageError if the model doesn't fit."""
+    """Returns the plan of `serve` without other flags; raises UsageError if the model can't fit."""
     return plan_memory(
         footprint,
         limit,
@@ -254,7 +260,7 @@ def _as_flag(nbytes: int) -> str:
 
 
 def _largest_good(low: int, high: int, good: Callable[[int], bool]) -> int | None:
-    """The largest good number of `low` to `high`; below a good one all must be good."""
+    """The largest good number in [low, high], or None; all below a good number must be good."""
     if not good(low):
         return None
     return low - 1 + bisect_left(range(low, high + 1), True, key=lambda number: not good(number))

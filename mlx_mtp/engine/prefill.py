@@ -1,9 +1,10 @@
 """Which prompts are computed next, and how much of them. No arrays, no model: policy alone.
 
 The next chunk goes to the prompt with the fewest tokens left, unless the oldest prompt has waited
-for others' chunks for as many seconds as its own next chunk takes. So a short prompt behind long
-ones gets at least half of the machine, and so does the oldest prompt. None starves: a prompt is
-complete after at most twice the time that it and what is left of the prompts before it take alone.
+for other prompts' chunks for as many seconds as its own next chunk takes. So a short prompt that
+arrives after long ones gets at least half of the machine, and so does the oldest prompt. No prompt
+starves: it is complete after at most twice the time that it and the rest of the prompts before it
+would take alone.
 """
 
 from collections.abc import Collection
@@ -18,8 +19,9 @@ from mlx_mtp.engine.step import InFlightStep, StepRow
 class PrefillScheduler:
     """Plans the chunks of prompts: short prompts in groups, long ones alone.
 
-    Beside running rows a chunk is as long as `--max-decode-pause` allows, otherwise as long as is
-    fastest. Without that limit nothing is measured, and chunks have `prefill_step_size` tokens.
+    While rows are running, a chunk is as long as `--max-decode-pause` allows; otherwise it has the
+    length with the most tokens per second. Without `--max-decode-pause` nothing is measured, and
+    chunks have `prefill_step_size` tokens.
     """
 
     def __init__(self, config: EngineConfig, costs: PrefillCosts | None = None) -> None:
@@ -27,15 +29,18 @@ class PrefillScheduler:
         self._pause = config.decode_pause
         self._costs = costs or PrefillCosts(self._step)
         self.groups: list[list[Sequence]] = []  # oldest first
-        self._deficit = 0.0  # seconds that the oldest has waited for others' chunks
+        self._deficit = 0.0  # seconds that the oldest group has waited for other groups' chunks
 
     def drop(self, sequences: Collection[Sequence]) -> None:
-        """Remove sequences that have their first token, or have ended."""
+        """Remove sequences that have emitted their first token, or have ended."""
         left = ([s for s in group if s not in sequences] for group in self.groups)
         self.groups = [group for group in left if group]
 
     def most_tokens(self, context: float = 0, left: int = 0, *, beside: bool) -> int:
-        """Most tokens of a chunk after `context` tokens, of prompts with `left` tokens to go."""
+        """Returns the longest chunk, in tokens, after `context` tokens; prompts have `left` left.
+
+        `beside` is True while rows are running.
+        """
         if not self._pause:
             return self._step
         if beside:
@@ -43,7 +48,7 @@ class PrefillScheduler:
         return self._costs.fastest(left)
 
     def next_chunk(self, *, beside: bool) -> tuple[StepRow, ...]:
-        """Plan the next chunk, or none; `beside` is True while rows are running."""
+        """Plan the next chunk; () if no prompt needs one. `beside`: see `most_tokens`."""
         unplanned = (
             [s for s in group if s.num_planned < s.num_prompt or not s.begun]
             for group in self.groups
@@ -81,13 +86,13 @@ class PrefillScheduler:
         most = max(most // len(rows), 1)
         for row in rows:
             left = row.sequence.prefix.chunk_end(row.start, self._step) - row.start
-            # Halves, else the few tokens that are left over would take a chunk of their own.
+            # Two halves: otherwise the few remaining tokens would need a chunk of their own.
             row.length = -(-left // 2) if most < left < 2 * most else min(left, most)
         return rows
 
 
 class WholeChunks(PrefillScheduler):
-    """For calibration: each chunk is a whole step, whose seconds are its own."""
+    """For calibration: each step is one chunk of a whole `prefill_step_size`."""
 
     def observe(self, step: InFlightStep) -> None:
         assert step.seconds is not None
@@ -99,6 +104,6 @@ def _num_left(group: Many[Sequence]) -> int:
 
 
 def _size(rows: Many[StepRow]) -> tuple[int, float]:
-    """Tokens of a chunk as a padded rectangle, and the mean number of tokens before a row's."""
+    """Tokens of a chunk as a padded rectangle, and the rows' mean number of tokens before it."""
     longest = max(row.length for row in rows)
     return len(rows) * longest, sum(row.start for row in rows) / len(rows)

@@ -1,4 +1,4 @@
-"""Prompts on the device, with their images: runs the vision tower, and places its rows."""
+"""Prompts on the device, with their images: runs the vision tower, and places its output rows."""
 
 import math
 from collections import OrderedDict
@@ -19,28 +19,28 @@ from mlx_mtp.vision.tower import TowerPart
 
 
 class Prompts:
-    """The ids of prompts, and the rows of the images seen last, in at most `limit` bytes.
+    """The ids of prompts, and the tower's rows of recent images, in at most `limit` bytes.
 
-    The tower sees each image alone, so an image's rows depend on nothing else. In arrays on the
-    device the tokens of a prompt's images, in the vocabulary all the same, have ids of their own:
-    those from the vocabulary's size on. With several ranks each has a tower, and all take the rows
-    of rank 0, whose chip may round otherwise.
+    The tower computes each image alone, so an image's rows depend on nothing else. A prompt's image
+    tokens all have the same id of the vocabulary; in arrays on the device each has an id of its
+    own, from the vocabulary's size on. With several ranks each has a tower, and all use the rows
+    of rank 0, as the ranks' chips can round differently.
     """
 
     def __init__(self, model: LoadedModel, pause: float = 0.0, limit: int = MOST_ROWS) -> None:
         self._model, self._limit = model, limit
-        self._pause = pause  # most seconds of the tower in a step; 0: no limit
+        self._pause = pause  # maximum seconds of the tower per step; 0: no limit
         self._rows: OrderedDict[bytes, mx.array] = OrderedDict()
-        # An image that is half-way through the tower, and what is left of its parts.
+        # Digest of the image that is partly through the tower, and its remaining parts.
         self._begun: tuple[bytes, Iterator[TowerPart]] | None = None
         self._ids = WeakKeyDictionary[Sequence, mx.array]()
         self._positions = WeakKeyDictionary[PromptImages, mx.array]()
 
     def ids(self, sequence: Sequence) -> mx.array:
-        """A prompt and a 0 on the device, int32 [T + 1], uploaded once for all of its chunks.
+        """Returns the prompt and a 0, int32 [T + 1] on the device, uploaded once for all chunks.
 
-        An upload for each chunk would stall on CUDA: the new array may get a buffer that the device
-        used, and moving that to where the host can write waits for all launched chunks.
+        An upload for each chunk would stall on CUDA: the new array can get a buffer that the device
+        has used, and moving that buffer back to the host waits for all launched chunks.
         """
         if sequence not in self._ids:
             ids = np.array(sequence.prompt, dtype=np.int32)
@@ -51,15 +51,15 @@ class Prompts:
         return self._ids[sequence]
 
     def token_ids(self, ids: mx.array) -> mx.array:
-        """Such ids as ids of the vocabulary."""
+        """Returns ids from `ids` with image tokens' own ids replaced by the vocabulary's id."""
         image_ids = self._model.image_token_ids[:1]
         return mx.where(ids < self._model.vocab_size, ids, *image_ids) if image_ids else ids
 
     def see(self, row: StepRow) -> bool:
-        """Whether a chunk's images have rows; if not, run a part of the tower.
+        """Returns True if all images of a chunk have rows; otherwise runs a part of the tower.
 
-        The chunk is planned again then, so running rows wait for a part of the tower or for a
-        chunk, never for both.
+        In that case the chunk is planned again, so running rows wait for a part of the tower or for
+        a chunk, never for both.
         """
         sequence, tower = row.sequence, self._model.tower
         if sequence.images is None or tower is None:
@@ -70,22 +70,22 @@ class Prompts:
             self._rows.move_to_end(digest)
         missing = next((digest for digest in needed if digest not in self._rows), None)
         if missing is not None:
-            begun, self._begun = self._begun, None  # gone if it fails
+            begun, self._begun = self._begun, None  # dropped if it fails
             self._run(*(begun or (missing, tower.parts(needed[missing].array()))))
             sequence.num_planned = row.start
             # Its cached prefix, if any, has not been copied yet.
             sequence.begun = row.start > sequence.prefix.num_reused
             return False
-        # What this chunk needs stays in any case.
+        # The rows that this chunk needs stay, even above the limit.
         for digest in [digest for digest in self._rows if digest not in needed]:
             if sum(rows.nbytes for rows in self._rows.values()) > self._limit:
                 del self._rows[digest]
         return True
 
     def place(self, packing: Packing, row: StepRow, num_repeated: int = 0) -> None:
-        """Give a packing the positions in images, and rows for the chunk's tokens and the next one.
+        """Set a packing's RoPE positions, and the image rows of its chunk and of the next token.
 
-        The packing has the chunk's tokens after `num_repeated` others. Call `see` before.
+        The packing has the chunk's tokens after `num_repeated` tokens. Call `see` before.
         """
         if (images := row.sequence.images) is None:
             return
@@ -99,21 +99,21 @@ class Prompts:
         packing.images = ImageRows(rows, self._model.vocab_size + before)
 
     def clear(self) -> None:
-        """Free what images computed."""
+        """Free the rows of all images."""
         self._rows.clear()
         self._begun = None
 
     def _run(self, digest: bytes, parts: Iterator[TowerPart]) -> None:
-        """Evaluate as many parts as a step may take if they are like those before, two at least."""
-        mx.synchronize()  # What was launched before is not the tower's time.
+        """Evaluate at least two parts, and more while they are expected to fit into the pause."""
+        mx.synchronize()  # Steps launched before must not count as the tower's time.
         began, last = perf_counter(), mx.array(0)
         for number, part in enumerate(parts):
-            mx.eval(last)  # One part's scratch at a time; the next one is built meanwhile.
+            mx.eval(last)  # Only one part's scratch memory exists at a time.
             spent = perf_counter() - began  # on `number` parts
             mx.async_eval(part)
             last = part[0]
             most = self._pause * number or math.inf
-            if broadcast(mx.array(spent * (number + 2) > most)).item():  # All ranks do the same.
+            if broadcast(mx.array(spent * (number + 2) > most)).item():  # All ranks decide alike.
                 self._begun = digest, parts
                 break
         else:

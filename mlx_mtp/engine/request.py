@@ -15,13 +15,13 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How the engine computes a sequence, beside its sampling."""
+    """How the engine computes a request, apart from its sampling parameters."""
 
-    num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None leaves them to the engine
+    num_draft_tokens: int | None = None  # drafts per step, 0 to 8; None: the engine chooses
     client: tuple[str, ...] = ()  # a path of names, the most trusted first (see `FairQueue`)
-    cache_salt: str = ""  # requests share cached prefixes only with those of the same salt
-    trace: bool = False  # outputs have the drafts of each step
-    progress: bool = False  # outputs before the first token say how much of the prompt is computed
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
+    trace: bool = False  # outputs contain the drafts of each step
+    progress: bool = False  # outputs up to the first token report how much of the prompt is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +29,19 @@ class Request:
     """One sequence to generate."""
 
     request_id: str  # unique among the requests in the engine
-    prompt_token_ids: tuple[int, ...]  # at least one, each below the tokenizer's vocabulary
+    prompt_token_ids: tuple[int, ...]  # at least one, each below the tokenizer's vocabulary size
     sampling: SamplingParams
     _: KW_ONLY
     options: RequestOptions = RequestOptions()
     grammar: Grammar | None = None  # `sampling.grammar`, compiled
     bad_words: BadWords | None = None  # texts that the answer must not contain
-    images: PromptImages | None = None  # in the prompt; the engine must have a tower
+    images: PromptImages | None = None  # in the prompt; the model must have a vision tower
 
     def validate(self, vocab_size: int, max_model_len: int, *, mtp_enabled: bool) -> None:
-        """Raise InvalidRequestError or ContextLengthError if these limits rule it out.
+        """Raise InvalidRequestError or ContextLengthError if the request breaks these limits.
 
-        The server has checked the parameters before, so that a wrong one costs no tokenization;
-        the grammar and the prompt's ids come after that, and other callers check nothing.
+        The server has already checked the parameters, so that invalid ones cost no tokenization.
+        The grammar and the prompt's ids exist only afterwards, and other callers check nothing.
         """
         self.sampling.validate(vocab_size)
         prompt = self.prompt_token_ids
@@ -57,7 +57,7 @@ class Request:
 
 
 def prompt_too_long(count: int | str, max_model_len: int, more: str = "") -> ContextLengthError:
-    """The error of a prompt of `count` tokens. Agents know this wording, and shorten the chat."""
+    """Returns the error for a prompt of `count` tokens; agents recognize its wording."""
     return ContextLengthError(
         f"The prompt is too long: {count} tokens > {max_model_len - 1} maximum. This model's "
         f"maximum context length is {max_model_len} tokens{more}."
@@ -65,7 +65,7 @@ def prompt_too_long(count: int | str, max_model_len: int, more: str = "") -> Con
 
 
 def check_num_draft_tokens(count: int | None, *, mtp_enabled: bool) -> None:
-    """Raise InvalidRequestError for a number of drafts that is not possible."""
+    """Raise InvalidRequestError if the engine can't draft `count` tokens per step."""
     field = "mtp.num_draft_tokens"
     why = None
     if count is not None and not 0 <= count <= MAX_DRAFT_TOKENS:
@@ -80,9 +80,9 @@ def check_num_draft_tokens(count: int | None, *, mtp_enabled: bool) -> None:
 class TokenLogprobs:
     """Natural log-probabilities at one position, of the model's unprocessed distribution."""
 
-    logprob: float  # of the emitted token, or of the prompt's
+    logprob: float  # of the emitted token, or of the prompt's token
     top: tuple[tuple[int, float], ...]  # ids and logprobs of the most probable tokens, best first
-    rank: int | None = None  # of a prompt's token: 1 if none is more probable
+    rank: int | None = None  # of a prompt's token, 1 if none is more probable; else None
 
 
 class PrefillProgress(NamedTuple):
@@ -96,7 +96,7 @@ class PrefillProgress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step gives one request; the last output has a finish reason."""
+    """The result of one step for one request; the last output has a finish reason."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()  # emitted, in order
@@ -105,15 +105,15 @@ class RequestOutput:
     # max_tokens or the context is used up; "error" with `error`.
     finish_reason: FinishReason | None = None
     error: MlxMtpError | None = None
-    num_draft_tokens: int = 0  # drafts to report of this step (see `StepRow.num_drafts`)
-    num_accepted_tokens: int = 0  # accepted ones
-    # Places of tokens that are drafts and were not sampled (see `SamplingParams.optimistic`).
+    num_draft_tokens: int = 0  # drafts of this step to report (see `StepRow.num_drafts`)
+    num_accepted_tokens: int = 0  # accepted drafts
+    # Indices in `token_ids` of drafts that were not sampled (see `SamplingParams.optimistic`).
     optimistic: tuple[int, ...] = ()
-    draft_source: str = ""  # where its drafts are from: a name in --drafts
-    num_reused_tokens: int = 0  # prompt tokens from the prefix cache, with the first output
-    admitted_at: float = 0.0  # `perf_counter` when its prefill began, with the first output
-    # With the first output, if the request asked for them: of all prompt tokens but the first.
+    draft_source: str = ""  # source of the drafts: a name in --drafts
+    num_reused_tokens: int = 0  # prompt tokens from the prefix cache; in the first output only
+    admitted_at: float = 0.0  # `perf_counter` at the request's admission; in the first output only
+    # Of all prompt tokens but the first, if the request asked for them; in the first output only.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    drafts: tuple[int, ...] | None = None  # those to report; None without `RequestOptions.trace`
-    # Up to the first tokens, with `RequestOptions.progress`.
+    drafts: tuple[int, ...] | None = None  # drafts to report; None without `RequestOptions.trace`
+    # In outputs up to the first tokens, with `RequestOptions.progress`.
     progress: PrefillProgress | None = None

@@ -1,8 +1,8 @@
-"""Runs the model over what the scheduler planned: launches now, reads later.
+"""Runs the model as the scheduler planned: launches a step, and reads its results later.
 
-A chunk and a decode step are batches of their own, even in one forward pass. In one batch a
-GatedDeltaNet layer would keep a pending window of [rows, longest window] positions, so that a
-prompt's row of 256 tokens would cost every other row 256 positions.
+A chunk and a decode step are separate batches, even if they share a forward pass. In one batch a
+GatedDeltaNet layer would keep a pending window of [rows, longest window] positions, so a prompt's
+row of 256 tokens would cost every other row 256 positions.
 """
 
 import logging
@@ -36,14 +36,15 @@ from mlx_mtp.speculative.verify import verify_window
 
 logger = logging.getLogger(__name__)
 
+# mlx's cache is cleared after this many steps, or prompt tokens: not after each short chunk.
 _CLEAR_STEPS = 256
-_CLEAR_TOKENS = 512  # prompt tokens, so that mlx's cache is not cleared after each short chunk
+_CLEAR_TOKENS = 512
 
 T = TypeVar("T")
 
 
 class ModelRunner:
-    """Runs steps on one model. Ids at or above `vocab_size`, the tokenizer's, are never sampled."""
+    """Runs steps on one model; ids at or above the tokenizer's `vocab_size` are never sampled."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ModelRunner:
         drafter: MTPDrafter | None,
         vocab_size: int,
         prefixes: PrefixCache | None = None,
-        clear_answers: Callable[[], None] = lambda: None,  # answers that drafts copy from
+        clear_answers: Callable[[], None] = lambda: None,  # drops answers that drafts copy from
         prompts: Prompts | None = None,
     ) -> None:
         self._model = model
@@ -61,7 +62,7 @@ class ModelRunner:
         self._clear_answers = clear_answers
         self._prompts = prompts or Prompts(model)
         self.batches = Batches()
-        self._num_steps = self._num_tokens = 0  # since mlx's cache was cleared
+        self._num_steps = self._num_tokens = 0  # the tokens since mlx's cache was cleared
         self._failed_last = False
 
     def run(self, plan: StepPlan) -> list[InFlightStep]:
@@ -101,32 +102,32 @@ class ModelRunner:
         """Copy the caches of rows that have just ended into the prefix cache."""
         rows = [row for step in steps for row in step.rows if row.finished and row.token_ids]
         # With --exact (`chunk_ends` is set) nothing is saved: decode steps computed the answer's
-        # KV, and a later prompt may reuse only KV with the bits that its own chunks would give.
+        # KV, and a later prompt can reuse only KV with the same bits as its own chunks would give.
         prefixes = {row.sequence: row.sequence.prefix for row in rows if row.sequence.finished}
         ended = {s for s, p in prefixes.items() if not (p.dropped or p.chunk_ends)}
         if not ended or (batch := self.batches.decoding) is None:
             return
         for number, sequence in enumerate(batch.sequences):
             if sequence in ended:
-                # The last token is in no cache.
+                # The KV of the last token has not been computed.
                 tokens = (*sequence.prefix.prompt, *sequence.output[:-1])
                 self.prefixes.save_end(batch, number, sequence.prefix, tokens)
 
     def give_up_caches(self) -> None:
-        """Drop all cached prefixes and answers: the only memory that can be given up."""
+        """Drop all cached prefixes, answers and images: the only memory that can be freed."""
         self.prefixes.clear()
         self._clear_answers()
         self._prompts.clear()
 
     def check_ranks_agree(self) -> None:
-        """Raise ModelError if another rank computes other numbers; without ranks do nothing."""
+        """Raise ModelError if another rank computes different numbers; a single rank has none."""
 
     def release(self) -> None:
         self.batches = Batches()
         mx.clear_cache()
 
     def _launch(self, launches: Many[tuple[Many[StepRow], StepLaunch]]) -> list[InFlightStep]:
-        """Complete these launches with one forward pass, over the tokens of all of them."""
+        """Complete these launches with one forward pass over the tokens of all launches."""
         steps: list[InFlightStep] = []
         waiting, passes = [], []
         for rows, launch in launches:
@@ -149,7 +150,7 @@ class ModelRunner:
         return steps
 
     def _hidden(self, passes: Many[ForwardPass]) -> Many[mx.array]:
-        """Run the target model: post-norm hidden states [N, H] of each pass."""
+        """Run the target model; returns the post-norm hidden states [N, H] of each pass."""
         if len(passes) == 1:
             return [self._model.hidden(*passes[0])]
         tokens, caches = zip(*passes)
@@ -162,7 +163,7 @@ class ModelRunner:
         if not self._prompts.see(chunk[0]):
             return InFlightStep([], is_prefill=True, timing_valid=False)
         batch = self.batches.take(sequences)
-        # The rows of a group all begin with a prefix, or none does.
+        # Either all rows of a group begin with a cached prefix, or none does.
         nodes = [s.prefix.node for s in sequences if s.prefix.node is not None]
         after_prefix = batch is None and len(nodes) == len(sequences)
         arrays = ChunkArrays(chunk, int(after_prefix), [self._prompts.ids(s) for s in sequences])
@@ -176,13 +177,13 @@ class ModelRunner:
                 cache.shift = mx.array([images.shift], dtype=mx.int32)
         limits = _limits(chunk, arrays.lengths.tolist())
         rooms = [max(n, s.num_prompt) for n, s in zip(limits, sequences)]
-        # Attention reads as far as the first argument of `reserve` says, which may change a
-        # prompt's bits. The bits must depend neither on drafts nor on where a cached prefix ended.
-        # `limits` includes the drafts, and after a prefix the repeated token; so it is reserved
-        # only after the prompt's pass, below.
+        # The first argument of `reserve` sets how far attention reads, which can change a prompt's
+        # bits. The bits must depend neither on drafts nor on where a cached prefix ended. `limits`
+        # includes the drafts and the token repeated after a prefix, so it is reserved only after
+        # the prompt's forward pass, below.
         batch.cache.reserve([row.sequence.max_cached + row.length for row in chunk], rooms)
         if after_prefix and not self.prefixes.restore(batch, nodes):
-            # The prefix is dropped, and the next plan computes the prompts from their beginning.
+            # The prefix was dropped; the next plan computes the prompts from their beginning.
             for sequence in sequences:
                 sequence.begin_prompt(0)
             return InFlightStep([], is_prefill=True)
@@ -205,8 +206,8 @@ class ModelRunner:
         for row in chunk:
             row.num_cached = row.length
         step = InFlightStep(chunk, is_prefill=True)
-        # A prompt's last token has no following one. (No token is repeated here: with prompt
-        # logprobs no prefix is reused.)
+        # A prompt's last token has no following token. (No token is repeated here: requests for
+        # prompt logprobs reuse no prefix.)
         inside = [row.length - row.is_last for row in chunk]
         tops = [s.request.sampling.prompt_logprobs for s in sequences]
         following = self._prompts.token_ids(arrays.following)
@@ -234,7 +235,8 @@ class ModelRunner:
     ) -> mx.array:
         """Sample the tokens after prompts that end; returns the token after each position, [N].
 
-        `last` and `end` are int32 [B]: the index of each row's last token, and the position after.
+        `last` and `end` are int32 [B]: the index of each row's last token, and the position after
+        that token.
         """
         done = mx.array(arrays.is_last)
         rows = zip(batch.sequences, arrays.is_last)
@@ -257,7 +259,7 @@ class ModelRunner:
         lengths = [row.length for row in rows]
         batch.cache.reserve(_limits(rows, lengths))
         start = batch.cache.offset
-        # Without drafts each row keeps its one token, so no window is left pending.
+        # Without drafts each row keeps its single token, so no window is left pending.
         kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
         packing = batch.cache.begin_window(lengths, kept)
 
@@ -280,7 +282,7 @@ class ModelRunner:
         return step
 
     def _propose_and_launch(self, batch: Batch, step: InFlightStep, computed: Computed) -> None:
-        """Propose drafts for the next windows, and launch all that is not launched yet."""
+        """Propose drafts for the next windows, and launch everything that is not launched yet."""
         batch.num_drafts = [row.num_proposed for row in step.rows]
         if self._drafter is not None:
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
@@ -293,10 +295,11 @@ class ModelRunner:
             row.sequence.note_launched(row.length)
 
     def _clear_cache(self, plan: StepPlan) -> None:
-        """Free mlx's cached buffers now and then: mlx keeps them for reuse without a limit.
+        """Free mlx's cached buffers regularly: mlx keeps them for reuse without a limit.
 
         On CUDA they count towards the limit that `wire_memory` sets, and freeing them waits for all
-        chunks that were launched; with the new allocations that costs a third of a chunk's time.
+        launched chunks. With the new allocations that costs a third of a chunk's time, so on CUDA
+        prompt tokens don't count.
         """
         self._num_steps += 1
         self._num_tokens += sum(row.length for row in plan.chunk)
@@ -311,14 +314,14 @@ class ModelRunner:
         try:
             return part()
         except BaseException as error:
-            if not is_fault(error):  # A panic of the Rust code that makes masks is a fault.
+            if not is_fault(error):  # A panic in the Rust code of grammar masks is a fault, too.
                 raise
             logger.exception("A step failed while it was launched")
             self.batches.drop([row.sequence for row in rows])
             return _failed(rows, self._as_step_error(error))
 
     def _as_step_error(self, error: BaseException) -> StepError:
-        # Clear the cache in the next `run`: while the error is handled its traceback holds buffers.
+        # Clear the cache in the next `run`: until then the error's traceback holds buffers.
         self._failed_last = True
         reported = step_error(error)
         if isinstance(reported, StepMemoryError):
@@ -337,7 +340,7 @@ def _sample(
     """Sample tokens at positions int32 [B, T] from logits [B, T, V], and accept drafts."""
     mask = None
     if batch.masks:
-        mx.async_eval(logits)  # Meanwhile the host makes the masks.
+        mx.async_eval(logits)  # The host computes the masks meanwhile.
         mask = batch.masks.window_mask(window)
     tokens, replaced = batch.sampler.verify(logits, positions, window, mask, num_drafts)
     accepted = verify_window(
@@ -366,7 +369,7 @@ def _resume(launch: StepLaunch, hidden: mx.array | None = None) -> ForwardPass |
 
 
 def _limits(rows: Many[StepRow], lengths: Many[int]) -> list[int]:
-    """Bounds of the rows' lengths after this step, with the head's next drafts but the last."""
+    """Upper bounds of the rows' lengths after this step and all head's drafts but the last."""
     return [
         row.sequence.max_cached + length + max(row.num_proposed - 1, 0)
         for row, length in zip(rows, lengths, strict=True)

@@ -19,18 +19,18 @@ from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import DraftPolicy
 from mlx_mtp.speculative.host_sources import HostSources
 
-# A chunk of up to so many tokens shares a forward pass with the running rows, so that the weights
-# are read once. A longer one gains nothing by that, and in its own pass it can't
-# fail those rows.
+# A chunk of at most this many tokens shares a forward pass with the running rows, so that the
+# weights are read once. A longer chunk gains nothing from sharing, and if it fails in its own pass,
+# the running rows don't fail with it.
 MOST_TOGETHER = 256
 
 
 class Scheduler:
     """Admits requests, plans steps, and updates requests from their results.
 
-    A plan has at most one chunk of a group of prompts (see `PrefillScheduler`), which ends at a
-    multiple of `prefill_step_size`, and one decode step. `usage` maps the
-    rows' numbers of tokens to the share of the memory that they take; without it all rows fit.
+    A plan has at most one decode step, and one chunk of a group of prompts (see
+    `PrefillScheduler`), which crosses no multiple of `prefill_step_size`. `usage` maps the rows'
+    lengths in tokens to the share of the memory for rows that they take; without it all rows fit.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Scheduler:
         self._usage = usage or (lambda _: 0.0)
         self._totals = totals or EngineStats()
         self._waiting = FairQueue()
-        # Set aside until another request has computed their prefix, or the disk has been read.
+        # Requests set aside until their prefix is computed by another one, or read from disk.
         self._held: list[Sequence] = []
         self._prefills = prefills or PrefillScheduler(config)
         self._running: list[Sequence] = []
         self._last_num_rows = 0
-        self._begun: list[RequestOutput] = []  # progress of the prompts that were just admitted
+        self._begun: list[RequestOutput] = []  # progress outputs of prompts that were just admitted
 
     @property
     def num_waiting(self) -> int:
@@ -90,18 +90,18 @@ class Scheduler:
         self._held = [s for s in self._held if not s.finished]
 
     def schedule(self) -> StepPlan:
-        """Admit requests, and plan the next step, which must be launched."""
+        """Admit requests, and plan the next step. The caller must launch it."""
         admitted = self._admitted()
         for sequence in admitted:
-            # A prompt is `begun` once its first chunk is planned. That plan has been launched
-            # since, and with it the copy of the prefix into the prompt's batch.
+            # A prompt is `begun` once its first chunk is planned. By now that plan has been
+            # launched, which copied the prefix into the prompt's batch.
             if sequence.finished or sequence.begun:
                 self.reuse.release(sequence.prefix)
         if finished := {s for s in admitted if s.finished}:
             self._running = [s for s in self._running if not s.finished]
             self._prefills.drop(finished)
         decode = tuple(map(StepRow, self._running))
-        # A row that is surely finished still runs beside rows that are not, and keeps nothing.
+        # A row that is surely finished still runs while others need the step, and keeps nothing.
         if all(s.surely_finished for s in self._running):
             decode = ()
         if self.num_waiting:
@@ -146,7 +146,7 @@ class Scheduler:
         if error is not None:
             self._drop(sequence)
             return RequestOutput(sequence.request_id, finish_reason="error", error=error)
-        # On the device a row whose prompt isn't complete counts as ended, so that it emits nothing.
+        # On the device a row with an incomplete prompt counts as ended, so that it emits nothing.
         ended = row.finished and sequence.num_cached >= sequence.num_prompt
         sequence.prompt_logprobs += row.prompt_logprobs
         is_first, options = not sequence.output, sequence.request.options
@@ -183,7 +183,7 @@ class Scheduler:
         )
 
     def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> None:
-        """Plan the head's drafts for next windows, and the host's for the windows of this step."""
+        """Plan the head's drafts for the next windows, and the host's for this step's windows."""
         rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
             return
@@ -202,7 +202,7 @@ class Scheduler:
         if row.fixed is not None:
             return
         if not row.host:
-            # A draft that replaces the sampled token could reveal another client's answer.
+            # An optimistic draft, which is not sampled, could reveal another client's answer.
             alone = sequence.request.sampling.optimistic > 0
             row.host = self._host_sources.drafters(
                 sequence.copied, sequence.prefix.salt, own_text_only=alone
@@ -221,7 +221,7 @@ class Scheduler:
     def _admit(self, step: int) -> None:
         """Admit the next group of prompts; its chunk has at most `step` tokens, with padding.
 
-        A chunk is packed, but the recurrence computes it as a padded rectangle.
+        A chunk is packed without padding, but the recurrence computes it as a padded rectangle.
         """
         room = self._config.max_num_seqs - len(self._admitted())
         if self._config.exact:
@@ -233,7 +233,7 @@ class Scheduler:
             start = 0 if prefix is None else prefix.end
             longest = max(longest, min(sequence.num_prompt - start, step))
             alike = not group or (group[0].prefix.node is None) == (prefix is None)
-            # A prompt with images is computed by itself.
+            # A prompt with images is computed alone.
             alike = alike and not (group and (group[0].images or sequence.images))
             if group and (not alike or longest * (len(group) + 1) > step):
                 break
@@ -248,10 +248,10 @@ class Scheduler:
             self._prefills.groups.append(group)
 
     def _next_waiting(self, group: list[Sequence]) -> Sequence | None:
-        """The next request to admit, or None; those that wait for a prefix are set aside.
+        """Returns the next request to admit, or None; holds requests that wait for a prefix.
 
-        No request overtakes one that waits for memory: running rows end at some point and none
-        joins them meanwhile, so a stream of small requests can't hold up a large one.
+        No request overtakes one that waits for memory: no row joins until enough running rows have
+        ended, so a stream of small requests can't hold up a large one.
         """
         reuse = self.reuse
         if self._held:
@@ -265,7 +265,7 @@ class Scheduler:
                 # One row alone always fits: `Engine.submit` rejects longer requests.
                 if len(rows) > 1 and self._usage(most) > 1:
                     return None
-                # If the disk read failed, another prompt may be computing the prefix: ask again.
+                # If the disk read failed, another prompt may be computing the prefix: check again.
                 if not (
                     reuse.must_wait_for_disk(sequence.prefix)
                     or reuse.must_wait(sequence.prefix, prefilling)

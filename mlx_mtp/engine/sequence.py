@@ -9,7 +9,7 @@ from mlx_mtp.vision.placed import NO_TOKEN
 
 
 class Sequence:
-    """A request that is answered; `stop_ids` end it, and it emits at most `max_new_tokens`."""
+    """A request being answered; any of `stop_ids` ends it, as do `max_new_tokens` tokens."""
 
     def __init__(self, request: Request, stop_ids: tuple[int, ...], max_new_tokens: int) -> None:
         self.request = request
@@ -25,31 +25,31 @@ class Sequence:
             self.constraint = Constraint(request.grammar, request.bad_words, allowed)
         self.drafting = RowDrafting(request.options.num_draft_tokens)
         self.finished = False  # True also if it was cancelled or failed (see `PrefixState.dropped`)
-        self.num_planned = 0  # prompt tokens that are cached or were planned
-        self.begun = False  # its first chunk has been planned
-        self.admitted_at = 0.0  # `perf_counter`, when it left the queue
+        self.num_planned = 0  # prompt tokens that are reused, or planned in chunks so far
+        self.begun = False  # True if its first chunk has been planned
+        self.admitted_at = 0.0  # `perf_counter` when it left the queue
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the chunks that have been read
         self.output: list[int] = []  # emitted tokens
-        self.num_cached = 0  # positions in the caches, by the steps that have been read
-        self.max_cached = 0  # most positions in the caches after all steps in flight
+        self.num_cached = 0  # positions in the caches after the steps that have been read
+        self.max_cached = 0  # upper bound of the positions in the caches after steps in flight
         self._steps_in_flight = 0
         # An optimistic request shares cached prefixes only with other optimistic ones.
         salt = root_key(
             request.options.cache_salt or None, optimistic=request.sampling.optimistic > 0
         )
-        # With prompt logprobs no cached prefix is used: its hidden states are not kept.
+        # Prompt logprobs need hidden states of all positions, which the prefix cache doesn't keep.
         looks_up = request.sampling.prompt_logprobs is None
         self.images = images = request.images
         keys = self.prompt if images is None else images.keys(self.prompt)
         self.prefix = PrefixState(keys, salt, looks_up)
-        # The prompt as drafts may copy it.
+        # The prompt that drafts are copied from: without the tokens of images.
         self.copied = self.prompt
         if images is not None:
             self.copied = tuple(images.with_ids(self.prompt, NO_TOKEN).tolist())
 
     @property
     def surely_finished(self) -> bool:
-        """True if the steps in flight will reach its limit: each emits at least one token."""
+        """True if the steps in flight reach `max_new_tokens`: each emits at least one token."""
         return len(self.output) + self._steps_in_flight >= self.max_new_tokens
 
     @property
@@ -64,7 +64,7 @@ class Sequence:
         )
 
     def begin_prompt(self, num_reused: int) -> None:
-        """Start the prompt after a cached prefix of this length."""
+        """Start the prompt after a cached prefix of `num_reused` tokens."""
         self.prefix.num_reused = self.num_planned = num_reused
         self.num_cached = self.max_cached = num_reused
 

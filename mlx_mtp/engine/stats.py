@@ -15,19 +15,19 @@ from mlx_mtp.vision.images import ImageSizes
 class EngineInfo:
     """Properties that never change while an engine lives."""
 
-    vocab_size: int  # token ids are less
-    max_model_len: int  # most tokens of prompt and answer together
+    vocab_size: int  # all token ids are below this
+    max_model_len: int  # maximum tokens of prompt and answer together
     model_type: str  # as in config.json
     eos_token_ids: tuple[int, ...] = ()  # end a sequence unless it ignores them
-    num_draft_tokens: DraftTokens = 0  # per step, if a request doesn't say; 0: nothing is drafted
-    mtp_enabled: bool = False  # an MTP head drafts
-    max_num_seqs: int = 1  # rows that are computed at once
+    num_draft_tokens: DraftTokens = 0  # drafts per step, unless the request sets them; 0: none
+    mtp_enabled: bool = False  # True if an MTP head drafts
+    max_num_seqs: int = 1  # maximum number of rows
     prefix_cache_size: int = 0  # limit in bytes; 0: no prefix cache
     memory: Mapping[str, int] = field(default_factory=dict)  # planned bytes by part; empty: no plan
     draft_sources: tuple[str, ...] = ()  # names in --drafts
-    images: ImageSizes | None = None  # None: the model sees none
+    images: ImageSizes | None = None  # None: the model takes no images
     never_sampled: tuple[int, ...] = ()  # ids that stand for images
-    embedding_size: int = 0  # numbers of a text's vector; 0: the model generates text
+    embedding_size: int = 0  # dimensions of an embedding; 0: the model generates text
 
 
 @dataclass(slots=True)
@@ -38,20 +38,20 @@ class EngineStats:
     num_requests_waiting: int = 0  # not admitted yet
     kv_usage: float = 0.0  # used share of the memory for rows; 0 without a limit
     prefills: Mapping[str, PrefillProgress] = field(default_factory=dict)  # by request id
-    prompt_tokens: int = 0  # computed
-    generation_tokens: int = 0  # emitted
-    num_drafts: int = 0  # verify windows with at least one draft, per row
+    prompt_tokens: int = 0  # prompt tokens computed
+    generation_tokens: int = 0  # tokens emitted
+    num_drafts: int = 0  # verify windows with at least one draft, one per row
     num_draft_tokens: int = 0  # drafts verified; see `StepRow.num_drafts`
     num_accepted_tokens: int = 0  # drafts accepted
-    num_optimistic_tokens: int = 0  # accepted, but not sampled
-    # By source, and by position in the window from 0: drafts accepted, and drafts verified.
+    num_optimistic_tokens: int = 0  # drafts accepted though not sampled
+    # Drafts accepted and drafts verified, by source and by position in the window from 0.
     num_accepted_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_draft_tokens_per_pos: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    depths: tuple[tuple[int, float], ...] = ()  # batch sizes, and the latest drafts per row
-    choice: ChoiceReason | None = None  # why so many; None if the number is fixed
+    depths: tuple[tuple[int, float], ...] = ()  # (rows, drafts per row last chosen for them)
+    choice: ChoiceReason | None = None  # why this number of drafts; None if it is fixed
     parked: bool = False  # the last step was planned without drafts
-    active_memory: int = 0  # bytes of arrays now
-    num_restarts: int = 0  # after errors that nothing caught
+    active_memory: int = 0  # bytes that mlx's arrays take now
+    num_restarts: int = 0  # restarts after uncaught errors
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
 
     @property

@@ -1,4 +1,4 @@
-"""A step of the engine: its rows, its plan, and what was launched until it has been read."""
+"""A step of the engine: its rows, its plan, and its launched arrays until they are read."""
 
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Many
@@ -23,41 +23,41 @@ from mlx_mtp.speculative.verify import AcceptResult
 class StepRow:
     """One sequence's part of a step: planned by the scheduler, launched by the runner, then read.
 
-    Its positions are tokens of the prompt from `start` on, or a verify window: the last token that
-    the sequence emitted, and drafts.
+    Its positions are either `length` tokens of the prompt from `start` on, or a verify window: the
+    last token that the sequence emitted, and drafts.
     """
 
     sequence: Sequence
     # The plan:
-    start: int = 0  # first position, of a prompt
-    length: int = 0  # number of positions; the runner sets that of a verify window
-    num_proposed: int = 0  # drafts of the MTP head for the next window
-    # The host's guess of the tokens after the last one that it has read. If the guess is right, the
-    # window in flight emits the first of them, at most `ahead`. This step verifies the
-    # `len(run) - ahead` tokens after those, in place of the head's drafts (see
+    start: int = 0  # first position of a prompt's chunk
+    length: int = 0  # number of positions; the runner sets the length of a verify window
+    num_proposed: int = 0  # number of drafts that the MTP head makes for the next window
+    # The host's guess of the tokens that follow the last token it has read. If the guess is right,
+    # the window in flight emits the first tokens of the run, at most `ahead`. This step verifies
+    # the next `len(run) - ahead` tokens, in place of the head's drafts (see
     # `Batch.upload_host_drafts`).
     run: Many[int] = ()
     ahead: int = 0
-    source: str = MTP  # of the drafts of its window
+    source: str = MTP  # source of the window's drafts
     of_others: bool = False  # the run is from an earlier answer, which may be another client's
     # The result:
-    # Drafts of the window that outputs and statistics report. Of a run `of_others` these are only
-    # the accepted ones: what was rejected, or how much, could reveal another client's answer.
+    # Number of the window's drafts, for outputs and statistics. Of a run `of_others` only accepted
+    # drafts count: the rejected ones, or their number, could reveal another client's answer.
     num_drafts: int = 0
     error: MlxMtpError | None = None
-    num_cached: int = 0  # positions that stay in the caches
-    token_ids: tuple[int, ...] = ()  # emitted
+    num_cached: int = 0  # positions of this step that stay in the caches
+    token_ids: tuple[int, ...] = ()  # emitted tokens
     num_accepted: int = 0  # emitted tokens that were drafts
-    optimistic: tuple[int, ...] = ()  # places in `token_ids` of drafts that were not sampled
-    drafts: tuple[int, ...] = ()  # the first `num_drafts`, if any row asked for a trace
+    optimistic: tuple[int, ...] = ()  # indices in `token_ids` of drafts that were not sampled
+    drafts: tuple[int, ...] = ()  # the first `num_drafts` drafts, if any row asked for a trace
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finished: bool = False  # ended on the device
+    finished: bool = False  # True if the device ended the sequence
 
     def verify_host_run(self, count: int) -> None:
-        """Plan to verify at most `count` tokens of the run that its drafter on the host offers.
+        """Plan to verify at most `count` tokens of the run that the host's drafter offers.
 
-        Its limit of tokens and its grammar may allow fewer, or none.
+        The sequence's `max_new_tokens` and grammar can allow fewer tokens, or none.
         """
         sequence, ahead = self.sequence, self.drafting.ahead
         drafter = self.drafting.host[self.drafting.source]
@@ -75,7 +75,7 @@ class StepRow:
 
     @property
     def is_last(self) -> bool:
-        """True if the chunk ends with the prompt."""
+        """True if this is the prompt's last chunk."""
         return self.start + self.length == self.sequence.num_prompt
 
     # What the draft policy reads (see `draft_policy.VerifiedRow`):
@@ -94,8 +94,8 @@ class StepPlan(NamedTuple):
 
     chunk: tuple[StepRow, ...]  # prompts of one group; empty: no chunk
     decode: tuple[StepRow, ...]
-    live: frozenset[Sequence]  # all unfinished sequences; rows of others may be dropped
-    together: bool = False  # chunk and decode step in one forward pass
+    live: frozenset[Sequence]  # all unfinished sequences; other rows can be dropped
+    together: bool = False  # True: chunk and decode step share one forward pass
 
     @property
     def needs_host(self) -> bool:
@@ -105,23 +105,22 @@ class StepPlan(NamedTuple):
 class ChunkArrays:
     """A prefill chunk's tokens, row after row.
 
-    After a cached prefix `tokens` and `following` of each row begin with the prefix's last token
-    (`num_repeated` is 1, else 0). The target model skips that token, as its hidden state is cached.
-    The head runs it, as the head's KV entry of a token also needs the token that follows.
+    In the first chunk after a cached prefix, `num_repeated` is 1, else 0: each row's `tokens` and
+    `following` begin with the prefix's last token. The target model skips that token, as its hidden
+    state is cached. The head runs it, as the head's KV entry of a token also needs the next token.
     `prompts` are on the device, int32 [T + 1], each followed by a 0.
     """
 
     def __init__(self, chunk: Many[StepRow], num_repeated: int, prompts: Many[mx.array]) -> None:
-        # 1 after a cached prefix: its last token, whose hidden state is known.
         self.num_repeated = num_repeated
-        # int32 [B]: tokens of each row that the target model has to run, and all its tokens.
+        # int32 [B]: each row's number of tokens for the target model, and of all its tokens.
         self.num_to_compute = np.array([row.length for row in chunk], dtype=np.int32)
         self.lengths = self.num_to_compute + num_repeated
         self.ends = np.cumsum(self.lengths) - 1  # index of each row's last token
         self.is_last = np.array([row.is_last for row in chunk])
         spans = [(p, row.start, row.start + row.length) for p, row in zip(prompts, chunk)]
-        # int32 [N]: tokens for the target model; all tokens; the token after each of these, 0
-        # after a prompt's last.
+        # int32 [N]: tokens for the target model; all tokens; and the token after each of all
+        # tokens, 0 after a prompt's last.
         self.to_compute = _joined([p[start:end] for p, start, end in spans])
         self.tokens = _joined([p[start - num_repeated : end] for p, start, end in spans])
         self.following = _joined([p[start - num_repeated + 1 : end + 1] for p, start, end in spans])
@@ -130,8 +129,8 @@ class ChunkArrays:
 class SampledWindow(NamedTuple):
     """The sampled tokens of all rows of a step, on the device."""
 
-    tokens: mx.array  # int32 [B, T], after each position; in a prefill [B, 1], after the last one
-    accepted: AcceptResult  # which of them each row emits
+    tokens: mx.array  # int32 [B, T], after each position; of a chunk [B, 1], after the last one
+    accepted: AcceptResult  # which of the tokens each row emits
     logprobs: tuple[mx.array, mx.array, mx.array] | None  # see `Sampler.logprobs`
     window: mx.array  # int32 [B, T], each row's last emitted token and its drafts
     replaced: mx.array | None  # bool [B, T-1], drafts emitted in place of the sampled token
@@ -142,16 +141,17 @@ class InFlightStep:
     """A launched chunk or decode step. Once it has been read the results are in its rows."""
 
     rows: Many[StepRow]
-    is_prefill: bool = False  # a chunk of prompts: all positions are kept
+    is_prefill: bool = False  # True for a chunk of prompts, which keeps all positions
     sampled: SampledWindow | None = None  # None if no token is sampled
     prompt_scores: PromptScores | None = None  # None if no row asked for prompt logprobs
-    error: MlxMtpError | None = None  # of all rows: the whole step failed
-    saves: list[Save] = field(default_factory=list)  # prefixes copied from its rows
-    timing_valid: bool = True  # False if it also restored or saved a prefix, or made logprobs
-    done: mx.array | None = None  # of a chunk: evaluating this waits for all of it
-    launched_at: float = 0.0  # by the core's clock
-    launch_seconds: float = 0.0  # seconds that the host took to launch its plan
-    seconds: float | None = None  # what it takes, if that is known (see `StepClock`)
+    error: MlxMtpError | None = None  # set if the whole step failed
+    saves: list[Save] = field(default_factory=list)  # prefixes copied from the step's rows
+    # False if the step did more than usual: restored or saved prefixes, images, prompt logprobs.
+    timing_valid: bool = True
+    done: mx.array | None = None  # of a chunk: evaluating this array waits for the whole chunk
+    launched_at: float = 0.0  # time of the core's clock
+    launch_seconds: float = 0.0  # seconds that the host took to launch the step's plan
+    seconds: float | None = None  # how long the step took (see `StepClock`); None: unknown
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -205,13 +205,13 @@ class InFlightStep:
 
 
 def _joined(parts: Many[mx.array]) -> mx.array:
-    # On CUDA an operation on an empty array may end the process.
+    # On CUDA an operation on an empty array can abort the process.
     filled = [part for part in parts if part.size] or parts[:1]
     return filled[0] if len(filled) == 1 else mx.concatenate([*filled])
 
 
 # Token ids [N] for the target model, and the cache that is prepared for them.
 ForwardPass = tuple[mx.array, BatchCache]
-# A launch yields its forward pass, if it needs one, is sent the hidden states [N, H], and returns
-# its step: so launches can share one pass.
+# A generator that yields its forward pass, if it needs one, is sent the hidden states [N, H], and
+# returns the launched step. So several launches can share one pass.
 StepLaunch = Generator[ForwardPass, mx.array, InFlightStep]

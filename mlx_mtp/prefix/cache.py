@@ -1,4 +1,4 @@
-"""Copies prefixes out of batches as prompts and answers are computed, and into new ones."""
+"""Copies prefixes out of batches as prompts and answers are computed, and into new batches."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Rows(Protocol):
 
 
 class Save(NamedTuple):
-    """A copy of a row's prefix, which enters the tree when its step has succeeded."""
+    """A copy of a row's prefix, which is inserted into the tree when its step has succeeded."""
 
     state: PrefixState
     tokens: tuple[int, ...]
-    entry: Entry  # with the KV that is not in the tree: one segment, or none
+    entry: Entry  # at most one segment, the KV that is not in the tree yet; and the snapshot
 
 
 class PrefixCache:
-    """A tree of prefixes of at most `limit` bytes (0: none is kept), with KV stored in `bits`.
+    """A tree of prefixes of at most `limit` bytes (0: none are kept), with KV quantized to `bits`.
 
-    No failure here reaches a request: what can't be saved is not saved, and a prompt whose prefix
-    can't be restored is computed.
+    No failure here reaches a request: a prefix that can't be saved is dropped, and a prompt whose
+    prefix can't be restored is computed.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class PrefixCache:
         return self._copy(batch, row, state, state.cache_key[:end])
 
     def save_end(self, batch: Rows, row: int, state: PrefixState, tokens: tuple[int, ...]) -> None:
-        """Copy a row that has ended with these tokens in its caches, for `insert_saved_answers`."""
+        """Copy a row that has ended, with `tokens` in its caches, for `insert_saved_answers`."""
         self._ends += self._copy(batch, row, state, tokens)
 
     def clear(self) -> None:
-        """Free the memory, but for prefixes about to be restored. Those on disk stay there."""
+        """Free all prefixes in memory except those about to be restored; files stay on disk."""
         self._ends.clear()
         self.tree.clear()
 
@@ -90,7 +90,7 @@ class PrefixCache:
             state, tokens, entry = saves.pop(0)
             state.saved(len(tokens))
             if state.dropped:
-                # It may have failed in the step before the one that this copy is of.
+                # The sequence may have failed in the step before the one that was copied.
                 continue
             lasting = state.message_ends[:1] == [len(tokens)]
             try:
@@ -105,7 +105,7 @@ class PrefixCache:
         if not self.tree.limit:
             return []
         try:
-            # What was copied in the step before will be in the tree when this is inserted.
+            # The prefix copied in the step before will be in the tree when this one is inserted.
             start = max(self.tree.covered(state.salt, tokens), state.num_copied)
             entry = copy_entry(batch, row, start, len(tokens), self._bits)
         except Exception:

@@ -3,8 +3,8 @@
 The files hold keys, values and states of prompts and answers, unencrypted: the directory has mode
 0700 and the files 0600, no symbolic link is followed, and every file is opened through one
 descriptor of the directory. A file is written by `mx.save_safetensors`; its name says which rows of
-which prefix it holds. A SHA-256 in its metadata covers the fingerprint, the name and every other
-byte; it is checked before anything is parsed.
+which prefix it holds. A SHA-256 in its metadata covers the fingerprint, the name and all bytes but
+its own; it is checked before anything is parsed.
 """
 
 import contextlib
@@ -37,16 +37,16 @@ _PREFIX = "mlx-mtp-prefix-"
 _NAME = re.compile(
     _PREFIX + r"([0-9a-f]{8})-([0-9a-f]{40}s?)-([0-9a-f]{40})-(\d+)-(\d+)\.safetensors"
 )
-# Files of any version of this program, and unfinished ones.
+# Files of any version of this program, finished or not.
 _OURS = re.compile(_PREFIX + r"[0-9a-f]{8}[-.0-9a-fs]*\.(safetensors|tmp)")
 _LOCK = "mlx-mtp-prefix.lock"
-_LOCK_SECONDS = 3.0  # to wait for a server that is about to end
+_LOCK_SECONDS = 3.0  # time to wait for a server that is about to end
 _POLL_SECONDS = 0.1
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _SLICE = 4 << 20
 _DIGEST = b'"sha256":"'
 _BLANK = "0" * 64
-_DIGEST_WITHIN = 4096  # bytes: the metadata come first in a file
+_DIGEST_WITHIN = 4096  # bytes within which the digest is found: metadata comes first in a file
 _HASH_BLOCK = 256 << 20  # bytes of weights per task: several threads read one large file
 _HASH_PIECE = 1 << 18
 _HASH_THREADS = 8
@@ -54,35 +54,38 @@ _HASH_THREADS = 8
 
 @dataclass(slots=True, eq=False)
 class StoredFile:
-    """A file with rows of KV that follow those of another file, or with a snapshot."""
+    """A file with rows of KV that continue those of another file, or with a snapshot."""
 
-    key: str  # of the prefix up to its end (`prefix_keys`), followed by "s" for a snapshot
+    key: str  # key of the prefix up to `end` (see `prefix_keys`), and "s" for a snapshot
     parent: str  # key of the KV file that it builds on, or the salt's root
     start: int  # first token of its rows
-    end: int  # token after them; a snapshot has `start` here
+    end: int  # token after its rows; equal to `start` for a snapshot
     nbytes: int = 0
-    used: int = 0  # last use, in nanoseconds
-    content: bytes | None = None  # until it is written
+    used: int = 0  # time of the last use, in nanoseconds
+    content: bytes | None = None  # None once it is written
 
 
 def pack(arrays: Mapping[str, mx.array], bits: int | None) -> bytes:
-    """A file's content with a blank digest. Engine's thread only: CUDA may move a buffer."""
+    """Returns a file's content with a blank digest.
+
+    Only for the engine's thread, as CUDA can move a buffer.
+    """
     file = io.BytesIO()
     mx.save_safetensors(file, dict(arrays), {"bits": str(bits or 0), "sha256": _BLANK})
     return file.getvalue()
 
 
 def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
-    """Arrays and bits of a checked content.
+    """Returns the arrays and bits of a file's content, whose digest has been checked.
 
     `mx.load` would read a Python file on a thread that needs the GIL, and on a CPU
-    `mx.clear_cache` holds the GIL while it waits for such threads.
+    `mx.clear_cache` holds the GIL while it waits for such threads: a deadlock.
     """
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
     bits = int(header.pop("__metadata__")["bits"])
     arrays = {}
-    with mx.stream(mx.cpu):  # A GPU's stream would first run all that was launched.
+    with mx.stream(mx.cpu):  # A GPU's stream would first run everything launched before.
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             data = mx.array(np.frombuffer(content, np.uint8, end - begin, start + begin))
@@ -92,10 +95,10 @@ def unpack(content: bytes) -> tuple[dict[str, mx.array], int | None]:
 
 
 def kv_fingerprint(config: Mapping[str, Any], files: Iterable[Path], **facts: object) -> str:
-    """Hash of everything that cached numbers depend on: 64 hexadecimal digits.
+    """Returns a hash, 64 hexadecimal digits, of everything that cached values depend on.
 
-    Weights are hashed whole, and are then in the system's cache for the load. Sizes, times and
-    samples can be equal after a file was replaced (reproducible images, `rsync -t`).
+    Weights are hashed whole, and are then in the system's page cache for loading. Sizes, times and
+    samples can stay equal when a file is replaced (reproducible images, `rsync -t`).
     """
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
         blocks = [
@@ -145,7 +148,7 @@ class PrefixDirectory:
             self.close = opened.pop_all().close
 
     def read(self, file: StoredFile) -> bytes:
-        """A file's content; raises ValueError if it is not what was written."""
+        """Returns a file's content; raises ValueError if it is not what was written."""
         name = self._name(file)
         fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _SAFE, dir_fd=self._fd)
         with io.FileIO(fd) as opened:
@@ -185,7 +188,7 @@ class PrefixDirectory:
             os.unlink(self._name(file), dir_fd=self._fd)
 
     def mark_used(self, file: StoredFile) -> None:
-        """Set a file's times, by which the next process knows the last use."""
+        """Set a file's times to its last use, for the next process."""
         with contextlib.suppress(OSError):
             times = file.used, file.used
             os.utime(self._name(file), ns=times, dir_fd=self._fd, follow_symlinks=False)
@@ -214,7 +217,7 @@ class PrefixDirectory:
         return f"{_PREFIX}{keys}-{file.start}-{file.end}.safetensors"
 
     def _signed(self, name: str, content: bytes) -> tuple[memoryview, ...]:
-        """A content before its digest, the digest that it should have, and the content after it."""
+        """The content before its digest, the right digest, and the content after the digest."""
         start = content.find(_DIGEST, 0, _DIGEST_WITHIN) + len(_DIGEST)
         view = memoryview(content)
         before, behind = view[:start], view[start + len(_BLANK) :]
@@ -238,7 +241,7 @@ def _check_safe(fd: int, flag: str) -> None:
         )
     names = os.listdir(fd)
     if status.st_mode & 0o077 and all(name.startswith("mlx-mtp-prefix") for name in names):
-        # Only if that hides no other program's files.
+        # Only if that hides no files of other programs.
         os.fchmod(fd, 0o700)
 
 

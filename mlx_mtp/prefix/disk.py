@@ -26,21 +26,22 @@ from mlx_mtp.prefix.segments import Entry, Segment, join_segments
 
 logger = logging.getLogger(__name__)
 
-# Most time for a read: 4 GB at 150 MB/s. A slower disk counts as hanging until it answers.
+# Maximum time of a read: 4 GB at 150 MB/s. A slower disk counts as hanging until it answers.
 READ_SECONDS = 30.0
-_RETRY_SECONDS = 60.0  # without writes, after the disk refused one
-_ABANDON_SECONDS = 5.0  # that a task in progress may take beyond the time for closing
-_HEADER_BYTES = 256  # upper bound of an array's entry in a header, and of the rest of it
+_RETRY_SECONDS = 60.0  # time without writes after the disk refused a write
+_ABANDON_SECONDS = 5.0  # time for a task in progress, beyond the time for closing
+_HEADER_BYTES = 256  # upper bound of an array's entry in a header, and of the header's rest
 _MANY_TASKS = 10_000
 
 
 class PrefixStore:
-    """Prefixes in a directory of their own. All methods are for the engine's thread.
+    """Prefixes in a directory. Methods are for the engine's thread, unless marked thread-safe.
 
-    One other thread reads and writes the files, and sees only bytes. No failure of the disk reaches
-    the engine: a failed write is dropped, and a file that can't be read is a miss. A file is of use
-    only with its ancestors, the files that it builds on. Using a file uses its ancestors after it,
-    so nothing builds on the least recently used file, and it can be evicted.
+    The store's own thread reads and writes the files, and sees only bytes. No failure of the disk
+    reaches the engine: a failed write is dropped, and a file that can't be read is a miss. A file
+    is usable only with its ancestors, the files that it builds on. Using a file also marks its
+    ancestors as used, after the file. So no file builds on the least recently used one, which can
+    be evicted.
     """
 
     def __init__(
@@ -49,21 +50,22 @@ class PrefixStore:
         fingerprint: str,
         max_bytes: int,
         max_queued_bytes: int = 1 << 30,
-        # Facts that are known when the model is loaded and must be unchanged: called at first use.
+        # Facts that must stay the same for files to be found. Called at first use, because they
+        # are known only when the model is loaded.
         choices: Callable[[], str] = str,
     ) -> None:
         self.path = path
         self.max_bytes = max_bytes
-        self.on_read: Callable[[], None] = lambda: None  # on the store's thread
-        # The files that are being read, or were read and not taken, and then their content.
+        self.on_read: Callable[[], None] = lambda: None  # called on the store's thread
+        # The files that are being read, or that have been read but not fetched; then their content.
         self.reading: list[StoredFile] = []
         self._contents: deque[bytes] | None = None
         self._max_queued_bytes, self._get_choices = max_queued_bytes, choices
         self._directory = PrefixDirectory(path, fingerprint)
         self._lock = threading.Condition()  # guards all below; never held while the disk works
-        self._files: dict[str, StoredFile] = {}  # a file after those it builds on
-        self._tasks: deque[Callable[[], None]] = deque()  # of the thread
-        self._began: float | None = None  # when it began its current task
+        self._files: dict[str, StoredFile] = {}  # by key; a file follows the files it builds on
+        self._tasks: deque[Callable[[], None]] = deque()  # for the thread
+        self._began: float | None = None  # when the thread began its current task
         self._num_written = self._num_dropped = self._last_use = 0
         self._refused_until = 0.0
         self._complaints: set[int | None] = set()
@@ -74,13 +76,13 @@ class PrefixStore:
         self._thread.start()
 
     def longest(self, salt: str, tokens: Sequence[int]) -> int:
-        """Length of the longest prefix of the tokens that is stored with its snapshot, or 0."""
+        """Returns the length of the longest prefix that is stored with its snapshot, or 0."""
         with self._lock:
             prefixes = reversed(self._prefixes(salt, tokens))
             return next((end for end, key in prefixes if key + "s" in self._files), 0)
 
     def keep(self, salt: str, tokens: Sequence[int], entry: Entry) -> None:
-        """Write the parts of a prefix that are not stored, in the background; copies them now."""
+        """Copy the parts of a prefix that are not stored yet, to write them in the background."""
         *segments, snapshot = entry
         with self._lock:
             prefixes = self._prefixes(salt, tokens)
@@ -108,10 +110,10 @@ class PrefixStore:
     def fetch(
         self, salt: str, tokens: Sequence[int], start: int, make_room: Callable[[int], bool]
     ) -> Fetch | Entry:
-        """A prefix's KV from the token `start`, or one before it, on, and then its snapshot.
+        """Returns a prefix's KV from token `start` or an earlier one on, and then its snapshot.
 
-        Or the state of the read: call again while it is COMING. `make_room` is called with the
-        number of bytes before they are read; it returns whether they fit in memory.
+        Or it returns the state of the read: call again while it is COMING. `make_room` is called
+        with the number of bytes before they are read; it returns whether they fit in memory.
         """
         if self.seconds_left <= 0:
             return Fetch.LATE
@@ -131,7 +133,7 @@ class PrefixStore:
             if contents is None:
                 return Fetch.COMING
             self.forget()
-        # Popped, so that a file's bytes are freed before the arrays of the next are made.
+        # Popped, so that a file's bytes are freed before the arrays of the next file are made.
         return [Segment(file.start, file.end, *unpack(contents.popleft())) for file in files]
 
     @property
@@ -140,12 +142,12 @@ class PrefixStore:
         return READ_SECONDS if began is None else began + READ_SECONDS - now
 
     def forget(self) -> None:
-        """Drop what is being read, or was read and not taken."""
+        """Drop the files that are being read, or that have been read but not fetched."""
         with self._lock:
             self.reading, self._contents = [], None
 
     def stats(self) -> dict[str, int]:
-        """The fields of `PrefixCacheStats` about files. Thread-safe."""
+        """Returns the fields of `PrefixCacheStats` about files. Thread-safe."""
         with self._lock:
             written = [file.nbytes for file in self._files.values() if file.content is None]
             return {
@@ -156,7 +158,7 @@ class PrefixStore:
             }
 
     def close(self, seconds: float = 10.0) -> None:
-        """Write what is queued for at most `seconds`, and unlock the directory."""
+        """Write queued files for at most `seconds`, and unlock the directory."""
         if self._deadline < math.inf:
             return
         self.forget()
@@ -200,7 +202,7 @@ class PrefixStore:
     # These are called with the lock held.
 
     def _prefixes(self, salt: str, tokens: Sequence[int]) -> list[tuple[int, str]]:
-        """Lengths and keys of a prompt's prefixes that files may end at, and of all of it."""
+        """Lengths and keys of a prompt's prefixes at which files end, and of the whole prompt."""
         ends = {file.end for file in self._files.values() if file.end < len(tokens)}
         return list(prefix_keys(self._root(salt), tokens, sorted({*ends, len(tokens)})))
 
@@ -209,7 +211,7 @@ class PrefixStore:
         return key + "s"
 
     def _root(self, salt: str) -> str:
-        """The root of the keys. Files of other choices have other keys: they stay unused."""
+        """The root of the keys. Files of other choices have other keys, so they are not used."""
         return root_key(f"{salt} {self._choices}") if self._choices else salt
 
     @cached_property
@@ -224,13 +226,13 @@ class PrefixStore:
     def _touch(self, key: str) -> None:
         for file in self._lineage(key):
             self._last_use = file.used = max(self._last_use + 1, time.time_ns())
-            # While the disk hangs the queue must not grow without a limit.
+            # While the disk hangs, the queue must not grow without a limit.
             if len(self._tasks) < _MANY_TASKS:
                 self._tasks.append(partial(self._directory.mark_used, file))
         self._lock.notify_all()
 
     def _remove(self, key: str) -> int:
-        """Remove a file and all that build on it; returns how many these may be."""
+        """Remove a file and all files that build on it; returns an upper bound of their number."""
         lost = {key}
         for file in list(self._files.values()):
             if file.key in lost or file.parent in lost:
@@ -246,7 +248,7 @@ class PrefixStore:
             self._remove(min(self._files.values(), key=lambda file: file.used).key)
 
     def _fill(self) -> None:
-        """Take over the directory's files, but for those that lack an ancestor or don't fit."""
+        """Take over the directory's files, except those that lack an ancestor or don't fit."""
         for file in sorted(self._directory.found, key=lambda file: (file.end, file.start)):
             if (file.start == 0 or file.parent in self._files) and file.key not in self._files:
                 self._files[file.key] = file
@@ -256,7 +258,7 @@ class PrefixStore:
             self._touch(file.key)
         self._evict()
 
-    # The rest is the thread's.
+    # The rest runs on the store's thread.
 
     def _run(self) -> None:
         while True:
@@ -333,7 +335,7 @@ def open_store(
     max_bytes: int,
     make: Callable[..., PrefixStore] = PrefixStore,
 ) -> PrefixStore:
-    """Open a model's directory of prefixes; UsageError if it can't be used. No weight is read."""
+    """Open a model's directory of prefixes; raises UsageError if it can't be used."""
     if not config.prefix_cache_size:
         raise UsageError(f"--prefix-cache-dir {path}: prefix_cache_size is 0, so nothing is kept.")
     device = mx.device_info()
@@ -351,10 +353,10 @@ def open_store(
         else None,
         device=[mx.default_device(), device.get("device_name"), device.get("architecture")],
         platform=[platform.system(), platform.machine()],
-        # CUDA's libraries choose how they compute a product.
+        # CUDA's libraries choose how they compute a product, and so its bits.
         packages=sorted(each for each in packages if each.startswith(("mlx", "nvidia-"))),
         version=__version__,
     )
-    # The bits depend on choices that are measured when the model is loaded, after this.
+    # The bits also depend on choices that are measured later, when the model is loaded.
     facts = partial(digest, model.model) if config.exact else str
     return make(own_folder(path), mark, max_bytes, choices=facts)

@@ -1,4 +1,4 @@
-"""Which prefix a prompt continues, what a request waits for, and where its prompt is saved."""
+"""Which prefix a prompt continues, what a request waits for, and which prefixes are saved."""
 
 import hashlib
 from array import array
@@ -10,24 +10,24 @@ from itertools import pairwise
 
 from mlx_mtp.prefix.radix_tree import Fetch, Node, PrefixTree, common_length
 
-MIN_GAIN = 64  # No chunk is cut and no request waits to save fewer tokens.
-MOST_STEP = 512  # Save points inside long texts are multiples of at most this many tokens.
-NUM_MESSAGES = 2  # The ends of the last messages that are saved.
+MIN_GAIN = 64  # tokens; to save fewer, no chunk is cut and no request waits
+MOST_STEP = 512  # maximum tokens up to the first save point inside a text; the next ones double
+NUM_MESSAGES = 2  # number of last messages whose ends are saved
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
     """Totals and gauges of the prefix cache; all 0 without one."""
 
-    queries: int = 0  # prompt tokens of admitted requests, which were looked up
-    hits: int = 0  # how many of them were found
-    nbytes: int = 0  # in memory
-    num_entries: int = 0  # prefixes that a prompt can continue
-    num_files: int = 0  # on the disk
-    file_nbytes: int = 0  # size of these
+    queries: int = 0  # prompt tokens of admitted requests that were looked up
+    hits: int = 0  # prompt tokens that were found
+    nbytes: int = 0  # bytes in memory
+    num_entries: int = 0  # prefixes in memory that a prompt can continue
+    num_files: int = 0  # files on disk
+    file_nbytes: int = 0  # bytes of these files
     num_files_written: int = 0
-    num_files_dropped: int = 0  # the disk is slow or full, or they are too large
-    evicted: Mapping[str, int] = field(default_factory=dict)  # entries by reason
+    num_files_dropped: int = 0  # files not written: too large, or the disk is slow or full
+    evicted: Mapping[str, int] = field(default_factory=dict)  # evicted entries by reason
 
 
 @dataclass(eq=False, slots=True)
@@ -35,30 +35,30 @@ class PrefixState:
     """What the prefix cache knows of one sequence. Lengths and places are in tokens."""
 
     prompt: tuple[int, ...]
-    salt: str  # a `root_key`: sequences share prefixes only with those of the same
+    salt: str  # a `root_key`; only sequences with the same salt share prefixes
     looks_up: bool = True  # False: hidden states of the whole prompt are needed
-    # Set when the sequence is considered first:
-    arrival: int | None = None  # place in the queue
-    cache_key: tuple[int, ...] = ()  # what stands for the prompt in the tree
+    # Set when the sequence is first considered for admission:
+    arrival: int | None = None  # number of the sequence, in order of arrival
+    cache_key: tuple[int, ...] = ()  # ids that stand for the prompt in the tree
     message_ends: list[int] = field(default_factory=list)  # ascending
     chunk_ends: list[int] | None = None  # where all chunks end if the prompt is computed exactly
-    waits_for: tuple["PrefixState", int] | None = None  # who computes its prefix, and the length
-    skips_disk: bool = False  # the disk was too slow, or memory had no room
+    waits_for: tuple["PrefixState", int] | None = None  # who computes a prefix, and its length
+    skips_disk: bool = False  # True if the disk was too slow, or memory had no room
     node: Node | None = None  # the prefix that its prefill continues, until that is copied
     num_reused: int = 0  # length of that prefix
-    save_points: list[int] = field(default_factory=list)  # prefixes to be saved, ascending
+    save_points: list[int] = field(default_factory=list)  # lengths of prefixes to save, ascending
     num_copied: int = 0  # length of a prefix that is copied, but not in the tree yet
     dropped: bool = False  # the sequence was cancelled or failed
 
     def saved(self, length: int) -> None:
-        """Note that the prefix of this length is in the tree, or can't be saved."""
+        """Note that the prefix of `length` tokens is in the tree, or can't be saved."""
         if length in self.save_points:
             self.save_points.remove(length)
         if self.num_copied == length:
             self.num_copied = 0
 
     def chunk_end(self, start: int, step: int) -> int:
-        """Where the prefill chunk from `start` on ends at the latest."""
+        """Returns where the prefill chunk from `start` on must end at the latest."""
         end = len(self.prompt)
         if self.chunk_ends is not None:
             behind = bisect(self.chunk_ends, start)
@@ -72,8 +72,8 @@ class PrefixReuse:
     """Looks up prompts, and holds back requests whose prefix is being computed or read.
 
     A request waits only for prompts that arrived before it, so none waits forever. One prefix is
-    read at a time; another request for the same one then finds it in memory. When the disk is late
-    all requests that wait for it give up. With a tree of size 0 nothing is looked up.
+    read from disk at a time; other requests for the same prefix then find it in memory. If the disk
+    is late, all requests that wait for it give up. With a tree of limit 0 nothing is looked up.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class PrefixReuse:
         exact: bool = False,  # see `chunk_ends`
     ) -> None:
         self.tree = tree
-        self.num_queries = 0  # prompt tokens of the requests that were looked up
-        self.num_hits = 0  # how many of them were found
+        self.num_queries = 0  # prompt tokens that were looked up
+        self.num_hits = 0  # prompt tokens that were found
         self._message_end_ids = message_end_ids
         self._step, self._min_gain, self._exact = step, min_gain, exact
         self._num_seen = 0
-        self._reads: set[PrefixState] = set()  # that wait for the disk,
-        self._reader: PrefixState | None = None  # and the one that it reads for
+        self._reads: set[PrefixState] = set()  # sequences that wait for the disk
+        self._reader: PrefixState | None = None  # the sequence whose prefix is being read
 
     def find(self, state: PrefixState) -> Node | None:
-        """The end of the longest prefix in memory; None if there is none."""
+        """Returns the end of the longest prefix in memory; None if there is none."""
         return self.tree.longest_prefix(state.salt, state.cache_key) if state.looks_up else None
 
     def must_wait_for_disk(self, state: PrefixState) -> bool:
-        """True while its prefix is being read from the disk; call it again until it is not."""
+        """Returns True while the prefix is being read from disk; call again until it is False."""
         if self.tree.disk is None:
             return False
         while length := self._on_disk(state):
@@ -122,7 +122,7 @@ class PrefixReuse:
         return 0.0 if disk is None else max(disk.seconds_left, 0.0)
 
     def is_waiting(self, state: PrefixState) -> bool:
-        """True while it must be held back. Poll a read in progress with `must_wait_for_disk`."""
+        """True while a sequence must be held back. (Poll its own read by `must_wait_for_disk`.)"""
         leader, point = state.waits_for or (None, 0)
         if leader is not None and not leader.dropped and point in leader.save_points:
             return True
@@ -130,7 +130,7 @@ class PrefixReuse:
         return waits_for_disk and self._reader not in (None, state)
 
     def must_wait(self, state: PrefixState, prefilling: Iterable[PrefixState]) -> bool:
-        """True if it waits for one of these prompts to be computed, or for its turn to read."""
+        """True if a sequence must wait for one of `prefilling`, or for its turn to read files."""
         if state.arrival is None:
             state.arrival, self._num_seen = self._num_seen, self._num_seen + 1
             state.cache_key, state.looks_up = state.prompt, state.looks_up and self.tree.limit > 0
@@ -162,7 +162,7 @@ class PrefixReuse:
         return False
 
     def acquire(self, state: PrefixState, node: Node | None) -> None:
-        """Let a prompt continue a prefix, which is kept until it is released; None: no prefix."""
+        """Let a prompt continue the prefix `node`, kept until `release`; None: no prefix."""
         state.node = node
         if node is not None:
             self.tree.touch(node)
@@ -181,7 +181,7 @@ class PrefixReuse:
         self.num_hits += state.num_reused
 
     def release(self, state: PrefixState) -> None:
-        """End its use of the cache but for saves: its prefix was copied, or it is `dropped`."""
+        """Unpin its prefix and end its read: the prefix was copied, or the sequence is dropped."""
         if state in self._reads:
             self._end_read(state)
         if state.node is not None:
@@ -198,7 +198,7 @@ class PrefixReuse:
         )
 
     def _on_disk(self, state: PrefixState) -> int:
-        """Length of the longest prefix of its prompt, if that is not in memory; else 0."""
+        """Length of the longest prefix on disk, if it is longer than any in memory; else 0."""
         if self.tree.disk is None or state.skips_disk or not state.looks_up:
             return 0
         node = self.find(state)
@@ -213,15 +213,16 @@ class PrefixReuse:
 
 
 def message_ends(prompt: Many[int], end_ids: Container[int]) -> list[int]:
-    """Where the messages of a prompt end: lengths of the prefixes up to there, ascending."""
+    """Returns where the messages of a prompt end, as lengths of prefixes, ascending."""
     return [i + 1 for i, token in enumerate(prompt) if token in end_ids]
 
 
 def chunk_ends(end: int, message_ends: Many[int], step: int, min_gain: int = MIN_GAIN) -> list[int]:
-    """Where the chunks of a prompt end if each end depends on the tokens before it alone.
+    """Returns where the chunks of a prompt end if each end depends only on the tokens before it.
 
-    The bits of a token's KV may depend on the chunk it was computed in. So prompts that begin alike
-    get the same chunks, whatever follows and whichever cached prefix they continue.
+    The bits of a token's KV can depend on the chunk that it was computed in. With these ends,
+    prompts that begin alike get the same chunks, whatever follows and whichever cached prefix they
+    continue.
     """
     ends = [0]
     for message_end in message_ends:
@@ -232,9 +233,9 @@ def chunk_ends(end: int, message_ends: Many[int], step: int, min_gain: int = MIN
 
 
 def by_chunk(prompt: tuple[int, ...], chunk_ends: Many[int]) -> tuple[int, ...]:
-    """A prompt's ids, with a 64-bit hash of each chunk in place of its first one.
+    """Returns a prompt's ids, with the first id of each chunk replaced by the chunk's 64-bit hash.
 
-    So prompts that differ inside a chunk share none of it: KV depends on the whole chunk.
+    So prompts that differ inside a chunk share no part of it, as its KV depends on the whole chunk.
     """
     key = list(prompt)
     for start, end in pairwise(dict.fromkeys((0, *chunk_ends, len(prompt)))):
@@ -249,14 +250,15 @@ def save_points(
     message_ends: Many[int],
     step: int,
     min_gain: int = MIN_GAIN,
-    chunk_ends: Many[int] | None = None,  # the only places for them
+    chunk_ends: Many[int] | None = None,  # the only possible save points; None: any
 ) -> list[int]:
-    """Lengths of the prefixes to save while a prompt is computed, ascending.
+    """Returns the lengths of the prefixes to save while a prompt is computed, ascending.
 
-    A recurrent state exists only where it was saved, so it is saved where conversations branch:
-    after the first message, which others share (system prompt and tools), after the last messages,
-    as a template may render the end of a prompt differently in the next turn, and at the end. A
-    long text may branch anywhere: in it at doubling distances, where chunks end anyway.
+    A prefix can be continued only where its recurrent state was saved. So states are saved where
+    conversations branch: after the first message (system prompt and tools), which conversations
+    share; after the last messages, as a template can render the end of a prompt differently in the
+    next turn; and at the end. A long text can branch anywhere, so states are also saved at doubling
+    distances, where chunks end anyway.
     """
     if start == end:
         return []

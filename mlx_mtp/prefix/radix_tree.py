@@ -1,8 +1,8 @@
 """A radix tree of prefixes: which are kept in memory, found and evicted. No arrays, no model.
 
 Each salt has a tree of token segments. A node holds the KV of its own tokens. An entry is a node
-with a snapshot, the recurrent states at its end; only there a match can end. The least recently
-used entry is evicted first; if other entries lie beyond it, only its snapshot goes.
+with a snapshot of the recurrent states at its end; a match can end only at an entry. The least
+recently used entry is evicted first; if other entries build on it, only its snapshot is freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TokenIds = tuple[int, ...]
 
-NUM_RECENT = 3  # latest snapshots of a chain, which are not thinned
+NUM_RECENT = 3  # latest snapshots of a chain, which are never thinned
 _KEY_DIGITS = 40
 _TOKEN_BYTES = 8
 _STRIDE = 256
@@ -43,14 +43,17 @@ class Fetch(enum.Enum):
 
 @dataclass(eq=False)
 class Node:
-    """A segment of tokens with their KV, which ends at `end` of the prefix; the root has none."""
+    """A segment of tokens with their KV, which ends at token `end` of the prefix.
+
+    The root has no tokens and no KV.
+    """
 
     salt: str  # its `root_key`
     parent: Node | None
     tokens: TokenIds
     kv: Segment | None
     snapshot: Segment | None = None  # the states after the last token
-    lasting: bool = False  # the snapshot is not thinned
+    lasting: bool = False  # True: the snapshot is never thinned
     children: dict[tuple[str, int], Node] = field(default_factory=dict)  # by salt and first token
     end: int = field(init=False)
 
@@ -62,7 +65,7 @@ class Node:
         return self.salt, self.tokens[0]
 
     def path(self) -> list[Node]:
-        """The nodes from below the root to this one."""
+        """Returns the nodes from below the root to this one."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -79,13 +82,13 @@ class Node:
 
 
 class PrefixTree:
-    """The prefixes in memory, `nbytes` of at most `limit` bytes, in front of those on `disk`."""
+    """The prefixes in memory, which take `nbytes` of at most `limit` bytes, and those on `disk`."""
 
     def __init__(self, limit: int, disk: PrefixStore | None = None) -> None:
         self.limit = limit
         self.nbytes = 0
         self.disk = disk
-        self.evicted: Counter[str] = Counter()  # entries by reason
+        self.evicted: Counter[str] = Counter()  # evicted entries by reason
         self._root = Node("", None, (), None)
         self._pins: Counter[Node] = Counter()
         self._entries: OrderedDict[Node, None] = OrderedDict()  # least recently used first
@@ -94,7 +97,7 @@ class PrefixTree:
         return len(self._entries)
 
     def longest_prefix(self, salt: str, tokens: TokenIds) -> Node | None:
-        """The longest entry in memory that is a prefix of the tokens; None if there is none."""
+        """Returns the longest entry in memory that is a prefix of the tokens, or None."""
         last, covered = self._walk(salt, tokens)
         node: Node | None = last
         while node is not None and (node.snapshot is None or node.end > covered):
@@ -102,7 +105,7 @@ class PrefixTree:
         return node
 
     def covered(self, salt: str, tokens: TokenIds) -> int:
-        """How many of the first tokens have KV in memory, with or without an entry there."""
+        """Returns how many of the first tokens have KV in memory, with or without a snapshot."""
         return self._walk(salt, tokens)[1]
 
     def touch(self, node: Node) -> None:
@@ -112,7 +115,7 @@ class PrefixTree:
             self.disk.touch(node.salt, node.prefix())
 
     def pin(self, node: Node) -> None:
-        """Keep a node and its path until it was unpinned as often as pinned."""
+        """Keep a node and its path until it has been unpinned as often as pinned."""
         self._pins[node] += 1
 
     def unpin(self, node: Node) -> None:
@@ -121,9 +124,9 @@ class PrefixTree:
         self._prune(node)
 
     def insert(self, salt: str, tokens: TokenIds, entry: Entry, lasting: bool = False) -> bool:
-        """Add an entry; returns False if there is no room, or the KV before its own is gone.
+        """Add an entry; returns False if there is no room, or if KV before the entry's is gone.
 
-        `entry` has the KV that is not in the tree. A `lasting` one stays when a chain is thinned.
+        `entry` has the KV that is not in the tree yet. A `lasting` entry is never thinned.
         """
         *kv, snapshot = entry
         node, covered = self._walk(salt, tokens)
@@ -166,11 +169,11 @@ class PrefixTree:
 
     @property
     def fetched_nbytes(self) -> int:
-        """Bytes of files that are being read, or were read and are not in the tree yet."""
+        """Bytes of files that are being read, or have been read but are not in the tree yet."""
         return 0 if self.disk is None else sum(file.nbytes for file in self.disk.reading)
 
     def fetch(self, salt: str, tokens: TokenIds, lasting: bool = False) -> Fetch:
-        """Insert an entry from the disk, or have it read; call again while it is COMING."""
+        """Insert an entry from disk, or start reading it; call again while it is COMING."""
         assert self.disk is not None
         node, covered = self._walk(salt, tokens)
         self.pin(node)
@@ -200,7 +203,7 @@ class PrefixTree:
         """Split a node, which becomes the lower part; returns the upper part."""
         assert node.parent is not None and node.kv is not None
         start = node.kv.start
-        # If there is no memory for the copies the tree stays as it was.
+        # If there is no memory for the copies, the tree stays as it was.
         above, below = node.kv.cut(start, at), node.kv.cut(at, node.end)
         self.nbytes += above.nbytes + below.nbytes - node.kv.nbytes
         upper = Node(node.salt, node.parent, node.tokens[: at - start], above)
@@ -210,7 +213,10 @@ class PrefixTree:
         return upper
 
     def _make_room(self, more: int, anchor: Node | None = None) -> bool:
-        """Evict entries until `more` bytes fit, but not KV up to `anchor`; none if they can't."""
+        """Evict entries until `more` bytes fit, but not KV up to `anchor`.
+
+        Returns False, and evicts nothing, if the bytes can't fit.
+        """
         room = self.limit - self.fetched_nbytes - more
         ends = [*self._pins, anchor] if anchor else [*self._pins]
         needed = {node for end in ends for node in end.path()}
@@ -240,7 +246,7 @@ class PrefixTree:
             node = node.parent
 
     def _thin(self, node: Node) -> None:
-        """Remove the snapshots that a chain, which has grown to `node`, can do without."""
+        """Remove dispensable snapshots of the chain that ends with `node`."""
         inner = [n for n in node.path()[:-1] if n.snapshot is not None]
         ends = spare([n.end for n in inner], node.end)
         for each in inner:
@@ -250,10 +256,10 @@ class PrefixTree:
 
 
 def spare(ends: Sequence[int], last: int) -> list[int]:
-    """The snapshots of a chain, at `ends`, to remove so that distances from its end double.
+    """Returns the `ends` of a chain's snapshots to remove, so that distances from `last` double.
 
-    The first and the latest stay. Another one goes if the snapshot before it is at most twice as
-    far from the end as the one after it.
+    The first snapshot and the latest `NUM_RECENT` stay. Another one is removed if the snapshot
+    before it is at most twice as far from the end as the one after it.
     """
     dropped: list[int] = []
     older = list(ends[:-NUM_RECENT])
@@ -268,7 +274,7 @@ def spare(ends: Sequence[int], last: int) -> list[int]:
 
 
 def common_length(one: TokenIds, other: TokenIds, at: int = 0) -> int:
-    """How many tokens `one` shares with `other` from place `at` on."""
+    """Returns the length of the common prefix of `one` and `other[at:]`."""
     end = min(len(one), len(other) - at)
     for start in range(0, end, _STRIDE):  # Comparing slices is faster than comparing tokens.
         stop = min(start + _STRIDE, end)
@@ -278,14 +284,14 @@ def common_length(one: TokenIds, other: TokenIds, at: int = 0) -> int:
 
 
 def root_key(salt: str | None, *, optimistic: bool = False) -> str:
-    """Key of the empty prefix, 40 hexadecimal digits; None and the empty salt differ."""
+    """Returns the key of the empty prefix, 40 hexadecimal digits; None is not the empty salt."""
     text = b"mlx-mtp prefix\0" + (b"optimistic\0" if optimistic else b"")
     text += b"" if salt is None else b"salt\0" + salt.encode()
     return hashlib.sha256(text).hexdigest()[:_KEY_DIGITS]
 
 
 def prefix_keys(root: str, tokens: Sequence[int], ends: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Lengths and keys of the prefixes of a prompt that end at `ends`, in ascending order.
+    """Yields lengths and keys of the prefixes of a prompt that end at `ends`, which ascend.
 
     A key is a hash of the salt's `root_key` and the tokens, however these are split into files.
     """

@@ -1,13 +1,14 @@
-"""What a cached prefix holds, as named arrays: copied out of a batch's caches and back into them.
+"""The arrays of a cached prefix, by name: copied out of a batch's caches and back into them.
 
-A segment is the KV of consecutive tokens. A snapshot is a segment without tokens: all else that
-decoding needs after the tokens before it. Arrays are named by part: `layers.3.keys`, `mtp.keys`,
+A segment is the KV of consecutive tokens. A snapshot is a segment without tokens: everything else
+that decoding needs to continue at its place. Arrays are named by part: `layers.3.keys`, `mtp.keys`,
 `layers.0.state` (float32 [Hv, Dv, Dk]), `layers.0.history` (the last inputs of the convolution,
 [K-1, C]), and `hidden` [H], the target model's post-norm hidden state of the last token.
 
-Row p of the MTP head's KV joins the hidden state at p with the token at p+1, so n tokens determine
-its rows 0 to n-2, and in a segment the head's rows are one behind the target model's. Row n-1 is
-written when the prefix is used, from the snapshot's hidden state and the token that follows.
+Row p of the MTP head's KV combines the hidden state at p with the token at p+1. So n tokens
+determine only its rows 0 to n-2, and a segment's rows of the head begin and end one before those of
+the target model. Row n-1 is written when the prefix is used, from the snapshot's hidden state and
+the token that follows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _PARTS = ("packed", "scales", "biases")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """KV of the tokens `start` to `end` of a prefix, or the snapshot there."""
+    """KV of the tokens `start` to `end` of a prefix, or the snapshot at `start` == `end`."""
 
     start: int
     end: int
@@ -46,7 +47,7 @@ class Segment:
         return sum(a.nbytes for a in self.arrays.values())
 
     def cut(self, start: int, end: int) -> Segment:
-        """A copy of the part from the token `start` to `end`."""
+        """Returns a copy of the part from token `start` to `end`."""
         arrays = Arrays()
         for name, array in self.arrays.items():
             first = _row(name, self.start)
@@ -61,7 +62,7 @@ Entry = list[Segment]
 
 
 def join_segments(segments: Sequence[Segment], start: int) -> Segment:
-    """Consecutive segments as one, from the token `start` of the first segment on."""
+    """Returns consecutive segments as one, from token `start`, in the first segment, on."""
     first, last = segments[0], segments[-1]
     assert first.start <= start < last.end
     if len(segments) == 1 and start == first.start:
@@ -119,7 +120,7 @@ def _caches(kind: type[_Cache], batch: BatchCache) -> list[tuple[str, _Cache]]:
 
 
 def _row(name: str, token: int) -> int:
-    """The first row of a cache for a segment that starts at this token."""
+    """The first row of a cache for a segment that starts at `token`."""
     return max(token - 1, 0) if name.startswith(_HEAD) else token
 
 

@@ -1,4 +1,4 @@
-"""The ranks behind rank 0: each runs the steps that rank 0 sends, and decides nothing."""
+"""The ranks other than rank 0: each runs the steps that rank 0 sends, and decides nothing."""
 
 import mlx.core as mx
 
@@ -17,7 +17,7 @@ from mlx_mtp.speculative.drafter import make_drafter
 
 
 def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> None:
-    """Run steps until rank 0 ends; RankError if rank 0 is lost, or a step fails here."""
+    """Run steps until rank 0 ends; raises RankError if rank 0 is lost or a step fails here."""
     follower: _Follower | None = None
     while (message := link.receive()) is not None:
         if isinstance(message, Begin):
@@ -46,7 +46,7 @@ class _Follower:
         self._in_flight: list[InFlightStep] = []
 
     def launch_step(self, step: Step) -> None:
-        """Launch a step, and wait for the step before it."""
+        """Launch a step, then wait for the step before it."""
         for op in step.ops:
             if op[0] == "copy":
                 self._copy(*op[1:])
@@ -71,7 +71,7 @@ class _Follower:
         for each in launched:
             if each.error is not None:
                 raise RankError(f"a step failed: {each.error}")
-        # A rank is at most one step ahead of the others, and failures on the device are noticed.
+        # Waiting keeps a rank at most one step ahead of the others, and shows device failures.
         ready, self._in_flight = self._in_flight, launched
         for each in ready:
             mx.eval([a for a in (each.done, each.sampled and each.sampled.tokens) if a is not None])

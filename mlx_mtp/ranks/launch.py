@@ -1,4 +1,4 @@
-"""`mlx-mtp serve` on several ranks: checks that they agree, runs ranks 1 and up, and ends all."""
+"""`mlx-mtp serve` on several ranks: checks that they agree, runs ranks 1 and up, and ends them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ALIKE = ("dtype", "prefix_cache_dir", "prefix_cache_dir_size", "mtp_draft_vocab")
-"""Options that must be the same on all ranks, beside those of the engine."""
-_SAMPLE = 256  # bytes of each tensor
+"""Options that must be the same on all ranks, in addition to those of the engine."""
+_SAMPLE = 256  # bytes of each tensor that the fingerprint covers
 _HANG_SECONDS = 10.0
 """All ranks end if a step seems to hang for this long."""
 _LOOK_SECONDS = 1.0
@@ -41,7 +41,7 @@ _FLUSH_SECONDS = 2.0  # for clients to read the error, and for the log
 def connect_ranks(options: argparse.Namespace, loaded: LoadedModel) -> Links | Link | None:
     """Connect rank 0 and each other rank; None for a single rank.
 
-    UsageError if versions, options or models differ between ranks.
+    Raises UsageError if versions, options or models differ between ranks.
     """
     if world().size == 1:
         return None
@@ -58,7 +58,7 @@ def connect_ranks(options: argparse.Namespace, loaded: LoadedModel) -> Links | L
 
 
 def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None) -> int:
-    """Serve on any rank but 0, until rank 0 ends; returns the exit status."""
+    """Run a rank other than 0 until rank 0 ends; returns the exit status."""
     from mlx_mtp.ranks.follower import follow
 
     rank = world().rank
@@ -82,8 +82,8 @@ def follow_rank_zero(loaded: LoadedModel, link: Link, store: PrefixStore | None)
 
 
 def watch(engine: Engine, links: Links) -> None:
-    """Wait until all ranks are ready; from then on end all if one is lost, or a step hangs."""
-    links.wait()  # Reading the weights may take longer than `_HANG_SECONDS`.
+    """Wait until all ranks are ready; then end all ranks if one is lost or a step hangs."""
+    links.wait()  # Reading the weights can take longer than `_HANG_SECONDS`.
 
     def end(reason: str) -> None:
         logger.critical("The ranks can't go on together: %s.", reason)
@@ -104,7 +104,7 @@ def watch(engine: Engine, links: Links) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Hash of a model's config.json and of the first bytes of each tensor: 16 hex digits."""
+    """Returns a hash, 16 hex digits, of a model's config.json and each tensor's first bytes."""
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob(WEIGHTS)):
         start, header = read_header(file)

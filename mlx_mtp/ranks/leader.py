@@ -1,9 +1,10 @@
 """Rank 0 of several: its runner sends each step to the other ranks before it launches the step.
 
-All ranks build the same graph, so that their collectives meet in the same order. The others need
-for that only what is in a `Step`: sequences, windows, and which prefixes are restored. They know
-neither sampling parameters nor grammars, as they take over the tokens that rank 0 samples
-(`distributed.broadcast`), and no tree of prefixes: they copy, cut and free segments as rank 0 does.
+All ranks build the same graph, so that their collectives run in the same order. For that the other
+ranks need only the contents of a `Step`: sequences, windows, and which prefixes are restored. They
+have no sampling parameters and no grammars, as they take over the tokens that rank 0 samples
+(`distributed.broadcast`). They have no tree of prefixes, but copy, cut and free segments as rank 0
+does.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from mlx_mtp.ranks.segments import LeaderSegment, ids_of
 logger = logging.getLogger(__name__)
 
 _NOTICE_SECONDS = 0.5
-_TOLERANCE = 0.05  # of the largest hidden state
+_TOLERANCE = 0.05  # share of the largest hidden state by which ranks may differ
 
 
 class LeaderPrefixes(PrefixCache):
-    """A prefix cache that records what the other ranks have to do with their parts."""
+    """A prefix cache that records operations for the other ranks' parts."""
 
     def __init__(self, links: Links, *args: Any) -> None:
         super().__init__(*args)
@@ -61,7 +62,7 @@ class LeaderPrefixes(PrefixCache):
 class LeaderRunner(ModelRunner):
     """A runner whose steps the other ranks run too. No step may fail, as they would not know.
 
-    They know a sequence by the `id` of its `PrefixState`, from the step on that `_live` has it.
+    The other ranks know the sequences in `_live`, by the `id` of a sequence's `PrefixState`.
     """
 
     prefixes: LeaderPrefixes
@@ -111,7 +112,8 @@ class LeaderRunner(ModelRunner):
     def _checked(self, steps: list[InFlightStep]) -> list[InFlightStep]:
         for step in steps:
             if step.error is not None:
-                time.sleep(_NOTICE_SECONDS)  # The link gives a better reason if a rank has gone.
+                # If a rank has gone, its link reports a better reason meanwhile.
+                time.sleep(_NOTICE_SECONDS)
                 self.prefixes.links.fail(f"a step failed on rank 0: {step.error}")
         return steps
 

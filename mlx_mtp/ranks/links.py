@@ -1,7 +1,7 @@
 """Connections between rank 0 and each other rank: messages and heartbeats.
 
-A collective that waits for a lost rank can't be interrupted. So each link has threads of its own,
-and a rank whose peer falls silent ends its process.
+A collective that waits for a lost rank can't be interrupted. So each link has its own threads, and
+a rank whose peer falls silent ends its own process.
 """
 
 import asyncio
@@ -31,26 +31,26 @@ from mlx_mtp.ranks.messages import Failed, Fetched, PrefixOp
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 8.0
-"""A rank that sends nothing for this long is taken to be lost."""
+"""A rank that sends nothing for this long is considered lost."""
 CONNECT_SECONDS = 60.0
 """Time in which all ranks must connect to rank 0."""
 PROVE_SECONDS = 10.0
-"""Time in which a connection must prove that it is a rank's."""
+"""Time in which a connection must prove that it comes from a rank."""
 _REACH_SECONDS, _RETRY_SECONDS = 3.0, 0.1
 _SHARED_BYTES = 1024
 _MOST_STRANGERS = 64  # connections without proof yet; the oldest is closed for a new one
-# Each side proves that it has the key without sending it: rank 0 sends random bytes; the other rank
-# its number, random bytes and an HMAC of all these; rank 0 another HMAC.
+# Each side proves that it has the key without sending it. Rank 0 sends random bytes; the other rank
+# sends its number, random bytes and an HMAC of all of these; rank 0 replies with another HMAC.
 _RANDOM_BYTES, _RANK_BYTES, _PROOF_BYTES = 32, 4, 32
 _HELLO_BYTES = _RANK_BYTES + _RANDOM_BYTES + _PROOF_BYTES
 
 
 class _Loader(pickle.Unpickler):
-    """Loads the classes of `messages`, and nothing else that a pickle may name."""
+    """Loads the classes of `messages`, and nothing else that a pickle can name."""
 
     def find_class(self, module: str, name: str) -> Any:
         loaded = getattr(messages, name, None)
-        # Imports of that module, or attributes that every module has, would lead to other code.
+        # Names that `messages` imports, or attributes of every module, would lead to other code.
         if module != messages.__name__ or getattr(loaded, "__module__", None) != module:
             raise pickle.UnpicklingError(f"{module}.{name} is no message")
         return loaded
@@ -62,15 +62,15 @@ class Link:
     def __init__(
         self,
         sock: socket.socket,
-        peer: int,  # its rank
+        peer: int,  # the other rank
         on_lost: Callable[[str], None],  # called with the reason, on the link's thread
     ) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
-        self.num_done = 0  # steps that this rank has launched; heartbeats tell the peer
+        self.num_done = 0  # steps that this rank has launched; sent in heartbeats
         self.peer_num_done = 0
-        self.memory = 0  # bytes of the rank with the least
+        self.memory = 0  # bytes of memory of the rank with the least
         self.fetched = Fetched(0, "")  # the peer's last answer to a fetch
         self.on_fetched: Callable[[], None] = lambda: None  # called on the link's thread
         self._on_lost = on_lost
@@ -95,14 +95,14 @@ class Link:
         self._inbox.put(message)
 
     def receive(self) -> Any:
-        """The next message; RankError when the peer is lost."""
+        """Wait for the next message and return it; raises RankError if the peer is lost."""
         message = self._inbox.get()
         if isinstance(message, RankError):
             raise message
         return message
 
     def close(self) -> None:
-        """Stop heartbeats, and take silence for no loss: one of the two ranks is about to end."""
+        """Stop heartbeats and report no lost peer from now on: one of the ranks is about to end."""
         self._closed.set()
 
     def _beat(self) -> None:
@@ -110,9 +110,10 @@ class Link:
             self.send(self.num_done)
 
     def _heard(self) -> bool:
-        """Wait for a message; False if there is none for `LOST_SECONDS`.
+        """Wait for a message; returns False if there is none for `LOST_SECONDS`.
 
-        Many short waits, so that time in which this process is stopped (Ctrl-Z) does not count.
+        Waits many times for a short time, so that time while this process is stopped (Ctrl-Z) does
+        not count.
         """
         waits = range(round(LOST_SECONDS / BEAT_SECONDS))
         return any(self._connection.poll(BEAT_SECONDS) for _ in waits)
@@ -137,7 +138,7 @@ class Link:
             reason = f"rank {self.peer} has ended"
         except RankError as error:
             reason = str(error)
-        except Exception as error:  # A damaged pickle may raise anything.
+        except Exception as error:  # A damaged pickle can raise anything.
             reason = f"rank {self.peer} has sent what is no message: {error}"
         self._inbox.put(RankError(reason))
         if not self._closed.is_set():
@@ -145,12 +146,12 @@ class Link:
 
 
 class Links:
-    """Rank 0's links to all other ranks, or none. Records operations to send with the next step."""
+    """Rank 0's links to all other ranks, if any. Records operations to send with the next step."""
 
     def __init__(self, on_failure: Callable[[str], None] = lambda _: None) -> None:
         self.all: list[Link] = []
         self.on_failure = on_failure  # called with the first reason, on any thread
-        self.memory = 0  # bytes of the rank with the least
+        self.memory = 0  # bytes of memory of the rank with the least
         self._failed = threading.Lock()  # never released after the first failure
         self._ops: list[PrefixOp] = []
 
@@ -167,22 +168,22 @@ class Links:
         self._ops.append(op)
 
     def take_ops(self) -> list[PrefixOp]:
-        """Remove and return the recorded operations; more may be recorded meanwhile."""
+        """Remove and return the recorded operations; more can be recorded meanwhile."""
         return [self._ops.pop(0) for _ in range(len(self._ops))]
 
     def wait(self) -> None:
-        """Wait for one message of each rank; RankError if a rank is lost."""
+        """Wait for one message from each rank; raises RankError if a rank is lost."""
         for link in self.all:
             with waiting(f"rank {link.peer} to read its weights"):
                 link.receive()
 
     def launched_steps(self) -> str:
-        """How many steps each other rank has launched, as a text."""
+        """Returns a text that says how many steps each other rank has launched."""
         counts = {link.peer: link.peer_num_done for link in self.all}
         return ", ".join(f"rank {peer} {counts[peer]}" for peer in sorted(counts))
 
     def close(self) -> None:
-        """Let the others end."""
+        """Let the other ranks end."""
         for link in self.all:
             link.close()
             link.send(None)
@@ -191,10 +192,10 @@ class Links:
 def connect(
     ranks: World, facts: Mapping[str, object], memory: int, on_failure: Callable[[str], None]
 ) -> Links | Link:
-    """Link rank 0 and the other ranks, which all call this; `memory` is this rank's, in bytes.
+    """Link rank 0 and the other ranks; all ranks call this. `memory` is this rank's, in bytes.
 
     A collective distributes rank 0's addresses and a random key. Raises UsageError if ranks differ
-    in their facts, RankError if one can't be reached.
+    in their `facts`, and RankError if a rank can't be reached.
     """
     shared, servers = bytes(_SHARED_BYTES), dict[str, socket.socket]()
     with contextlib.ExitStack() as stack:
@@ -244,7 +245,7 @@ def _proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
 def _reach(places: Many[tuple[str, int]], key: bytes, rank: int) -> socket.socket:
     """Connect to rank 0 at the first of its addresses that works.
 
-    Retry if rank 0 hangs up, as it does on the oldest of many strangers.
+    Retries if rank 0 hangs up, as it does on the oldest unproven connection if there are many.
     """
     until, reached = monotonic() + CONNECT_SECONDS, True
     while reached and monotonic() < until:
@@ -277,7 +278,8 @@ def _receive_bytes(sock: socket.socket, count: int) -> bytes:
 async def _accept_ranks(servers: Many[socket.socket], key: bytes, size: int, links: Links) -> None:
     """Add a link for each other rank, once it has connected and proved that it has the key.
 
-    Connections without a proof are closed. RankError if a rank is missing after `CONNECT_SECONDS`.
+    Connections without a proof are closed. Raises RankError if a rank is missing after
+    `CONNECT_SECONDS`.
     """
     loop, complete = asyncio.get_running_loop(), asyncio.Event()
     missing, strangers = set(range(1, size)), deque[asyncio.Task[None]]()
@@ -316,7 +318,7 @@ async def _accept_ranks(servers: Many[socket.socket], key: bytes, size: int, lin
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             welcome(sock)
-            await asyncio.sleep(0)  # Let tasks run between two connections that wait already.
+            await asyncio.sleep(0)  # Let tasks run even if another connection waits already.
             while strangers and strangers[0].done():
                 strangers.popleft()
             if len(strangers) > _MOST_STRANGERS:

@@ -16,15 +16,15 @@ PrefixOp = tuple[Any, ...]
 Ids of sequences and segments are rank 0's. The last of several segments is a snapshot. The store
 is the rank's prefix directory; `prefix` stands for a salt and tokens.
 
-    "copy", sequence, start, end, bits, ids     from its caches: KV, unless start is end; snapshot
+    "copy", sequence, start, end, bits, ids     copy KV (if start < end) and snapshot from caches
     "cut", segment, start, end, id              copy a part of a segment
     "free", segment
     "keep", prefix, ids                         write to the store
     "touch", prefix                             mark as used in the store
     "drop_snapshot", prefix                     remove from the store
     "fetch", number, prefix, start              read from the store, and answer with `Fetched`
-    "name_fetched", ids                         give what was fetched these ids
-    "forget"                                    drop what is or was being fetched
+    "name_fetched", ids                         give the fetched segments these ids
+    "forget"                                    drop the segments that are being fetched, or were
 """
 
 PlannedRow = tuple[int, int, tuple[int, int, int, tuple[int, ...], int]]
@@ -32,7 +32,7 @@ PlannedRow = tuple[int, int, tuple[int, int, int, tuple[int, ...], int]]
 
 
 class Begin(NamedTuple):
-    """Make a runner, with empty batches and no cached prefix."""
+    """Make a runner with empty batches and no cached prefixes."""
 
     vocab_size: int
     drafts: bool
@@ -40,7 +40,7 @@ class Begin(NamedTuple):
 
 
 class NewSequence(NamedTuple):
-    """What another rank has to know of a sequence."""
+    """What another rank must know of a sequence."""
 
     prompt: tuple[int, ...]
     stop_ids: tuple[int, ...]
@@ -56,7 +56,7 @@ class NewSequence(NamedTuple):
         return cls(sequence.prompt, sequence.stop_ids, sequence.max_new_tokens, top, images)
 
     def sequence(self) -> Sequence:
-        """The sequence on another rank, which takes over the tokens that rank 0 samples."""
+        """Returns the sequence for another rank, which takes over tokens that rank 0 samples."""
         most = self.max_new_tokens
         sampling = SamplingParams(most, temperature=0.0, prompt_logprobs=self.prompt_logprobs)
         placed = [PlacedImage(*each[:3], Pixels(*each[3])) for each in self.images]
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
     ops: list[PrefixOp]
     new: dict[int, NewSequence]
-    prefixes: dict[int, tuple[int, ...]]  # segments and a snapshot that sequences begin with
+    prefixes: dict[int, tuple[int, ...]]  # by sequence, segments and a snapshot that it begins with
     live: frozenset[int]  # all other sequences are dropped
     chunk: list[PlannedRow]
     decode: list[PlannedRow]
@@ -82,11 +82,11 @@ class Compare(NamedTuple):
 
 
 class Poll(NamedTuple):
-    """From a rank to itself: its store has read a prefix."""
+    """From a rank to itself: the rank's store has read a prefix."""
 
 
 class Fetched(NamedTuple):
-    """To rank 0: how the fetch of this number ended, as the name of a `radix_tree.Fetch`."""
+    """To rank 0: how fetch `number` ended; `state` is the name of a `radix_tree.Fetch`."""
 
     number: int
     state: str

@@ -1,7 +1,7 @@
-"""Cached segments and prefix directories of which every rank has its part.
+"""Cached segments and prefix directories, where every rank has its own part of each.
 
-Rank 0's tree alone decides which prefixes are kept, read and dropped. What it does is recorded as
-operations that the other ranks run on their parts before their next step. A prefix is read from
+Only rank 0's tree decides which prefixes are kept, read and dropped. Its actions are recorded as
+operations, which the other ranks run on their parts before their next step. A prefix is used from
 disk only if all ranks can read their parts.
 """
 
@@ -48,17 +48,17 @@ class LeaderSegment(Segment):
 
 
 def ids_of(segments: Iterable[Segment]) -> tuple[int, ...]:
-    """Ids of rank 0's segments."""
+    """Returns the ids of rank 0's segments."""
     return tuple(cast(LeaderSegment, segment).id for segment in segments)
 
 
 class LeaderStore(PrefixStore):
-    """Rank 0's prefix directory. The other ranks do the same with their own ones."""
+    """Rank 0's prefix directory. The other ranks do the same in their directories."""
 
     def __init__(self, links: Links, *args: Any, **more: Any) -> None:
         self._links = links
         self._numbers = itertools.count(1)
-        # Number, salt, tokens and start of what the other ranks fetch, or have fetched.
+        # Number, salt, tokens and start of the prefix that the other ranks fetch or have fetched.
         self._request: tuple[int, str, tuple[int, ...], int] | None = None
         self._requested_at = 0.0
         super().__init__(*args, **more)
@@ -80,9 +80,9 @@ class LeaderStore(PrefixStore):
     def fetch(
         self, salt: str, tokens: Many[int], start: int, make_room: Callable[[int], bool]
     ) -> Fetch | Entry:
-        """As the base class; COMING until all ranks have their parts, GONE if one can't read its.
+        """Like the base class, but COMING until all ranks have their parts; GONE if one fails.
 
-        The KV is one segment, or none.
+        The KV is at most one segment.
         """
         place = salt, tuple(tokens), start
         request = self._request
@@ -95,7 +95,7 @@ class LeaderStore(PrefixStore):
             return fetched
         if (others := self._state_at_others(request[0])) is not Fetch.HERE:
             return others if self.seconds_left > 0 else Fetch.LATE
-        self._request = None  # or `forget`, which the base class calls, would tell the others
+        self._request = None  # else `forget`, which the base class calls, would tell other ranks
         fetched = super().fetch(*place, make_room)
         if fetched is Fetch.COMING:
             self._request = request
@@ -120,7 +120,7 @@ class LeaderStore(PrefixStore):
         super().forget()
 
     def _state_at_others(self, number: int) -> Fetch:
-        """HERE if all other ranks have fetched this; else the failure of one of them, or COMING."""
+        """HERE if all other ranks have fetched their part; else one rank's failure, or COMING."""
         fetched = [link.fetched for link in self._links.all]
         states = [Fetch[f.state] if f.number == number else Fetch.COMING for f in fetched]
         failed = (s for s in states if s not in (Fetch.HERE, Fetch.COMING))
@@ -128,7 +128,10 @@ class LeaderStore(PrefixStore):
 
 
 class FollowerPrefixes(PrefixCache):
-    """Restores what `FollowerSegments` has; RankError if that fails, as rank 0 counts on it."""
+    """Restores the segments of `FollowerSegments`; raises RankError if that fails.
+
+    Rank 0 goes on as if it had succeeded.
+    """
 
     def restore(self, batch: Rows, nodes: Many[Node]) -> bool:
         if not super().restore(batch, nodes):
@@ -137,13 +140,13 @@ class FollowerPrefixes(PrefixCache):
 
 
 class FollowerSegments:
-    """Another rank's parts of the segments by their ids, and its prefix directory."""
+    """Another rank's parts of the segments, by rank 0's ids, and its prefix directory."""
 
     def __init__(self, link: Link, store: PrefixStore | None) -> None:
         self._link, self._store = link, store
         self._segments: dict[int, Segment] = {}
         self._request: tuple[int, str, tuple[int, ...], int] | None = None  # until it is answered
-        self._fetched: Entry = []  # has no ids yet
+        self._fetched: Entry = []  # fetched segments that have no ids yet
         if store is not None:
             store.on_read = lambda: link.post(Poll())
 
@@ -151,7 +154,7 @@ class FollowerSegments:
         self._segments |= zip(ids, segments, strict=True)
 
     def build_path(self, ids: Many[int]) -> Node:
-        """Make a tree's path of these segments; the last one is the snapshot at its end."""
+        """Build a tree path from these segments; the last id is that of the snapshot at its end."""
         *segments, snapshot = (self._segments[each] for each in ids)
         node = Node("", None, (), None)
         for segment in segments:
@@ -160,7 +163,7 @@ class FollowerSegments:
         return node
 
     def run_op(self, op: PrefixOp) -> None:
-        """Run any operation but "copy"."""
+        """Run any operation except "copy"."""
         store = self._store
         match op:
             case "cut", whole, start, end, part:
@@ -188,7 +191,7 @@ class FollowerSegments:
                 raise RankError(f"rank 0 has sent an unknown operation: {op[0]}")
 
     def poll(self) -> None:
-        """Answer rank 0's fetch if the store has read it."""
+        """Answer rank 0's fetch if the store has read the prefix."""
         if self._request is None or self._store is None:
             return
         number, salt, tokens, start = self._request
@@ -207,6 +210,6 @@ class FollowerSegments:
 
 
 def _joined(entry: Entry, start: int) -> Entry:
-    """The entry with its KV from `start` on as one segment, however it lay in this rank's files."""
+    """The entry with its KV from `start` on in one segment, however this rank's files split it."""
     *kv, snapshot = entry
     return [*([join_segments(kv, start)] if kv else []), snapshot]

@@ -1,4 +1,4 @@
-"""Texts that an answer must not contain, and the tokens that would complete one; no mlx."""
+"""Texts that an answer must not contain, and the tokens that would complete them; no mlx."""
 
 import re
 from bisect import bisect_left
@@ -12,7 +12,7 @@ MAX_BAD_WORD_CHARACTERS = 64
 
 
 class TokenTexts:
-    """The bytes of a vocabulary's tokens, sorted, so that those that begin alike are adjacent."""
+    """The bytes of a vocabulary's tokens, sorted so that tokens that begin alike are adjacent."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -34,8 +34,8 @@ class TokenTexts:
 class BadWords:
     """Texts that an answer must not contain, however it is split into tokens.
 
-    `shown` returns the bytes that a token adds to the answer's text. A `tail` is the end of a text
-    in which one of the words may have begun.
+    `shown` returns the bytes that a token adds to the answer's text. A `tail` is the end of a text,
+    as long as is needed to find words that begin in it.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BadWords:
         self._texts, self._shown = texts, shown
         self._longest = max(map(len, self._words)) - 1  # bytes of a tail
         self._inside = np.concatenate([texts.containing(word) for word in self._words])
-        self._rests = defaultdict[bytes, list[bytes]](list)  # ends of words, by their beginnings
+        self._rests = defaultdict[bytes, list[bytes]](list)  # rests of words, by their beginnings
         for word in self._words:
             for length in range(1, len(word)):
                 self._rests[word[:length]].append(word[length:])
@@ -56,12 +56,12 @@ class BadWords:
         return text[max(len(text) - self._longest, 0) :]
 
     def completed(self, tail: bytes, token: int) -> bool:
-        """True if this token completes a word."""
+        """Returns True if `token` completes a word after `tail`."""
         text = tail + self._shown(token)
         return any(text.find(w, max(len(tail) - len(w) + 1, 0)) >= 0 for w in self._words)
 
     def forbid(self, mask: np.ndarray, tail: bytes) -> None:
-        """Clear the bits of tokens that would complete a word; the mask is int32 [words]."""
+        """Clear the bits of tokens that would complete a word; `mask` is int32 [words]."""
         ends = (tail[start:] for start in range(len(tail)))
         rests = (rest for end in ends for rest in self._rests.get(end, ()))
         ids = np.concatenate([self._inside, *map(self._texts.starting_with, rests)])

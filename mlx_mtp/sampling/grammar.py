@@ -1,4 +1,4 @@
-"""Compiles a request's grammar to a matcher that knows which tokens may come next; no mlx."""
+"""Compiles a request's grammar to a matcher that knows which tokens can come next; no mlx."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from mlx_mtp.sampling.params import GrammarSpec
 
 MAX_GRAMMAR_CHARACTERS = 256 << 10  # 2,500 real schemas are all shorter
 MAX_CHOICES = 4096
-# White space in JSON, as common printers write it. Without a limit small models never end it.
+# White space in JSON as common printers write it. Without a limit, small models never end it.
 JSON_WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
 
 _MAX_WORDS = 400
 _UNFULFILLABLE = "No text of this model's tokens fulfils it."
-# No forced text: the tokenizer would turn the string "<think>" into the special token, which no
-# string matches, and the answer could not continue.
+# Without forced text: the tokenizer would turn the string "<think>" into the special token, which
+# no string matches, and the answer could not continue.
 _OPTIONS = '%llguidance {"no_forcing": true}'
 _AFTER_FREE = r"/\n{0,2}/"
 # With these limits the worst grammars that were tried take 50 ms for a mask of 150,000 tokens and
-# then fail (280 ms with llguidance's limits). 2,500 real schemas take 0.03 ms and meet no limit.
+# then fail (280 ms with llguidance's limits). 2,500 real schemas take 0.03 ms and reach no limit.
 _LIMITS: dict[str, Any] = {"step_max_items": 20_000, "max_lexer_states": 50_000}
-# Parallel parses. Their cost is linear in a schema (500 optional properties need 2,000), but may be
-# cubic in a grammar.
+# Maximum numbers of parallel parses. Their cost is linear for a schema (500 optional properties
+# need 2,000), but can be cubic for a Lark grammar.
 _MAX_ITEMS = 2000
 _MAX_ITEMS_OF_LARK = 500
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A limit of the tokens before a certain text, and how much of it is used."""
+    """A limit on the tokens before the end of thinking, and how much of it is used."""
 
-    max_tokens: int = 0  # before the end is forced
-    end: tuple[int, ...] = ()  # token ids of the text, which are then forced; empty: no limit
-    used: int = 0  # tokens so far, with those of the forced end
-    matched: int = 0  # tokens of the end that the last tokens match
+    max_tokens: int = 0  # tokens before the end is forced
+    end: tuple[int, ...] = ()  # token ids of the end, which are then forced; empty: no limit
+    used: int = 0  # tokens so far, including those of a forced end
+    matched: int = 0  # how many tokens of the end the latest tokens match
 
     @property
     def over(self) -> bool:
@@ -51,11 +51,11 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """The only token that may come next; None: any may."""
+        """The only token that is allowed next; None: any token."""
         return None if self.over or self.used < self.max_tokens else self.end[self.matched]
 
     def advanced(self, token: int) -> ThinkingBudget:
-        """The budget after one more token."""
+        """Returns the budget after one more token."""
         if self.over:
             return self
         continues = token == self.end[self.matched]
@@ -68,13 +68,13 @@ class Grammar:
     """A compiled grammar. Each sequence begins with a copy of its matcher."""
 
     spec: GrammarSpec
-    matcher: LLMatcher | None  # in its first state; None: only the budget restricts
+    matcher: LLMatcher | None  # in its initial state; None: only the budget restricts tokens
     budget: ThinkingBudget
     num_words: int  # 32-bit words of a mask
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer.json; end tokens are allowed where a grammar may end.
+    """Compiles grammars for a tokenizer.json; end tokens are allowed where a grammar can end.
 
     Construction takes up to a second with the GIL held; compiling releases the GIL.
     """
@@ -85,9 +85,10 @@ class GrammarCompiler:
         self._num_words = (self._tokenizer.vocab_size + 31) // 32
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compile a grammar, and try its first mask, which meets some limits; or GrammarError.
+        """Compile a grammar and try its first mask, which reaches some limits already.
 
-        Neither the time nor the depth of the stack is limited: see `text.sandbox.grammar_check`.
+        Raises GrammarError if either fails. Neither the time nor the depth of the stack is limited
+        here: see `text.sandbox.grammar_check`.
         """
         matcher = None if spec.kind == "free" else self._matcher(spec)
         budget = ThinkingBudget()
@@ -105,7 +106,7 @@ class GrammarCompiler:
         answer = {**_llguidance_grammar(spec), "name": "answer"}
         before = rule = ""
         if spec.free_until is not None:
-            # A Lark grammar defines itself what may be between.
+            # A Lark grammar itself defines what can be in between.
             before = "free" if spec.kind == "lark" else f"free {_AFTER_FREE}"
             rule = f"\n{self._free(spec.free_until)}"
         start = {"lark_grammar": f"{_OPTIONS}\nstart: {before} @answer{rule}"}
@@ -114,7 +115,7 @@ class GrammarCompiler:
         grammars = json.dumps({"grammars": [start, answer]})
         matcher = LLMatcher(self._tokenizer, grammars, log_level=0, limits=limits)
         if matcher.is_error() and spec.kind != "lark":
-            # The position is one in llguidance's own text.
+            # The position refers to text that llguidance generated.
             raise GrammarError(re.sub(r"^at \d+\(\d+\): ", "", str(grammar_error(matcher))))
         _raise_if_failed(matcher)
         _try_first_token(matcher.deep_copy(), self._num_words)
@@ -144,7 +145,7 @@ def _llguidance_grammar(spec: GrammarSpec) -> dict[str, Any]:
     else:
         schema = '{"type": "object"}' if spec.kind == "json_object" else spec.value
         options = json.loads(schema).get("x-guidance")
-        # llguidance would apply a default pattern also to a schema that allows no whitespace.
+        # llguidance would apply a default pattern even to a schema that allows no white space.
         is_tight = isinstance(options, dict) and options.get("whitespace_flexible") is False
         compiled = LLMatcher.grammar_from_json_schema(
             schema, defaults=None if is_tight else {"whitespace_pattern": JSON_WHITESPACE}
@@ -154,7 +155,7 @@ def _llguidance_grammar(spec: GrammarSpec) -> dict[str, Any]:
 
 
 def _try_first_token(matcher: LLMatcher, num_words: int) -> None:
-    """Consume a token and roll back, as drafts do: not possible with Lark's `max_tokens=`."""
+    """Consume a token and roll back, as drafts do; Lark's `max_tokens=` makes that fail."""
     mask = np.zeros((1, num_words), dtype=np.int32)
     fill_next_token_bitmask(matcher, mask)
     _raise_if_failed(matcher)
@@ -171,7 +172,7 @@ def _raise_if_failed(matcher: LLMatcher) -> None:
 
 
 def grammar_error(matcher: LLMatcher) -> GrammarError:
-    """The error of a matcher that failed, without the lines of grammar that llguidance shows."""
+    """Returns the error of a failed matcher, without the lines of grammar that llguidance shows."""
     words, _, _ = matcher.get_error().partition("<non-verbose/>")
     words = re.sub(r"\n *\d+ \| .*", "", words, flags=re.DOTALL)
     words = re.sub(r'invalid regex ".*" \(in regex\): ', "", words)

@@ -1,7 +1,8 @@
 """Masks of the tokens that grammars, thinking budgets and bad words allow, for windows and drafts.
 
-A mask depends on the token before it: the tokens of a step are read before the next step's masks
-are made, and each draft before the next draft's. A mask has one bit per token, the lowest first.
+A mask depends on the tokens before it: a step's tokens are read before the next step's masks are
+made, and each draft is read before the next draft's mask is made. A mask has one bit per token, the
+lowest bit first.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -23,7 +24,7 @@ from mlx_mtp.sampling.grammar import Grammar, ThinkingBudget, grammar_error
 from mlx_mtp.sampling.sampler import Sampler
 
 _Place = tuple[ThinkingBudget, bytes]
-"""A budget with what is used of it, and a `tail` (see `BadWords`)."""
+"""State after a token: a budget and what is used of it, and a `tail` (see `BadWords`)."""
 _NOTHING_LEFT = (
     "The answer can't be continued: no token fulfils all of bad_words, allowed_token_ids, the "
     "grammar and the thinking budget."
@@ -31,7 +32,7 @@ _NOTHING_LEFT = (
 
 
 class Constraint:
-    """One sequence's state in its grammar and budget, and the end of its text."""
+    """The state of one sequence in its grammar, budget and bad words."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Constraint:
 
     @property
     def active(self) -> bool:
-        """True while it may forbid a token; once False it stays False."""
+        """True while it can forbid tokens; once False it stays False."""
         limited = self._matcher is not None or self._bad_words is not None
         return limited or not self._place[0].over
 
@@ -70,9 +71,9 @@ class Constraint:
         return self._matcher
 
     def finish_masks(self, masks: np.ndarray, drafts: Sequence[int]) -> bool:
-        """Correct the masks, int32 [T, words], that the matcher made for a window of T-1 drafts.
+        """Complete the masks, int32 [T, words], that the matcher made for a window of T-1 drafts.
 
-        They are all ones after a forbidden draft. Returns whether any token is forbidden.
+        Masks after a forbidden draft are all ones. Returns whether any token is forbidden.
         """
         self._stuck = None
         if self._matcher is not None and self._matcher.is_error():
@@ -94,13 +95,13 @@ class Constraint:
             self.error = GrammarError(_NOTHING_LEFT)  # The sampler has drawn a token anyway.
         self._draft_place = self._place
         self._tokens += tokens
-        # One by one: `consume_tokens` refuses the end token of a grammar that has ended.
+        # One by one, as `consume_tokens` refuses the end token of a grammar that has ended.
         if matcher is not None and not all(map(matcher.consume_token, tokens)):
             alone = self._allowed is None and self._bad_words is None
             self.error = _failure(matcher) if alone else GrammarError(_NOTHING_LEFT)
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may follow."""
+        """Returns how many of these tokens, from the first on, are allowed to follow."""
         matcher = self.rewind()
         count = len(tokens) if matcher is None else matcher.validate_tokens(list(tokens))
         places = accumulate(tokens[:count], self._after, initial=self._place)
@@ -123,7 +124,7 @@ class Constraint:
         self._draft_place = self._after(self._draft_place, token)
         if self._matcher is None or not self._drafting:
             return
-        # After the end no draft counts, and one that was not masked may be forbidden.
+        # After the end no draft counts, and a draft that was not masked can be forbidden.
         self._drafting = not self._matcher.is_stopped() and self._matcher.consume_token(token)
         self._num_drafted += self._drafting
 
@@ -151,7 +152,7 @@ class Constraint:
         return allowed and (words is None or not words.completed(tail, token))
 
     def _rebuild(self) -> None:
-        """Make a new matcher: one that failed, maybe on a rejected draft, stays failed."""
+        """Make a new matcher: a failed one stays failed, even if a rejected draft caused it."""
         assert self._start is not None
         self._matcher = self._start.deep_copy()
         for token in self._tokens:
@@ -183,7 +184,10 @@ class GrammarMasks:
         return bool(self._rows)
 
     def window_mask(self, window: mx.array) -> mx.array | None:
-        """The mask after each position of a window: uint8 [B, T, bytes]; None: all tokens."""
+        """Returns the mask after each position of a window: uint8 [B, T, bytes]; None: all allowed.
+
+        `window` is int32 [B, T]; its drafts are read.
+        """
         batch, length = window.shape
         drafts = np.array(window[:, 1:]).tolist()
         masks = self._all_allowed(batch, length)
@@ -227,7 +231,7 @@ NO_MASKS = GrammarMasks(())
 
 
 class DraftSampler:
-    """Samples a batch's drafts in order, each masked as the token itself will be."""
+    """Samples a batch's drafts in order, each masked like the token that it guesses."""
 
     def __init__(self, sampler: Sampler, masks: GrammarMasks) -> None:
         self._sampler, self._masks = sampler, masks
@@ -236,7 +240,7 @@ class DraftSampler:
     def draw(
         self, logits: mx.array, positions: mx.array, window: mx.array, ids: mx.array | None = None
     ) -> mx.array:
-        """Like `Sampler.draw`, but reads the draft before first; the last draft is not read."""
+        """Like `Sampler.draw`, but first reads the previous draft; the last draft is not read."""
         if self._last is not None:
             self._masks.drafted(self._last)
         mask = self._masks.draft_mask(logits.shape[0])

@@ -26,15 +26,15 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """The form of an answer. Equal specs share one compiled grammar."""
+    """The form that an answer must have. Equal specs share one compiled grammar."""
 
-    kind: GrammarKind  # how `value` is read; "free": any text
+    kind: GrammarKind  # how `value` is interpreted; "free": any text
     # The JSON text of a schema ("json_schema") or of a list of strings ("choice"), a regular
     # expression that the whole answer matches, or a grammar in llguidance's dialect of Lark.
     value: str = ""
     # The answer is free up to and including this text ("</think>"); then the grammar begins.
     free_until: str | None = None
-    free_tokens: int | None = None  # tokens after which that text is forced: a thinking budget
+    free_tokens: int | None = None  # tokens after which `free_until` is forced: a thinking budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Range:
 
     low: float
     high: float
-    open_low: bool = False  # `low` itself is out of range
-    from_model: bool = False  # generation_config.json may have a default
+    open_low: bool = False  # True: `low` itself is out of range
+    from_model: bool = False  # True: the default can come from generation_config.json
 
     def check(self, name: str, value: float) -> None:
-        """Raise InvalidRequestError, which names the field, for a value out of range."""
+        """Raise InvalidRequestError, which names field `name`, for a value out of range."""
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequestError(f"{name} must be a finite number, not {value}.", param=name)
         if value > self.high or value < self.low or (self.open_low and value == self.low):
@@ -62,40 +62,41 @@ class Range:
 class SamplingParams:
     """How one sequence is sampled; neutral values leave the model's distribution as it is.
 
-    The APIs' fields, the defaults of generation_config.json and `validate` follow from this.
+    The APIs' fields, the defaults of generation_config.json and `validate` are derived from this.
     """
 
-    max_tokens: Annotated[int, Range(0, _INT31)]  # 0 computes the prompt alone
-    # 0 is greedy, and so are values below 1e-5, with which scores would overflow.
+    max_tokens: Annotated[int, Range(0, _INT31)]  # 0 computes only the prompt
+    # 0 is greedy, and so are values below 1e-5, which would make scores overflow.
     temperature: Annotated[float, Range(0.0, 100.0, from_model=True)] = 1.0
     # Keeps the smallest set of most probable tokens whose probabilities add up to this.
     top_p: Annotated[float, Range(0.0, 1.0, open_low=True, from_model=True)] = 1.0
-    # Keeps the k most probable tokens, and ties with the last; 0: all.
+    # Keeps the k most probable tokens, and tokens that tie with the last of these; 0: all.
     top_k: Annotated[int, Range(0, _INT31, from_model=True)] = 0
-    # Keeps the tokens with at least this share of the most probable one's probability.
+    # Keeps the tokens with at least this share of the most probable token's probability.
     min_p: Annotated[float, Range(0.0, 1.0, from_model=True)] = 0.0
     # Divides (if negative: multiplies) the logits of tokens in prompt or output.
     repetition_penalty: Annotated[float, Range(0.01, 100.0, from_model=True)] = 1.0
-    repetition_context_size: Annotated[int, Range(0, _INT31)] = 0  # sees the last N tokens; 0: all
-    # Subtracted once, and per occurrence, from logits of tokens in the output.
+    # How many of the last tokens the repetition penalty applies to; 0: all.
+    repetition_context_size: Annotated[int, Range(0, _INT31)] = 0
+    # Subtracted once (presence) and per occurrence (frequency) from logits of output tokens.
     presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value) added to the logits
-    allowed_token_ids: tuple[int, ...] | None = None  # no others are sampled; None: all are allowed
+    allowed_token_ids: tuple[int, ...] | None = None  # the only ids to sample; None: all
     seed: Annotated[int, Range(-_INT64, _INT64 - 1)] = 0
     stop_token_ids: tuple[int, ...] = ()  # end the sequence as the end-of-sequence ids do
     ignore_eos: bool = False
-    # Before this many tokens neither end ids nor stop strings end the sequence. If a grammar or
-    # `allowed_token_ids` leave only the end, it ends anyway.
+    # Neither end ids nor stop strings end the sequence before this many tokens. If a grammar or
+    # `allowed_token_ids` allow only the end, it ends anyway.
     min_tokens: Annotated[int, Range(0, _INT31)] = 0
     # Alternatives to report for each token; None: no logprobs at all.
     top_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
-    # The same for the tokens of the prompt but the first, which has no predecessor.
+    # The same for the prompt's tokens except the first, which has no predecessor.
     prompt_logprobs: Annotated[int | None, Range(0, MAX_TOP_LOGPROBS)] = None
-    # Which of the request's `n` answers this is; each has its own noise.
+    # Index of this answer among the request's `n` answers; each has its own noise.
     choice: Annotated[int, Range(0, 1 << 16)] = 0
-    # Typical (lossy) acceptance: a draft with at least this share of the probability of the sampled
-    # token replaces it; 0: off. Only with it does the answer depend on the drafts.
+    # Typical (lossy) acceptance: a draft replaces the sampled token if it has at least this share
+    # of that token's probability; 0: off. Only with it does the answer depend on the drafts.
     optimistic: Annotated[float, Range(0.0, 1.0)] = 0.0
     grammar: GrammarSpec | None = None
 
@@ -104,7 +105,7 @@ class SamplingParams:
         return self.temperature < _LEAST_TEMPERATURE
 
     def noise_seed(self) -> int:
-        """A hash of seed and choice, uint32, which keys the noise together with a position."""
+        """Returns a hash of seed and choice, uint32, that keys the noise with the position."""
         text = f"{self.seed}:{self.choice}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
@@ -144,7 +145,7 @@ RANGES = {
 
 
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise InvalidRequestError, which names the field, for the first id out of range."""
+    """Raise InvalidRequestError, which names field `name`, for the first id out of range."""
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise InvalidRequestError(
@@ -154,7 +155,10 @@ def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> Non
 
 
 def check_draft_vocab(ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
-    """The ids in ascending order; UsageError, which names `source`, for a wrong id or none."""
+    """Returns the ids in ascending order; raises UsageError for a wrong id, or if there is none.
+
+    The error names `source`.
+    """
     checked: set[int] = set()
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:

@@ -1,10 +1,10 @@
-"""Samples tokens for all rows and positions of a window at once.
+"""Samples tokens for all rows and positions of a window together.
 
 The token at absolute position p is a function of the logits at p, the request's parameters, its
 seed and p, so a draft is accepted if it equals the sampled token (`verify` has one exception).
 Logits are processed in this order: penalties, bias and allowed ids, mask, min_tokens, temperature,
-top_k, top_p, min_p, noise. Each of these leaves a row with neutral parameters exactly as it was, so
-a row's tokens don't depend on its neighbours.
+top_k, top_p, min_p, noise. Each step leaves a row with neutral parameters exactly as it was, so a
+row's tokens don't depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mlx_mtp.sampling.truncation import Truncation, column, largest_ids
 class Sampler:
     """The sampling parameters of B rows as arrays, and the token counts for penalties.
 
-    Ids at or above `vocab_size` (V) are never sampled, nor are those in `never`. `stop_ids` are all
-    ids that end each row.
+    Ids at or above `vocab_size` (V) and ids in `never` are never sampled. `stop_ids` are, for each
+    row, all ids that end it.
     """
 
     def __init__(
@@ -42,8 +42,9 @@ class Sampler:
         stop_ids = [p.stop_token_ids for p in params] if stop_ids is None else stop_ids
         firsts = (len(prompt) + p.min_tokens for prompt, p in zip(prompts, params, strict=True))
         self._set_params(params, list(zip(firsts, stop_ids, strict=True)))
-        # With penalties, two int32 [B, V]: how often each token is in the output; and 1 + its last
-        # position in the prompt, or, if any row has a context size, in prompt and output (0: none).
+        # With penalties, two int32 [B, V]: how often each token occurs in the output; and 1 + its
+        # last position in the prompt or, if any row has a context size, in prompt and output
+        # (0: none).
         self.counts: tuple[mx.array, mx.array] | None = None
         if self.any_penalties:
             latest = np.zeros((len(params), vocab_size), dtype=np.int32)
@@ -55,7 +56,7 @@ class Sampler:
         self, params: Sequence[SamplingParams], ends: Sequence[tuple[int, Sequence[int]]]
     ) -> None:
         self.params = list(params)
-        self._ends = list(ends)  # each row's first position for a stop id, and these ids
+        self._ends = list(ends)  # each row's first position that allows a stop id; its stop ids
         self.any_sampled = any(not p.greedy for p in params)
         reported = [p.top_logprobs for p in params if p.top_logprobs is not None]
         self.num_logprobs = max(reported, default=None)
@@ -75,12 +76,12 @@ class Sampler:
         contexts = [p.repetition_context_size * (p.repetition_penalty != 1.0) for p in params]
         self.context = mx.array(contexts)[:, None, None] if any(contexts) else None
         # float32 [B, 1]: a draft may replace the sampled token if its score is at most this much
-        # lower; minus infinity: none may.
+        # lower; minus infinity: no draft may.
         self.margin: mx.array | None = None
         if any(p.optimistic for p in params):
             shares = [p.optimistic for p in params]
             self.margin = mx.array([-math.log(x) if x else -math.inf for x in shares])[:, None]
-        self.stops: mx.array | None = None  # bool [B, 1, V], ids forbidden before `first_end`
+        self.stops: mx.array | None = None  # bool [B, 1, V], True: forbidden before `first_end`
         if any(p.min_tokens for p in params):
             stops = np.zeros((len(params), 1, self.vocab_size), dtype=bool)
             for row, (_, ids) in enumerate(ends):
@@ -103,15 +104,15 @@ class Sampler:
         logits: mx.array,  # [B, T, V or more], any float type; with `ids` [B, T, N]
         positions: mx.array,  # int32 [B, T], absolute positions of the tokens
         window: mx.array,  # int32 [B, W], W >= T: the last emitted token, then drafts
-        ids: mx.array | None = None,  # int32 [N], ascending, below V, none that is never sampled
-        mask: mx.array | None = None,  # uint8 [B, T, bytes], a bit per token; None: all
+        ids: mx.array | None = None,  # int32 [N], ascending, below V, without never sampled ids
+        mask: mx.array | None = None,  # uint8 [B, T, bytes], a bit per token; None: all allowed
     ) -> mx.array:
-        """Sample the token after each of the last T positions of a window: int32 [B, T].
+        """Sample the token after each of the last T positions of a window; returns int32 [B, T].
 
         With `ids` the result is as if all other tokens had a logit of minus infinity.
         """
         if self._plain and mask is None:
-            scores = self._possible(logits, ids)  # no float32 copy: the largest is the same
+            scores = self._possible(logits, ids)  # no float32 copy, as the argmax is the same
         else:
             scores = self.scores(logits, positions, window, ids, mask)
         best = mx.argmax(scores, axis=-1).view(mx.int32)
@@ -127,7 +128,8 @@ class Sampler:
     ) -> tuple[mx.array, mx.array | None]:
         """Like `draw`, but drafts replace sampled tokens as `SamplingParams.optimistic` allows.
 
-        Returns the tokens, and bool [B, T-1], True where one was replaced; None: nowhere.
+        Returns the tokens, int32 [B, T], and where a draft replaced one, bool [B, T-1]; None:
+        nowhere.
         """
         if self.margin is None or window.shape[1] == 1:
             return self.draw(logits, positions, window, mask=mask), None
@@ -136,7 +138,7 @@ class Sampler:
         before, drafts = drawn[:, :-1], window[:, 1:]
         both = mx.take_along_axis(scores[:, :-1], mx.stack([before, drafts], axis=-1), axis=-1)
         taken = (both[..., 1] >= both[..., 0] - self.margin) & (drafts != before)
-        taken = taken & (both[..., 1] > -mx.inf)  # no forbidden draft, even if all tokens are
+        taken = taken & (both[..., 1] > -mx.inf)  # no forbidden draft, even if all are forbidden
         if num_drafts is not None:
             taken = taken & (mx.arange(taken.shape[1]) < num_drafts[:, None])
         tokens = mx.concatenate([mx.where(taken, drafts, before), drawn[:, -1:]], axis=1)
@@ -150,7 +152,7 @@ class Sampler:
         ids: mx.array | None = None,
         mask: mx.array | None = None,
     ) -> mx.array:
-        """Processed logits plus noise, which `draw` maximizes: float32 [B, T, V or N]."""
+        """Returns processed logits plus noise, which `draw` maximizes: float32 [B, T, V or N]."""
         return self._noisy(self._processed(logits, positions, window, ids, mask), positions, ids)
 
     def _processed(
@@ -181,7 +183,7 @@ class Sampler:
         return self.truncation.apply(scores) if self.truncation else scores
 
     def _possible(self, logits: mx.array, ids: mx.array | None) -> mx.array:
-        """The logits of tokens that may be sampled; those between them are minus infinity."""
+        """The logits of the tokens below V (or `ids`); minus infinity for `never` ids."""
         scores = logits[..., : self.vocab_size]
         if not self._never or ids is not None:
             return scores
@@ -203,7 +205,7 @@ class Sampler:
         counts = output[:, None] + drafted
         seen = (latest[:, None] > 0) | (counts > 0)
         if self.context is not None:
-            # `latest` has 1 + positions. For a draft that is the position behind it.
+            # `latest` has 1 + positions: for a draft, the position after it.
             behind = positions[:, -1:] + mx.arange(2 - window.shape[1], 1)
             latests = _latest(latest, window[:, 1:], behind, tokens)[-logits.shape[1] :]
             first = mx.maximum(positions[..., None] - self.context, 0)
@@ -227,9 +229,10 @@ class Sampler:
     def logprobs(
         self, logits: mx.array, tokens: mx.array
     ) -> tuple[mx.array, mx.array, mx.array] | None:
-        """Log-probabilities of the unprocessed distribution; None if no row asked for them.
+        """Returns log-probabilities of the unprocessed distribution; None if no row asked for any.
 
-        Of the tokens, float32 [B, T], and ids and values of the N most probable ones, [B, T, N].
+        They are those of `tokens`, float32 [B, T], and ids and values of the N most probable
+        tokens, [B, T, N].
         """
         if self.num_logprobs is None:
             return None
@@ -254,7 +257,7 @@ class Sampler:
 
     @property
     def _plain(self) -> bool:
-        """True if no row's logits are processed and none gets noise."""
+        """True if no row's logits are processed and no row gets noise."""
         changing = self.counts, self.bias, self.stops
         return not self.any_sampled and all(each is None for each in changing)
 
@@ -270,10 +273,10 @@ class Sampler:
 def logprobs(
     logits: mx.array, tokens: mx.array, count: int
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Log-probabilities of tokens, int32 [...], by unprocessed logits [..., V].
+    """Returns log-probabilities by unprocessed logits [..., V]; `tokens` are int32 [...].
 
-    Returns those of the tokens, float32 [...]; ids and values of the N = `count` most probable
-    tokens, [..., N]; and the tokens' ranks, int32 [...], 1 for the most probable.
+    They are those of `tokens`, float32 [...]; ids and values of the N = `count` most probable
+    tokens, [..., N]; and the ranks of `tokens`, int32 [...], 1 for the most probable.
     """
     scores = logits.astype(mx.float32)
     scores = scores - mx.logsumexp(scores, axis=-1, keepdims=True)
@@ -298,22 +301,23 @@ def _add_noise(
 def keyed_gumbel(
     seeds: mx.array, positions: mx.array, vocab_size: int, ids: mx.array | None = None
 ) -> mx.array:
-    """Gumbel noise, float32 [B, T, V or N], of seeds uint32 [B] at positions int32 [B, T].
+    """Returns Gumbel noise, float32 [B, T, V or N], for seeds uint32 [B], positions int32 [B, T].
 
     `argmax(logits + noise)` samples from softmax(logits) (the Gumbel-max trick). As the noise
-    depends on nothing else, it samples the same token however often a position is computed.
+    depends only on seed and position, it samples the same token however often a position is
+    computed.
     """
     batch, length = positions.shape
     seeds = mx.broadcast_to(seeds[:, None], (batch, length))
     keys = mx.stack([seeds, positions.astype(mx.uint32)], axis=-1).reshape(-1, 2)
     draw = mx.vmap(lambda key: mx.random.uniform(shape=(vocab_size,), key=key))
     uniform = draw(keys).reshape(batch, length, vocab_size)
-    # The two logarithms take longer than the bits, so they are computed for `ids` alone.
+    # The two logarithms take longer than the random bits, so they are computed only for `ids`.
     return -mx.log(-mx.log(_at(uniform, ids)))
 
 
 def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> mx.array:
-    """Set logits of tokens that a mask, uint8 [B, T, bytes], forbids to minus infinity."""
+    """Set logits of the tokens that `mask`, uint8 [B, T, bytes], forbids to minus infinity."""
     bits = (mask[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
     bits = _at(bits.reshape(*mask.shape[:-1], -1), ids)
     assert bits.shape[-1] >= logits.shape[-1], "the mask is of another vocabulary"
@@ -323,7 +327,7 @@ def mask_out(logits: mx.array, mask: mx.array, ids: mx.array | None = None) -> m
 def _latest(
     latest: mx.array, tokens: mx.array, places: mx.array, vocabulary: mx.array
 ) -> list[mx.array]:
-    """Updates of `latest`, int32 [B, V]: as it is before the first of `tokens`, and after each."""
+    """`latest`, int32 [B, V], before the first of `tokens` and after each of them."""
 
     def after(before: mx.array, i: int) -> mx.array:
         return mx.where(tokens[:, i, None] == vocabulary, places[:, i, None], before)

@@ -1,8 +1,9 @@
-"""Truncation by top_k, top_p and min_p of a batch's rows, exact and as cheap as possible.
+"""Truncation of a batch's rows by top_k, top_p and min_p, exact and as cheap as possible.
 
 A row keeps its top_k largest logits, of these the smallest set of most probable tokens that
 reaches top_p, and of these the tokens with at least min_p times the best token's probability. Each
-keeps all tokens that tie with the last one it keeps. Only top_p without top_k needs a full sort.
+of the three keeps all tokens that tie with the last one kept. Only top_p without top_k needs a full
+sort.
 """
 
 import math
@@ -22,8 +23,8 @@ class _Group(NamedTuple):
     """Rows that are truncated in the same way."""
 
     rows: mx.array | None  # int32 [R]; None: all rows of the batch
-    num_ordered: int  # how many of the largest values are sorted; 1 if only min_p is set
-    top_k: mx.array  # [R, 1, 1], as are the others; V to keep all
+    num_ordered: int  # number of largest values to sort; 1 if only min_p is set
+    top_k: mx.array  # [R, 1, 1], like top_p and min_p; V to keep all
     top_p: mx.array
     min_p: mx.array
 
@@ -32,7 +33,7 @@ class _Group(NamedTuple):
 def _threshold(
     logits: mx.array, num_ordered: int, top_k: mx.array, top_p: mx.array, min_p: mx.array
 ) -> mx.array:
-    """The least logit that stays, of logits [R, T, V]: float32 [R, T, 1]."""
+    """The smallest logit to keep, float32 [R, T, 1], of logits [R, T, V]."""
     if num_ordered == 1:
         return _by_min_p(mx.max(logits, axis=-1, keepdims=True), min_p)
     ordered = largest(logits, num_ordered)
@@ -44,13 +45,13 @@ def _threshold(
     before = mx.cumsum(probabilities, axis=-1) - probabilities
     reached = top_p
     if ordered.shape != logits.shape:
-        # More logits may tie with the k-th than were sorted: `beyond`, nearly always 0. Each has
-        # the probability of the last sorted one. So the total is larger by a product of the two,
-        # which may round differently than a sum.
+        # Logits beyond the sorted ones can tie with the k-th: `beyond` of them, nearly always 0.
+        # Each has the probability of the last sorted logit. So the total grows by the product of
+        # `beyond` and that probability, which can round differently than a sum.
         beyond = mx.sum(logits >= by_k, axis=-1, keepdims=True)
         beyond = beyond - mx.sum(in_k, axis=-1, keepdims=True)
         reached = reached * (1.0 + beyond * probabilities[..., -1:])
-    # The most probable token always stays; top_p = 1 keeps all, whatever the sum rounds to.
+    # The most probable token always stays; top_p = 1 keeps all, however the sum is rounded.
     first = mx.arange(ordered.shape[-1]) == 0
     in_p = (before < reached) | first | (top_p >= 1.0)
     by_p = mx.min(mx.where(in_p, left, mx.inf), axis=-1, keepdims=True)
@@ -67,13 +68,13 @@ def _cut(logits: mx.array, least: mx.array) -> mx.array:
 
 
 class Truncation:
-    """The truncation of B rows by `params`, greedy ones excepted; false if no row is truncated."""
+    """The truncation of B rows by `params`, except greedy ones; false if no row is truncated."""
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int) -> None:
         rows: dict[int, list[int]] = {}
         for row, p in enumerate(params):
             if not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0):
-                # By the row's parameters alone: its tokens must not depend on its neighbours.
+                # Only by the row's parameters: its tokens must not depend on its neighbours.
                 rows.setdefault(_num_ordered(p, vocab_size), []).append(row)
         self._groups = [
             _Group(
@@ -101,24 +102,24 @@ class Truncation:
 
 
 def _num_ordered(p: SamplingParams, vocab_size: int) -> int:
-    """How many logits to sort: at least twice top_k, as in bfloat16 many may tie with the k-th."""
+    """How many logits to sort: at least twice top_k, as in bfloat16 many can tie with the k-th."""
     if 0 < 2 * p.top_k <= _MAX_ORDERED:
         return max(_MIN_ORDERED, 1 << (2 * p.top_k - 1).bit_length())
     return 1 if p.top_k == 0 and p.top_p >= 1.0 else vocab_size
 
 
 def column(values: Sequence[float]) -> mx.array:
-    """One value per row, broadcast over [B, T, V]: [B, 1, 1]."""
+    """Returns one value per row as [B, 1, 1], to broadcast over [B, T, V]."""
     return mx.array(list(values))[:, None, None]
 
 
 # The values are split into blocks. The N largest values are in the N blocks with the largest
-# maxima: a value of another block is no larger than any of these N maxima. With blocks of about
-# sqrt(V / N) values little is left to sort after one pass over all of them.
+# maxima: a value in any other block is no larger than these N maxima. With blocks of about
+# sqrt(V / N) values, little is left to sort after one pass over all values.
 
 
 def largest(values: mx.array, count: int) -> mx.array:
-    """The largest of values [..., V], in descending order, NaN first: [..., min(count, V)]."""
+    """Returns the largest of values [..., V], descending, NaN first: [..., min(count, V)]."""
     count = min(count, values.shape[-1])
     blocks = _blocks(values, count)
     others = blocks.shape[-2] - count
@@ -132,7 +133,10 @@ def largest(values: mx.array, count: int) -> mx.array:
 
 
 def largest_ids(values: mx.array, count: int) -> mx.array:
-    """Places of the largest of values [..., V], in the order of a stable sort: int32 [..., N]."""
+    """Returns indices of the largest of values [..., V], int32 [..., min(count, V)].
+
+    Their order is that of a stable descending sort.
+    """
     size = values.shape[-1]
     count = min(count, size)
     if count == 0:
@@ -140,7 +144,7 @@ def largest_ids(values: mx.array, count: int) -> mx.array:
     blocks = _blocks(values, count)
     length = blocks.shape[-1]
     first = mx.argsort(-mx.max(blocks, axis=-1), axis=-1)[..., :count]
-    # In ascending order, so that the second sort also has the lowest of equal ones first.
+    # In ascending order, so that the second sort also puts the lowest of equal values' ids first.
     chosen = mx.sort(first, axis=-1)[..., None]
     candidates = mx.flatten(mx.take_along_axis(blocks, chosen, axis=-2), -2)
     ids = mx.flatten(chosen.astype(mx.int32) * length + mx.arange(length), -2)
@@ -151,7 +155,7 @@ def largest_ids(values: mx.array, count: int) -> mx.array:
 def _blocks(values: mx.array, count: int) -> mx.array:
     """The values as [..., blocks, length], padded with minus infinity."""
     size = values.shape[-1]
-    # A power of two, of which most vocabularies are multiples: then nothing is copied.
+    # A power of two divides most vocabulary sizes, so that nothing is copied.
     length = 1 << (math.isqrt(size // count).bit_length() - 1)
     missing = -size % length
     if missing:

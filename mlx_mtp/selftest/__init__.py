@@ -1,1 +1,1 @@
-"""`mlx-mtp selftest`: what this machine makes of the kernels, the engine and MTP, in one table."""
+"""`mlx-mtp selftest`: how kernels, engine and MTP work on this machine, in one table."""

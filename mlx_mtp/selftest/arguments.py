@@ -1,4 +1,4 @@
-"""The arguments of `selftest`. Heavy imports wait, so that --help answers at once."""
+"""The arguments of `selftest`. Heavy imports are deferred, so that --help answers quickly."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The part of `mlx-mtp selftest` that runs engines: the same tokens, acceptance and speed."""
+"""The part of `mlx-mtp selftest` that runs engines: equality of tokens, acceptance and speed."""
 
 import contextlib
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from mlx_mtp.selftest.report import Equality, Parting, Report
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _DEPTHS: tuple[DraftTokens, ...] = (0, 1, 2, 3, "auto")
-_AUTO_SHARE = 0.4  # of the time must be left for "auto", which calibrates itself first
-_TIE = 1e-4  # Log-probabilities closer than this may change places in float32 with other shapes.
+_AUTO_SHARE = 0.4  # share of the time that must be left for "auto", which calibrates first
+_TIE = 1e-4  # log-probabilities closer than this can swap ranks in float32 with other shapes
 _COMPARED_TOKENS = 48
 _REFERENCE_SHARE, _FEWEST_REFERENCES = 0.15, 3
-# Rows, and the assumed ratio of a step to one of 1 row; about a server CPU's.
+# Rows, and the assumed time of a step relative to a step of 1 row, about that of a server CPU.
 _ROWS, _ROUNDS = {1: 1.0, 2: 1.6, 4: 2.5}, 3
 _MOST_TIMED, _FEWEST_TIMED = 64, 16
 
@@ -34,15 +34,15 @@ class Reference(NamedTuple):
     """A plain greedy answer."""
 
     tokens: tuple[int, ...]
-    gaps: tuple[float, ...]  # between the log-probabilities of each token and its runner-up
+    gaps: tuple[float, ...]  # log-probability of each token minus that of its runner-up
 
 
 def check_engines(
     report: Report, model: LoadedModel, tokenizer: Tokenizer, seconds: float, began: float
 ) -> None:
-    """Compare tokens, then measure speed, into the report; stops at an engine that fails.
+    """Compare tokens, then measure speed, and add both to the report; stop if an engine fails.
 
-    `seconds` is the time that may be taken from `began`, a time of `perf_counter`.
+    `seconds` is the time limit, counted from `began`, a time of `perf_counter`.
     """
     deadline, name, asking = began + seconds, OFF, Asking(max_tokens=8)
     prompts, expected, rate = built_in_prompts(tokenizer), list[Reference](), 0.0
@@ -70,7 +70,7 @@ def check_engines(
 
 
 def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltInPrompt]:
-    """Six short chats, and two prompts of token ids that no tokenizer would produce."""
+    """Returns six short chats, and two prompts of ids that no tokenizer would produce."""
     source = PromptSource(seed=0)
     chats = [
         (tokenizer.encode_chat([{"role": "user", "content": prompt.text}]), True)
@@ -84,7 +84,7 @@ def built_in_prompts(tokenizer: Tokenizer) -> list[BuiltInPrompt]:
 def references(
     plain: EngineSubject, prompts: Sequence[BuiltInPrompt], deadline: float
 ) -> tuple[list[Reference], float]:
-    """Decode prompts one by one, at least three; returns the answers and tokens per second."""
+    """Decode prompts one by one, at least three; returns the answers, and tokens per second."""
     began = perf_counter()
     until = began + _REFERENCE_SHARE * max(0.0, deadline - began)
     answers: list[Reference] = []
@@ -104,7 +104,7 @@ def compare(
     expected: Sequence[Reference],
     strict: bool,
 ) -> Equality:
-    """Submit prompts at once and compare; if `strict`, only ties excuse a difference."""
+    """Submit all prompts together and compare; if `strict`, only ties excuse a difference."""
     prompts, identical = prompts[: len(expected)], 0
     partings, windows = list[Parting](), list[RequestOutput]()
     answers = subject.ask_token_ids([(ids, _sampling()) for ids, _ in prompts])
@@ -134,9 +134,12 @@ def compare(
 def measure_speed(
     report: Report, subjects: Sequence[EngineSubject], plain_rate: float, deadline: float
 ) -> None:
-    """Measure all subjects in turns, within the time left; `plain_rate` is MTP off's tokens/s."""
+    """Measure all subjects in turns, within the time left.
+
+    `plain_rate` is the speed without MTP, in tokens per second.
+    """
     left = deadline - perf_counter()
-    cost = len(subjects) / plain_rate  # seconds of a token by each subject, in one row
+    cost = len(subjects) / plain_rate  # seconds of one token by every subject, in one row
     every, tokens = list(_ROWS), 0
     for count in range(len(every), 0, -1):
         rows = every[:count]

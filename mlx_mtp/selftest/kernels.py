@@ -14,8 +14,8 @@ from mlx_mtp.kernels.self_check import RandomInputs
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.selftest.timing import microseconds
 
-_LENGTH, _ROWS = 90, 3  # of windows for the portable code: two chunks, the second one short
-_TOKENS = 4  # that a kernel is timed with: what three drafts verify
+_LENGTH, _ROWS = 90, 3  # size of windows for the portable code: two chunks, the second one short
+_TOKENS = 4  # tokens with which a kernel is timed: a window of three drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class KernelCheck:
     shape: str
     dtype: str
     ok: bool
-    difference: float | None = None  # The largest, in float32's measure.
-    problem: str | None = None  # Why there is no difference.
-    applies: bool = True  # False: the kernel isn't made for this shape, and portable code runs.
-    microseconds: float | None = None  # Of four tokens, and of what would run without the kernel.
-    portable: float | None = None
+    difference: float | None = None  # largest error, in float32's measure
+    problem: str | None = None  # why there is no difference
+    applies: bool = True  # False: the kernel isn't made for this shape, and portable code runs
+    microseconds: float | None = None  # time of `_TOKENS` tokens with the kernel
+    portable: float | None = None  # the same for the code that would run without it
 
 
 def check_model(model: LoadedModel) -> list[KernelCheck]:
-    """Compare at the shapes of the model's layers and at those of Qwen3-Next-80B."""
+    """Compare kernels at the shapes of the model's layers and at those of Qwen3-Next-80B."""
     recurrent = [spec for spec in model.layer_specs if isinstance(spec, GatedDeltaSpec)]
     shapes = {"this model": recurrent[0].shape} if recurrent else {}
     checks = check_kernels({**shapes, "80B": QWEN3_NEXT_80B})
@@ -55,7 +55,7 @@ def check_kernels(shapes: Mapping[str, GDNShape]) -> list[KernelCheck]:
     for name, shape in shapes.items():
         for dtype in (mx.float32, mx.bfloat16) if on_gpu else ():
             checks += check_cases(name, cases.recurrence_cases(shape, dtype))
-        if not on_gpu:  # the portable code computes in float32 whatever it is given
+        if not on_gpu:  # the portable code computes in float32, whatever the input's type
             for form, error in (("chunkwise", _chunkwise), ("fold", _fold)):
                 what = f"{form} / mlx-lm's loop", name, name_of(mx.float32)
                 checks.append(_check(what, error, shape))
@@ -63,7 +63,7 @@ def check_kernels(shapes: Mapping[str, GDNShape]) -> list[KernelCheck]:
 
 
 def check_cases(shape: str, cases: Iterable[KernelCase]) -> list[KernelCheck]:
-    """Compare and time each case; `shape` is what its shape is called."""
+    """Compare and time each case; `shape` is the name of the cases' shape."""
     checks = []
     for case in cases:
         what = case.operation.title, shape, name_of(case.dtype)
@@ -75,7 +75,7 @@ def check_cases(shape: str, cases: Iterable[KernelCase]) -> list[KernelCheck]:
 
 
 def name_of(dtype: mx.Dtype) -> str:
-    """The name of a type, such as "float32"."""
+    """Returns the name of a type, such as "float32"."""
     return str(dtype).removeprefix("mlx.core.")
 
 

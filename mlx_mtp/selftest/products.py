@@ -1,4 +1,4 @@
-"""Time of the model's products by rows, and whether a row's bits depend on other rows."""
+"""The time of the model's products by rows, and whether a row's bits depend on other rows."""
 
 import functools
 import time
@@ -30,24 +30,24 @@ Timer = Callable[[TimedLaunch], float]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One kind of product: time of a layer at each of `rows`, and of reading its weights once."""
+    """One kind of product: a layer's time at each of `rows`, and the time to read its weights."""
 
     name: str
     layers: int
-    routed: bool  # Of experts, which each row chooses for itself.
+    routed: bool  # True for experts, which each row chooses for itself
     rows: Sequence[int]
     microseconds: list[float]
-    nbytes: list[float]  # of the weights that are read
-    reading: list[float]  # Microseconds at the speed of mlx's own reduction over the same weights.
-    independent: bool  # The first row has the same bits at each number of rows.
-    theirs: list[float]  # Microseconds of mlx's own operation, where another is in use.
-    unused: list[float]  # Those of our kernel, where it is not used for each of these rows, or ...
-    problem: str | None  # ... why it can't be.
+    nbytes: list[float]  # bytes of the weights that are read
+    reading: list[float]  # microseconds to read them at the speed of mlx's own reduction
+    independent: bool  # True if the first row has the same bits at each number of rows
+    theirs: list[float]  # microseconds of mlx's own operation, if another is in use
+    unused: list[float]  # microseconds of our kernel, if it is not used for some of these rows
+    problem: str | None  # why our kernel can't be used
 
 
 @dataclass
 class _Timed:
-    """A layer's product, numbers of rows, and the share of its weights that each number reads."""
+    """A layer's product, numbers of rows, and the share of weights read for each number."""
 
     layer: nn.Module
     rows: Sequence[int]
@@ -57,7 +57,7 @@ class _Timed:
 
 
 def _routed_experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
-    """The routed experts of a block, with random ones for each row."""
+    """The routed experts of a block, chosen at random for each row."""
     count = block.num_experts
     drawn = [mx.random.permutation(count, key=mx.random.key(row)) for row in range(rows[-1])]
     chosen = mx.stack(drawn)[:, : block.top_k]
@@ -70,7 +70,7 @@ def _routed_experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
         return routes
 
     def run(layer: nn.Module, x: mx.array) -> mx.array:
-        # Where the shared expert is one of the others, a step's router has sorted the pairs.
+        # If the shared expert is computed with the routed ones, a step's router sorts the pairs.
         if getattr(block, "joins_shared", False) and served(x, layer):
             pairs = experts_in_order(layer, x, None, *ordered(len(x)))
             return pairs.reshape(len(x), block.top_k, -1)
@@ -89,14 +89,14 @@ def measure_products(
     tokens: Sequence[int] = ROWS,
     timer: Timer = microseconds,
 ) -> list[Product]:
-    """Measure each kind of product, that with the most weights first, until the deadline.
+    """Measure each kind of product, the one with the most weights first, until the deadline.
 
     Args:
-        model: with weights on the device.
-        deadline: as `time.perf_counter` counts; no kind is begun after it.
-        rows: ascending numbers of them.
-        tokens: as `rows`, of experts.
-        timer: microseconds of a launch.
+        model: the model, with weights on the device.
+        deadline: a time of `time.perf_counter`; no kind is begun after it.
+        rows: ascending numbers of rows to measure.
+        tokens: the same for experts.
+        timer: returns the microseconds of a launch.
     """
     kinds: dict[str, list[_Timed]] = {}
     for module in model.model.modules():
@@ -152,7 +152,7 @@ def _measured(name: str, layers: Sequence[_Timed], dtype: mx.Dtype, timer: Timer
 def _times(
     layers: Sequence[_Timed], rows: Sequence[mx.array], timer: Timer, modules: Sequence[nn.Module]
 ) -> list[float]:
-    """Microseconds of one layer, computed by these modules."""
+    """Microseconds of one layer, computed by `modules`, for each of `rows`."""
     runs = [(each.run, module) for each, module in zip(layers, modules, strict=True)]
     together = [timer(lambda x=x: [run(module, x) for run, module in runs]) for x in rows]  # type: ignore[misc]
     return [each / len(layers) for each in together]

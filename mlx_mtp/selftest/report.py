@@ -31,11 +31,11 @@ _VERDICTS = {True: "ok", False: "FAILED"}
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where an answer left its reference; numbers count from 0."""
+    """The first difference of an answer from its reference; numbers count from 0."""
 
     prompt: int
     token: int
-    gap: float | None  # to the runner-up, in log-probability; None past the reference's end
+    gap: float | None  # log-probability to the runner-up; None past the reference's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Equality:
 
     name: str
     answers: int = 0
-    tokens: int = 0  # of the references
-    identical: int = 0  # of these, before the answers parted
+    tokens: int = 0  # number of the references' tokens
+    identical: int = 0  # number of tokens before the first differences
     partings: list[Parting] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)  # share of chats' drafts, by position
-    ok: bool = False  # False if a difference is a failure and no tie
+    accepted: list[float] = field(default_factory=list)  # share of drafts in chats, by position
+    ok: bool = False  # False if a difference is a failure, not a tie
     problem: str | None = None  # why there are no answers
 
 
@@ -59,15 +59,15 @@ class Report:
     machine: dict[str, Any]
     model: dict[str, Any]
     kernels: list[KernelCheck]
-    strict: bool  # True if different tokens are a failure, except in ties
+    strict: bool  # True if different tokens are a failure, except for ties
     products: list[Product] = field(default_factory=list)
     equality: list[Equality] = field(default_factory=list)
-    windows: list[float] = field(default_factory=list)  # milliseconds, by `TOKENS`
-    exact: Exactness | None = None  # None: it is not measured here
-    memory: dict[str, Any] | None = None  # of the device, in bytes
+    windows: list[float] = field(default_factory=list)  # milliseconds per step, by `TOKENS`
+    exact: Exactness | None = None  # None: not measured here
+    memory: dict[str, Any] | None = None  # memory of the device, in bytes
     speed: dict[str, Any] | None = None  # None if an engine failed, or no time was left
     skipped: list[str] = field(default_factory=list)
-    seconds: float = 0.0  # without loading
+    seconds: float = 0.0  # duration without loading
 
     @property
     def failures(self) -> list[str]:
@@ -136,7 +136,7 @@ class Report:
             yield f"a step of {counts} tokens of one row, ms (over 1 token)", text, ""
         yield from self._exact_rows()
         for engine in self.equality:
-            # If differences are no failures, the reader judges them.
+            # If differences are not failures, the reader has to judge them.
             see = engine.ok and engine.partings and not self.strict
             name = f"same tokens as plain, one by one: {engine.name}"
             text = engine.problem or _tokens_text(engine)
@@ -175,7 +175,7 @@ class Report:
 
 
 def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> Report:
-    """A report of versions, hardware and model; `details` describes the backend."""
+    """Returns a report of versions, hardware and model; `details` describes the backend."""
     info, dtype = mx.device_info(), model.causal_lm.model.norm.weight.dtype
     versions = {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
     machine = {
@@ -197,7 +197,7 @@ def new_report(model: LoadedModel, kernels: list[KernelCheck], details: str) -> 
 
 
 def computes_exactly(dtype: mx.Dtype) -> bool:
-    """True if products have full float32 precision, so that only ties may part two runs."""
+    """Returns True if products have full float32 precision: then runs differ only in ties."""
     # GPUs round inputs to TF32 unless MLX_ENABLE_TF32 is 0.
     rounded = gpu.backend() is not None and os.environ.get("MLX_ENABLE_TF32", "1") != "0"
     return dtype == mx.float32 and not rounded

@@ -17,7 +17,7 @@ from mlx_mtp.selftest.report import new_report
 from mlx_mtp.selftest.steps import window_milliseconds
 from mlx_mtp.text.tokenizer import Tokenizer
 
-_PRODUCTS_SHARE = 0.2  # of the time
+_PRODUCTS_SHARE = 0.2  # share of the time limit
 
 
 def run_selftest(
@@ -25,7 +25,7 @@ def run_selftest(
 ) -> int:
     """Check and measure a model with its head, and print the table; returns the exit status."""
     began, limit = perf_counter(), machine_memory()
-    # On CUDA what is free now, behind a loaded model, would become the limit.
+    # On CUDA the memory that is free now, after loading the model, would become the limit.
     wired = wire_memory(limit) if mx.metal.is_available() else ""
     with showing("selftest: kernels ..."):
         kernels = check_model(model)
@@ -54,7 +54,7 @@ def run_selftest(
 
 
 def _active_memory() -> int:
-    """Bytes of all arrays that are not free."""
+    """Bytes of all live arrays."""
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()

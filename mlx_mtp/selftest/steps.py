@@ -1,4 +1,4 @@
-"""What verifying costs: milliseconds of a decode step of one row, by the tokens of its window."""
+"""The cost of verifying: milliseconds of a decode step of one row, by its window's tokens."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ _CONTEXT = 512  # tokens before the window
 
 
 def window_milliseconds(model: LoadedModel, tokens: Sequence[int] = TOKENS) -> list[float]:
-    """Of a step of the target model and lm_head, whose window has as many tokens."""
+    """Returns the time of a step of target model and lm_head for each number of window tokens."""
     context = min(_CONTEXT, model.max_model_len // 2)
     return [microseconds(lambda n=n: [_step(model, n, context)]) / 1e3 for n in tokens]  # type: ignore[misc]
 
 
 def _step(model: LoadedModel, tokens: int, context: int) -> mx.array:
-    """The logits of a window behind a context of zeros: nothing is computed before it."""
+    """The logits of a window after a context of zeros, so nothing is computed before it."""
     cache = model.make_cache(1)
     cache.reserve([context + tokens])
     cache.offset = mx.array([context], dtype=mx.int32)

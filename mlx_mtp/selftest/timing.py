@@ -10,11 +10,11 @@ import mlx.core as mx
 TimedLaunch = Callable[[], Iterable[Any]]  # returns unevaluated arrays, or tuples of them
 
 _ROUNDS = 5
-_LEAST_SECONDS = 2e-3  # of a round; in less, the host's work hides that of the launches
+_LEAST_SECONDS = 2e-3  # of a round; in a shorter one the host's work would hide the launches'
 
 
 def microseconds(launch: TimedLaunch) -> float:
-    """Median microseconds of a launch, repeated within one evaluation to fill a round."""
+    """Returns median microseconds of a launch, repeated within one evaluation to fill a round."""
     repeats = 1
     while (seconds := _seconds(launch, repeats)) < _LEAST_SECONDS:
         repeats *= 2
