@@ -108,7 +108,7 @@ def test_products_and_steps_end_in_seconds(monkeypatch):
         exactness._Steps(SimpleNamespace(make_cache=lambda _: None), [[1]], late)
 
 
-@pytest.mark.parametrize("where", ["beside", "place", None])
+@pytest.mark.parametrize("where", ["beside", 2, 40, None])
 def test_a_dependence_on_other_rows_or_on_the_place_is_seen(where):
     rows = mx.random.normal((2 * row_check.ROWS[-1], 4), key=mx.random.key(0))
 
@@ -116,8 +116,8 @@ def test_a_dependence_on_other_rows_or_on_the_place_is_seen(where):
         x = rows[part]
         if where == "beside" and len(x) == 33:
             x = x + 1e-6
-        if where == "place":
-            x = mx.concatenate([x[:2], 1.001 * x[2:]])
+        if isinstance(where, int):
+            x = mx.concatenate([x[:where], 1.001 * x[where:]])
         return [x]
 
     assert row_check.same_rows(run) == (where is None)

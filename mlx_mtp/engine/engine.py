@@ -153,7 +153,8 @@ class Engine:
         with self._wake:
             self._failure, self._stopping = reason, True
             waiting = [note.request_id for note in self._inbox if isinstance(note, Sequence)]
-        self._send(self._cut_short(reason, [*self._open, *waiting]))
+        # The thread may have taken some of the waiting requests in the meantime.
+        self._send(self._cut_short(reason, dict.fromkeys([*self._open, *waiting])))
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises InvalidRequestError, ContextLengthError or EngineStoppedError."""

@@ -173,7 +173,8 @@ def fetched_head_nbytes(repo_id: str) -> int:
     """Returns the bytes of the head that `serve` downloads for a published model; 0 for others."""
     if (name := _NAMES.get(repo_id)) is None:
         return 0
-    bits = next((each.bits for each in RELEASES if each.repo_id == repo_id), max(BITS))
+    # Derivatives get a head of 4 bits.
+    bits = next((each.bits for each in RELEASES if each.repo_id == repo_id), min(BITS))
     return SIZES[name].head[bits]
 
 

@@ -55,10 +55,12 @@ class TowerShape:
             raise UnsupportedModelError(f"config.json: vision_config: {error}.") from None
         sizes = vars(shape).items()
         wrong = [f"{k} is {v!r:.40}" for k, v in sizes if type(v) is not int or not 0 < v <= _MOST]
-        if not wrong and shape.hidden_size % (4 * shape.num_heads):
-            wrong = ["hidden_size does not divide into heads of a multiple of 4"]
-        if round(float(shape.num_position_embeddings) ** 0.5) ** 2 != shape.num_position_embeddings:
-            wrong += ["num_position_embeddings is no square"]
+        if not wrong:
+            if shape.hidden_size % (4 * shape.num_heads):
+                wrong = ["hidden_size does not divide into heads of a multiple of 4"]
+            positions = shape.num_position_embeddings
+            if math.isqrt(positions) ** 2 != positions:
+                wrong += ["num_position_embeddings is not a square number"]
         if shape.out_hidden_size != hidden_size:
             wrong += [f"it gives rows of {shape.out_hidden_size}, and the model has {hidden_size}"]
         if type(config.get("image_token_id")) is not int:

@@ -89,6 +89,8 @@ def test_layouts_and_quantized_towers(original, tmp_path):
         ({"vision_config": TOWER | {"out_hidden_size": 32}}, "rows of 32"),
         ({"vision_config": TOWER | {"deepstack_visual_indexes": [1]}}, "deepstack"),
         ({"vision_config": TOWER | {"num_heads": 0}}, "num_heads"),
+        ({"vision_config": TOWER | {"num_position_embeddings": -4}}, "num_position_embeddings"),
+        ({"vision_config": TOWER | {"num_position_embeddings": 5}}, "not a square"),
         ({"vision_config": {"depth": 2}}, "vision_config"),
         ({"image_token_id": None}, "image_token_id"),
     ],
