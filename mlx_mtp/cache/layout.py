@@ -54,7 +54,9 @@ class Layout:
         self.places: list[Place] = [_NOWHERE] * num_rows
         self.limits: list[int] = []  # upper bounds of the rows' lengths after the next window
         self._num_settled = num_rows  # rows from this index on have joined since `arrange`
-        self._left = False  # True if rows have left since `arrange`, so slots may be empty
+        self._rows_have_left = (
+            False  # True if rows have left since `arrange`, so slots may be empty
+        )
 
     @property
     def buffers(self) -> list[Buffer]:
@@ -74,9 +76,9 @@ class Layout:
             if buffer.capacity < room
             or (row >= self._num_settled and most_slots(buffer.capacity) > 1)
         }
-        if self._left or any(row < self._num_settled for row in moving):
+        if self._rows_have_left or any(row < self._num_settled for row in moving):
             self._compact(moving)
-        self._num_settled, self._left = len(self.places), False
+        self._num_settled, self._rows_have_left = len(self.places), False
         if not moving:
             return []
         before = self.places.copy()
@@ -108,7 +110,7 @@ class Layout:
             (copies[buffer], slot) for buffer, slot in map(self.places.__getitem__, rows)
         ]
         selected.limits = [self.limits[row] for row in rows]
-        selected._left = True
+        selected._rows_have_left = True
         return selected, {copy: buffer for buffer, copy in copies.items()}
 
     def extend(self, other: Layout) -> None:

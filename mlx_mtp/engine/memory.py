@@ -14,7 +14,7 @@ from mlx_mtp.console import size_text
 from mlx_mtp.errors import UsageError
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.machine import MemoryLimit, client_text_bytes
-from mlx_mtp.vision.placed import MOST_ROWS
+from mlx_mtp.vision.placed import MAX_EMBEDDED_BYTES
 
 if TYPE_CHECKING:
     from mlx_mtp.models.model import LoadedModel
@@ -97,7 +97,7 @@ def footprint(
     vision = 0
     if model.tower is not None:
         scratch = model.tower.shape.scratch(image_tokens, model.dtype.size)
-        vision = model.tower_nbytes + scratch + MOST_ROWS
+        vision = model.tower_nbytes + scratch + MAX_EMBEDDED_BYTES
     return Footprint(weights, head, caches, depth, model.vocab_size, vision)
 
 

@@ -14,7 +14,7 @@ from mlx_mtp.distributed import broadcast
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepRow
 from mlx_mtp.models.model import LoadedModel
-from mlx_mtp.vision.placed import MOST_ROWS, PromptImages
+from mlx_mtp.vision.placed import MAX_EMBEDDED_BYTES, PromptImages
 from mlx_mtp.vision.tower import TowerPart
 
 
@@ -27,7 +27,9 @@ class Prompts:
     of rank 0, as the ranks' chips can round differently.
     """
 
-    def __init__(self, model: LoadedModel, pause: float = 0.0, limit: int = MOST_ROWS) -> None:
+    def __init__(
+        self, model: LoadedModel, pause: float = 0.0, limit: int = MAX_EMBEDDED_BYTES
+    ) -> None:
         self._model, self._limit = model, limit
         self._pause = pause  # maximum seconds of the tower per step; 0: no limit
         self._rows: OrderedDict[bytes, mx.array] = OrderedDict()

@@ -36,7 +36,7 @@ from mlx_mtp.speculative.costs import MTP, CostKey, StepCosts, Table
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.speculative.host_sources import HostSources
-from mlx_mtp.vision.placed import MOST_ROWS
+from mlx_mtp.vision.placed import MAX_EMBEDDED_BYTES
 
 MEASURED: list[str] = []  # what pytest prints after its summary
 TIE = 1e-4  # two candidates closer than this may change places when shapes change
@@ -206,7 +206,7 @@ class Driver:
         prefills: Callable[[EngineConfig], PrefillScheduler] = PrefillScheduler,
         links: Links | None = None,
         draft_ids: Many[int] | None = None,  # the only tokens that the head drafts
-        vision_limit: int = MOST_ROWS,
+        vision_limit: int = MAX_EMBEDDED_BYTES,
     ) -> None:
         config = config or EngineConfig(num_draft_tokens=2)
         if depth is None:
