@@ -54,9 +54,7 @@ class Layout:
         self.places: list[Place] = [_NOWHERE] * num_rows
         self.limits: list[int] = []  # upper bounds of the rows' lengths after the next window
         self._num_settled = num_rows  # rows from this index on have joined since `arrange`
-        self._rows_have_left = (
-            False  # True if rows have left since `arrange`, so slots may be empty
-        )
+        self._rows_have_left = False  # since `arrange`, so slots may be empty
 
     @property
     def buffers(self) -> list[Buffer]:

@@ -18,9 +18,7 @@ import numpy as np
 from mlx_mtp.vision.images import Pixels
 
 NO_TOKEN = -1  # an id that no text has, so that no draft copies an image's tokens
-MAX_EMBEDDED_BYTES = (
-    256 << 20
-)  # bytes of embedded images to keep, as later turns of a chat show them again
+MAX_EMBEDDED_BYTES = 256 << 20  # kept, as later turns of a chat show the same images again
 
 
 @dataclass(frozen=True)
