@@ -6,7 +6,7 @@ from tests.bench.fake_server import FakeServer, refused
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Start a fake server; httpx's asynchronous clients reach these and no others."""
+    """Returns a function that starts a fake server; async httpx clients reach no other servers."""
     servers: list[FakeServer] = []
 
     def start(*args, **more) -> FakeServer:
@@ -25,7 +25,7 @@ def serve(monkeypatch):
 
 @pytest.fixture
 def ticking(monkeypatch):
-    """The clock of a module goes on by a second whenever it is read."""
+    """Returns `tick(*modules)`: each read of the clock in those modules advances it by a second."""
     times = iter(range(1_000_000))
 
     def tick(*modules) -> None:

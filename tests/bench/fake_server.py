@@ -1,4 +1,4 @@
-"""OpenAI-compatible servers that play what a test scripts, in place of httpx's network."""
+"""Scripted OpenAI-compatible servers that replace httpx's network."""
 
 import errno
 import inspect
@@ -16,7 +16,7 @@ Body = dict[str, Any]
 
 @dataclass
 class Reply(httpx.AsyncByteStream):
-    """An HTTP answer; its body comes in exactly these reads, an exception ends it."""
+    """An HTTP response whose body arrives in exactly these reads; an exception is raised."""
 
     body: Sequence[bytes | Exception]
     status: int = 200
@@ -42,7 +42,7 @@ def event(**fields: Any) -> bytes:
 
 
 def piece(text: str, count: int | None = None) -> bytes:
-    """A chunk of text; `count` is the usage so far."""
+    """Returns an event with a piece of text; `count` is the number of tokens generated so far."""
     choices = [{"index": 0, "delta": {"content": text}}]
     return event(choices=choices) if count is None else event(choices=choices, usage=usage(count))
 
@@ -60,7 +60,7 @@ def end(completion: int, **more: Any) -> bytes:
 
 
 def plain_stream(body: Body) -> Reply:
-    """One token a chunk; usage if it is asked for."""
+    """Returns a stream with one token per chunk, and with usage if the request asks for it."""
     tokens = body["max_tokens"]
     opening = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
     asked = (body.get("stream_options") or {}).get("include_usage")
@@ -69,7 +69,7 @@ def plain_stream(body: Body) -> Reply:
 
 
 def measured(*reads: bytes | Exception) -> Callable[[Body], Reply]:
-    """Only the first request, which finds out how to ask, gets a whole answer."""
+    """Returns a `chat` that sends `reads`; only the first, probing request gets a whole stream."""
     return lambda body: plain_stream(body) if body["max_tokens"] == 8 else Reply(reads)
 
 
@@ -101,7 +101,7 @@ class FakeServer:
 
 
 def refused() -> httpx.ConnectError:
-    """As httpx raises it, with the system's error as its cause."""
+    """Returns httpx's error for a refused connection, with the system's error as its cause."""
     error = httpx.ConnectError("All connection attempts failed")
     error.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed")
     return error

@@ -1,4 +1,4 @@
-"""From recorded reads to events, and from events to times and tokens."""
+"""Parsing of recorded reads into events, and of events into times and token counts."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def test_events_wherever_the_reads_are_cut(cuts):
     reads = [(float(b), STREAM[a:b]) for a, b in itertools.pairwise(edges)]
     found = list(timed_events(reads))
     assert [data for _, data in found] == EVENTS
-    # An event is there when its empty line has come, and not before.
+    # An event is complete only when its empty line has arrived.
     ends = [STREAM.index(b"1}\n\n") + 4, STREAM.index(b"\r\n\r\n") + 4]
     for (at, _), complete in zip(found, ends):
         assert at == min(edge for edge in edges[1:] if edge >= complete)
@@ -42,7 +42,7 @@ def test_one_token_a_chunk():
     found = parse_answer(10.0, reads, retries=1)
     assert (found.sent, found.ended, found.retries) == (10.0, 13.0, 1)
     assert (found.ttft, found.gaps, found.decoding_rate) == (1.0, (0.25, 0.5), 2 / 0.75)
-    # The end's token has no text.
+    # The final token has no text, so no chunk counts it.
     assert (found.tokens, found.num_tokens, found.split) == ((1, 1, 1), 4, Split.SINGLE)
     assert (found.prompt_tokens, found.num_drafts, found.num_accepted) == (9, 3, 2)
     assert (found.drafts, found.accepted) == ({"mtp": [2, 1]}, {"mtp": [2, 0]})
@@ -60,27 +60,27 @@ AB, C = piece("a") + piece("b"), piece("c")
 @pytest.mark.parametrize(
     ("reads", "split", "counts", "times", "tokens"),
     [
-        # The server counts in each chunk; text that was held back is no chunk of its own.
+        # Every chunk has usage; tokens with held back text count in the chunk that shows the text.
         ((piece("a", 1), piece("b", 4), end(6)), "told", (6, 2), (1, 2), (1, 3)),
         ((piece("a", 1), piece("b", 1), piece("c", 3)), "told", (3, 3), (1, 3), (1, 2)),
-        # Counts that make no sense.
+        # Implausible counts are ignored.
         ((piece("a", 0), piece("b", 2), end(2)), "single", (2, 2), (1, 2), (1, 1)),
         ((piece("a", 5), piece("b", 2), end(2)), "single", (2, 2), (1, 2), (1, 1)),
-        # By the length of the text, without the token that stops the answer.
+        # Without counts, tokens are divided by length of text; the stop token has no text.
         ((*TEXTS, closing("stop") + end(14)), "text", (14, 3), (1, 2, 3), (3, 7, 3)),
-        # What one read returns is one chunk; there may be fewer tokens than events.
+        # The events of one read form one chunk; there can be fewer tokens than events.
         ((AB, C + end(3)), "single", (3, 3), (1, 2), (2, 1)),
         ((piece("a") + piece("bcd"), C + end(1)), "text", (1, 3), (1, 2), (2 / 3, 1 / 3)),
-        # Without usage, or with one that can't be, chunks are counted.
+        # Without usage, or with impossible usage, each chunk counts as a token.
         ((piece("a"), piece("bcdef"), end(0)), "chunks", (2, 2), (1, 2), (1, 1)),
-        # Reasoning and calls are text too; a role is none.
+        # Reasoning and tool calls count as text; a role does not.
         ((delta(reasoning_content="Hm"),), "chunks", (1, 1), (1,), (1,)),
         ((delta(tool_calls=[{}, CALL]),), "chunks", (1, 1), (1,), (1,)),
         ((event(choices=[{"delta": None}]) + ROLE, end(1)), "single", (1, 0), (), ()),
     ],
 )
 def test_times_and_tokens_of_chunks(reads, split, counts, times, tokens):
-    """Each read a second after the one before."""
+    """Reads that arrive one second apart give these times and token counts."""
     found = parse_answer(0.5, [*enumerate(reads, start=1), (9, DONE)])
     assert (found.split, found.times, found.ended) == (split, times, 9)
     assert (found.num_tokens, found.num_events) == counts

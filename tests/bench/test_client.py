@@ -131,7 +131,7 @@ def test_a_failure_is_one_line_that_says_what_the_server_did(serve, reply, words
 
 @pytest.mark.parametrize("failures", [5, 6])
 def test_a_connection_that_is_refused_is_tried_again(serve, monkeypatch, failures):
-    """As by a server with a full listen queue; one that has gone away is given up."""
+    """A refused connection, as from a full listen queue, is retried a limited number of times."""
     monkeypatch.setattr(client, "_RETRIES", 5)
     monkeypatch.setattr(client, "_RETRY_SECONDS", 0.0)
     refusing = {"one", "Say hello."}
@@ -142,7 +142,7 @@ def test_a_connection_that_is_refused_is_tried_again(serve, monkeypatch, failure
             raise fake.refused()
         return fake.plain_stream(body)
 
-    # Not before the first answer: there may be no server at all.
+    # There is no retry before the first answer: there may be no server at all.
     server = serve(chat)
     assert "Is the server running?" in failure(server, model="m")
     assert len(server.asked) == 1

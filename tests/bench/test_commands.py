@@ -21,7 +21,7 @@ FEW = ("--rounds", "2", "--max-tokens", "4", "--seed", "11")
 
 @pytest.fixture
 def bench(capsys):
-    """Status, standard output and standard error of a run."""
+    """Returns a function that runs the command: exit status, standard output, standard error."""
 
     def run(*arguments, **environ):
         status = cli.main(["bench", *map(str, arguments)], environ)
@@ -43,7 +43,7 @@ def test_an_unknown_benchmark_is_named(capsys):
 
 
 def table_of(out: str) -> list[list[str]]:
-    """The rows of the one table that was printed, its header first."""
+    """Returns the rows of the only printed table, header first."""
     lines = [line for line in out.splitlines() if line.startswith("|")]
     assert len({len(line) for line in lines}) == 1, "the columns are aligned"
     assert set(lines[1]) == set("|:- ")
@@ -114,7 +114,7 @@ def test_files(serve, bench, tmp_path):
     with shown.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert rows == [{k: "" if v is None else str(v) for k, v in s.items()} for s in summaries]
-    # Every figure can be computed anew from the waves.
+    # Every figure can be recomputed from the waves.
     waves = []
     for wave in content["waves"]:
         del wave["rate"]

@@ -1,4 +1,4 @@
-"""What is asked, of which subject and when; and the figures that come of it."""
+"""The order of the measured requests, and the figures computed from the answers."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ CELLS = (("short", 1), ("short", 4))
 
 
 class Scripted:
-    """Answers at once; notes what it was asked in a log that several share."""
+    """A subject that answers immediately and records its prompts in a log shared by subjects."""
 
     def __init__(self, name, log, text=True):
         self.name, self.log, self.text = name, log, text
@@ -24,7 +24,7 @@ class Scripted:
 
 
 def make(sent, times, tokens=(), **more) -> TimedAnswer:
-    """An answer whose chunks hold one token each, unless it is said how many."""
+    """Returns an answer with one token per chunk unless `tokens` gives other counts."""
     tokens = tuple(tokens or [1.0] * len(times))
     fields = {"sent": sent, "ended": times[-1] if times else sent + 1, "times": tuple(times)}
     fields |= {"tokens": tokens, "num_tokens": int(sum(tokens)), "split": Split.SINGLE}
@@ -39,15 +39,15 @@ def test_all_are_asked_the_same_in_turns(capsys):
     for turn in turns:
         assert len({prompts for _, prompts in turn}) == 1
         assert sorted(name for name, _ in turn) == ["A", "B", "C"]
-    # The first in a cell comes later in the next round.
+    # In each cell, every subject goes first in one of the three rounds.
     for place in range(2):
         assert sorted(turns[2 * number + place][0][0] for number in range(3)) == ["A", "B", "C"]
-    # No prompt is asked in two turns, and the warm-up doesn't count.
+    # No prompt is used in two turns, and the warm-up is not measured.
     texts = [text for turn in turns for text in turn[0][1]]
     assert len(set(texts)) == len(texts) == 3 * (1 + 4)
     assert len(waves) == 2 * 2 * 3
     assert {wave.round for wave in waves} == {0, 1}
-    # Without a terminal each of them is a line.
+    # Without a terminal, each request is reported on a line of its own.
     told = capsys.readouterr().err.splitlines()
     assert len(told) == len(log) and "\x1b" not in "".join(told)
     assert told[0].startswith("warming up: ") and told[-1].startswith("round 2 of 2: ")
@@ -60,7 +60,7 @@ def test_a_subject_that_says_nothing_is_named():
 
 
 def test_a_round_that_would_not_end_in_time_is_not_begun(monkeypatch):
-    now = iter([100.0, 103.0, 103.0, 106.5, 106.5])  # Before and after each round.
+    now = iter([100.0, 103.0, 103.0, 106.5, 106.5])  # the clock before and after each round
     monkeypatch.setattr("mlx_mtp.bench.measure.perf_counter", lambda: next(now))
     waves = measure([Scripted("A", [])], [("short", 1)], 9, 0, seed=7, deadline=109.9)
     assert [wave.round for wave in waves] == [0, 1]
@@ -81,7 +81,7 @@ def test_the_figures_of_a_wave():
     expected |= {"split": Split.SINGLE, "retries": 2}
     expected |= {"rate": 8 / 4, "rate_min": 8 / 4, "rate_max": 8 / 4}
     expected |= {"request_rate": (3.0 + 1.5) / 2, "ttft_p50": 1.5, "ttft_p95": 1.95}
-    # Two tokens after 0.25 s each, one after 0.5 s, three after 2/3 s each.
+    # Two tokens after 0.25 s each, one after 0.5 s, and three after 2/3 s each.
     expected |= {"itl_p50": 0.5, "itl_p95": 2 / 3, "itl_p99": 2 / 3}
     expected |= {"gap_p50": 0.5, "gap_p95": 0.5 + 0.9 * 1.5, "gap_p99": 0.5 + 0.98 * 1.5}
     expected |= {"num_drafts": 8, "num_accepted": 4, "accepted": 0.5}
@@ -106,7 +106,7 @@ def test_rounds_give_a_median_a_range_and_ratios_round_by_round():
     ):
         assert (b[name], b[f"{name}_min"], b[f"{name}_max"]) == (median, low, high)
     assert a["rate_ratio_min"] == a["ttft_ratio_max"] == 1.0
-    # Nothing can be said against a first token that came in no time.
+    # A time to first token of 0 s has no ratio.
     at_once = [wave(0, make(0.0, [0.0, 2.0]), subject="A")]
     (alone,) = summarize(at_once, ["A"], reference="A")
     assert (alone["rate_ratio"], alone["ttft_ratio"]) == (1.0, None)
@@ -118,7 +118,7 @@ def test_the_worst_split_is_shown_and_what_is_unknown_is_none():
     assert summary["split"] is Split.TEXT
     for name in ("itl_p50", "gap_p99", "request_rate", "prompt_tokens", "accepted"):
         assert summary[name] is None
-    # Answers without text count in the rate alone.
+    # Answers without text count only in the rate.
     answers = (make(0.0, [1.0, 2.0]), make(0.0, [], num_tokens=1, ended=4.0))
     (summary,) = summarize([wave(0, *answers)], ["S"])
     assert (summary["rate"], summary["ttft_p95"], summary["answers"]) == (3 / 4, 1.0, 2)

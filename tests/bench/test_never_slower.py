@@ -1,4 +1,4 @@
-"""What the benchmark of all choices makes of its rounds."""
+"""How the benchmark of all draft settings summarizes its rounds."""
 
 import math
 
@@ -9,7 +9,7 @@ from mlx_mtp.errors import UsageError
 
 
 def test_the_best_choice_is_picked_in_the_other_half_of_the_rounds():
-    # "mtp 3" wins by luck in the even rounds alone, "mtp 2" is as fast in all.
+    # "mtp 3" is fast only in the even rounds, by luck; "mtp 2" is equally fast in all rounds.
     rounds = [
         dict.fromkeys(_FIXED, 1.0)
         | {"default": 2.0, "mtp 2": 1.9, "mtp 3": 4.0 if number % 2 == 0 else 1.0}

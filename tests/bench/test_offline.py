@@ -1,4 +1,4 @@
-"""The engine alone: a scripted one for the arithmetic, the real one for the whole command."""
+"""The offline benchmark: a scripted engine for the arithmetic, the real one for the command."""
 
 import re
 
@@ -16,7 +16,7 @@ from tests.support.fake_engine import FakeEngine, answer
 
 
 class Words:
-    """A tokenizer of one token a word."""
+    """A tokenizer with one token per word."""
 
     vocab_size = 4096
     eos_token_ids = ()
@@ -31,7 +31,7 @@ def test_tokens_and_times_are_those_of_the_steps(ticking):
     asking = Asking(max_tokens=6, temperature=0.5, ignore_eos=True)
     with EngineSubject("E", engine, Words(), asking) as measured:
         (found,) = measured.ask([Prompt("to be or not", 3)])
-    # Steps of 1, 3, 1 and 1 tokens, a second apart; the last is cut at the limit.
+    # Steps of 1, 3, 1 and 1 tokens, one second apart; the token limit cuts the last step.
     assert found.tokens == (1, 3, 1, 1)
     assert found.times == tuple(found.sent + i for i in (1, 2, 3, 4))
     assert found.ended == found.times[-1]
@@ -45,7 +45,7 @@ def test_tokens_and_times_are_those_of_the_steps(ticking):
 
 
 def test_mtp_off_is_without_the_heads_work(demo_model):
-    """And the same tokens come out of engines of any depth, which share the weights."""
+    """An engine with MTP off drafts nothing, and leaves the shared model its head."""
     tokenizer = Tokenizer.load(BUNDLED_MODEL)
     asking = Asking(max_tokens=8, ignore_eos=True)
     for depth, name in ((0, "MTP off"), (2, "MTP, k = 2"), ("auto", "MTP, auto")):
