@@ -18,14 +18,14 @@ CODEX = ("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approva
 
 @dataclass(frozen=True)
 class Agent:
-    """A command line agent, by the name that `mlx-mtp connect` has for it."""
+    """A command-line agent; `name` is its name in `mlx-mtp connect`."""
 
     name: str
-    package: str  # of npm
-    command: Callable[[str], list[str]]  # asks; it may use its shell tool without permission
-    tool: str  # its shell tool
-    parameter: str = "command"  # of that tool
-    variables: Mapping[str, str] = field(default_factory=dict)  # beyond what `connect` writes
+    package: str  # name on npm
+    command: Callable[[str], list[str]]  # for a question; may use the shell tool without permission
+    tool: str  # name of the shell tool
+    parameter: str = "command"  # of the shell tool; takes the command line
+    variables: Mapping[str, str] = field(default_factory=dict)  # besides `connect`'s configuration
 
     def __str__(self) -> str:
         return self.name
@@ -43,7 +43,7 @@ class Agent:
 
 AGENTS = (
     Agent("opencode", "opencode-ai", lambda q: ["opencode", "run", q], "bash"),
-    # Claude Code runs as root only as long as it isn't told to skip its permissions.
+    # As root, Claude Code refuses to run with its permission checks switched off.
     Agent(
         "claude",
         "@anthropic-ai/claude-code",

@@ -25,5 +25,5 @@ def weather_question(city: str) -> str:
 
 
 def called(city: str) -> dict[str, str]:
-    """The arguments of the call that it makes."""
+    """Returns the arguments of the model's tool call for `city`."""
     return {"city": city, "unit": "celsius"}

@@ -1,7 +1,7 @@
-"""What real clients send: kept without anybody's names, and read back to be sent again.
+"""Requests of real clients, stored without personal data and read back for replay.
 
-Structure is whole: every field, message and tool is there. Text that is long is cut, as it is the
-clients' own and means nothing to a server; ids, dates, paths and keys are replaced.
+The structure is complete: every field, message and tool is kept. Long text is cut, as it belongs to
+the client and means nothing to a server; ids, dates, paths and keys are replaced.
 """
 
 import json
@@ -44,11 +44,11 @@ _REPLACED = (
 
 
 def recording(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Request, int]]:
-    """Requests to whatever application is served from now on, each with its answer's status."""
+    """Returns the requests to applications served from now on, with the status of each answer."""
     exchanges: list[tuple[Request, int]] = []
 
     async def record(request: Request, call_next: RequestResponseEndpoint) -> Response:
-        await request.body()  # which the request keeps
+        await request.body()  # the request object caches the body
         response = await call_next(request)
         exchanges.append((request, response.status_code))
         return response
@@ -72,13 +72,13 @@ class Capture:
 
 
 def load() -> list[Capture]:
-    """Every capture that is kept."""
+    """Returns every stored capture."""
     files = sorted(FOLDER.glob("*.json"))
     return [Capture(**json.loads(file.read_text("utf-8"))) for file in files]
 
 
 async def keep(client: str, version: str, asked: Sequence[Request]) -> None:
-    """Write a client's capture, if the environment asks for new ones."""
+    """Write a client's capture if the environment variable named by `WRITE` is set."""
     if not os.environ.get(WRITE):
         return
     ids: dict[str, str] = {}
@@ -100,7 +100,7 @@ async def keep(client: str, version: str, asked: Sequence[Request]) -> None:
 
 
 def scrubbed(value: Any, ids: dict[str, str]) -> Any:
-    """JSON without what belongs to one machine, person or day; equal `ids` of ours stay equal."""
+    """Returns JSON without machine, personal and date values; equal server ids stay equal."""
     if isinstance(value, dict):
         return {scrubbed(key, ids): scrubbed(inner, ids) for key, inner in value.items()}
     if isinstance(value, list):

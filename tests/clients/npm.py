@@ -16,12 +16,12 @@ _LOCK = "package-lock.json"
 
 
 def installed(folder: Path) -> Path:
-    """A directory with the `node_modules` of `folder/package.json`; skips where there is no npm."""
+    """Returns the directory with the `node_modules` of `folder/package.json`; skips without npm."""
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("npm is not installed")
     files = [file for file in (folder / "package.json", folder / _LOCK) if file.exists()]
-    # Each list of versions has a directory of its own: a new pin is a new installation.
+    # Each list of versions has its own directory: a new pin causes a new installation.
     name = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
     root = Path(
         os.environ.get("MLX_MTP_TEST_NPM_DIR")
@@ -46,14 +46,14 @@ def _install(command: list[str], place: Path) -> None:
         return
     shutil.rmtree(place, ignore_errors=True)
     told = done.stderr.strip()
-    # Wrong pins must not pass for a missing network.
+    # Only network errors skip the test: wrong pins must fail.
     if any(code in told for code in ("ENOTFOUND", "ECONNREFUSED", "EAI_AGAIN", "ETIMEDOUT")):
         pytest.skip(f"npm reaches no registry: {told.splitlines()[0]}")
     raise AssertionError(f"npm installs nothing: {told[-2000:]}")
 
 
 def environment(place: Path, home: Path, **more: str) -> dict[str, str]:
-    """For programs installed there: their Node.js first, and a home of their own."""
+    """Returns variables for programs in `place`: its commands first on PATH, and HOME = `home`."""
     kept = {k: v for k, v in os.environ.items() if k in _KEPT}
     path = f"{place / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}"
     return {**kept, "PATH": path, "HOME": str(home), "TERM": "dumb", "CI": "1", **more}

@@ -1,4 +1,4 @@
-"""Answers checked with the types of the SDKs, which say what fields and events there are."""
+"""Checks of answers against the SDKs' types of fields and events."""
 
 import json
 from collections.abc import Mapping
@@ -21,26 +21,26 @@ _LAST = {MESSAGES: ("message_stop",), RESPONSES: ("response.completed", "respons
 
 
 def api_of(path: str) -> str:
-    """The API that a path is of."""
+    """Returns the route of a path, without the query."""
     return path.split("?")[0]
 
 
 def check_whole(path: str, answer: httpx.Response) -> Any:
-    """The answer, as its SDK types it."""
+    """Returns the answer as its SDK's type."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("application/json")
     return TYPES[api_of(path)][0].validate_python(answer.json())
 
 
 def check_stream(path: str, answer: httpx.Response) -> list[Any]:
-    """The stream's events, as its SDK types them: all there, from the first to the last."""
+    """Returns the stream's events as their SDK's types; the stream must be complete."""
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     api = api_of(path)
     data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     if api == CHAT:
         assert data.pop() == "[DONE]"
-    # Pings may come anywhere, before the first event too while a prompt waits its turn.
+    # Pings can come anywhere, even before the first event while a prompt waits.
     values = [value for value in map(json.loads, data) if value.get("type") != "ping"]
     if api == CHAT:
         reasons = [choice["finish_reason"] for v in values for choice in v["choices"]]
@@ -51,7 +51,7 @@ def check_stream(path: str, answer: httpx.Response) -> list[Any]:
 
 
 def calls_in(path: str, answer: Any) -> list[str]:
-    """Names of the tools that a whole answer calls."""
+    """Returns the names of the tools that a whole answer calls."""
     api = api_of(path)
     if api == CHAT:
         return [call.function.name for call in answer.choices[0].message.tool_calls or []]
@@ -60,7 +60,7 @@ def calls_in(path: str, answer: Any) -> list[str]:
 
 
 def streamed_calls_in(path: str, events: list[Any]) -> list[str]:
-    """Names of the tools that a stream calls."""
+    """Returns the names of the tools that a stream calls."""
     api = api_of(path)
     if api == CHAT:
         deltas = [choice.delta for event in events for choice in event.choices]

@@ -1,4 +1,4 @@
-"""opencode, Claude Code, Codex and Continue themselves, as npm has them."""
+"""opencode, Claude Code, Codex and Continue, installed from npm, against the server."""
 
 import asyncio
 import base64
@@ -53,7 +53,10 @@ def test_all_of_them_at_once_on_the_bundled_model(
 def test_a_tool_is_run_and_its_result_comes_back(
     agent: Agent, serve: Serve, tokenizer: Tokenizer, place: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    """The engine is scripted, so that there is a call: the bundled model makes none of these."""
+    """The agent runs the tool that the model calls, and sends the result back.
+
+    The engine is scripted, as the bundled model does not call these tools.
+    """
 
     def script(request: Request) -> Iterator[Output]:
         prompt = tokenizer.text_of(request.prompt_token_ids)
@@ -70,7 +73,7 @@ def test_a_tool_is_run_and_its_result_comes_back(
         outcome = run(agent, place, url, tmp_path / "home", f"Run this: {LINE}")
     assert outcome.returncode == 0, outcome.stderr[-2000:]
     assert GOODBYE in outcome.stdout
-    # Claude Code says so where it was not told of the model's context.
+    # Claude Code prints this if it was not told the model's context length.
     assert "assumes a context window" not in outcome.stderr
     asked = [(sent, status) for sent, status in exchanges if sent.method == "POST"]
     assert {status for _, status in asked} == {200}
@@ -80,7 +83,7 @@ def test_a_tool_is_run_and_its_result_comes_back(
 def test_claude_code_goes_on_after_a_screenshot(
     serve: Serve, tokenizer: Tokenizer, place: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    """What it reads of a picture is an image in a tool's result, in each further request."""
+    """A picture that Claude Code reads is an image in a tool result; the chat goes on."""
     home = tmp_path / "home"
     picture = home / "project" / "shot.png"
     picture.parent.mkdir(parents=True)

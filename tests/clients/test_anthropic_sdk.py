@@ -12,7 +12,7 @@ from tests.support.process import MODEL, Server
 
 TOOL = {"name": FUNCTION["name"], "description": FUNCTION["description"]}
 TOOL |= {"input_schema": FUNCTION["parameters"]}
-# Newer SDKs have no name for temperature; the API takes it all the same.
+# Newer SDKs have no `temperature` parameter, but the API accepts it.
 GREEDY = {"extra_body": {"temperature": 0}}
 HI = {"model": MODEL, "messages": [{"role": "user", "content": SENTENCE.question}]}
 ASKED = {**HI, "max_tokens": 60}

@@ -21,14 +21,14 @@ QUESTION = weather_question(CITIES[0])
 
 
 class Reading(BaseModel):
-    """What structured answers look like."""
+    """The schema of the structured answers."""
 
     city: Literal["Rome", "Oslo"]
     degrees: Literal[1, 2, 3]
 
 
 class Weather:
-    """The tool, in the forms that frameworks take; it keeps what it was called with."""
+    """The tool in the forms that frameworks accept; records the arguments of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, str]] = []
@@ -78,7 +78,7 @@ async def openai_agents(url: str, weather: Weather) -> tuple[str, str, Any]:
     agents.set_tracing_disabled(True)
     tool = agents.FunctionTool(NAME, DESCRIPTION, SCHEMA, weather.of_json, strict_json_schema=False)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        # Responses, which it takes by default.
+        # The Responses API is this framework's default.
         fields = {"model": agents.OpenAIResponsesModel(MODEL, client)}
         fields["model_settings"] = agents.ModelSettings(**LIMITS)
         streamed = agents.Runner.run_streamed(agents.Agent("A", **fields), SENTENCE.question)
@@ -96,12 +96,12 @@ async def inspect_ai(url: str, weather: Weather) -> tuple[str, str, Any]:
     from inspect_ai.solver import generate, use_tools
     from inspect_ai.tool import ToolDef
 
-    # It marks functions, which a method can't be.
+    # inspect-ai sets attributes on the function, which a bound method does not allow.
     async def get_weather(city: str, unit: Literal["celsius", "fahrenheit"] = "celsius") -> str:
         return weather.get_weather(city, unit)
 
-    # By OpenAI's API it wants a newer `openai` than LiteLLM; to Anthropic's models it sends no
-    # temperature of its own.
+    # The OpenAI provider needs a newer `openai` than LiteLLM allows; the Anthropic provider sends
+    # no temperature of its own.
     options = {"api_key": "none", "extra_body": {"temperature": 0}}
     fields = {"model_base_url": url, "model_args": options, "max_tokens": 100, "max_retries": 0}
     described = {"city": "City name", "unit": "Unit"}
@@ -120,7 +120,7 @@ async def inspect_ai(url: str, weather: Weather) -> tuple[str, str, Any]:
     return texts[0], texts[1], None
 
 
-# What a framework is imported as, and what it does.
+# The module that each framework is imported from, and the function that uses the framework.
 FRAMEWORKS: Mapping[str, Callable[[str, Weather], Awaitable[tuple[str, str, Any]]]] = {
     "llama_index.llms.openai_like": llama_index,
     "pydantic_ai": pydantic_ai,
@@ -142,4 +142,4 @@ def test_an_answer_and_a_tool(
     assert "21" in told
     assert formed is None or isinstance(formed, Reading)
     server.wait_until_empty()
-    gc.collect()  # What a framework leaves open is a warning here, and in a later test an error.
+    gc.collect()  # Objects left open warn here instead of failing a later test.

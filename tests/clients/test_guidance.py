@@ -1,4 +1,4 @@
-"""guidance's VLLMModel, which names the grammar twice: by vLLM's old field and by its new one."""
+"""guidance's VLLMModel, which sends the grammar twice: in vLLM's old field and in its new one."""
 
 import os
 import re
@@ -26,7 +26,7 @@ print(model["sure"], model["age"])
 
 
 def test_guidance(server: Server) -> None:
-    """It needs another llguidance than this server, and so an environment of its own."""
+    """guidance needs another llguidance than this server, and so runs in its own environment."""
     python = os.environ.get("MLX_MTP_TEST_GUIDANCE")
     if not python:
         pytest.skip("MLX_MTP_TEST_GUIDANCE names no Python that has guidance and openai")

@@ -50,7 +50,7 @@ SCRIPTS = (
 
 for _name, _function in inspect.getmembers(ChatModelIntegrationTests, inspect.isfunction):
     if inspect.iscoroutinefunction(_function):
-        # One loop for all: ChatOpenAI keeps its connections between them.
+        # All tests share one event loop: ChatOpenAI keeps connections between tests.
         pytest.mark.asyncio(loop_scope="module")(_function)
     if _name in TOO_SMALL:
         pytest.mark.xfail(reason=f"model too small: {TOO_SMALL[_name]}", strict=True)(_function)
@@ -95,7 +95,7 @@ class TestIntegration(ChatModelIntegrationTests):
 def test_with_a_model_that_is_clever_enough(
     name: str, more: dict[str, Any], serve: Serve, tokenizer: Tokenizer
 ) -> None:
-    """The same standard tests; what the model says is scripted, the server is the real one."""
+    """With scripted answers, the standard tests that the bundled model is too small for pass."""
 
     def script(request: Request) -> Iterator[Output]:
         prompt = tokenizer.text_of(request.prompt_token_ids)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_open() -> Iterator[None]:
-    """LiteLLM leaves an event loop open, of which pytest would complain at the end of the run."""
+    """Hide the warning about the event loop that LiteLLM leaves open."""
     yield
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()
@@ -36,7 +36,7 @@ def _left_open() -> Iterator[None]:
 
 @pytest.fixture(params=["openai", "anthropic"])
 def target(request: pytest.FixtureRequest, server: Server) -> dict[str, Any]:
-    """Where a provider finds the server."""
+    """The arguments that point a provider at the server."""
     base = f"{server.url}/v1" if request.param == "openai" else server.url
     where = {"model": f"{request.param}/{MODEL}", "api_base": base, "api_key": "none"}
     return {**where, "temperature": 0, "max_tokens": 100, "num_retries": 0}
@@ -88,7 +88,7 @@ def test_four_async_calls_of_a_tool_and_its_result_goes_back(target: dict[str, A
 
 @pytest.fixture
 def proxy(server: Server, tmp_path: Path) -> Iterator[openai.OpenAI]:
-    """LiteLLM's proxy with two entries for the server, for it never leaves out the only one."""
+    """LiteLLM's proxy with two entries for the server, as it never disables the only entry."""
     pytest.importorskip("fastapi_sso", reason="what the proxy imports is in the extra `clients`")
     where = {"model": f"openai/{MODEL}", "api_base": f"{server.url}/v1", "api_key": "none"}
     models = [{"model_name": "m", "litellm_params": where | {"timeout": t}} for t in (60, 61)]
@@ -111,7 +111,7 @@ def proxy(server: Server, tmp_path: Path) -> Iterator[openai.OpenAI]:
 
 
 def test_what_is_not_offered_takes_no_server_out_of_service(proxy: openai.OpenAI) -> None:
-    """The proxy leaves a server alone for a while that answers with a 404."""
+    """Unsupported requests get a 400; after a 404 the proxy stops using the server for a while."""
     for _ in range(4):
         for ask in (
             lambda: proxy.embeddings.create(model="m", input=["hi"]),

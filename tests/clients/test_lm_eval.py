@@ -1,4 +1,4 @@
-"""lm-eval: what it measures over HTTP is what it measures with transformers on the same model."""
+"""lm-eval measures the same over HTTP as with transformers on the same model."""
 
 import importlib.util
 import json
@@ -55,7 +55,7 @@ TASKS: dict[str, dict[str, Any]] = {
         ],
     },
 }
-# Its own process: it imports PyTorch, and must find nothing of ours.
+# A process of its own, as it imports PyTorch and must not find modules of this project.
 RUN = """
 import json, sys
 import lm_eval
@@ -71,11 +71,11 @@ with open(f"{path}/found.json", "w") as file:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tasks above and their documents: none is in lm-eval, none is downloaded."""
+    """A folder with the tasks above and their documents, so that nothing is downloaded."""
     path = tmp_path_factory.mktemp("tasks")
     data = json.loads((Path(__file__).parents[1] / "data" / "demo_prompts.json").read_text("utf-8"))
     begin, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-    # One turn, no system message, an answer on one line.
+    # Only prompts of one turn without a system message, with an answer on one line.
     wanted = [
         each
         for each in data["prompts"]
@@ -95,7 +95,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, fields in TASKS.items():
         dataset = {"dataset_path": "json", "test_split": "test"}
         dataset |= {"dataset_kwargs": {"data_files": {"test": str(path / "docs.jsonl")}}}
-        # JSON is YAML.
+        # JSON is valid YAML.
         text = json.dumps({"task": name, **dataset, **fields})
         (path / f"{name}.yaml").write_text(text, "utf-8")
     return path
@@ -120,7 +120,7 @@ def transformers(tasks: Path) -> dict[str, Any]:
 
 
 def numbers(samples: Any) -> list[float]:
-    """All logprobs within, in order; whether a token was the likeliest is one too."""
+    """Returns all logprobs in nested samples, in order; "True" and "False" become 1.0 and 0.0."""
     if isinstance(samples, list):
         return [number for each in samples for number in numbers(each)]
     if samples in ("True", "False"):
@@ -130,7 +130,7 @@ def numbers(samples: Any) -> list[float]:
 
 @pytest.mark.parametrize("more", ["num_concurrent=1", "num_concurrent=4,tokenized_requests=False"])
 def test_completions(server: Server, tasks: Path, transformers: dict[str, Any], more: str) -> None:
-    """Prompts as token ids in batches, and as texts at the same time."""
+    """The results agree for batched prompts of token ids and for concurrent prompts of text."""
     where = f"model={MODEL},base_url={server.url}/v1/completions,tokenizer={DEMO},{more}"
     names = ("generate", "choice", "rolling")
     options = {"model": "local-completions", "model_args": where, "batch_size": 4}

@@ -1,4 +1,4 @@
-"""Open WebUI, which is too large to install here: what it sends, and what it reads of answers."""
+"""Requests as Open WebUI sends them, and answers as it reads them; it is too large to install."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ HEADERS = {"Authorization": "Bearer none", "X-OpenWebUI-User-Name": "A%20User"}
 
 
 def chat(content: str, **fields: Any) -> dict[str, Any]:
-    """A turn of a chat, with the parameters of its advanced settings."""
+    """Returns a chat request with the parameters of Open WebUI's advanced settings."""
     messages = [{"role": "user", "content": [{"type": "text", "text": content}]}]
     messages.insert(0, {"role": "system", "content": "Answer clearly and briefly."})
     options = {"stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": 100}
@@ -23,7 +23,7 @@ def chat(content: str, **fields: Any) -> dict[str, Any]:
 
 
 def read(answer: httpx.Response) -> dict[str, Any]:
-    """An answer as it puts it together, chunk by chunk."""
+    """Returns the message as Open WebUI assembles it from the chunks."""
     assert answer.status_code == 200, answer.text
     check_stream(CHAT, answer)
     message: dict[str, Any] = {"content": "", "calls": {}, "usage": {}}
@@ -32,7 +32,7 @@ def read(answer: httpx.Response) -> dict[str, Any]:
             continue
         chunk = json.loads(line.removeprefix("data: "))
         message["usage"].update(chunk.get("usage", {}) or {})
-        # A null here makes it drop the whole chunk.
+        # With a null here, Open WebUI drops the whole chunk.
         message["usage"].update(chunk.get("timings", {}))
         for choice in chunk["choices"]:
             delta = choice["delta"]
@@ -48,7 +48,7 @@ def test_four_chats_and_their_counts(server: Server) -> None:
     def one(body: dict[str, Any]) -> dict[str, Any]:
         return read(httpx.post(f"{server.url}{CHAT}", json=body, headers=HEADERS, timeout=60))
 
-    # Its slider of max_tokens goes from -2 to 131,072, beyond the context.
+    # Open WebUI's slider of max_tokens goes from -2 to 131,072, beyond the context length.
     asked = [chat(SENTENCE.question, max_tokens=limit) for limit in (-2, 100, 131_072)]
     with_tool = chat(weather_question(CITIES[0]), tools=[WEATHER])
     with_tool["messages"].pop(0)

@@ -16,7 +16,7 @@ GREEDY = {"temperature": 0}
 
 
 class Reading(BaseModel):
-    """What structured answers look like."""
+    """The schema of the structured answers."""
 
     city: Literal["Rome", "Oslo"]
     degrees: Literal[1, 2, 3]

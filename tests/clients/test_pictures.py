@@ -1,4 +1,4 @@
-"""Pictures from real clients: the SDKs, two agents, and what Open WebUI sends of an upload."""
+"""Pictures from real clients: the SDKs, two agents, and Open WebUI's form of an upload."""
 
 import base64
 import contextlib
@@ -31,7 +31,7 @@ from tests.vision.served import seeing_library_tokenizer
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
-# Before the bundled model's template, which takes texts alone: images become places in these.
+# Prepended to the bundled model's template, which accepts only text: images become placeholders.
 PLACES = """\
 {%- set all = namespace(messages=[]) %}
 {%- for m in messages %}
@@ -95,7 +95,7 @@ def seeing(serve: Serve, seeing_tokenizer: Tokenizer, sizes: ImageSizes) -> Seei
 
 
 def test_sdks_and_open_webui(seeing: Seeing, sizes: ImageSizes, tmp_path: Path) -> None:
-    """Each gets the same picture through, streamed or not, and an answer back."""
+    """Every client delivers the same picture, streamed or not, and receives the answer."""
     file = tmp_path / "shot.png"
     file.write_bytes(PNG)
     asked: list[Request] = []
@@ -152,7 +152,7 @@ def test_sdks_and_open_webui(seeing: Seeing, sizes: ImageSizes, tmp_path: Path) 
 def test_claude_code_sees_a_screenshot_of_its_history(
     seeing: Seeing, seeing_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its tool reads is an image in a tool's result, which the model sees."""
+    """The model sees the picture that Claude Code's tool reads, as an image in a tool result."""
     home = tmp_path / "home"
     picture = home / "project" / "shot.png"
     read = {"name": "Read", "arguments": {"file_path": str(picture)}}

@@ -1,4 +1,4 @@
-"""What real clients sent, sent again: each to a scripted engine and to the bundled model."""
+"""Replays of real clients' requests, to a scripted engine and to the bundled model."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_every_agent_has_one_of_its_version() -> None:
     kept = {capture.client: capture.version for capture in CAPTURES}
     assert kept == {agent.name: agent.version for agent in AGENTS}
     for capture in CAPTURES:
-        # A question with tools, and the turn that brings a tool's result back.
+        # A question with tools, and the turn with the tool's result.
         assert len(capture.requests) >= 2
         assert capture.requests[-1]["body"]["tools"]
         assert "sum-42" in json.dumps(capture.requests[-1]["body"])
@@ -62,7 +62,7 @@ def test_every_agent_has_one_of_its_version() -> None:
 def test_on_a_scripted_engine(
     capture: captures.Capture, serve: Serve, tokenizer: Tokenizer
 ) -> None:
-    """The model calls the client's shell tool; requests without tools get plain text."""
+    """Requests with tools get a call of the client's shell tool; those without get plain text."""
     (agent,) = [agent for agent in AGENTS if agent.name == capture.client]
     text = f"I run it.\n<tool_call>\n{json.dumps(agent.call('ls'))}\n</tool_call>"
     engine = FakeEngine(answer(tokenizer.encode(text), sizes=(5, 1, 3)), LONG)
@@ -77,7 +77,7 @@ def test_on_a_scripted_engine(
 
 
 def all_ways(server: Server, requests: Iterable[Sent], most_tools: int) -> None:
-    """Each request streamed and not, four at a time."""
+    """Send each request streamed and not streamed, four at a time."""
 
     def one(job: tuple[Sent, bool]) -> None:
         sent, stream = job
@@ -100,7 +100,7 @@ def all_ways(server: Server, requests: Iterable[Sent], most_tools: int) -> None:
 
 
 def test_last_turns_on_the_bundled_model(server: Server) -> None:
-    # With few of the tools: the scripted engine gets all, and reading them takes all the time here.
+    # Two tools suffice, as reading them takes most of the time; the scripted engine gets all.
     all_ways(server, [capture.requests[-1] for capture in CAPTURES], most_tools=2)
 
 
@@ -109,7 +109,7 @@ def test_all_turns_on_the_bundled_model(server: Server) -> None:
     all_ways(server, [sent for capture in CAPTURES for sent in capture.requests], most_tools=99)
 
 
-# As the clients' own code looks for them: Claude Code, opencode, Continue, LiteLLM.
+# Patterns by which Claude Code, opencode, Continue and LiteLLM recognize a prompt that is too long.
 SHOULD_MATCH = (
     r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)",
     r"This model's maximum context length is \d+ tokens",

@@ -1,4 +1,4 @@
-"""instructor and outlines, which ask for answers of a form in other servers' words too."""
+"""instructor and outlines, which ask for structured answers with other servers' fields too."""
 
 import json
 import re
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]
 
 
 class Person(BaseModel):
-    """What is asked for: the bundled model may write a name without end."""
+    """The requested schema; unbounded, the bundled model could write a name without end."""
 
     name: Annotated[str, Field(max_length=12)]
     age: Annotated[int, Field(ge=0, le=120)]

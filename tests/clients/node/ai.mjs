@@ -62,7 +62,7 @@ function checksFor(chat) {
       const asked = { ...common, prompt: question, schema: Reading };
       Reading.parse((await generateObject(asked)).object);
       const streamed = streamObject(asked);
-      // It reads no further ahead than its reader does.
+      // The stream is generated only as far as it is read.
       for await (const piece of streamed.partialObjectStream) assert.ok(piece);
       Reading.parse(await streamed.object);
     },

@@ -1,4 +1,4 @@
-// What every script here asks, and how it tells what came: one line of JSON.
+// The questions that all scripts ask, and their report: one line of JSON.
 import assert from "node:assert/strict";
 
 export const { url, model, question, answer, cities, tool, weather } = JSON.parse(process.argv[2]);
@@ -10,7 +10,7 @@ export function weatherQuestion(city) {
   return `What is the weather in ${city} in celsius?`;
 }
 
-// Asks for all cities at once, and wants the call of each.
+// Asks about all cities at the same time, and expects a call for each.
 export async function allCities(ask) {
   const calls = await Promise.all(cities.map((city) => ask(weatherQuestion(city))));
   calls.forEach((call, index) => {
@@ -19,7 +19,7 @@ export async function allCities(ask) {
   });
 }
 
-// Runs checks one after the other, and prints the names of those that held.
+// Runs the checks in turn, and prints the names of those that passed.
 export async function run(checks) {
   const passed = [];
   for (const [name, check] of Object.entries(checks)) {
