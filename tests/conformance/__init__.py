@@ -1,1 +1,1 @@
-"""Other projects' own tests, run against a real server. They are downloaded, never copied."""
+"""Other projects' own tests, run against a real server. They are downloaded, never copied here."""

@@ -16,13 +16,13 @@ import pytest
 
 @dataclass(frozen=True)
 class Package:
-    """A file of the Python package index: of a pinned package, the folder `root`."""
+    """The folder `root` of a pinned package from the Python package index."""
 
     name: str
     requirement: str
     pin: str  # the file's SHA-256
     root: str
-    members: Sequence[str] = (".",)  # files and folders of `root` that are taken
+    members: Sequence[str] = (".",)  # files and folders of `root` to keep
     wheel: bool = False
 
     def unpack(self, into: Path) -> None:
@@ -58,9 +58,9 @@ class Repository:
 
 
 def directory(source: Package | Repository) -> Path:
-    """The unpacked source, downloaded if it is not there yet; a test skips where it can't be.
+    """Returns the unpacked source's folder; downloads it if needed, or skips the test.
 
-    MLX_MTP_SUITES may name a directory that has it in a folder of its name.
+    MLX_MTP_SUITES can name a directory that has the source in a folder of the same name.
     """
     own = Path(os.environ.get("MLX_MTP_SUITES", os.devnull)) / source.name
     if own.is_dir():

@@ -24,10 +24,10 @@ PATHS = (
     *(_CHATS, f"{_CHATS}/{{completion_id}}", f"{_CHATS}/{{completion_id}}/messages"),
     *("/completions", "/models", "/models/{model}", "/responses", "/responses/{response_id}"),
 )
-# The one operation whose errors the file describes without the `error` around them, as no server
-# of OpenAI's sends them.
+# The only operation that describes errors without the enclosing `error` object; OpenAI's servers
+# don't send such errors.
 LEFT_OUT = "deleteResponse"
-# A refusal is described by no status of the file, so statuses are not compared.
+# The description has no status for a refusal, so statuses are not compared.
 CHECKS = "not_a_server_error,response_schema_conformance,content_type_conformance"
 
 
@@ -53,7 +53,7 @@ def test_every_answer_fits_openais_description(mtp_server: Server, tmp_path: Pat
     assert report.exists(), told
     found = json.loads(report.read_text())
     assert not found["failures"], told
-    # A fault of Python 3.11's own, which schemathesis meets now and then while it makes requests.
+    # A bug of Python 3.11 that schemathesis sometimes hits while it generates requests.
     own = ended.stdout.count("AST constructor recursion depth mismatch")
     assert sum(error["count"] for error in found["errors"]) <= own, told
     cases = found["test_cases"]

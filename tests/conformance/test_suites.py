@@ -29,18 +29,18 @@ _QUIETLY = ("-q", "--timeout=120", "--tb=short")
 
 @dataclass(frozen=True)
 class Suite:
-    """Some of a project's tests, as a file of `expected` describes them."""
+    """A selection of a project's tests, read from a file in `expected`."""
 
-    name: str  # of the file
+    name: str  # name of the file in `expected`
     source: Package
-    passing: Sequence[str]  # cases that must pass, as `stands_for` has them
-    excluded: Mapping[str, str]  # cases that aren't run, each with its reason
+    passing: Sequence[str]  # cases that must pass, in the syntax of `stands_for`
+    excluded: Mapping[str, str]  # cases that aren't run, each with the reason
     adapter: str  # the plugin that points them at a server of ours
-    files: Sequence[str]  # what pytest is given, below the source's directory
-    folder: str = "."  # where pytest runs, below the source's directory
-    paths: Sequence[str] = (".",)  # of imports, below that folder
+    files: Sequence[str]  # arguments of pytest, relative to `folder` or the adapters
+    folder: str = "."  # where pytest runs, relative to the source's directory
+    paths: Sequence[str] = (".",)  # import paths, relative to `folder`
     model: str = MODEL  # the name by which the tests ask for a model
-    arguments: Sequence[str] = ()  # more of pytest's; ADAPTERS stands for the adapters' folder
+    arguments: Sequence[str] = ()  # further pytest arguments; ADAPTERS is the adapters' folder
 
     @classmethod
     def load(cls, path: Path) -> Suite:
@@ -53,7 +53,7 @@ SUITES = [Suite.load(path) for path in sorted((HERE / "expected").glob("*.toml")
 
 
 def run(suite: Suite) -> dict[str, Any]:
-    """Run all cases but the excluded ones; return what `suite_outcomes` tells, and `output`."""
+    """Run all cases but the excluded ones; returns the report of `suite_outcomes`, and `output`."""
     folder = directory(suite.source) / suite.folder
     adapters = HERE / "adapters"
     with tempfile.TemporaryDirectory() as temporary:
@@ -79,7 +79,7 @@ def run(suite: Suite) -> dict[str, Any]:
 
 
 def differences(suite: Suite, ended: dict[str, Any]) -> list[str]:
-    """How the outcomes differ from what is written down, a line each."""
+    """Returns how the outcomes differ from the expected ones, one line per difference."""
     found = []
     for case, outcome in sorted(ended["outcomes"].items()):
         if outcome != "passed":

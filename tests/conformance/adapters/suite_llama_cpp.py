@@ -1,6 +1,6 @@
-"""llama.cpp's tests: what they start is our server, with those of the options that it has.
+"""llama.cpp's tests, which start our server with the options that it supports.
 
-Their requests name no model, or any, as llama.cpp has one and does not look.
+Their requests name no model or any model, as llama.cpp serves one model and ignores the name.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import utils  # noqa: E402
 
 def _start(self: Any, timeout_seconds: int = 0) -> None:
     flags = ["--served-model-name", self.model_alias, "--any-model-name"]
-    # Theirs never thinks; whether ours does depends on the seed.
+    # llama.cpp's model never thinks in these tests; ours may think, depending on the seed.
     flags += ["--max-num-seqs", str(self.n_slots or 4), "--reasoning-parser", "none"]
     if self.n_ctx:
         flags += ["--max-model-len", str(self.n_ctx // (self.n_slots or 1))]
@@ -28,11 +28,11 @@ def _start(self: Any, timeout_seconds: int = 0) -> None:
 
 
 def _stop(self: Any) -> None:
-    """It goes on for the next test that wants the same."""
+    """Leave the server running for the next test with the same flags."""
 
 
 def _role_first(ask: Any) -> Any:
-    """Their reader wants no content beside the role; OpenAI sends an empty one, and so do we."""
+    """Their reader expects null content beside the role; OpenAI and we send an empty string."""
 
     def asking(*given: Any, **named: Any) -> Iterator[Any]:
         for chunk in ask(*given, **named):

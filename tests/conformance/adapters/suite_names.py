@@ -4,9 +4,9 @@ import re
 
 
 def stands_for(name: str, case: str) -> bool:
-    """A name stands for a case, for all parameters of a test, or for a whole class or file.
+    """True if `name` denotes `case`: the case itself, its test, its class or its file.
 
-    A star in it stands for any text.
+    A star in `name` matches any text.
     """
     pattern = ".*".join(map(re.escape, name.split("*")))
     return re.fullmatch(rf"{pattern}(\[.*|::.*)?", case, re.DOTALL) is not None

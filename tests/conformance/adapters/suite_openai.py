@@ -1,7 +1,7 @@
-"""openai-python's tests: the one stored completion that they ask for must have been stored.
+"""openai-python's tests; stores the one chat completion that they expect to exist.
 
-They name it "completion_id", but ids are the server's to choose. So a completion is stored through
-the API for each request that names it, and the request goes to that one's id.
+They name it "completion_id", but the server chooses the ids. So each request with this name first
+stores a completion through the API, and is then sent with the id of that completion.
 """
 
 import json
@@ -20,7 +20,7 @@ _prepare_url = BaseClient._prepare_url
 
 
 def _stored() -> str:
-    # The SDK's type of a stored message knows no role but this one.
+    # The SDK's type of a stored message allows only this role.
     messages = [{"role": "assistant", "content": "Hello"}]
     body = {"model": _MODEL, "messages": messages, "store": True, "max_tokens": 4}
     request = urllib.request.Request(

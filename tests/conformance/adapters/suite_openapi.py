@@ -1,8 +1,8 @@
-"""schemathesis's requests: most ask for the model that is served, and for short answers.
+"""schemathesis's requests, changed so that most name the served model and want short answers.
 
-Left as they are made, nearly all would end at the model's name, or at a parameter that is refused.
-So one in eight stays as it is; of the others most keep few of their parameters, and most have a
-plain question. Which, the request itself decides: hypothesis makes each of them again.
+Unchanged, nearly all would be refused for the model's name or for a parameter. So one request in
+eight stays as it is; most of the others keep few of their parameters, and most get a plain
+question. The choice depends on the request alone, because hypothesis makes each of them again.
 """
 
 import json

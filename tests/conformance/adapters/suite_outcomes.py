@@ -1,4 +1,4 @@
-"""Leaves out the cases that are excluded, and writes down how the others end."""
+"""Leaves out the excluded cases, and records the outcomes of the others."""
 
 import json
 import os

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 
-# With a seed, requests that bring none are answered the same in each run. A log of each request
-# would fill the pipe, which nobody reads after the first lines.
+# With a server seed, requests without one get the same answers in each run. A log of requests
+# would fill the pipe, as nobody reads it after the first lines.
 _COMMON = ("--enable-mtp", "--port", "0", "--dtype", "float32", "--seed", "1")
 _QUIET = ("--log-level", "warning")
 
 
 @functools.cache
 def serve(*flags: str) -> str:
-    """Start a server, once for these flags; return its address, without a slash at the end."""
+    """Start one server per set of flags; returns its address, without a trailing slash."""
     command = [sys.executable, "-m", "mlx_mtp", "serve", *_COMMON, *_QUIET, *flags]
     # The suite's own packages must not be found before this project's.
     environment = {**os.environ, "PYTHONPATH": os.environ["SUITE_ROOT"]}

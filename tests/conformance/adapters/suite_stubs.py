@@ -1,4 +1,4 @@
-"""Stands in for packages that a suite imports and that none of the cases that run needs."""
+"""Stubs for packages that a suite imports but that no case in use needs."""
 
 import importlib.abc
 import importlib.machinery
@@ -36,5 +36,5 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stub(*names: str) -> None:
-    """Make these packages importable, with anything in them."""
+    """Make these packages importable, with any attribute or submodule."""
     sys.meta_path.insert(0, _Finder(names))

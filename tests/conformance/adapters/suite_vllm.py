@@ -1,4 +1,4 @@
-"""vLLM's tests: their server is ours, serving the bundled model by the name that they ask for."""
+"""vLLM's tests against our server, which serves the bundled model under the name they ask for."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OURS = (_NAME, _LENGTH)
 
 
 class RemoteOpenAIServer:
-    """What the tests use of vLLM's class of this name. Of its flags two are ours too."""
+    """The part of vLLM's class of this name that the tests use; it shares two flags with us."""
 
     DUMMY_API_KEY = _KEY
 
     def __init__(self, model: str, vllm_serve_args: Any = (), **_: Any) -> None:
         given = list(vllm_serve_args)
-        # Some ask for no length, which a larger model ends by itself.
+        # Some requests set no limit, as a larger model would end its answer by itself.
         flags = {_NAME: model, _LENGTH: "2048"}
         flags |= {flag: given[given.index(flag) + 1] for flag in _OURS if flag in given}
         self._url = serve(*(word for pair in flags.items() for word in pair))
