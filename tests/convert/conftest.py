@@ -1,4 +1,4 @@
-"""A source, a target, and running the converter on them in this process."""
+"""A source and a target checkpoint, and the converter run on them in this process."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ FOUR = {"group_size": 64, "bits": 4, "mode": "affine"}
 
 
 class Pair:
-    """Directories of a source in three files and of a target in 4 bits, and what was printed."""
+    """A source checkpoint in three files and a 4-bit target; runs the converter on them."""
 
     def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.source, self.target = root / "source", root / "target"
@@ -28,14 +28,14 @@ class Pair:
         return self.target / "mtp.safetensors"
 
     def write(self, layout: Layout, storage: str = "BF16", table=None, **source) -> dict:
-        """Other ones in their place; what the source's tensors stand for, in float32."""
+        """Replace both checkpoints; returns the values of the source's tensors, in float32."""
         for path in (*self.source.iterdir(), *self.target.iterdir()):
             path.unlink()
         write_target(self.target, layout, table)
         return write_source(self.source, layout, storage, **source)
 
     def rewrite(self, change) -> None:
-        """The source as one file, with its tensors changed."""
+        """Rewrite the source as one file, with its tensors changed by `change`."""
         tensors, _ = encode_all(hf_tensors(LAYOUT))
         change(tensors)
         for path in self.source.glob("model*"):
@@ -43,14 +43,14 @@ class Pair:
         write_file(self.source / "model.safetensors", tensors)
 
     def run(self, **options: object) -> str:
-        """Run the converter; what it printed."""
+        """Run the converter; returns what it printed."""
         self._capsys.readouterr()
         add_head(str(self.target), self.source and str(self.source), **options)
         captured = self._capsys.readouterr()
         return captured.out + captured.err
 
     def convert(self, **options: object) -> dict[str, mx.array]:
-        """Run it; the sidecar's tensors without their prefix."""
+        """Run the converter; returns the sidecar's tensors, by names without the prefix `mtp.`."""
         self.run(**options)
         tensors, _ = read_file(self.sidecar)
         return {name.removeprefix("mtp."): value for name, value in tensors.items()}
@@ -59,7 +59,7 @@ class Pair:
         return read_file(self.sidecar)[1]
 
     def refused(self, error: type[ModelError], match: str, **options: object) -> None:
-        """Run it, expect this error and an unchanged directory."""
+        """Run the converter; expect this error and an unchanged target directory."""
         before = snapshot(self.target)
         with pytest.raises(error, match=match):
             self.run(**options)

@@ -1,4 +1,4 @@
-"""One run, a second one, a forced one, and every reason to refuse."""
+"""`add_head`: a first run, a repeated one, a forced one, and every reason to refuse."""
 
 import contextlib
 import json
@@ -45,7 +45,7 @@ def test_nothing_but_the_sidecar_is_written_and_its_header_says_how_it_was_made(
 
 def test_the_same_head_is_recognized_and_another_one_wants_force(pair, tmp_path):
     pair.run()
-    # Not only by where its source is.
+    # The head is recognized even if its source has moved.
     pair.source = shutil.move(pair.source, tmp_path / "moved")
     inode = pair.sidecar.stat().st_ino
     assert "nothing to do" in pair.run()
@@ -83,7 +83,7 @@ def test_output_is_a_model_of_links_and_the_model_is_left_alone(pair, tmp_path):
     (output / "config.json").write_text("{}")
     with pytest.raises(ConvertError, match="not the same file"):
         pair.run(output=output, force=True)
-    # A target with a head in its own files needs none.
+    # A target that has a head in its own files needs no other.
     write_checkpoint(pair.target, LAYOUT)
     assert "in its own files" in pair.run()
     assert not pair.sidecar.exists()
@@ -110,7 +110,7 @@ def test_a_mismatch_names_both_values_and_of_layers_is_a_warning(pair):
         ("mtp.", r"no MTP head.*'model\.language_model\.mtp\.'.*Qwen3-Coder-Next"),
         ("mtp.fc", r"Missing 1 parameters: fc\.weight"),
         ("mtp.layers.0.mlp.experts.3.up_proj", "expert 3 is missing"),
-        # Pruned: the stacks have fewer experts than either config says.
+        # A pruned source: its stacks have fewer experts than either config says.
         ("mtp.layers.0.mlp.experts.5", r"does not fit.*\(6, .*\(5, "),
     ],
 )
@@ -206,7 +206,7 @@ def test_targets_that_are_no_models_and_sources_that_are_none(pair):
     ],
 )
 def test_copies_of_the_trunk_are_left_out_and_compared(pair, change, bits, said):
-    """With the target's trunk if it is there, here in some bits; else with the source's."""
+    """Copies are compared with the target's trunk, quantized or not, or else with the source's."""
     copies = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
     copies["shared_head.head"] = "lm_head"
 
@@ -228,7 +228,7 @@ def test_copies_of_the_trunk_are_left_out_and_compared(pair, change, bits, said)
     assert len(lines) == 3
     assert all(said in line and ("warning" in line) == (change != 1.0) for line in lines)
     assert not [name for name in read_file(pair.sidecar)[0] if name[4:-7] in copies]
-    # The checksums are of what the head takes over.
+    # The checksums cover only the tensors that the head takes over.
     sums = pair.metadata()["source_files"]
     pair.rewrite(lambda own: None)
     pair.run(force=True)
@@ -252,7 +252,7 @@ def test_a_disk_too_small_is_noticed_before_anything_is_written(pair, monkeypatc
 
 
 def test_a_file_too_large_for_the_process_leaves_nothing(pair):
-    """A real failing write: the kernel refuses it half way."""
+    """A real write that the kernel refuses halfway changes nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
@@ -266,7 +266,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_those_of_a_running_one_kept(p
     killed.write_bytes(b"half")
     with contextlib.suppress(KeyboardInterrupt), new_sidecar(pair.target, {}, dict, []) as path:
         assert not killed.exists()
-        path.rename(running)  # as of another process
+        path.rename(running)  # as if another process were writing it
         pair.run()
         assert running.exists()
         raise KeyboardInterrupt

@@ -14,7 +14,7 @@ from tests.support.tiny_models import Layout
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command that should end with this status; what it printed."""
+    """Returns a function that runs a command, expects its exit status and returns its output."""
     monkeypatch.setattr(commands.signal, "signal", lambda *_: None)
 
     def run(*arguments, status=0):
@@ -33,7 +33,7 @@ def test_add_mtp_weights(run, pair):
     output = pair.target.parent / "output"
     assert f"mlx-mtp serve {output}" in run(*arguments, "--output", output)
     assert "mlx-mtp: --revision is for" in run(*arguments, "--revision", "v1", status=2)
-    # One that has its head is served as it is.
+    # A model that has its head is served unchanged.
     assert f"mlx-mtp serve {DEMO}" in run("add-mtp-weights", DEMO, "--output", output / "none")
 
 

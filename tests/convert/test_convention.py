@@ -1,4 +1,4 @@
-"""The norms get their 1 exactly once, by where a head comes from and never by their values."""
+"""1 is added to norms exactly once, depending on the head's origin and never on the values."""
 
 import mlx.core as mx
 import pytest
@@ -15,7 +15,7 @@ CONVS = {"hf": {CONV: mx.zeros((8, 1, 4))}, "mlx": {CONV: mx.zeros((8, 4, 1))}}
 
 @pytest.fixture
 def head(pair):
-    """Writes a head alone in MLX's layout, with or without the 1; returns the true weights."""
+    """Returns a function that writes a head with or without the 1, and returns its true norms."""
     expected = expected_head(encode_all(hf_tensors(LAYOUT))[1])
 
     def put(convention, metadata, beside=None, elsewhere=None):
@@ -43,7 +43,7 @@ def check(got, norms):
     [
         ("hf", {"norm_convention": "hf"}, {"beside": "mlx"}),
         ("mlx", {"norm_convention": "mlx", "format": "pt"}, {"beside": "hf"}),
-        # Whoever wrote it turned both or neither; that counts before a mark in the header.
+        # One program wrote both, so the trunk's layout beside the head overrides the format mark.
         *[(c, {"format": mark}, {"beside": c}) for c in ("hf", "mlx") for mark in ("mlx", "pt")],
         ("hf", {"format": "pt"}, {}),
         ("mlx", {"format": "mlx"}, {}),
@@ -61,7 +61,7 @@ def test_the_files_say(pair, head, convention, metadata, where):
 @pytest.mark.parametrize("metadata", [{}, {"norm_convention": "other"}])
 @pytest.mark.parametrize("where", [{}, {"elsewhere": "mlx"}], ids=["alone", "beside an MLX trunk"])
 def test_without_a_statement_the_flag_decides(pair, head, metadata, where):
-    """Even beside a converted trunk: raw heads are put there too."""
+    """Without a stated convention --mtp-norms is required, even beside a converted trunk."""
     norms = head("mlx", metadata, **where)
     pair.refused(ConvertError, r"--mtp-norms hf .*--mtp-norms mlx")
     if "norm_convention" not in metadata:

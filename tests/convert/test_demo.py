@@ -1,4 +1,4 @@
-"""The bundled model in every precision of mlx-lm's, its head given back; and `--verify`."""
+"""The bundled model in every precision of mlx-lm, with its head added again; and `--verify`."""
 
 import json
 import re
@@ -36,9 +36,9 @@ ALL = [*PRECISIONS][:1] + [pytest.param(each, marks=pytest.mark.full) for each i
 
 
 def answer(path: Path) -> str:
-    """Of stock mlx-lm."""
+    """Returns stock mlx-lm's answer to a question."""
     model, tokenizer = load(str(path))
-    model.set_dtype(mx.float32)  # On a CPU mlx has no experts in bfloat16.
+    model.set_dtype(mx.float32)  # on a CPU mlx has no experts in bfloat16
     message = {"role": "user", "content": "What is the capital of India?"}
     options = {"add_generation_prompt": True, "enable_thinking": False}
     prompt = tokenizer.apply_chat_template([message], **options)
@@ -47,13 +47,13 @@ def answer(path: Path) -> str:
 
 @pytest.mark.parametrize("precision", ALL)
 def test_served_with_mtp_as_without_and_stock_mlx_lm_sees_no_difference(tmp_path, precision):
-    """In one batch at k = 3, against mlx-lm's modules on the same weights."""
+    """Answers in one batch at k = 3 equal those of mlx-lm's modules on the same weights."""
     path, tokenizer = tmp_path / precision, Tokenizer.load(DEMO)
     mlx_lm_convert(str(DEMO), str(path), **PRECISIONS[precision])
     before, said = snapshot(path), answer(path)
     with pytest.raises(MissingHeadError):
         load_model(path, enable_mtp=True)
-    # Without the package on the path, and from any directory.
+    # The script works without the package on the path, and in any directory.
     command = [sys.executable, "-P", str(ROOT / "scripts" / "add_mtp_weights.py")]
     command += ["--mlx-model-path", precision, "--source-model", str(DEMO)]
     done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
@@ -84,7 +84,7 @@ def test_served_with_mtp_as_without_and_stock_mlx_lm_sees_no_difference(tmp_path
 
 
 def test_a_wrong_head_is_not_put_in_place_and_a_right_one_is(tmp_path, capsys, monkeypatch):
-    """Without the norms' 1, which is what a wrong --mtp-norms gives."""
+    """`--verify` rejects a head whose norms lack the 1, as a wrong --mtp-norms makes it."""
     monkeypatch.setattr(verify, "PROMPTS", verify.PROMPTS[1::2])
     monkeypatch.setattr(verify, "NUM_TOKENS", 16)
     source, target = tmp_path / "source", tmp_path / "target"

@@ -1,4 +1,4 @@
-"""Sources and targets on a hub: exactly the needed files, and failures in plain words."""
+"""Sources and targets on a hub: only the needed files are downloaded, and errors are clear."""
 
 import shutil
 from pathlib import Path
@@ -23,21 +23,21 @@ SNAPSHOT = f"hub/models--Qwen--Tiny-Next/snapshots/{COMMIT}"
 
 @pytest.fixture
 def hub(tmp_path):
-    """The hub, which has nothing yet, and an empty cache."""
+    """A hub without files, and an empty cache."""
     with FakeHub(REPO, {}).serve_here(tmp_path / "hub") as hub:
         yield hub
 
 
 @pytest.fixture
 def user(hub, pair):
-    """Has a target; the source is on the hub."""
+    """The pair, with its source on the hub."""
     put(hub, pair.source)
     pair.local, pair.source = pair.source, REPO
     return pair
 
 
 def put(hub: FakeHub, directory: Path) -> None:
-    """Nothing but a directory's files, and a model card."""
+    """Replace the hub's files with a directory's files and a model card."""
     hub.files = {path.name: path.read_bytes() for path in directory.iterdir()}
     hub.files["README.md"] = b"---\nbase_model: Qwen/Original\n---\n"
 
@@ -53,7 +53,7 @@ def test_exactly_the_needed_files_are_asked_for_once(hub, user, tmp_path, monkey
     assert f"Downloading 2 of 2 files from {REPO} at {COMMIT[:12]}: {size}" in said
     tensors, metadata = read_file(user.sidecar)
     assert (metadata["source"], metadata["source_revision"]) == (REPO, COMMIT)
-    # The cache is the usual one.
+    # The files are in the usual cache.
     assert (tmp_path / SNAPSHOT / SHARDS[2]).read_bytes() == hub.files[SHARDS[2]]
     add_head(str(user.target), str(user.local), force=True)
     assert user.metadata()["source_files"] == metadata["source_files"]
@@ -122,7 +122,7 @@ def test_a_repository_of_one_file_is_judged_by_its_header(hub, user):
 
 
 def test_a_target_on_the_hub_gets_its_head_in_the_cache(hub, pair, tmp_path):
-    """Only config.json of the model is needed; its weights can come later."""
+    """Only the target's config.json is downloaded; its weights can come later."""
     write_checkpoint(tmp_path / "mlx", Layout("qwen3_next", with_head=False))
     put(hub, tmp_path / "mlx")
     add_head(REPO, str(pair.source))
@@ -146,5 +146,5 @@ def test_a_missing_head_is_noticed_before_the_weights_are_downloaded(hub, tmp_pa
         hub.files[name] = b""
         check_head_on_hub(REPO)
         del hub.files[name]
-    # What can't be found out is left to the download.
+    # If the hub can't tell, the download reports the error.
     check_head_on_hub("Other/Model")

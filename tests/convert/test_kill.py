@@ -1,4 +1,4 @@
-"""Processes of the converter: killed or ended at any moment, and the memory that they take."""
+"""Processes of the converter: killed or terminated at any step, and their peak memory."""
 
 import itertools
 import multiprocessing
@@ -27,14 +27,14 @@ from tests.support.checkpoints import (
 )
 from tests.support.tiny_models import Layout, hf_tensors
 
-# Imports once, and forks: what importing takes, no process should take again. None of mlx's threads
-# runs in it, and its peak of memory, which a fork inherits, is small.
+# The fork server imports everything once, so that no process has to. It runs none of mlx's threads,
+# and its peak memory, which a fork inherits, is small.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.convert.test_kill"])
 
 
 def forked(function: Callable[..., None], *arguments: object) -> int:
-    """The exit status of a process of its own."""
+    """Run a function in a forked process; returns the exit status."""
     process = FORKS.Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -47,7 +47,7 @@ def convert(source: Path, target: Path, bits: int) -> None:
 
 
 def end_at(last: int, number: int, source: Path, target: Path) -> None:
-    """Convert to 8 bits, with this signal before the n-th access to the disk."""
+    """Convert to 8 bits, and send the signal `number` before disk access `last` of this process."""
     events = itertools.count(1)
 
     def event(original):
@@ -66,7 +66,7 @@ def end_at(last: int, number: int, source: Path, target: Path) -> None:
 
 
 def head_of(directory: Path) -> dict[str, bytes]:
-    """What the loader would read."""
+    """Returns the tensors that the loader would read, as bytes."""
     tensors = {}
     for path in sidecar_files(directory):
         tensors |= {k: bytes(memoryview(v.view(mx.uint8))) for k, v in read_file(path)[0].items()}
@@ -81,7 +81,7 @@ def head_of(directory: Path) -> dict[str, bytes]:
     ],
 )
 def test_ended_at_each_step(tmp_path, number, before):
-    """The loader finds the old head or the new one, never a mixture, never an error."""
+    """The loader then finds the old head or the new one, never a mixture and never an error."""
     source, target = tmp_path / "source", tmp_path / "target"
     write_source(source, LAYOUT)
     write_target(target, LAYOUT)
@@ -103,7 +103,7 @@ def test_ended_at_each_step(tmp_path, number, before):
         assert status in (0, -number if number == signal.SIGKILL else 128 + number)
         found.append(head_of(target))
         assert (target / "config.json").read_bytes() == files["config.json"]
-        # SIGTERM gives the time to tidy up.
+        # SIGTERM leaves time to remove temporary files.
         assert number == signal.SIGKILL or not list(target.glob(".mtp-*"))
     new = found[-1]
     assert new != old
@@ -121,7 +121,7 @@ def write_peak(source: Path, target: Path, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [pytest.param(4, marks=pytest.mark.full), 16])
 def test_peak_memory_does_not_grow_with_the_head(tmp_path, bits):
-    """With 8 experts, and with 96, the larger stack of which takes 101 MB."""
+    """The peak grows by less than the larger stack of 96 experts, which takes 101 MB."""
     layout, mlp, peaks = Layout("qwen3_next", stacked_experts=True), "mtp.layers.0.mlp.", []
     for experts in (8, 96):
         source, target = tmp_path / f"source-{experts}", tmp_path / f"target-{experts}"

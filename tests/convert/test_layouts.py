@@ -1,4 +1,4 @@
-"""Every layout a source comes in gives the head that a reference gives, bit by bit."""
+"""Every layout of a source gives the reference's head, bit for bit."""
 
 import json
 
@@ -28,7 +28,7 @@ SETTINGS = [
 
 
 def check(got: dict[str, mx.array], expected: dict[str, mx.array], storage: str = "BF16") -> None:
-    """Norms stay in float32, FP16 stays FP16, all else is rounded to BF16 once."""
+    """Check that norms are float32, FP16 stays FP16, and the rest is rounded to BF16 once."""
     assert got.keys() == expected.keys()
     dtype = mx.float16 if storage == "F16" else mx.bfloat16
     for name, values in expected.items():
@@ -50,7 +50,7 @@ def test_an_unquantized_head_equals_the_reference(pair, family, stacked, storage
 
 @pytest.mark.parametrize(("number", "setting"), enumerate(SETTINGS), ids=str)
 def test_a_quantized_head_is_what_mx_quantize_makes_of_the_reference(pair, number, setting):
-    """Each setting with another family, storage and layout of the experts."""
+    """Each setting is combined with a different family, storage type and layout of experts."""
     table = dict(zip(("bits", "group_size", "mode"), setting))
     storage = STORAGES[number % 4]
     layout = Layout(FAMILIES[number % 3], stacked_experts=number % 2 == 1)
@@ -92,7 +92,7 @@ def test_a_packed_mlx_head_is_taken_over_or_packed_again(pair, tmp_path, flags):
 
 
 def test_experts_are_ordered_by_their_numbers(pair):
-    """Two digits, whose order in a file is not that of their numbers."""
+    """Two-digit numbers decide, although the names in the file are in another order."""
     tensors, random = hf_tensors(LAYOUT), np.random.default_rng(1)
     mlp = "mtp.layers.0.mlp."
     for part, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
@@ -105,7 +105,7 @@ def test_experts_are_ordered_by_their_numbers(pair):
     write_target(pair.target, LAYOUT, num_experts=19)
     write_file(pair.source / "model.safetensors", stored)
     check(pair.convert(), expected_head(meant))
-    # As the loader does where a source is served as it is.
+    # The loader gives the same head if the source is served unconverted.
     head = {name.removeprefix("mtp."): value for name, value in meant.items() if "mtp." in name}
     served = to_mlx(HeadTensors(head, "hf", "test"))
     assert all(mx.array_equal(served[name], v) for name, v in expected_head(meant).items())

@@ -1,4 +1,4 @@
-"""`serve qwen3.6-35b` and its like: the model, its head and MTP come from one name."""
+"""`serve qwen3.6-35b` and the like: one name brings the model, its head and MTP."""
 
 import argparse
 import io
@@ -26,7 +26,7 @@ NAME, ORIGINAL = "qwen3.6:35B", "Qwen/Qwen3.6-35B-A3B"
 REPO = "mlx-community/Qwen3.6-35B-A3B-4bit"
 SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-# A machine on which the table's 4 bits fit, and 8 bits too, which the hub doesn't have.
+# Room for the model in 4 bits, and in 8 bits, which the hub doesn't have.
 ROOM = MemoryLimit(64 * 10**9, "of a test")
 
 
@@ -36,7 +36,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory) -> dict[str, dict[str, bytes]]:
-    """A tiny model under a published one's name, and the original with its head in two of three."""
+    """A tiny model under a published name, and its original with the head in two of three files."""
     root, sizes = tmp_path_factory.mktemp("published"), {"vocab": 4096}
     write_checkpoint(root / "mlx", Layout("qwen3_5_moe", with_head=False, **sizes))
     change_json(root / "mlx" / "config.json", eos_token_id=1)
@@ -58,7 +58,7 @@ def options(**given) -> argparse.Namespace:
 
 
 def test_one_name_is_enough(hub, tmp_path, monkeypatch, capsys):
-    """It is downloaded with its head and drafts; the second start asks nothing."""
+    """The model is downloaded with its head and drafts; the second start sends no request."""
     monkeypatch.setattr("mlx_mtp.inspect.choose.memory_limit", lambda _: ROOM)
     for start in range(2):
         hub.num_requests, hub.log = 0, []
@@ -81,7 +81,7 @@ def test_one_name_is_enough(hub, tmp_path, monkeypatch, capsys):
     snapshot = tmp_path / f"hub/models--mlx-community--Qwen3.6-35B-A3B-4bit/snapshots/{COMMIT}"
     fetched, metadata = read_file(snapshot / "mtp.safetensors")
     assert (metadata["source"], metadata["source_revision"]) == (ORIGINAL, COMMIT)
-    # It is what add-mtp-weights makes.
+    # The head equals that of add-mtp-weights.
     copy = tmp_path / "copy"
     add_head(str(snapshot), ORIGINAL, output=copy)
     assert {k: v.tolist() for k, v in read_file(copy / "mtp.safetensors")[0].items()} == {
@@ -131,7 +131,7 @@ def test_without_its_head_the_model_is_served_with_one_warning(
         (record,) = caplog.records
         assert words in record.getMessage() and "is drafted" in record.getMessage()
     assert not list(tmp_path.glob("hub/*/snapshots/*/*mtp*"))
-    # The next start has what it needs.
+    # The next start can add the head.
     hub.damaged.clear()
     if trouble is not not_published:
         loaded, _ = build.load(options(), enable_mtp=None, lazy=True)
@@ -161,9 +161,9 @@ def test_a_head_that_will_be_fetched_counts_in_the_models_need(hub):
     head = SIZES["Qwen3.6-35B-A3B"].head[4]
     (more, most), (less, least) = need(None), need(False)
     assert more - less == head
-    assert most - least > head  # its keys and values, too
+    assert most - least > head  # the head's keys and values count too
     build.load(options(), enable_mtp=True, lazy=True)
-    assert 0 < need(None)[0] - less < head / 100  # It is here, and that of a tiny model.
+    assert 0 < need(None)[0] - less < head / 100  # the head is in the cache now, and tiny
 
 
 def test_pull_ls_and_rm(hub, tmp_path, capsys, monkeypatch):
@@ -201,14 +201,14 @@ def test_pull_ls_and_rm(hub, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr("sys.stdin", typed)
         assert run("rm", "qwen3.6-35b-8bit") == 0
         assert other.exists() == left and "8bit, " in capsys.readouterr().out
-    # The others are left, though all have the same commit.
+    # The other models stay, though all have the same commit.
     left = {path.name for path in (tmp_path / "hub").glob("models--*")}
     assert left == {f"models--{name.replace('/', '--')}" for name in (REPO, ORIGINAL)}
 
 
 @pytest.mark.full
 def test_the_command_as_it_is_typed(hub, tmp_path, monkeypatch):
-    """`serve`, `ps` beside it, `rm` of what is in use, and the second start."""
+    """`serve`, `ps` beside it, a refused `rm` and a second start work as they are typed."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     flags = ("--memory-limit", "64GB", "--mtp-num-draft-tokens", "1")

@@ -13,7 +13,7 @@ EIGHT = Setting(8, 64)
 V, K, Q, OUT = (f"layers.0.self_attn.{name}_proj" for name in "vkqo")
 GATE, SHARED_GATE = "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate"
 UP, DOWN = (f"layers.0.mlp.switch_mlp.{name}_proj" for name in ("up", "down"))
-# The tiny model has four layers, every second one with attention: the last is number 3.
+# In the tiny model every second of four layers has attention; the last one is layer 3.
 OWN = {
     **FOUR,
     "model.layers.3.self_attn.v_proj": {"group_size": 32, "bits": 6},
@@ -33,7 +33,7 @@ MULTIMODAL = {
 
 
 def choose(tmp_path, table, flags, family="qwen3_next"):
-    """The setting of most matrices, and those of all by path."""
+    """Returns the setting of most matrices, and the setting of each matrix by path."""
     target = Target(write_target(tmp_path, Layout(family), table))
     return target.quantization_settings(target.new_head(moe=family != "qwen3_5"), flags)
 
@@ -43,13 +43,13 @@ def choose(tmp_path, table, flags, family="qwen3_next"):
     [
         ("qwen3_next", None, {}, None, {V: None, GATE: None}),
         ("qwen3_next", FOUR, {"bits": 16}, None, {V: None, GATE: None}),
-        # The tiny experts are 32 wide on the inside, which the groups don't divide.
+        # The tiny experts have an inner width of 32, which is no multiple of the group size.
         ("qwen3_next", SIX, {}, Setting(6, 64), {DOWN: None, GATE: EIGHT, SHARED_GATE: EIGHT}),
         ("qwen3_5_moe", SIX, {}, Setting(6, 64), {GATE: EIGHT, V: Setting(6, 64)}),
         ("qwen3_5", SIX, {}, Setting(6, 64), {V: Setting(6, 64), GATE: None}),
         ("qwen3_next", OWN, {}, Setting(4, 64), TWINS),
         ("qwen3_5_moe", MULTIMODAL, {}, Setting(4, 64), {V: Setting(8, 32), K: Setting(4, 64)}),
-        # Flags count before the table, but for routers; groups of 128 divide no V here.
+        # Flags override the table except for routers; V's width is no multiple of 128.
         *[
             ("qwen3_next", table, flags, expected, {V: expected, GATE: EIGHT})
             for table in (OWN, None)
@@ -59,7 +59,7 @@ def choose(tmp_path, table, flags, family="qwen3_next"):
             )
         ],
         ("qwen3_next", FOUR, {"bits": 3, "group_size": 128}, Setting(3, 128), {V: None}),
-        # A mode of its own does not take the target's bits.
+        # A mode given by a flag does not take the target's bits.
         ("qwen3_5", {"mode": "mxfp8"}, {"mode": "affine"}, Setting(4, 64), {V: Setting(4, 64)}),
     ],
 )

@@ -88,7 +88,7 @@ def test_an_fp8_release_becomes_a_quantized_model_that_is_served(tmp_path, capsy
     index = json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == read_file(made / "model.safetensors")[0].keys()
     assert answers(made, 3) == answers(made, 0)
-    # And its head alone goes to a model that was converted elsewhere.
+    # Its head alone can be added to a model that was converted elsewhere.
     target = write_target(tmp_path / "target", Layout("qwen3_5_moe"), {"bits": 4, "group_size": 32})
     add_head(str(target), str(source))
     assert read_file(target / "mtp.safetensors")[1]["bits"] == "4"
@@ -150,7 +150,7 @@ HEADS = {"4bit": {"bits": 4, "group_size": 32}, "bf16": {"bits": 16}, "mxfp8": {
 
 
 def write_head_alone(path, pair, layout: Layout, flags, metadata) -> dict[str, mx.array]:
-    """A repository of a head alone, as MLX programs publish them; the head's tensors."""
+    """Write a repository of a head alone, as MLX programs publish them; returns its tensors."""
     pair.write(layout)
     tensors = pair.convert(flags=flags)
     path.mkdir()
@@ -181,7 +181,7 @@ def test_a_head_alone_is_taken_as_it_is(pair, tmp_path, kind, family):
     assert pair.metadata()["source_norm_convention"] == "mlx"
     with pytest.raises(ModelError, match=r"head alone.*add-mtp-weights MODEL --source-model"):
         load_model(path, enable_mtp=False)
-    # It may be put beside the model too.
+    # The file can also be placed beside the model.
     shutil.copy(path / "model.safetensors", pair.sidecar)
     pair.source = None
     assert "came with its head: nothing to do" in pair.run()
@@ -233,7 +233,7 @@ def test_a_head_that_came_with_a_model_is_served(pair, tmp_path, place, prefix, 
 
 
 def wide_tensors(layout: Layout) -> dict[str, mx.array]:
-    """An FP8 checkpoint of which an MLP's matrix, or a stack of 32 experts, has 8 M elements."""
+    """Returns an FP8 checkpoint with 8 M elements in an MLP's matrix or a stack of 32 experts."""
     tensors: dict[str, mx.array] = {}
 
     def add(name: str, *shape: int) -> None:
@@ -261,7 +261,7 @@ def wide_tensors(layout: Layout) -> dict[str, mx.array]:
 
 
 def convert_and_measure(source: Path, output: Path) -> None:
-    """In a process of its own: what was printed, and the peak of memory, in a file."""
+    """Convert, and write the output and this process's peak memory to a file."""
     with (source / "said").open("w") as file, contextlib.redirect_stdout(file):
         assert cli.main(["convert", str(source), "--output", str(output), "-q"]) == 0
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -286,5 +286,5 @@ def test_memory_stays_within_one_and_a_half_of_what_is_planned(tmp_path, kind):
     planned, in_use = re.search(r"peak of memory: ([\d.]+) MB, of which ([\d.]+) MB", said).groups()
     peak = int(re.search(r"peak (\d+)", said)[1]) / 1e6
     MEASURED.append(f"convert, {kind}: planned {planned} MB, measured {peak:.1f} MB")
-    assert float(planned) - float(in_use) > 80  # In use are up to 400 MB, by torch.
+    assert float(planned) - float(in_use) > 80  # torch uses up to 400 MB
     assert 0.5 * float(planned) < peak < 1.5 * float(planned)
