@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-Embedding checkpoint, and the model again in NumPy, in float64."""
+"""A tiny random Qwen3-Embedding checkpoint, and a reference of the model in NumPy in float64."""
 
 import json
 import shutil
@@ -24,13 +24,13 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 1e4,
     "vocab_size": 4096,
     "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,  # as some originals say, which have no lm_head all the same
+    "tie_word_embeddings": False,  # as in some originals, although they have no lm_head
 }
 Weights = dict[str, np.ndarray]
 
 
 def random_weights(seed: int = 0) -> Weights:
-    """Tensors by the originals' names, float32."""
+    """Returns float32 tensors by their names in the original checkpoints."""
     draw, c = np.random.default_rng(seed), CONFIG
     hidden, inner = c["hidden_size"], c["intermediate_size"]
     heads, of_keys = (c[f"num_{kind}_heads"] * c["head_dim"] for kind in ("attention", "key_value"))
@@ -55,7 +55,7 @@ def random_weights(seed: int = 0) -> Weights:
 
 
 def write_embedding_model(path: Path, prefix: str = "") -> Weights:
-    """Write the checkpoint with the bundled model's tokenizer; `prefix` begins tensors' names."""
+    """Write the checkpoint, names prefixed, and the bundled tokenizer; returns the weights."""
     path.mkdir(parents=True)
     weights = random_weights()
     stored = {prefix + name: mx.array(value) for name, value in weights.items()}
@@ -67,7 +67,7 @@ def write_embedding_model(path: Path, prefix: str = "") -> Weights:
 
 
 def reference(weights: Weights, ids: Sequence[int]) -> np.ndarray:
-    """The normalized vector of a text, float64 [hidden_size]."""
+    """Returns the normalized vector of a text, float64 [hidden_size]."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     groups = CONFIG["num_attention_heads"] // CONFIG["num_key_value_heads"]
     dim, length = CONFIG["head_dim"], len(ids)

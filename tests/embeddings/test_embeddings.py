@@ -56,7 +56,7 @@ def close(one: Any, other: Any) -> bool:
 def test_vectors_are_those_of_the_reference(
     tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In any company, and in one step or several."""
+    """Vectors don't depend on the other texts of a batch, or on the number of steps."""
     monkeypatch.setattr("mlx_mtp.embeddings.STEP_TOKENS", 64)
     weights = write_embedding_model(tmp_path / "model", prefix)
     engine = EmbeddingEngine(tmp_path / "model", "float32", 1 << 40)
@@ -81,7 +81,7 @@ def test_openais_and_ollamas_sdks_get_them(client: Served, made: Any, tokenizer:
     url = str(client.base_url)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as sdk:
         for given in (TEXTS, ids):
-            for encoding in ("float", "base64", openai.NOT_GIVEN):  # It asks for base64 by itself.
+            for encoding in ("float", "base64", openai.NOT_GIVEN):  # the SDK's default is base64
                 made_of: Any = {"model": "tiny", "input": given, "encoding_format": encoding}
                 answer = sdk.embeddings.create(**made_of)
                 vectors = [
@@ -105,7 +105,7 @@ def test_openais_and_ollamas_sdks_get_them(client: Served, made: Any, tokenizer:
     assert shown.prompt_eval_count == count
     assert len(of_ollama.embed("tiny:latest", TEXTS[1], dimensions=8).embeddings[0]) == 8
     assert of_ollama.show("tiny").capabilities == ["embedding"]
-    # A text that is too long is cut before its last token, unless that is not wanted.
+    # A text that is too long is cut before its last token, unless `truncate` is false.
     text = "word " * 200
     whole = list(tokenizer.encode(text))
     cut = of_ollama.embed("tiny", text).embeddings[0]
@@ -149,7 +149,7 @@ def test_which_models_make_embeddings(
     assert embedding_directory(None) is None
     other = tmp_path / "other"
     write_embedding_model(other)
-    assert embedding_directory(str(other)) is None  # A model for chats has the same type.
+    assert embedding_directory(str(other)) is None  # a chat model has the same type
     (other / "modules.json").write_text("[]")
     assert embedding_directory(str(other)) == other
     (other / "config.json").write_text(json.dumps({"model_type": "bert"}))
