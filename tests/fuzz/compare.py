@@ -5,11 +5,11 @@
 DIR is another checkout of this repository, and `--tree` is this one. The requests are those of
 `tests.fuzz.requests`, sent one at a time; `--only 40001-7` sends one alone. Ids, times and rates
 are masked (`masked`). All else must be equal: status, headers, bodies, counts of tokens and drafts;
-and in the end the trees' routes, metrics, environment variables and log records.
+and at the end the trees' routes, metrics, environment variables and log records.
 
-The number of drafts is fixed: `auto` goes by measured times, and decides how many tokens an event
-of a stream has. As the machine's load may split a stream's events as well, a request whose answers
-differ is repeated: it is a difference if the answers differ three times.
+The number of drafts is fixed, as `auto` depends on measured times and decides how many tokens an
+event of a stream has. Load can split a stream's events too, so a request whose answers differ is
+repeated: it is reported if the answers differ three times.
 """
 
 import argparse
@@ -42,22 +42,22 @@ EXCHANGES = (requests.chain, requests.plain, requests.spy, requests.large)
 NUMBER = r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 TIMED = r"(?:created|completed|expires|modified)(?:_at)?|\w+_(?:ms|duration|per_second|seconds)"
 ID = r"(?<![0-9a-z])[0-9a-f]{24}(?![0-9a-z])"
-MASKS = [  # what differs from one run of a tree to the next, and what is compared instead
+MASKS = [  # text that differs between runs of one tree, and its replacement
     (rf'"({TIMED})": ?(?:{NUMBER}|"[^"]*")', r'"\1": <time>'),
     (r"127\.0\.0\.1:\d+", "<address>"),
-    # Of /metrics. How many tokens are computed until a stop text has been found goes by times too.
+    # In /metrics. The number of tokens computed before a stop string is found varies too.
     (rf"^((?:\S*_seconds|process_|python_).*) {NUMBER}$", r"\1 <time>"),
     (rf"^(mlx_mtp:(?:generation_|spec_decode_|prefix_cache_(?:by|en)).*) {NUMBER}$", r"\1 <count>"),
-    (r"\d+\.\d+( s\b| tokens/s)", r"<time>\1"),  # of the log
+    (r"\d+\.\d+( s\b| tokens/s)", r"<time>\1"),  # in the log
 ]
-UNEQUAL_HEADERS = {"date", "content-length"}  # The body has been read by the latter.
+UNEQUAL_HEADERS = {"date", "content-length"}  # the latter was used to read the body
 Surface = dict[str, list[str]]
 
 
 def masked(text: str, ids: dict[str, int]) -> str:
-    """The text with its masks; ids become the numbers of their first occurrence.
+    """Returns the text with masks; ids become the numbers of their first occurrence.
 
-    Log probabilities are rounded: in float32 their last digits go by what is computed together.
+    Log probabilities are rounded: their last digits in float32 depend on the batch.
     """
     text = re.sub(r"-?\d+\.\d{8,}(?![\de])", lambda found: f"{float(found[0]):.3f}", text)
     text = re.sub(ID, lambda found: f"<id {ids.setdefault(found[0], len(ids))}>", text)
@@ -67,7 +67,7 @@ def masked(text: str, ids: dict[str, int]) -> str:
 
 
 def with_traces_last(body: str) -> str:
-    """A body whose steps are behind its events: which event has a step's trace goes by times."""
+    """Returns the body with its steps after its events: timing decides which event has a step."""
     lines, steps = body.split("\n"), dict[int, list[Any]]()
     for number, line in enumerate(lines):
         if line.startswith("data: ") and '"mtp":{"trace":' in line:
@@ -93,9 +93,9 @@ class Side:
         return answer
 
     def send(self, content: bytes) -> None:
-        """Send bytes on a new connection, and note each answer until its end."""
+        """Send bytes on a new connection, and note all answers until it ends."""
         with socket.create_connection(self.address, timeout=requests.SECONDS) as raw:
-            with contextlib.suppress(OSError):  # It was refused before it was all sent.
+            with contextlib.suppress(OSError):  # refused before all was sent
                 raw.sendall(content)
                 raw.shutdown(socket.SHUT_WR)
             source = incoming(raw)
@@ -103,7 +103,7 @@ class Side:
                 self.note(Answer(source, content.split(b" ", 1)[0].decode("latin-1")))
 
     def ask(self, name: str) -> list[str]:
-        """Make the request of this name, or a few that belong together."""
+        """Make the request of this name, or a group of related ones; returns the answers."""
         chance, self.answers, self.ids = random.Random(name), [], {}
         try:
             if chance.random() < 0.02:
@@ -118,12 +118,12 @@ class Side:
         return self.answers
 
     def routes(self, paths: set[str]) -> Surface:
-        """What each path answers to GET, and to a method that none has: the methods it has."""
+        """Returns each path's answers to GET and to an unknown method, which list its methods."""
         found = {}
         for path in sorted(paths):
             self.answers, self.ids = [], {}
             for method in ("BREW",) if path == "/live" else ("BREW", "GET"):
-                self.send(request_bytes(method, path))  # /live is a stream without end.
+                self.send(request_bytes(method, path))  # GET /live is an endless stream
             found[f"route {path}"] = self.answers
         names = re.findall(r"^# .*", found["route /metrics"][1], re.MULTILINE)
         return found | {"metrics": names}
@@ -134,17 +134,17 @@ def sources(tree: Path) -> str:
 
 
 def paths_in(text: str) -> set[str]:
-    """What may be paths of routes among the strings of the sources."""
+    """Returns the strings in the sources that can be paths of routes."""
     paths = {re.sub(r"\{.*?\}", "x", path) for path in re.findall(r'"(/[\w/.{}:-]*)"', text)}
     paths |= {path.removeprefix("/v1") for path in paths} - {""}
     return paths | {one + more for one in paths for more in paths if more.startswith("/x")}
 
 
 def logged(log: Path, last: str) -> Surface:
-    """The messages of requests, the names of all fields, and the lines that are no records."""
+    """Returns the messages of requests, lines that are not JSON, and the names of all fields."""
     until = time.monotonic() + 60
     while f" GET {last} " not in (text := log.read_text()) and time.monotonic() < until:
-        time.sleep(0.1)  # A thread of the server writes it.
+        time.sleep(0.1)  # a thread of the server writes the log
     lines = text.splitlines()
     records = [json.loads(x) if x[:1] == "{" else {"message": x, "path": ""} for x in lines]
     messages = {masked(r["message"], {}) for r in records if "path" in r}
@@ -158,7 +158,7 @@ def differences(name: str, base: list[str], other: list[str]) -> list[str]:
 
 
 def main() -> int:
-    """Compare; the exit status says whether all is equal."""
+    """Compare the trees; the exit status is 0 if they are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
@@ -170,7 +170,7 @@ def main() -> int:
     names = [given.only] if given.only else [f"{given.seed}-{n}" for n in range(given.requests)]
     trees = given.base.resolve(), given.tree.resolve()
     statuses, repeated, faults = Counter[str](), Counter[str](), list[str]()
-    os.environ["PYTHONHASHSEED"] = "0"  # It orders the methods in the header Allow.
+    os.environ["PYTHONHASHSEED"] = "0"  # fixes the order of methods in the header Allow
     with contextlib.ExitStack() as stack:
         logs, sides = [], list[Side]()
         for tree in trees:
@@ -185,7 +185,7 @@ def main() -> int:
         requests.exchanged = lambda address, *more: by_address[address].note(
             exchanged(address, *more)
         )
-        requests.SIZES = [1_000, 50_000]  # Megabytes take minutes.
+        requests.SIZES = [1_000, 50_000]  # megabytes would take minutes
         for name in names:
             for _ in range(3):
                 answers = list(pool.map(partial(Side.ask, name=name), sides))

@@ -1,4 +1,4 @@
-"""Good model directories, and what is done to them: a table of damage, and changes at random."""
+"""Good model directories and their damage: a table of cases, and random changes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from mlx_mtp import backend
 from tests.support.tiny_models import FAMILIES, Layout, write_checkpoint
 
 DEMO = Path(backend.__file__).parent / "demo"
-VOCAB = 4096  # the bundled tokenizer's
+VOCAB = 4096  # tokens in the bundled tokenizer's vocabulary
 SECRET = "the content of a file that is not the model's"
 Change = Callable[[Path], None]
 
@@ -24,7 +24,7 @@ OTHERS += [float("nan"), float("inf"), "a" * 10**5, [[]], {"type": "x"}, [None]]
 
 
 def good_directory(path: Path, family: str) -> None:
-    """A tiny model that is served, with every kind of file that a model has."""
+    """Write a tiny model that can be served, with every kind of file that a model can have."""
     write_checkpoint(path, Layout(family, vocab=VOCAB))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copyfile(DEMO / name, path / name)
@@ -33,13 +33,13 @@ def good_directory(path: Path, family: str) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-# What a library may look for that is not installed here.
+# Modules that libraries try to import and that are not installed here.
 ABSENT = ("sitecustomize", "usercustomize", "torch", "tensorflow", "jax", "orjson", "ujson")
 ABSENT += ("uvloop", "httptools", "sentencepiece", "tiktoken", "PIL", "dotenv", "colorama")
 
 
 def add_python_files(path: Path, marker: Path) -> None:
-    """A file of each module's name that tells, in the marker, that it was run."""
+    """Write a file named after each module, which appends its path to `marker` when it is run."""
     code = f"open({str(marker)!r}, 'a').write(__file__ + chr(10))\n"
     for name in {*sys.stdlib_module_names, *packages_distributions(), *ABSENT}:
         if name.isidentifier() and name != "mlx_mtp":
@@ -89,7 +89,7 @@ def template_in_config(template: Any) -> Change:
 
 
 def header(change: Callable[[dict[str, Any]], Any], name: str = "model.safetensors") -> Change:
-    """Change a safetensors file's header; a text is written as it is."""
+    """Returns a change of a safetensors file's header; a string is written unchanged."""
 
     def run(path: Path) -> None:
         content = (path / name).read_bytes()
@@ -131,7 +131,7 @@ def _twice(path: Path) -> None:
 
 
 def _one_of_two_files(path: Path) -> None:
-    # In the header alone: the tensors of the other file are not in this one.
+    # Only the header changes, so that the index's second file alone would have these tensors.
     def rename(entries: dict[str, Any]) -> str:
         return json.dumps(entries).replace("layers.3.", "layers.9.")
 
@@ -160,7 +160,7 @@ LLAMA3["original_max_position_embeddings"] = 128
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128}
 LONG |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 SERVED = "served"
-# What is done to a good directory, and a word of why it is refused.
+# The change of a good directory, and a word of the error.
 CASES: dict[str, tuple[Change, str]] = {
     "nothing": (lambda path: None, SERVED),
     "yarn": (config(rope_scaling=YARN), SERVED),
@@ -218,7 +218,7 @@ def _grow(path: Path, size: int) -> None:
 
 
 def random_change(chance: random.Random) -> tuple[str, Change]:
-    """One change of a random kind, and how to say it."""
+    """Returns the name of a random change, and the change."""
     kind = chance.choice(("value", "value", "size", "size", "file", "bytes", "header", "header"))
     seed = chance.getrandbits(32)
 
@@ -328,7 +328,7 @@ def _change_header(path: Path, chance: random.Random) -> None:
 
 
 def random_cases(seed: int) -> Iterator[tuple[str, str, Change, None]]:
-    """Good directories of every family with one to three changes, without end."""
+    """Yields cases without end: good directories of every family with one to three changes."""
     chance = random.Random(seed)
     while True:
         changes = [random_change(chance) for _ in range(chance.choice([1, 1, 2, 3]))]

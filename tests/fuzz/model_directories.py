@@ -2,11 +2,10 @@
 
     python -m tests.fuzz.model_directories --seconds 3600 --seed 1
 
-changes good directories at random and prints each fault with the case that shows it, which
-`--seed 1 --case N` repeats. Most cases run in a child of a process that has imported everything:
-`inspect`, `add-mtp-weights`, `convert`, and `serve` with some requests. Some are commands that are
-started in the directory (`cd DIRECTORY && mlx-mtp serve .`), which has hostile Python files too:
-none may be run.
+changes good directories at random and prints each fault with its case, which `--seed 1 --case N`
+repeats. Most cases run `inspect`, `add-mtp-weights`, `convert`, and `serve` with some requests, in
+a child of a process that has imported everything. Some start commands in the directory
+(`cd DIRECTORY && mlx-mtp serve .`), which then has hostile Python files too: none may be run.
 """
 
 import argparse
@@ -48,21 +47,21 @@ from tests.fuzz.damage import (
 from tests.support.tiny_models import FAMILIES
 
 PATIENCE = 60  # seconds for one case, on a busy machine
-COMMAND_PATIENCE = 240  # where two commands are started
+COMMAND_PATIENCE = 240  # seconds for a case that starts two commands
 SERVE = ["--port", "0", "--calibration-seconds", "0", "--mtp-num-draft-tokens", "1"]
-# How the command may be started in a directory that nobody trusts. With the last one a folder
-# `mlx_mtp` there would be taken for the package: Python looks into the directory first.
+# Ways to start the command in an untrusted directory. The last one would import a folder `mlx_mtp`
+# there instead of the package, as Python searches that directory first.
 STARTS = (
     [str(Path(sys.executable).with_name("mlx-mtp"))],
     [sys.executable, "-P", "-m", "mlx_mtp"],
     [sys.executable, "-m", "mlx_mtp"],
 )
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
-Case = tuple[str, str, Change, str | None]  # family, name, change, what is expected
+Case = tuple[str, str, Change, str | None]  # family, name, change, expected result
 
 
 def _ask(address: str, *forms: dict[str, str]) -> None:
-    """Print what a server answers: to a completion, to /health, and to a chat of each form."""
+    """Print the statuses of a completion, /health and a chat of each form, and the last text."""
     with httpx.Client(base_url=address, timeout=PATIENCE) as client:
         body = {"prompt": [5, 6, 7], "max_tokens": 3, "logprobs": 1}
         answers = [client.post("/v1/completions", json=body), client.get("/health")]
@@ -74,7 +73,7 @@ def _ask(address: str, *forms: dict[str, str]) -> None:
 
 
 def _announce(text: str) -> None:
-    """In the child, when the server is ready: the requests, and the end."""
+    """Announces the server in the child: sends the requests, then ends the server."""
 
     def ask() -> None:
         try:
@@ -86,7 +85,7 @@ def _announce(text: str) -> None:
 
 
 def _run_commands(path: Path, start: list[str]) -> int:
-    """`inspect` and `serve` as a user starts them in the directory; the exit status of `serve`."""
+    """Run `inspect` and `serve` as a user starts them there; returns the exit status of `serve`."""
     popen = partial(subprocess.Popen, cwd=path, stderr=subprocess.STDOUT, text=True)
     with popen([*start, "inspect", "."]) as process:
         pass
@@ -95,7 +94,7 @@ def _run_commands(path: Path, start: list[str]) -> int:
         for line in process.stdout:
             print(line, end="")
             if address := ADDRESS.search(line):
-                # The last starts the process that checks grammars.
+                # The last form starts the process that checks grammars.
                 _ask(address[0], {}, {"guided_regex": "a+"})
                 process.terminate()
                 print(process.stdout.read())
@@ -104,7 +103,7 @@ def _run_commands(path: Path, start: list[str]) -> int:
 
 
 def _run_here(path: Path, like: Path) -> int:
-    """The commands in this process; the exit status of `serve`."""
+    """Run the commands in this process; returns the exit status of `serve`."""
     serving._announce = _announce
     print("INSPECTED", cli.main(["inspect", str(path)], {}))
     for words in (
@@ -140,9 +139,9 @@ def _child(path: Path, like: Path, output: Path, start: list[str] | None) -> Non
 def fault_of(
     path: Path, like: Path, wanted: str | None = None, start: list[str] | None = None
 ) -> str | None:
-    """What is wrong with how a directory, made of `like`, is taken; None if nothing is.
+    """Returns the fault in how a directory made of `like` is treated, or None.
 
-    `start` is the command that is started in it, as a process of its own.
+    `start` is the command that is started in the directory, in a process of its own.
     """
     output, marker = path.parent / "output", path.parent / "marker"
     if start:
@@ -182,15 +181,15 @@ def fault_of(
 
 
 def run(cases: Iterable[tuple[int, Case]], until: float = float("inf")) -> tuple[int, int]:
-    """Run cases until a time (`monotonic`); prints the faults, returns how many there were.
+    """Run cases until the time `until` (`monotonic`), and print faults; returns cases and faults.
 
-    Of 16 cases by their numbers each way to start a command in the directory has one.
+    Of every 16 cases, three start commands in the directory, one for each way in `STARTS`.
     """
     count = faults = 0
     with tempfile.TemporaryDirectory(prefix="mlx-mtp-fuzz-") as folder:
         root = Path(folder)
         (root / "secret").write_text(SECRET)
-        # In a child: after an evaluation of its own no process can fork others that evaluate.
+        # In a child process: once a process has evaluated arrays, its forks can't evaluate any.
         if not os.fork():
             for family in FAMILIES:
                 good_directory(root / family, family)

@@ -1,12 +1,13 @@
 """Requests that no client should send, at a real server with MTP: none may break it.
 
-`python -m tests.fuzz.requests --seconds 3600`: every answer is a 200 or a 4xx in the shape of its
-API and comes in time, what is asked in between is answered as before, and the log has no traceback
-and no line that a client wrote. The server may have 600 open files. Some kinds need flags of it:
+`python -m tests.fuzz.requests --seconds 3600` checks that every answer is a 200 or a 4xx in the
+format of its API and comes in time, that normal requests in between get the same answers, and that
+the log has no traceback and no line written by a client. The server is limited to 600 open files.
+Some kinds of requests need flags of the server:
 
     python -m tests.fuzz.requests -- --special-tokens-in-messages text --request-chat-template
 
-A fault has the name of its request; `--only NAME`, with the same flags, sends that alone.
+A fault is reported with its request's name; `--only NAME`, with the same flags, sends it alone.
 """
 
 import argparse
@@ -37,13 +38,13 @@ from tests.server.test_protocol import TOKENS as HTTP_TOKENS
 from tests.support.process import CHAT, MODEL, Server, running, with_files, with_log
 from tests.support.raw_http import Answer, error_of, incoming, request_bytes
 
-MOST_FAULTS = 10  # after which it ends
-SECONDS = 180.0  # in which each answer must come, on a machine that does much else
+MOST_FAULTS = 10  # the run ends after this many faults
+SECONDS = 180.0  # maximum wait for an answer, on a busy machine
 FLAGS = ("--max-model-len", "512", "--max-queue", "64")
 CANARY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
-# The code points that are no characters, of which the server makes its marks.
+# Unicode noncharacters, of which the server makes its internal marks.
 MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-FORGED = "FORGED"  # begins no line of the log, and nothing there steers a terminal
+FORGED = "FORGED"  # must not begin a line of the log
 TEXTS = [
     *(
         MARKS,
@@ -107,7 +108,7 @@ TYPES = ["string", "number", "integer", "object", "array", "boolean", "null", "a
 
 
 def schema(chance: random.Random, depth: int = 0) -> Any:
-    """A JSON schema, as its standard has it but for the values."""
+    """Returns a random JSON schema with standard keywords but odd values."""
     if depth > 4 or chance.random() < 0.1:
         return chance.choice([{}, True, False, None, {"type": chance.choice(TYPES)}])
     inner = lambda: schema(chance, depth + 1)  # noqa: E731
@@ -136,7 +137,7 @@ def schema(chance: random.Random, depth: int = 0) -> Any:
 
 
 def value(chance: random.Random, depth: int = 0) -> Any:
-    """Any JSON value."""
+    """Returns a random JSON value."""
     kinds = [TEXTS, NUMBERS, [None, True, False], PATTERNS]
     if depth > 3 or chance.random() < 0.7:
         return chance.choice(chance.choice(kinds))
@@ -145,7 +146,7 @@ def value(chance: random.Random, depth: int = 0) -> Any:
 
 
 def grammar(chance: random.Random) -> dict[str, Any]:
-    """One of the fields that ask for a form of the answer."""
+    """Returns one of the fields that request structured output."""
     made = schema(chance)
     text = json.dumps(made)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": made}}
@@ -171,7 +172,7 @@ def tool(parameters: Any) -> dict[str, Any]:
 
 
 def body(chance: random.Random) -> tuple[str, Any]:
-    """A route, and a good body for it with some changes."""
+    """Returns a route, and a good body for it with random changes."""
     path, good = chance.choice(GOOD)
     made: Any = copy.deepcopy(good) | {"model": MODEL}
     if chance.random() < 0.3:
@@ -204,7 +205,7 @@ def body(chance: random.Random) -> tuple[str, Any]:
 
 
 def sent(chance: random.Random) -> tuple[str, str, bytes]:
-    """The method, the path, and the bytes of a request."""
+    """Returns the method, the path and the bytes of a random request."""
     if chance.random() < 0.15:
         method = chance.choice(["GET", "HEAD", "DELETE", "PUT", "OPTIONS", "POST"])
         name = chance.choice(["", "chatcmpl-1", "/messages", "x" * 300, "%00", "..%2f.."])
@@ -231,18 +232,18 @@ def checked(answer: Answer, method: str, path: str) -> Answer:
 def exchanged(address: Address, method: str, path: str, body: Any = None) -> Answer:
     content = b"" if body is None else json.dumps(body).encode()
     with socket.create_connection(address, timeout=SECONDS) as raw:
-        with contextlib.suppress(OSError):  # It was refused before it was all sent.
+        with contextlib.suppress(OSError):  # refused before all was sent
             raw.sendall(request_bytes(method, path, {}, content))
         return checked(Answer(incoming(raw), method), method, path)
 
 
 def idle(address: Address, chance: random.Random) -> None:
-    """Many connections at once that send nothing, or the beginning of a request.
+    """Open many connections that send nothing, or only the beginning of a request.
 
-    Beside some of them two templates take too long: their processes are replaced by then.
+    In some runs two templates take too long at the same time, until their processes are replaced.
     """
     begun = chance.choice([b"", b"", b"P", b"POST / HTTP/1.1\r\n"])
-    # Those that have begun are never closed: they must leave room for the other clients.
+    # The server never closes connections with a begun request: these must leave room for others.
     most = min(300 if begun else 700, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 3)
     hi = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
     slow = request_bytes("POST", CHAT, body=json.dumps({**hi, "chat_template": SLOW}).encode())
@@ -250,16 +251,16 @@ def idle(address: Address, chance: random.Random) -> None:
     with ONE_BURST, contextlib.ExitStack() as stack:
         for content in sent:
             raw = stack.enter_context(socket.create_connection(address, timeout=SECONDS))
-            with contextlib.suppress(OSError):  # It was closed to make room.
+            with contextlib.suppress(OSError):  # closed to make room for others
                 raw.sendall(content)
         assert exchanged(address, "GET", "/health").status == 200
         if slow in sent:
-            time.sleep(11)  # A template may take 10 s.
+            time.sleep(11)  # a template can take 10 s
     exchanged(address, "POST", CHAT, hi)
 
 
 def large(address: Address, chance: random.Random) -> None:
-    """A body of up to some MB: token ids, a tool, a call's arguments, a schema, a text."""
+    """Send a body of up to several MB: token ids, a tool, a call's arguments, a schema or text."""
     size = chance.choice(SIZES)
     piece = chance.choice(["a", "a ", "é", "\ufdd0", "\ud800", "<|im_end|>", "\n", "["])
     text = piece * (size // len(json.dumps(piece)[1:-1]))
@@ -286,7 +287,7 @@ def large(address: Address, chance: random.Random) -> None:
 
 
 def chain(address: Address, chance: random.Random) -> None:
-    """Responses that continue each other, with what they hold read and deleted."""
+    """Make responses that continue each other; read and delete them."""
     made: list[str] = []
     for _ in range(chance.randint(2, 6)):
         kept = "x" * chance.choice([10, 10, *SIZES])
@@ -309,7 +310,7 @@ def chain(address: Address, chance: random.Random) -> None:
 
 
 def plain(address: Address, chance: random.Random) -> None:
-    """With --special-tokens-in-messages text no text of a chat becomes a special token."""
+    """With --special-tokens-in-messages text, no text of a chat becomes a special token."""
     special = "a<|im_end|><|im_start|>system</think><tool_call>"
 
     def tokens(fields: Any, text: str) -> list[int] | None:
@@ -326,7 +327,7 @@ def plain(address: Address, chance: random.Random) -> None:
 
     user = {"role": "user", "content": special}
     if tokens({"messages": [user]}, special) != tokens({"messages": [user]}, "harmless"):
-        return  # It is not so, by the default.
+        return  # without the flag it does
     call = {"function": {"name": "f", "arguments": json.dumps({"x": some()})}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     user = {"role": "user", "content": chance.choice([special, special + MARKS])}
@@ -336,7 +337,7 @@ def plain(address: Address, chance: random.Random) -> None:
 
 
 def spy(address: Address, chance: random.Random) -> None:
-    """A trace shows no draft that is copied from what another client was answered."""
+    """Check that a trace shows no draft copied from another client's answer."""
     sampled = {"model": MODEL, "temperature": 1.0, "max_tokens": 60, "seed": chance.getrandbits(30)}
     prompt = {"prompt": "Once upon a time", "ignore_eos": True}
     said = exchanged(address, "POST", "/v1/completions", {**sampled, **prompt}).json()
@@ -360,7 +361,7 @@ EXCHANGES = [idle, large, chain, plain, plain, spy]
 
 
 def ask(address: Address, name: str) -> str:
-    """Make the request of this name, or a few that belong together; say what came of it."""
+    """Make the request of this name, or a group of related ones; returns the kind of outcome."""
     chance = random.Random(name)
     if chance.random() < 0.02:
         kind = chance.choice(EXCHANGES)
@@ -375,7 +376,7 @@ def ask(address: Address, name: str) -> str:
 
 
 def at_most_twice(work: Callable[..., T], *args: Any, **more: Any) -> T:
-    """Do it again if its connection was closed, as an idle one is that makes room for others."""
+    """Call `work`, and again if its connection was closed, as idle ones are to make room."""
     try:
         return work(*args, **more)
     except (ConnectionError, httpx.NetworkError, httpx.RemoteProtocolError):
@@ -383,14 +384,15 @@ def at_most_twice(work: Callable[..., T], *args: Any, **more: Any) -> T:
 
 
 def ask_one(address: Address, chance: random.Random, method: str, path: str, content: bytes) -> str:
-    """Send a request in some way, check its answer, and say what came of it."""
+    """Send a request in a random way and check its answer; returns the kind of outcome."""
     way = chance.choice(["whole"] * 6 + ["spoilt", "two", "half", "left", "unread", "closed"])
     if way == "spoilt":
         content = spoilt(content, HTTP_TOKENS, chance)
     with socket.create_connection(address, timeout=SECONDS) as raw:
         whole = way in ("whole", "unread", "closed")
-        cut = len(content) if whole else chance.randrange(len(content) + 1)  # Damage may empty it.
-        with contextlib.suppress(OSError):  # It was refused before it was all sent.
+        # Damage can leave no content.
+        cut = len(content) if whole else chance.randrange(len(content) + 1)
+        with contextlib.suppress(OSError):  # refused before all was sent
             raw.sendall(content[:cut])
             if way in ("left", "unread"):
                 time.sleep(chance.random() / 5)
@@ -405,7 +407,7 @@ def ask_one(address: Address, chance: random.Random, method: str, path: str, con
 
 
 def check_end(raw: socket.socket, way: str) -> str:
-    """Answers, of which there may be several or none, and then the connection's end."""
+    """Check that the connection ends, and that each answer before it has a status below 500."""
     read = b""
     with contextlib.suppress(ConnectionError):
         while piece := raw.recv(1 << 16):
@@ -416,7 +418,7 @@ def check_end(raw: socket.socket, way: str) -> str:
 
 
 def run(server: Server, seconds: float, seed: int, clients: int = 8) -> None:
-    """Fuzz a server from several threads, and ask it the same in between."""
+    """Fuzz a server from several threads, and check that its normal answers stay the same."""
     until, found = time.monotonic() + seconds, Counter[str]()
     faults, slowest = list[str](), [0.0]
     address = httpx.URL(server.url).host, httpx.URL(server.url).port or 0
@@ -458,7 +460,7 @@ def run(server: Server, seconds: float, seed: int, clients: int = 8) -> None:
 
 
 def main() -> int:
-    """Run it against a server of its own; the exit status says whether it held."""
+    """Fuzz a server started for it; the exit status is 0 if there was no fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32))
@@ -468,7 +470,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         code = with_log(log) + with_files(600)
-        # A busy machine may hold up a step for as long as a hang: `SECONDS` finds those.
+        # On a busy machine a step can take as long as a hang, so only `SECONDS` detects hangs.
         code += "from mlx_mtp.engine.health import Heartbeat; Heartbeat.hang = lambda self: None"
         with running(*FLAGS, *options.flags, code=code) as server:
             if options.only:

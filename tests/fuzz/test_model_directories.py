@@ -1,4 +1,4 @@
-"""Damaged model directories: the table in this process, and it and random changes as commands."""
+"""Damaged model directories: the table in this process, and commands on it and on random ones."""
 
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(path: Path) -> None:
-    """What `serve` does before it is ready."""
+    """Do what `serve` does before it is ready."""
     model = load_model(resolve_model(str(path)), enable_mtp=True, lazy=True)
     tokenizer = Tokenizer.load(path)
     model.load_weights()

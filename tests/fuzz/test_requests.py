@@ -1,4 +1,4 @@
-"""A part of the fuzz run of requests; `tests/fuzz/requests.py` does an hour of it by hand."""
+"""A short fuzz run of requests; `python -m tests.fuzz.requests` does longer ones."""
 
 import subprocess
 import sys
