@@ -30,7 +30,7 @@ LAYOUT = Layout("qwen3_next")
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """What a command printed: its rows by their labels, or an error."""
+    """Returns a function that runs a command: its printed rows by label, or its error."""
     monkeypatch.setattr("mlx_mtp.convert.commands.signal.signal", lambda *_: None)
 
     def run(*arguments: object, status: int = 0) -> dict[str, str]:
@@ -76,7 +76,7 @@ def test_the_first_line_says_whether_it_fits(run):
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
 def test_a_models_files_do_not_steer_the_terminal(tmp_path, capfd, every):
-    """Whichever of their strings and names has escapes in it, shown or in an error."""
+    """No escape sequence in the files' strings and names is printed, not even in an error."""
     for path in DEMO.glob("*.*"):
         (tmp_path / path.name).symlink_to(path)
     quantized = {"quantization": {"bits": 4, "group_size": 64, "mode": "affine"}}
@@ -149,12 +149,12 @@ def test_a_missing_shard_is_named_in_the_first_line(run, tmp_path):
     assert label == "fits" and text.startswith("no, it can't be served. ")
     assert "model-00001-of-00003.safetensors" in text
     write_source(tmp_path, Layout("qwen3_next"), shards=3)
-    (tmp_path / "model-00003-of-00003.safetensors").unlink()  # It has the head.
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()  # the file with the head
     assert "00003.safetensors is missing" in run("inspect", tmp_path, status=2)["error"]
 
 
 def test_the_memory_of_tokens_and_rows(run, tmp_path):
-    """Four layers, two with attention, and the head's own; tests/cache/test_memory.py measures."""
+    """The figures equal those computed by hand; tests/cache/test_memory.py measures the memory."""
     write_checkpoint(tmp_path, LAYOUT)
     told = run("inspect", tmp_path, "--dtype", "bfloat16")
     layer = 2 * 2 * 32 * 2  # keys and values, heads, width, bytes
@@ -184,8 +184,8 @@ def test_the_weights_shown_are_those_that_are_loaded(tmp_path, family):
 
 
 def test_no_weights_are_read_also_in_another_machines_type():
-    """A mixture of experts in bfloat16, which no CPU computes."""
-    gc.collect()  # What earlier tests left would be freed in between, and hide them.
+    """The plan of a MoE model in bfloat16, which no CPU can compute, reads no weights."""
+    gc.collect()  # Memory left by earlier tests could be freed in between, and hide an increase.
     before = mx.get_active_memory()
     shown = memory_demand(find_model(None), "bfloat16")
     assert mx.get_active_memory() - before < 1_000_000
@@ -196,7 +196,7 @@ def test_no_weights_are_read_also_in_another_machines_type():
 
 def test_the_files_sizes_stand_for_weights_that_cannot_be_loaded(run, tmp_path):
     write_checkpoint(tmp_path, LAYOUT)
-    change_json(tmp_path / "config.json", num_hidden_layers=6)  # of which two have no tensors
+    change_json(tmp_path / "config.json", num_hidden_layers=6)  # two of them have no tensors
     size = (tmp_path / "model.safetensors").stat().st_size
     told = run("inspect", tmp_path, "--dtype", "float16")
     assert told["memory"] == f"{size_text(size)} of weights as stored; computed in float16"
