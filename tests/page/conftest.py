@@ -1,4 +1,4 @@
-"""Chromium, and tabs that note what a page must never do."""
+"""Chromium, and tabs that record everything that a page must never do."""
 
 import contextlib
 import re
@@ -14,19 +14,19 @@ from tests.support.process import Server, running
 __all__ = ["serve", "tokenizer"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-NAMES += ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",)  # in no PATH there
+NAMES += ("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",)  # not in PATH there
 Open = Callable[..., contextlib.AbstractContextManager[Any]]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """While it is open, playwright's event loop runs on the thread of the tests."""
+    """Chromium; while it is open, playwright's event loop runs in the tests' thread."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("there is no Chromium (apt-get install chromium)")
     with api.sync_playwright() as playwright:
-        # As root, in a container, its own sandbox can't be set up.
+        # As root in a container, Chromium can't set up its own sandbox.
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def mtp_server() -> Iterator[Server]:
-    """A server that always drafts: by itself it doesn't where a busy machine makes drafts dear."""
+    """A server that always drafts; by default it does not if a busy machine makes drafts slow."""
     flags = ("--mtp-num-draft-tokens", "3", "--prefix-cache-size", "200MB", "--dtype", "float32")
     with running(*flags) as server:
         yield server
@@ -44,8 +44,9 @@ def mtp_server() -> Iterator[Server]:
 def opened(browser: Any) -> Open:
     """`with opened(url, **context) as tab`: a page in a browser context of its own.
 
-    In the end: nothing on the console, no dialog, no request to another host. `fails` is a pattern
-    of the failing requests that the test provokes, which Chromium writes to the console.
+    At the end there must be no console message, no dialog and no request to another host. `fails`
+    is a pattern for addresses of requests that the test makes fail, which Chromium reports on the
+    console.
     """
 
     @contextlib.contextmanager

@@ -1,13 +1,13 @@
 // Runs the page's Markdown component in Node.js: `node markdown.mjs FOLDER`, where FOLDER is a copy
 // of the page. Reads [[piece, ..], ..] from standard input: texts, in the pieces in which they come.
-// Writes for each text what is shown in the end, what is shown of the whole text at once, how many
-// characters were read for either, the most for one redraw of the second half, and the same of lines
-// of code if the text is taken for code that grows.
+// Writes for each text what it shows when grown in pieces, what it shows when given at once, the
+// number of characters read for each, the most read for one redraw of the second half, and the most
+// lines of code painted again for one piece if the text is code.
 
 import { readFileSync, writeFileSync } from "node:fs";
 
 const folder = process.argv[2];
-// A component is called once for each redraw; what it keeps is in `kept`.
+// The component is called once for each redraw; `kept` is its state between redraws.
 let kept;
 globalThis.memo = (make, inputs) => (inputs.length ? make() : (kept ??= make()));
 const names = ["useEffect", "useLayoutEffect", "useRef", "useState"].map((name) => `export const ${name} = () => [];`);

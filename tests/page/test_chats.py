@@ -1,4 +1,4 @@
-"""Chats of the page: found, named, pinned, deleted, taken along and taken in."""
+"""Chats of the page: search, titles, pins, deletion, export and import."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 
 
 def stored(tab: Any, title: str, content: str, at: int = 1) -> None:
-    """Put a chat into the browser, as if it had been had."""
+    """Store a finished chat in the browser."""
     shared = {"reasoning": "", "calls": [], "steps": [], "state": "done", "finish": "stop"}
     nodes = {
         "a": {"id": "a", "parent": None, "role": "user", "content": "?"},
@@ -133,7 +133,7 @@ def test_chats_are_found_named_and_taken_along(
             assert tab.evaluate("window.pwned ?? {}.x ?? null") is None
             assert tab.locator("#app :is(script, img, [onerror])").count() == 0
         assert tab.get_by_text(address(client).removeprefix("http://")).count() == 1
-        # A full storage is said, and the answer is there nevertheless.
+        # The page reports that the storage is full, and shows the answer all the same.
         tab.evaluate("""() => { for (let size = 1 << 20; size > 100; size >>= 1) {
             try { for (let n = 0; ; n++) localStorage.setItem(`x${size} ${n}`, "x".repeat(size)); }
             catch {} } }""")

@@ -1,4 +1,4 @@
-"""Hostile text on the page: it is shown, and nothing else happens."""
+"""Hostile text on the page is shown as text, and has no other effect."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ PAYLOADS = (
 
 
 def test_hostile_text_stays_text(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
-    """In answers, reasoning, arguments and names of tools, names of models, errors, and titles."""
+    """Hostile text stays text in answers, reasoning, tools, model names, errors and titles."""
     assert len(PAYLOADS) >= 20
     nasty = f"<img src=x onerror={RUN}>"
 
@@ -92,7 +92,7 @@ def test_hostile_text_stays_text(serve: Serve, tokenizer: Tokenizer, opened: Ope
         harmless(tab, "clients")
 
 
-# Addresses that must lead nowhere, in each of the forms that a link or an element can have.
+# Addresses that must not be opened or loaded, in every form that a link or an element can have.
 ADDRESSES = (
     f"javascript:{RUN}",
     f"JaVa\tScRiPt:{RUN}",
@@ -176,7 +176,7 @@ def test_hostile_links_formulas_and_code(serve: Serve, tokenizer: Tokenizer, ope
         assert not [each for each in named if each.startswith("on")]
         found = tab.locator("#app .markdown a").evaluate_all("all => all.map(a => a.protocol)")
         assert set(found) <= {"http:", "https:", "mailto:"}
-        # A formula has macros of its own, and stays within its answer.
+        # Formulas share no macros, and a formula stays within its answer.
         assert "stolen" not in tab.locator("article.assistant").last.inner_text()
         styles = tab.locator(".katex [style]").evaluate_all("all => all.map(e => e.style.cssText)")
         assert not [each for each in styles if re.search("url|position: *fixed", each)]

@@ -1,4 +1,4 @@
-"""What Live shows of given messages of /live: the number of drafts, and several models."""
+"""What the Live view shows for given messages of /live: the number of drafts, several models."""
 
 import json
 from typing import Any
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.full
 
 SERVER = {"state": "ready", "reason": None, "version": "1", "uptime": 5.0, "models": ["m"]}
 SERVER |= {"context": 1000, "most_rows": 4, "drafts": "auto", "restarts": 0}
-# For two answers, by the number of the head's drafts for each: times of a step, and its tokens.
+# Two rows: the times of a step and its tokens, by the number of the head's drafts per row.
 CURVE = {"num_rows": 2, "costs": [1.0, 1.25, 2.0], "tokens": [2.0, 3.5, 4.0]}
 SPEEDS = [1.0, 1.4, 1.0]
-# The server's setting and choice, the bar that is marked (None: no chart), and what is said.
+# The server's setting and choice, the marked bar (None: no chart), and the text that is shown.
 CASES = {
     "two each": ("auto", ({"mtp": 4}, 2.0, 4.0), 2, "checks 4 drafts of the MTP head. It takes 2"),
     "one each": ("auto", ({"mtp": 2}, 1.25, 3.5), 1, "1.75 times as many tokens: 1.40 times the"),

@@ -1,4 +1,4 @@
-"""The page's Markdown in Node.js: what is shown, and how much is read for it."""
+"""The page's Markdown in Node.js: what it shows, and how many characters it reads."""
 
 import json
 import random
@@ -47,8 +47,8 @@ HOSTILE = {
 
 CODE = "```python\n" + "".join(f"    value_{n} = f(x, {n})  # note\n" for n in range(5000))
 FORMULAS = [f"So $x_{{{n}}} = \\frac{{{n}}}{{y}}$ and ({n}) " for n in range(500)]
-# Large answers, and the most characters that a redraw of their second half may read of them. A
-# paragraph's end is looked for in all of it; its text is read in runs.
+# Large answers, and the maximum number of characters that a redraw of their second half can read.
+# A redraw searches a whole paragraph for its end, and reads the paragraph's text in runs.
 LARGE = {
     "emphasis": (HOSTILE["emphasis"], 20_000 + 2_000_000),
     "nested lists": (HOSTILE["nested lists"], 3 * 91_000),
@@ -60,7 +60,7 @@ LARGE = {
 
 
 def read(folder: Path, texts: list[list[str]]) -> list[tuple[str, str, int, int, int, int]]:
-    """For each text, in pieces: what `markdown.mjs` tells of it."""
+    """Returns the output of `markdown.mjs` for each text, which is given in pieces."""
     page = shutil.copytree(FOLDER, folder / "page")
     command = ["node", str(Path(__file__).with_name("markdown.mjs")), str(page)]
     asked = json.dumps(texts)
@@ -73,7 +73,7 @@ def read(folder: Path, texts: list[list[str]]) -> list[tuple[str, str, int, int,
 def test_hostile_text_takes_bounded_work_and_is_shown(tmp_path: Path) -> None:
     found = read(tmp_path, [[text] for text in HOSTILE.values()])
     for (name, text), (_, shown, _, num_read, *_) in zip(HOSTILE.items(), found, strict=True):
-        # Levels multiply the length, marks at most the bound of a paragraph.
+        # Levels multiply the length; marks multiply at most the maximum length of a paragraph.
         assert num_read < 30 * len(text) + 5_000_000, name
         assert shown.count("a") >= text.count("a"), name
 
@@ -100,11 +100,11 @@ def test_a_redraw_of_a_large_answer_reads_its_changed_tail(tmp_path: Path) -> No
     ):
         assert grown == whole, name
         assert most <= limit, (name, most)
-        assert lines <= 1, name  # beyond those that came, the one that has not ended
+        assert lines <= 1, name  # besides the new lines, the unfinished one
 
 
 def test_prices_and_code_are_no_formulas(tmp_path: Path) -> None:
-    """What is between the marks of each formula, in order."""
+    """Only formulas are shown as such, with the text between their marks."""
     told = {
         "It costs $5 and $7, US$3 or $9-$12, not 5$.": [],
         "From $5, to 10$ or $20/30$.": [],

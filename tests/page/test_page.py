@@ -1,4 +1,4 @@
-"""The page against real servers: what people do with it, and what hostile text does to it."""
+"""The page against real servers: its files and sizes, and what people do with it."""
 
 import contextlib
 import gzip
@@ -23,8 +23,8 @@ from tests.support.fake_engine import EOS, FakeEngine, FakeInfo, Output, endless
 from tests.support.process import STORY, Server, running
 from tests.support.wire_help import saying
 
-MOST_BYTES = 70_000  # of the first load, compressed
-MOST_LINES = 2300  # of our own scripts
+MOST_BYTES = 70_000  # compressed size of the first load
+MOST_LINES = 2300  # length of our own scripts
 MESSAGE = "textarea[aria-label='Your message']"
 TOOL = [{"name": "get_weather", "parameters": {"type": "object", "properties": {}}}]
 BAD_SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
@@ -47,7 +47,7 @@ def answered(tab: Any, text: str = STORY) -> str:
 
 
 def finished(tab: Any) -> str:
-    """The last answer's text, once all of it is there."""
+    """Returns the last answer's text once it is complete."""
     last = tab.locator("article.assistant").last
     last.locator(".figures").wait_for()
     return last.locator(".markdown").last.inner_text()
@@ -62,7 +62,7 @@ def configure(tab: Any, **values: str) -> None:
 
 
 def imported(path: Path) -> set[Path]:
-    """A module with all that it imports, without what it loads later."""
+    """Returns a module and all modules that it imports statically."""
     found = {path}
     for target in re.findall(r'(?:from|import)\s*"(\.[^"]+)"', path.read_text("utf-8")):
         assert (path.parent / target).is_file(), f"{path.name} imports {target}"
@@ -95,7 +95,7 @@ def test_the_page_is_small_and_needs_nothing_else() -> None:
 
 @pytest.mark.full
 def test_the_libraries_are_those_of_npm() -> None:
-    """Each file, but for where a source map is and where hooks.js finds preact."""
+    """The files equal npm's, except for source maps and the import of preact in hooks.js."""
     folder = installed(Path(__file__).parent) / "node_modules"
     told = (FOLDER / "vendor" / "LICENSES.txt").read_text("utf-8").partition("\n\nhtm:")[0]
     rows = re.findall(r"(?m)^  (\S+) +(\S+) ([\d.]+) +(\S+) ", told)
@@ -134,7 +134,7 @@ def test_sixteen_browsers_at_once(mtp_server: Server, opened: Open) -> None:
             )
             tab.reload()
             assert finished(tab) == text
-        # The same seed once more, among others: the same answer.
+        # With the same seed and other rows in the batch, the answer is the same.
         for tab in tabs:
             tab.get_by_role("button", name="Regenerate", exact=True).click()
         for tab, text in zip(tabs, told):
@@ -159,7 +159,7 @@ def test_a_conversation(mtp_server: Server, opened: Open) -> None:
         shown = "".join(tab.locator(".tokens .token").all_text_contents())
         assert shown.partition("<|im_end|>")[0].split() == first.split()
         assert tab.locator(".token.from-mtp").count() > 10
-        # Hovering and the arrow keys tell a step.
+        # Hovering and the arrow keys show a step's details.
         tab.locator(".of-step").nth(3).hover()
         assert tab.locator(".step").inner_text().startswith("Step 4. Drafted")
         tab.locator(".tokens").press("ArrowRight")
@@ -224,7 +224,7 @@ def test_a_long_prompt_shows_how_much_of_it_is_computed(serve: Serve, opened: Op
 
 @browsed
 def test_stop_and_the_tabs_of_one_browser(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
-    """Eight tabs read one /live; four answers run, two more wait until these are stopped."""
+    """Eight tabs share one /live; four answers run, and two wait until the four are stopped."""
     (token,) = tokenizer.encode(" fox")
 
     def script(_: Request) -> Iterator[Output]:
@@ -258,17 +258,17 @@ def test_stop_and_the_tabs_of_one_browser(serve: Serve, tokenizer: Tokenizer, op
             each.get_by_text("Stopped.").wait_for()
         for each in talking[4:]:
             each.locator("article.assistant .markdown").wait_for()
-        # One is cancelled where it is seen.
+        # An answer is cancelled in the Live view.
         lives[0].get_by_role("button", name=re.compile("Cancel the answer")).first.click()
         assert engine.wait_for(lambda: len(engine.running) == 1)
-        # Where the reading tab is closed another one goes on.
+        # If the tab that reads /live is closed, another one takes over.
         with context.expect_event("request", lambda r: r.url.endswith("/live")):
             lives[0].close()
 
 
 @browsed
 def test_two_tabs_with_one_chat(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
-    """What one asks while the other's answer grows is kept; what one deletes is gone in both."""
+    """A question in one tab is kept while the other's answer grows; a deletion applies to both."""
     (token,) = tokenizer.encode(" fox")
 
     def script(request: Request) -> Iterator[Output]:
@@ -285,7 +285,7 @@ def test_two_tabs_with_one_chat(serve: Serve, tokenizer: Tokenizer, opened: Open
         other.goto(tab.url)
         other.get_by_text("A wolf?").last.wait_for()
         say(other, "A bear?")
-        # The first goes on writing the chat, every second, while its answer grows.
+        # The first tab still saves the chat every second while its answer grows.
         tab.locator("article").nth(3).wait_for()
         for each in (tab, other):
             each.locator("article.assistant .figures").wait_for()
@@ -356,7 +356,7 @@ def test_a_phone_cancels_without_scrolling_and_offers_the_drafts_that_there_are(
     engine = FakeEngine(endless(300), FakeInfo(draft_sources=sources, max_model_len=60_000))
     size = {"width": 390, "height": 740}
     with serve(engine) as client, opened(address(client), viewport=size) as tab:
-        # A chat may have been set up with another server.
+        # The settings of a chat can come from another server.
         tab.evaluate("""localStorage.setItem("mlx-mtp.chat.a", JSON.stringify(
             {id: "a", title: "a", at: 1, settings: {drafts: "3"}, leaf: "q",
              nodes: {q: {id: "q", parent: null, role: "user", content: "before"}}}))""")

@@ -1,4 +1,4 @@
-"""Redraws of large answers in the browser; `-s` shows what they take (no time is asserted)."""
+"""Redraws of large answers in the browser; `-s` prints their times, which are not asserted."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ BEGIN = """async (text) => {
     const frame = () => new Promise((done) => requestAnimationFrame(done));
     document.querySelector(".messages").replaceChildren(box);
 """
-# Grows an answer in 200 redraws, with layout, and then its end by 8 characters in 40 more.
+# Grows an answer in 200 redraws, with layout, then its end by 8 characters in each of 40 more.
 MEASURE = """
     const base = text.length - 320, lengths = [];
     for (let part = 1; part <= 200; part++) lengths.push(Math.floor(base * part / 200));
@@ -56,8 +56,9 @@ SET = """
 
 
 def test_redraws_of_large_answers(serve: Serve, opened: Open, tmp_path: Path) -> None:
-    """What was there stays; all parts of an answer are blocks: an inline one among them would have
-    the browser compute the styles of all of them anew when it comes or goes.
+    """Elements that were there stay, and all parts of an answer are block elements.
+
+    When an inline element appears or goes, the browser recomputes the styles of all parts.
     """
     trace = tmp_path / "trace.json"
     with serve(FakeEngine(endless(300))) as client, opened(str(client.base_url)) as tab:
@@ -73,7 +74,7 @@ def test_redraws_of_large_answers(serve: Serve, opened: Open, tmp_path: Path) ->
 
 
 def spent(events: list[dict[str, Any]]) -> list[float]:
-    """Milliseconds of the processor that the main thread took for each redraw."""
+    """Returns the main thread's processor time for each redraw, in milliseconds."""
     at = {event["name"]: event["tts"] / 1000 for event in events if "tts" in event}
     return [at[f"end {n}"] - at[f"begin {n}"] for n in range(sum("end " in name for name in at))]
 

@@ -1,4 +1,4 @@
-"""Every view of the page at five widths and at twice the size: it fits, axe finds nothing."""
+"""Every view of the page fits at five widths and at twice the size, and axe finds no fault."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_every_view_fits_and_reads_well(
 
 
 def test_every_view_fits_at_twice_the_size(mtp_server: Server, opened: Open) -> None:
-    """A zoom of 200% of 1280 x 740 pixels."""
+    """The views fit in 1280 x 740 pixels at a zoom of 200%."""
     look(mtp_server, opened, (640, 370), device_scale_factor=2)
 
 
@@ -96,7 +96,7 @@ def look(server: Server, opened: Open, size: tuple[int, int], **more: Any) -> No
             for each in tab.locator("main summary").all():
                 each.click()
             check(name)
-        # By the keyboard alone.
+        # Navigation by keyboard alone.
         tab.goto(f"{server.url}#live")
         tab.reload()
         tab.locator(".charts").wait_for()

@@ -1,4 +1,4 @@
-"""The page as a place to work: what is typed, files, branches, chats, the context."""
+"""The page as a place to work: unsent text, files, branches, chats, the context."""
 
 import base64
 import io
@@ -52,7 +52,7 @@ def give(tab: Any, event: str, name: str, kind: str, text: str) -> None:
 
 
 def test_what_is_typed_is_never_lost(serve: Serve, tokenizer: Tokenizer, opened: Open) -> None:
-    """In another view, another chat, another tab, after a reload: text, files, edits."""
+    """Text, files and edits survive other views, chats and tabs, and a reload."""
     with serve(saying(tokenizer, "Yes.")) as client, opened(address(client)) as tab:
         tab.fill(MESSAGE, "half a question")
         attach(tab, ("a.py", "text/x-python", b"print(1)\n"))
@@ -78,7 +78,7 @@ def test_what_is_typed_is_never_lost(serve: Serve, tokenizer: Tokenizer, opened:
             each.locator(".conversations li .link").last.click()
             assert each.input_value(MESSAGE) == "half a question"
             each.get_by_text("a.py").wait_for()
-        # Once it is sent it is gone everywhere, and the file is in the request.
+        # Once sent, the text is gone in every tab, and the request has the file.
         tab.press(MESSAGE, "Enter")
         finished(tab)
         other.reload()
@@ -120,7 +120,7 @@ def test_keys(serve: Serve, opened: Open) -> None:
         tab.get_by_text("2 of 2").wait_for()
         tab.keyboard.press("Escape")
         tab.get_by_text("Stopped.").wait_for()
-        # A letter goes into the box, a question mark elsewhere shows the list.
+        # A typed letter goes into the message box; a question mark elsewhere shows the list.
         tab.locator(".messages").focus()
         tab.keyboard.press("?")
         tab.locator("dialog[open]").wait_for()
@@ -180,7 +180,7 @@ def test_files_become_part_of_the_question(serve: Serve, opened: Open) -> None:
             tab.locator(".composer img").evaluate("i => i.decode().then(() => i.naturalWidth)")
             == 16
         )
-        # Those that can't be sent are not, with the reason.
+        # Files that can't be sent are refused with the reason.
         refused = {
             "has about": ("long.txt", "text/plain", b"word " * 20_000),
             "neither text": ("a.pdf", "application/pdf", b"%PDF\xff\xfe"),
@@ -205,7 +205,7 @@ def test_files_become_part_of_the_question(serve: Serve, opened: Open) -> None:
         tab.locator("article.user img").wait_for()
         assert tab.locator("article.user .attached").count() == 3
         assert tab.evaluate("window.pwned") is None
-        # Another type is converted, and an edited question keeps its files.
+        # An image of another type is converted, and an edited question keeps its files.
         tab.get_by_role("button", name="Edit", exact=True).first.click()
         tab.get_by_label("Ask this instead").fill("And now?")
         tab.get_by_role("button", name="Send").first.click()
@@ -276,7 +276,7 @@ def test_messages_are_edited_deleted_and_read_raw(
         tab.get_by_role("button", name="Copy all as Markdown").click()
         tab.wait_for_timeout(500)
         assert tab.evaluate("navigator.clipboard.readText()").startswith("# first\n\n## You\n")
-        # A version is deleted, and the other one is shown; then the question with all of it.
+        # Deleting a version shows the other one; deleting a question deletes all its answers.
         tab.locator("article.assistant").first.get_by_role("button", name="Delete").click()
         tab.locator(".branches").wait_for(state="detached")
         assert tab.locator("article").count() == 2
@@ -284,7 +284,7 @@ def test_messages_are_edited_deleted_and_read_raw(
         assert "bold" in other.locator("article.assistant .markdown").inner_text()
         other.reload()
         assert other.locator("article").count() == 2
-        # A question that has lost its answer is asked again.
+        # A question whose answer was deleted can be answered again.
         tab.locator("article.assistant").get_by_role("button", name="Delete").click()
         tab.get_by_role("button", name="Answer", exact=True).click()
         finished(tab)
@@ -295,7 +295,7 @@ def test_messages_are_edited_deleted_and_read_raw(
 
 
 def test_the_context_is_told_and_warned_of(serve: Serve, opened: Open) -> None:
-    """400 tokens: after an answer of 300 it is nearly full, and a long text does not fit."""
+    """With 400 tokens, an answer of 300 nearly fills the context, and a long text does not fit."""
 
     def script(_: Request) -> Iterator[Output]:
         yield out(*[300] * 300, finish="length")
@@ -316,7 +316,7 @@ def test_the_context_is_told_and_warned_of(serve: Serve, opened: Open) -> None:
 
 
 def test_the_state_of_several_models_is_told(serve: Serve, opened: Open) -> None:
-    """The list has the states; a question to a model on disk says that it is being loaded."""
+    """The list shows the states; a question to a model on disk says that it is being loaded."""
     states = {"one": "ready", "two": "on disk"}
 
     def script(_: Request) -> Iterator[Output]:
