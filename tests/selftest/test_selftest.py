@@ -1,4 +1,4 @@
-"""`mlx-mtp selftest`: the bundled model passes, and what is wrong is found and named."""
+"""`mlx-mtp selftest`: the bundled model passes, and faults are found and named."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ from tests.bench.test_measure import Scripted
 
 @pytest.fixture
 def selftest(demo_model, monkeypatch, capsys, tmp_path):
-    """Run it, without time if no seconds are given: status, standard output and error, JSON."""
+    """Returns a function: status, output, errors and JSON of the self-test; by default with 0 s."""
     monkeypatch.setattr(kernels, "QWEN3_NEXT_80B", GDNShape(1, 32, 2, 8))
     monkeypatch.setattr(commands, "_COMPARED_TOKENS", 24)
     path = tmp_path / "found.json"
@@ -59,7 +59,7 @@ def test_the_bundled_model_passes(selftest, tmp_path):
     assert all(len(p["microseconds"]) == len(p["reading"]) == 5 for p in found["products"])
     assert "microseconds (over reading once) at 1, 2, 4, 8, 16 rows" in out
     assert len(found["windows"]) == 5 and found["exact"] is None
-    # A CPU's copies of weights (`kernels.cpu`) are made at the first step, and stay.
+    # A CPU's copies of weights (`kernels.cpu`) are made in the first step, and kept.
     assert found["memory"]["kept"] < 1 << 23 < found["memory"]["limit"]
     names = [e["name"] for e in found["equality"]]
     assert names == ["MTP off", "MTP, k = 1", "MTP, k = 2", "MTP, k = 3"]
@@ -72,10 +72,10 @@ def test_the_bundled_model_passes(selftest, tmp_path):
 
 
 def test_without_time_little_is_done_and_a_wrong_token_is_found(selftest, monkeypatch):
-    """By drafts that are taken though the model disagrees."""
+    """The wrong token comes from accepting a draft that the model disagrees with."""
 
     def credulous(targets, window, **more):
-        # What the model draws after each position is made to be what was drafted there.
+        # The model's token after each position is replaced by the draft there.
         drafted = mx.concatenate([window[:, 1:], targets[:, -1:]], axis=1)
         return verify.verify_window(drafted, window, **more)
 
@@ -100,7 +100,7 @@ def test_an_engine_that_fails_is_a_failed_check(selftest, monkeypatch):
 
 
 def compared(answers, references, are_chats=(True, True), strict=True) -> Equality:
-    """Of a scripted engine; each answer has steps of tokens, drafts and how many were accepted."""
+    """Returns the result for scripted answers: steps of tokens, drafts and accepted drafts."""
     prompts = [((1,), is_chat) for _, is_chat in zip(answers, are_chats)]
 
     def output(tokens, drafts, accepted):
@@ -117,7 +117,7 @@ def test_equal_answers_and_what_was_accepted():
     references = [Reference((1, 2, 3, 4), (9,) * 4), Reference((5, 6, 7), (9,) * 3)]
     equal = Equality("E", 2, 7, 7, [], [2 / 3, 1 / 3], ok=True)
     assert compared(answers, references) == equal
-    # Raw tokens say nothing about acceptance.
+    # Prompts of raw tokens don't count in the acceptance rate.
     assert compared(answers, references, (False, True)).accepted == [1.0, 1.0]
 
 
@@ -128,7 +128,7 @@ def test_where_answers_part(got, at, gap):
     for strict in (True, False):
         found = compared([[(got, 0, 0)]], [Reference((1, 2, 3), (0.1, 0.5, 2e-5))], strict=strict)
         assert (found.partings, found.identical) == ([Parting(0, at, gap)], at)
-        # Only a tie excuses it, and only where all digits are computed with is it judged.
+        # If all digits are computed, only a tie excuses a difference.
         assert found.ok == (gap == 2e-5 or not strict)
 
 
@@ -136,7 +136,7 @@ def test_where_answers_part(got, at, gap):
     ("left", "max_tokens", "rows"), [(20.5, 20, [1, 2, 4]), (9.0, 17, [1, 2]), (7.1, 35, [1])]
 )
 def test_speed_is_measured_as_far_as_the_time_allows(monkeypatch, left, max_tokens, rows):
-    """Of two engines with 10 tokens a second."""
+    """The time left limits tokens and rows, at 10 tokens per second for each of two engines."""
     for module in (commands, measure):
         monkeypatch.setattr(module, "perf_counter", lambda: 0.0)
     subjects = [Scripted("MTP off", []), Scripted("MTP, k = 1", [])]
@@ -175,7 +175,7 @@ def report(**more) -> Report:
 
 
 def test_the_table_and_the_failures():
-    """Every line has the same width, and what failed is named."""
+    """All lines have the same width, and each failure is named."""
     fine = KernelCheck("k", "80B", "bfloat16", True, 2e-6, microseconds=12.4, portable=30.0)
     other = KernelCheck("k", "x", "f", True, applies=False)
     bad = KernelCheck("inputs kernel", "80B", "bfloat16", False, problem="error: x")
