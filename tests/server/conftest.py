@@ -1,4 +1,4 @@
-"""A served application on a loopback port, around whatever engine a test scripts."""
+"""An application served on a loopback port, around an engine that a test scripts."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ MODEL = "test/model"
 
 
 class Served(httpx.Client):
-    """A client for a server that a test may also stop."""
+    """A client with its server, which a test can stop."""
 
     server: Server
 
@@ -36,7 +36,7 @@ class Served(httpx.Client):
 
 @contextlib.contextmanager
 def listening(app: FastAPI, client: Served, **settings: Any) -> Iterator[None]:
-    """Serve an application on a loopback port, at which `client` finds it."""
+    """Serve an application on a loopback port, and set the address of `client`."""
     ready = threading.Event()
     client.server = server = make_server(app, on_ready=ready.set, **settings)
     with bind("127.0.0.1", 0) as sock:
@@ -57,14 +57,14 @@ Serve = Callable[..., contextlib.AbstractContextManager[Served]]
 
 @cache
 def library_tokenizer() -> Any:
-    """The bundled tokenizer as transformers has it."""
+    """Returns the bundled tokenizer as an object of transformers."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))
 
 
 def tokenizer_with(template: str) -> Tokenizer:
-    """The bundled tokenizer with another chat template."""
+    """Returns the bundled tokenizer with another chat template."""
     inner = copy.copy(library_tokenizer())
     inner.chat_template = template
     return Tokenizer(inner, "the test's model")
@@ -72,7 +72,7 @@ def tokenizer_with(template: str) -> Tokenizer:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_grammar_tokenizer() -> Iterator[None]:
-    """llguidance's tokenizer is made once for each tokenizer.json, not for each application."""
+    """Make llguidance's tokenizer once per tokenizer.json, not once per application."""
 
     @cache
     def made(tokenizer_json: str, eos_token: tuple[int, ...]) -> LLTokenizer:
@@ -85,7 +85,7 @@ def _one_grammar_tokenizer() -> Iterator[None]:
 
 @pytest.fixture
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process for templates and tokenizers: each takes a second of the processor to start."""
+    """Use one process for templates and tokenizers: each takes 1 s of processor time to start."""
     monkeypatch.setattr(text_worker, "NUM_WORKERS", 1)
 
 

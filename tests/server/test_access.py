@@ -57,7 +57,7 @@ def locked() -> Iterator[httpx.Client]:
 
 
 def test_cve_2024_28224_ollama_foreign_names_are_refused(client: httpx.Client) -> None:
-    """A page let its own name point to 127.0.0.1 (DNS rebinding), and was of our origin by that."""
+    """A page whose name resolves to 127.0.0.1 (DNS rebinding) counted as one of the same origin."""
     name = "rebound.example:8000"
     for headers in ({"Host": name}, {"Host": name, "Origin": f"http://{name}"}):
         assert client.post(TEXT, json=GOOD[TEXT], headers=headers).status_code == 403
@@ -101,13 +101,13 @@ def test_a_page_that_may_can_read_answers_and_errors(locked: httpx.Client) -> No
         "Access-Control-Request-Headers": "authorization, content-type, x-stainless-os",
     }
     preflight = locked.options(TEXT, headers=headers)
-    assert preflight.status_code == 200  # Without a key: browsers send none here.
+    assert preflight.status_code == 200  # without a key: browsers send none in a preflight
     assert preflight.headers["access-control-allow-origin"] == PAGE
     assert "POST" in preflight.headers["access-control-allow-methods"]
     assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
     assert "access-control-allow-credentials" not in preflight.headers
     assert "access-control-allow-private-network" not in preflight.headers
-    # Chrome adds this where the page is from the internet and the server is not.
+    # Chrome adds this header if the page is on the internet and the server is not.
     headers["Access-Control-Request-Private-Network"] = "true"
     preflight = locked.options(TEXT, headers=headers)
     assert preflight.status_code == 200
@@ -143,7 +143,7 @@ def test_values_of_flags() -> None:
         for value in values:
             with pytest.raises(argparse.ArgumentTypeError) as caught:
                 kind(value)
-            assert "sk-sec" not in str(caught.value)  # No key is repeated.
+            assert "sk-sec" not in str(caught.value)  # no error repeats a key
     assert host_name("My-Mac.Local.") == "my-mac.local"
     assert origin("HTTPS://Chat.Example:8443") == "https://chat.example:8443"
     assert origin("app://obsidian.md") == "app://obsidian.md"
@@ -190,7 +190,7 @@ def test_without_a_valid_key_nothing_opens_but_health(
 
 
 def test_cve_2025_59425_the_time_tells_nothing_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM compared keys with `==`, whose time tells how many characters are right."""
+    """vLLM compared keys with `==`, whose time shows how many characters are right."""
     compared: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(
         access.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b
@@ -202,7 +202,7 @@ def test_cve_2025_59425_the_time_tells_nothing_of_a_key(monkeypatch: pytest.Monk
             status = client.get("/v1/models", headers={"x-api-key": given}).status_code
             assert status == (200 if given in keys else 401)
             assert len(compared) == 2 * len(keys), "each key is compared, whichever was right"
-            # By digests of one length: not even a key's length shows.
+            # Digests of equal length are compared: not even a key's length shows.
             assert {len(side) for pair in compared for side in pair} == {32}
 
 

@@ -1,4 +1,4 @@
-"""Slots: taken whole or not at all, freed once, and the wait for one."""
+"""Slots: all slots of a request are taken or none, and freed once; the wait for slots."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def test_places_are_never_lost_nor_exceeded(
         if held and turn < len(ends):
             request, _ = held.pop(ends[turn] % len(held))
             limits.release(request)
-            limits.release(request)  # Nothing is freed twice.
+            limits.release(request)  # nothing is freed twice
         assert limits.held == sum(size for _, size in held) <= most
     assert limits.rejected["queue_full"] == refused
 

@@ -1,4 +1,4 @@
-"""The backend: which installations are refused with what advice, and which BLAS is loaded."""
+"""The backend: which installations are refused, with which advice, and which BLAS is loaded."""
 
 import os
 import platform
@@ -35,7 +35,7 @@ def test_one_backend_is_found_and_none_and_two_are_refused_with_advice(
     )
     monkeypatch.setattr(shutil, "which", lambda name: name if name in installed else None)
     monkeypatch.setattr(backend, "_fast_blas", lambda: "some BLAS")
-    prepare = backend.prepare.__wrapped__  # What is prepared stays so for the other tests.
+    prepare = backend.prepare.__wrapped__  # uncached: other tests keep their backend
     if device is None:
         with pytest.raises(BackendError) as caught:
             prepare()
@@ -46,7 +46,7 @@ def test_one_backend_is_found_and_none_and_two_are_refused_with_advice(
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own: what is loaded here stays loaded."""
+    """Run Python in a process of its own, as loaded libraries stay loaded."""
     env = os.environ | dict.fromkeys(backend._BLAS_THREADS, "") | environ
     argv = [sys.executable, "-c", code]
     return subprocess.run(argv, capture_output=True, text=True, check=True, env=env)

@@ -1,4 +1,4 @@
-"""Log lines in the background: in order, bounded, and never waited for."""
+"""Log lines written in the background: in order, bounded, without waiting for a reader."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ logger = logging.getLogger("tests.background_log")
 
 
 class Kept(logging.Handler):
-    """Keeps messages; may hang."""
+    """Keeps messages; can be blocked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def test_nothing_waits_for_a_reader_that_stopped_and_lines_stay_in_order() -> No
         assert not log.close(0.01)
         kept.go_on.set()
         assert log.close(PATIENCE)
-        # One is being written, and three can wait; of the texts that are made later, one.
+        # One line is being written and three can wait, only one of them with a deferred text.
         assert kept.messages == ["line 0", "ONE", "line 1", "line 2"]
     finally:
         logger.handlers = []

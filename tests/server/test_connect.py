@@ -47,7 +47,7 @@ KEY = "secret-kéy"
 
 @pytest.fixture(scope="module")
 def urls(serve):
-    """Of a server without a key, and of one that wants it."""
+    """The addresses of a server without a key, and of one that requires a key."""
     one, other = (FakeEngine(answer([300])) for _ in range(2))
     with serve(one) as free, serve(other, api_keys=(KEY,)) as locked:
         yield [str(client.base_url).rstrip("/") for client in (free, locked)]
@@ -63,7 +63,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def connect(urls, home, capsys):
-    """What a run printed, or its error."""
+    """Returns a function that runs the command: its output, or its errors if it should fail."""
 
     def run(client, *flags, url=urls[0], status=0, **environ):
         assert main(["connect", client, "--url", url, *flags], os.environ | environ) == status
@@ -81,7 +81,7 @@ def load(path):
 
 
 def undo(said):
-    """Run the line that the command printed for this."""
+    """Run the undo line that the command printed."""
     line = next(line for line in said.splitlines() if line.startswith("To undo this: "))
     subprocess.run(["sh", "-c", line.removeprefix("To undo this: ")], check=True)
 
@@ -93,7 +93,7 @@ def test_a_new_file(connect, home, client, urls):
     assert not any(home.iterdir())
     said = connect(client, "--write", url=f"{url}/v1/")
     text, config = path.read_text(), load(path)
-    # The printed text is a file of this form, with its comment.
+    # The printed text is the file's content, below a comment with the file's path.
     mark = "//" if path.suffix == ".json" else "#"
     before, _, body = printed.partition(f"{mark} {path}\n")
     assert body.partition("Set MLX_MTP_API_KEY")[0].strip() == text.strip()
@@ -103,7 +103,7 @@ def test_a_new_file(connect, home, client, urls):
     assert found == {url if client == "claude" else f"{url}/v1"}
     assert MODEL in json.dumps(config)
     assert list(path.parent.iterdir()) == [path]
-    # Once more: nothing changes, and what was there is kept.
+    # A second run changes nothing, and keeps a backup.
     connect(client, "--write")
     assert load(path) == config
     assert path.with_name(path.name + ".bak").read_text() == text
@@ -134,7 +134,7 @@ def test_what_else_is_in_the_file_stays(connect, home, client, path):
     assert contains(after, before)
     undo(printed)
     assert path.read_text() == OLD[client]
-    # What can't be read is left as it is.
+    # A file that can't be read is left unchanged.
     for wrong in ("{ // a comment\n [", "[]" if path.suffix != ".toml" else "a = "):
         path.write_text(wrong)
         there = set(path.parent.iterdir())
@@ -184,13 +184,13 @@ def test_keys_are_never_written(urls, connect):
         assert KEY not in said and "none" not in said
         assert said.count(variable) >= (1 if name in ("aider", "zed") else 2)
         assert not re.search(r"\{\}|None", said)
-    # It does nothing without a key.
+    # Zed does nothing without a key.
     for more in ((), ("--write",)):
         assert "Set MLX_MTP_API_KEY where the client runs, to any text" in connect("zed", *more)
 
 
 def test_what_is_typed_for_llm_works_in_a_shell(connect, tmp_path):
-    """With a command `llm` that tells where its files are."""
+    """The printed lines work with a command `llm` that prints where its files are."""
     (tmp_path / "llm").write_text(f"#!/bin/sh\necho {tmp_path}/logs.db\n")
     (tmp_path / "llm").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-"""Clients that are slow, stalled, silent or too many; none of them may hold the others up."""
+"""Clients that are slow, stalled, silent or too many; none of them delays the others."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ def short_linger(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def patiently(attempt: Callable[[float], bool]) -> None:
-    """Try with longer and longer limits: on a busy machine what is sent at once may come late."""
+    """Try with longer and longer limits: on a busy machine data can arrive late."""
     assert any(attempt(seconds) for seconds in (0.25, 2.0, 10.0))
 
 
@@ -51,7 +51,7 @@ def connect(client: Served, receive_buffer: int | None = None) -> socket.socket:
 
 
 def rest_of(raw: socket.socket) -> bytes:
-    """All that comes until the server hangs up."""
+    """Returns all data until the server hangs up."""
     got = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := raw.recv(1 << 16):
@@ -60,7 +60,7 @@ def rest_of(raw: socket.socket) -> bytes:
 
 
 def drip(raw: socket.socket) -> bytes:
-    """Send a byte now and then, until the server answers or hangs up; what it says by then."""
+    """Send a byte now and then until the server answers or hangs up; returns its answer."""
     for _ in range(1500):
         if select.select([raw], [], [], 0.02)[0]:
             return rest_of(raw)
@@ -70,17 +70,17 @@ def drip(raw: socket.socket) -> bytes:
 
 
 def flood(_: Request) -> Iterator[Output]:
-    """64 tokens a step, for ever."""
+    """Yields 64 tokens per step without end."""
     while True:
         yield out(*[40] * 64)
 
 
 @contextlib.contextmanager
 def narrow(client: Served) -> Iterator[Any]:
-    """A socket, and the server's side of its connection.
+    """Yields a socket, and the server's side of its connection.
 
-    The system keeps little for it: by itself it takes megabytes, which a busy machine needs half a
-    minute to write.
+    The send buffer is small: by default it holds megabytes, which a busy machine needs half a
+    minute to fill.
     """
     with connect(client, 4096) as raw:
 
@@ -97,7 +97,7 @@ def narrow(client: Served) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def stream_to(client: Served) -> Iterator[Any]:
-    """A stream's socket, and the server's side of its connection."""
+    """Yields a stream's socket, and the server's side of its connection."""
     with narrow(client) as (raw, connection):
         body = json.dumps(GOOD[CHAT] | {"stream": True}).encode()
         raw.sendall(request_bytes("POST", CHAT, body=body))
@@ -142,9 +142,9 @@ def test_a_stalled_readers_answer_waits_in_a_bounded_buffer(serve: Serve) -> Non
             until = steps + 20
             wait_until(lambda until=until: steps >= until)
             held.append(connection.transport.get_write_buffer_size())
-        # One write past the mark at which uvicorn waits, and not one more.
+        # At most one write is held beyond the mark at which uvicorn waits.
         assert max(held) < (64 << 10) + (32 << 10)
-        assert held == sorted(held, reverse=True)  # The system may take some late.
+        assert held == sorted(held, reverse=True)  # the system can take some data late
 
 
 def test_a_reader_that_stalls_for_a_while_gets_all(serve: Serve) -> None:
@@ -163,7 +163,7 @@ def test_a_reader_that_stalls_for_a_while_gets_all(serve: Serve) -> None:
             raw.settimeout(1.5 * seconds)
             got = b""
             with contextlib.suppress(ConnectionResetError):
-                # There is more to read, then silence for longer than a stall may take.
+                # Read what has arrived, until nothing has come for longer than a stall may last.
                 with contextlib.suppress(TimeoutError):
                     while raw.recv(1 << 16):
                         pass
@@ -225,7 +225,7 @@ def test_long_answers_outlast_the_time_for_a_head(serve: Serve) -> None:
 
 
 def test_who_only_sends_no_more_is_answered_and_who_left_is_not(serve: Serve) -> None:
-    """Both look alike until something is written."""
+    """Half-closed and closed connections look the same until something is written."""
     valve = Valve()
     engine = FakeEngine(valve)
     body = request_bytes("POST", CHAT, body=json.dumps(GOOD[CHAT]).encode())
@@ -246,7 +246,7 @@ def test_who_only_sends_no_more_is_answered_and_who_left_is_not(serve: Serve) ->
 def test_who_sends_no_more_after_half_a_request_is_told_once(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The wait for the first answer doesn't go on in the second, which is a refusal."""
+    """The first answer and the refusal of the broken second request are each sent once."""
     valve = Valve()
     engine = FakeEngine(valve)
     body = request_bytes("POST", CHAT, body=json.dumps(GOOD[CHAT]).encode())
@@ -272,11 +272,11 @@ def test_bodies_that_do_not_end_are_bounded_in_all(serve: Serve) -> None:
                 raw.sendall(begun)
             refused = select.select(crowd, [], [], 30)[0][0]
             assert b'"code":"too_many_bytes"' in rest_of(refused)
-            # What one client may have; others have the rest, and small requests need nothing.
+            # This is one client's share; others have the rest, and small requests need none.
             assert held.total <= held.limit * 3 // 4
             assert post(client).status_code == 200
         wait_until(lambda: held.total == 0)
-        assert post(client, user="x" * (2 << 20)).status_code == 200  # Alone any body fits.
+        assert post(client, user="x" * (2 << 20)).status_code == 200  # alone any body fits
         assert "reason=bytes" in str(samples(client))
 
 
@@ -299,7 +299,7 @@ def test_answers_that_nobody_reads_are_bounded_in_all(serve: Serve) -> None:
         assert client.post("/detokenize", content=body).status_code == 200
 
 
-# As many as can be held and some for monitoring: 1 + 64.
+# The most connections: max_connections, and 64 for monitoring.
 FEW = {"max_queue": 0, "max_connections": 1}
 
 
@@ -311,7 +311,7 @@ def test_idle_connections_make_room_for_new_ones(serve: Serve) -> None:
         crowd = [stack.enter_context(connect(client)) for _ in range(100)]
         assert post(client).status_code == 200
         assert len(client.server.server_state.connections) <= 65
-        # Those that have been idle for longest are the ones that go.
+        # The connections that have been idle for longest are closed.
         assert rest_of(crowd[0]) == b""
         crowd[-1].sendall(GET)
         assert crowd[-1].recv(12) == b"HTTP/1.1 200"
@@ -323,7 +323,7 @@ def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
             stack.enter_context(connect(client)).sendall(POST)
 
         def busy() -> int:
-            # A copy: the server's thread may add to them just now.
+            # Copied, as the server's thread can add to them at the same time.
             return sum(each._busy for each in list(client.server.server_state.connections))
 
         wait_until(lambda: busy() == len(client.server.server_state.connections) == 65)
@@ -338,7 +338,7 @@ def test_when_all_are_busy_the_next_is_a_503(serve: Serve) -> None:
 def test_connections_that_are_being_closed_take_no_place(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when all that came in a burst reach the time for their heads at once."""
+    """This happens when a whole burst of connections reaches the header timeout together."""
     made = protocol.LimitedProtocol.connection_made
 
     def made_as_others_close(self: protocol.LimitedProtocol, transport: Any) -> None:
@@ -357,7 +357,7 @@ def test_connections_that_are_being_closed_take_no_place(
 def test_a_burst_of_silent_connections_is_accepted_as_it_can_be_closed(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other: all at once may be more than the process has files for."""
+    """They are accepted one by one, as a burst can exceed the process's limit of open files."""
     made, counts = protocol.LimitedProtocol.connection_made, []
 
     def counted(self: protocol.LimitedProtocol, transport: Any) -> None:
@@ -401,12 +401,12 @@ def test_without_files_connections_wait_and_the_log_says_so_once(
     assert lines.count("No connection is accepted for 0.05 s: Too many open files.") == 3
 
 
-# asyncio leaves the transport that it had begun to the garbage collector.
+# asyncio leaves the transport that it had created to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_connection_that_cannot_be_begun_costs_no_other(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a Mac, where options of a connection that was reset can't be set."""
+    """On a Mac, options can't be set on a connection that was reset."""
     begin, refused = asyncio.base_events._set_nodelay, []
 
     def reset(sock: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Answers that end within a tool call, or have a malformed one: it is told once."""
+"""Answers that end within a tool call, or have a malformed one: its text is delivered once."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ Answer = tuple[str, list[str]]
 
 
 def is_whole(arguments: str) -> bool:
-    """No client can take half a call's arguments for all of them."""
+    """True for a whole object; clients must not be able to take half a call's arguments for one."""
     try:
         return isinstance(json.loads(arguments), dict)
     except ValueError:
@@ -80,7 +80,7 @@ def message(client: httpx.Client, most: int) -> Answer:
     calls = [said for kind, said in blocks if kind == "tool_use"]
     expected = [block.get("text", block.get("input")) for block in whole["content"]]
     if calls and not is_whole(calls[-1]):
-        # An object can't be half there: whole answers have the call as the model wrote it.
+        # An object can't be incomplete: whole answers have a cut call as the model's text.
         cut = expected.pop()
         before = texts[-1] if len(calls) == 1 else ""
         assert cut.startswith(before + "\n<tool_call>")
@@ -92,7 +92,7 @@ def message(client: httpx.Client, most: int) -> Answer:
 
 @pytest.fixture(scope="module", params=[("hermes", HERMES), ("qwen3_coder", XML)])
 def said(request: Any, tokenizer: Tokenizer) -> Iterator[tuple[httpx.Client, str, range]]:
-    """A served model that says some text and two calls, in one step, as far as it may."""
+    """A served model that says some text and two calls, in one step, up to the token limit."""
     name, call = request.param
     text = f"{TEXT}\n{call}\n{call}"
     with in_process(saying(tokenizer, text, sizes=(99,)), tool_call_parser=name) as client:
@@ -111,7 +111,7 @@ def test_answers_of_every_length(said: tuple[httpx.Client, str, range], api: Any
         else:
             assert content.startswith(TEXT)
             if not is_whole(calls[-1]):
-                # What the model wrote of it is in the call, and nowhere else.
+                # The model's text of the cut call is in the call, and nowhere else.
                 assert content == TEXT
                 found.add(calls[-1])
     assert len(found) > 8

@@ -1,4 +1,4 @@
-"""Known vulnerabilities of other servers, each tried here. Of keys, hosts: test_access.py."""
+"""Known vulnerabilities of other servers, each tried here; keys and hosts: test_access.py."""
 
 import contextlib
 import inspect
@@ -63,7 +63,7 @@ def client() -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The bundled model's directory, to be spoilt; with a Python file that leaves a mark."""
+    """A copy of the bundled model to be changed; its Python file leaves a mark when it is run."""
     copy = tmp_path / "model"
     copy.mkdir()
     for file in BUNDLED_MODEL.iterdir():
@@ -79,7 +79,7 @@ def model(tmp_path: Path) -> Path:
 def test_cve_2026_5843_mlx_lm_code_named_by_a_configuration(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """config.json's `model_file` was imported and run by whoever loaded the model."""
+    """config.json's `model_file` was imported and run when the model was loaded."""
     for fields in ({"text_config": {"model_file": "evil.py"}}, {"model_file": "evil.py"}):
         change_json(model / "config.json", **fields)
         with pytest.raises(UnsupportedModelError, match="runs no code"):
@@ -101,7 +101,7 @@ def test_cve_2026_5843_mlx_lm_code_named_by_a_configuration(
 
 
 def test_cve_2025_62426_vllm_template_kwargs_that_steer_the_library(client: httpx.Client) -> None:
-    """`tokenize`, `chat_template` and others reached apply_chat_template itself."""
+    """`tokenize`, `chat_template` and others were passed on to apply_chat_template itself."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     steps = (library_tokenizer().apply_chat_template, render_jinja_template)
@@ -110,7 +110,7 @@ def test_cve_2025_62426_vllm_template_kwargs_that_steer_the_library(client: http
     for name in sorted(names | {"messages", "self", "raise_exception", "__class__", "range"}):
         for path, body in ((CHAT, GOOD[CHAT]), (TOKENIZE, {"messages": HI})):
             response = client.post(path, json=body | {"chat_template_kwargs": {name: True}})
-            if name == "__class__":  # which steers nothing: the template has no such variable
+            if name == "__class__":  # harmless: the template has no such variable
                 assert name in response.headers[IGNORED]
             else:
                 assert name in error_of(response, path, 400)
@@ -140,7 +140,7 @@ BAD_SCHEMAS: list[Any] = [
 
 
 def test_cve_2025_48944_vllm_malformed_tool_schemas(client: httpx.Client) -> None:
-    """A `pattern` or `type` that can't be compiled ended the worker, and with it the server."""
+    """A `pattern` or `type` that can't be compiled ended the worker, and so the server."""
     for schema in BAD_SCHEMAS:
         function = {"name": "f", "parameters": schema, "strict": True}
         forced = {"tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}}
@@ -157,7 +157,7 @@ def test_cve_2025_48944_vllm_malformed_tool_schemas(client: httpx.Client) -> Non
     assert client.post(CHAT, json=good).status_code == 200
 
 
-# What the fields within an object need beside them.
+# Fields that an object must have beside a field within it.
 BESIDE = {"thinking": {"type": "enabled"}}
 INTEGERS: list[tuple[str, tuple[str, ...]]] = [
     *((path, ("mtp", "num_draft_tokens")) for path in (CHAT, TEXT)),
@@ -173,7 +173,7 @@ EXTREMES = [-1, -(1 << 31), -(1 << 63), 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63
 
 
 def test_cve_2026_21869_llama_cpp_integers_that_nobody_clamped() -> None:
-    """A negative `n_discard` became an index, and wrote outside of its array."""
+    """A negative `n_discard` was used as an index, and caused a write out of bounds."""
     engine = FakeEngine(answer([300]))
     assert len(INTEGERS) > 20
     with in_process(engine) as client:
@@ -204,7 +204,7 @@ TRAVERSALS = [
 
 
 def test_cve_2024_37032_ollama_no_name_of_a_client_is_opened(client: httpx.Client) -> None:
-    """A digest like `../../x` in a request became a path that was read and written."""
+    """A digest like `../../x` in a request was used as a path, which was read and written."""
     seen: list[str] = []
     watching = True
     own = threading.get_ident()
@@ -214,7 +214,7 @@ def test_cve_2024_37032_ollama_no_name_of_a_client_is_opened(client: httpx.Clien
         if watched and event in ("open", "os.listdir", "os.scandir", "socket.getaddrinfo"):
             seen.append(f"{event} {arguments[0]!r}")
 
-    sys.addaudithook(watch)  # For good: it can't be taken away, only be switched off.
+    sys.addaudithook(watch)  # for good: an audit hook can't be removed, only switched off
     try:
         for name in TRAVERSALS:
             for path, good in GOOD.items():
@@ -222,7 +222,7 @@ def test_cve_2024_37032_ollama_no_name_of_a_client_is_opened(client: httpx.Clien
                 error_of(refused, path, 404)
             for field in ("adapters", "adapter_path", "lora"):
                 assert client.post(CHAT, json=GOOD[CHAT] | {field: name}).status_code == 400
-            for field in ("draft_model", "path", "file_id"):  # without effect
+            for field in ("draft_model", "path", "file_id"):  # ignored
                 assert client.post(CHAT, json=GOOD[CHAT] | {field: name}).status_code == 200
             content = [{"type": "image_url", "image_url": {"url": name}}]
             messages = [{"role": "user", "content": content}]

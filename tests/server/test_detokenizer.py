@@ -1,4 +1,4 @@
-"""Detokenizing: equal to decoding at once, whole characters only, stop strings over any borders."""
+"""Detokenizing: as decoding in one go, whole characters only, stop strings across tokens."""
 
 import itertools
 
@@ -16,9 +16,9 @@ DECODE = tokenizers.Tokenizer.from_str(TOKENIZER.to_json()).decode
 
 
 def cut_at_stop(text: str, stops: list[str], begin: int, include: bool) -> str | None:
-    """The reference: read character by character; the first stop string to be complete ends it.
+    """The reference: returns the text up to the first complete stop string, read by character.
 
-    None if there is none that ends behind the first `begin` characters.
+    Returns None if no stop string ends after the first `begin` characters.
     """
     for end in range(begin + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
@@ -59,7 +59,7 @@ def test_stop_strings_cut_at_the_same_place_whatever_the_borders(
     for index in range(len(pieces)):
         strings.count_token()
         out += strings.release(detokenizer.push(index))
-        # No more is held than could begin a stop string, or is half a character.
+        # Only the possible beginning of a stop string, or half a character, is held back.
         come = b"".join(pieces[: index + 1]).decode(errors="ignore")
         held = come[len(out) :]
         assert strings.found or not held or any(stop.startswith(held) for stop in stops)

@@ -1,4 +1,4 @@
-"""Which tokens may be drafted: by the order of the tokenizer's merges, or from a file."""
+"""Which tokens can be drafted: by the order of the tokenizer's merges, or from a file."""
 
 import argparse
 import json
@@ -20,12 +20,12 @@ ADDED = range(4087, 4096)  # <|im_end|>, <think>, <tool_call> and the others
 
 
 def defined(model: dict[str, Any], *added: int) -> Any:
-    """Instead of a tokenizer: one that only has such a definition."""
+    """Returns a stand-in for a tokenizer, which has only this definition."""
     definition = {"model": model, "added_tokens": [{"id": token} for token in added]}
     return SimpleNamespace(to_json=lambda: json.dumps(definition))
 
 
-# Ids out of order, and a piece that no merge makes.
+# Ids out of order, and a piece that no merge produces.
 PIECES = {"b": 0, "a": 1, "abab": 2, "zzz": 3, "ab": 4, "ba": 5}
 MERGES = [["a", "b"], ["b", "a"], ["ab", "ab"]]
 SMALL = defined({"type": "BPE", "vocab": PIECES, "merges": MERGES}, 7)
@@ -36,7 +36,7 @@ def test_the_order_is_characters_then_merges_then_the_rest() -> None:
     order = [7, 0, 1, 4, 5, 2, 3]
     for count in range(2, 8):
         assert draft_vocabulary(count, SMALL, 8) == tuple(sorted(order[:count]))
-    # Ids that are never drawn, because the model's vocabulary is smaller, are no drafts.
+    # Ids beyond the model's smaller vocabulary are never sampled, and so not drafted.
     assert draft_vocabulary(3, SMALL, 5) == (0, 1, 4)
 
 
@@ -91,7 +91,7 @@ def test_the_flag(
 ) -> None:
     file = tmp_path / "ids.txt"
     file.write_text("17\n 300 \r\n5\n")
-    # The added tokens are in even if the file lacks them.
+    # The added tokens are included even if the file lacks them.
     wanted = read_draft_vocab(count_or_path(str(file)))
     assert draft_vocabulary(wanted, tokenizer, VOCAB) == (5, 17, 300, *ADDED)
     assert count_or_path("32768") == 32768
@@ -102,7 +102,7 @@ def test_the_flag(
             count_or_path(text)
     assert cli.main(["serve", "--no-enable-mtp", "--mtp-draft-vocab", "1000"], {}) == 2
     assert "MTP is off: leave out --no-enable-mtp" in capsys.readouterr().err
-    # A missing file ends every command before the load.
+    # A missing file ends every command before the model is loaded.
     monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("it was loaded"))
     serve = ["serve", "--port", "0"]
     for command in (serve, ["generate", "x"], ["bench", "offline"]):

@@ -14,7 +14,7 @@ from tests.support.in_process import CHAT, HI, TEXT, in_process
 from tests.support.wire_help import ask, events
 
 SAID = " said 🎉"
-# The last has a letter whose accent stands apart, which the tokenizer joins to it.
+# The last one has a combining accent, which the tokenizer composes with its letter.
 PROMPTS = ("Once upon", "<|im_start|>a 🎉 b<|im_end|>", "cafe\u0301")
 
 
@@ -30,7 +30,7 @@ def client(engine: FakeEngine) -> Iterator[httpx.Client]:
 
 
 def choices_of(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The choices that the chunks of a stream make together."""
+    """Returns the choices that the chunks of a stream add up to."""
     found: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -46,7 +46,7 @@ def choices_of(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_each_choice_begins_with_its_prompt(
     client: httpx.Client, tokenizer: Tokenizer, n: int, as_ids: bool
 ) -> None:
-    """With and without logprobs, whole and streamed; a stop string is looked for in the answer."""
+    """This holds with and without logprobs, and in streams; stop strings apply to answers only."""
     ids = [list(tokenizer.encode(text)) for text in PROMPTS]
     texts = [b"".join(map(tokenizer.token_bytes, each)).decode() for each in ids]
     assert texts[:2] == list(PROMPTS[:2])
@@ -68,7 +68,7 @@ def test_each_choice_begins_with_its_prompt(
 
 
 def test_the_legacy_form_of_logprobs(client: httpx.Client, tokenizer: Tokenizer) -> None:
-    """Null first; a token's place in the text; and at last the one that ended the answer."""
+    """The first logprob is null; each token has its offset; the last token ended the answer."""
     for text, most in itertools.product(PROMPTS, (0, 2)):
         prompt, said = tokenizer.encode(text), tokenizer.encode(SAID)
         (choice,) = ask(client, TEXT, prompt=text, echo=True, logprobs=most)["choices"]
@@ -92,7 +92,7 @@ def test_the_legacy_form_of_logprobs(client: httpx.Client, tokenizer: Tokenizer)
 def test_vllms_form_of_prompt_logprobs(
     client: httpx.Client, engine: FakeEngine, tokenizer: Tokenizer
 ) -> None:
-    """On each choice of a completion, which the first choice of a prompt computes; on a chat."""
+    """Each choice of a completion has prompt logprobs, computed once per prompt; so has a chat."""
 
     def expected(token_ids: tuple[int, ...], most: int) -> list[Any]:
         found: list[Any] = [None]
@@ -146,6 +146,6 @@ def test_what_is_too_much_or_makes_no_sense(client: httpx.Client) -> None:
         error = response.json()["error"]
         assert error["param"] == param
         assert word in error["message"]
-    # As many tokens as that without their logprobs, and a chat's prompt alone.
+    # Prompts of this size are accepted without logprobs; a chat can ask for its prompt alone.
     assert ask(client, TEXT, **many, echo=True)["usage"]["completion_tokens"] == 0
     assert ask(client, CHAT, prompt_logprobs=0, max_tokens=0)["usage"]["completion_tokens"] == 0

@@ -1,9 +1,9 @@
-"""Recorded exchanges: what requests of all APIs ask of the engine, and the answers, field by field.
+"""Recorded exchanges: what requests of all APIs ask of the engine, and the answers, by field.
 
-`tests/data/exchanges.json` has groups of requests to a model that says the same to all. An exchange
-names what is written down of it: `asked`, what the engine got; `whole`, the answer; `stream`, the
-events of the answer that is streamed. Ids are numbered, times and rates are masked.
-`MLX_MTP_WRITE_EXCHANGES=1` writes down what the server does now: read the difference.
+`tests/data/exchanges.json` has groups of requests to a model that gives the same answer to all. An
+exchange has the parts to compare: `asked`, the engine's request; `whole`, the answer; `stream`, the
+events of the streamed answer. Ids are numbered, times and rates are masked.
+`MLX_MTP_WRITE_EXCHANGES=1` records the server's current results: review the difference.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ MASKED = {"created", "created_at", "completed_at", "system_fingerprint"}
 
 
 def masked(value: Any) -> Any:
-    """JSON without what differs from run to run; a null stays one."""
+    """Returns JSON with values masked that differ between runs; a null stays null."""
     if isinstance(value, list):
         return [masked(inner) for inner in value]
     if not isinstance(value, dict):
@@ -81,15 +81,15 @@ def read(response: httpx.Response) -> Any:
         event = masked(json.loads(lines["data"])) if lines["data"] != "[DONE]" else {}
         assert lines.get("event", event.get("type")) == event.get("type")
         if "choices" in event:
-            # All chunks begin with the same fields, which stand in the first one alone.
+            # All chunks begin with the same fields, which are recorded only in the first one.
             head = {key: event.pop(key) for key in [*event][: [*event].index("choices")]}
             assert shared in ({}, head)
             event, shared = (event if shared else {**head, **event}), head
         if "message" in event:
-            event["message"]["usage"] = "*"  # So far, when the event was made.
+            event["message"]["usage"] = "*"  # usage when the event was made
         choices = event.get("choices")
         if choices and event.get("usage") and choices[0]["finish_reason"] is None:
-            # So far, too; the last chunk's count is certain.
+            # The usage so far; only the last chunk's count is certain.
             usage, count = event["usage"], event["usage"]["completion_tokens"]
             assert so_far <= count == usage["total_tokens"] - usage["prompt_tokens"]
             so_far = count
@@ -99,7 +99,7 @@ def read(response: httpx.Response) -> Any:
 
 
 def asked(engine: FakeEngine, tokenizer: Tokenizer) -> Any:
-    """The prompts, and whatever differs from the neutral values."""
+    """Returns the prompts, and all parameters that differ from the neutral values."""
     neutral = dataclasses.asdict(SamplingParams(max_tokens=1))
     found = []
     for request in engine.submitted:
@@ -107,7 +107,7 @@ def asked(engine: FakeEngine, tokenizer: Tokenizer) -> Any:
         fields = {"prompt": tokenizer.text_of(request.prompt_token_ids)}
         sampling = json.loads(json.dumps(dataclasses.asdict(request.sampling)))
         if (sampling["grammar"] or {}).get("kind") == "lark":
-            sampling["grammar"]["value"] = "*"  # Others test what is in it.
+            sampling["grammar"]["value"] = "*"  # other tests check its text
         fields |= {key: value for key, value in sampling.items() if value != neutral[key]}
         fields |= {
             "num_draft_tokens": request.options.num_draft_tokens,
@@ -118,7 +118,7 @@ def asked(engine: FakeEngine, tokenizer: Tokenizer) -> Any:
 
 
 async def exchanged(group: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The exchanges of a group as they are now."""
+    """Returns the exchanges of a group as the server answers them now."""
 
     def script(request: Request) -> Iterator[Output]:
         if group["said"] in SCRIPTS:
@@ -157,7 +157,7 @@ def test_exchanges(tokenizer: Tokenizer, number: int) -> None:
 
 
 def dumped(value: Any, levels: int) -> str:
-    """JSON with a line for each item of the outer levels."""
+    """Returns JSON with a line for each item of the outer `levels`."""
     if not levels or not value or not isinstance(value, dict | list):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What clients send for other servers: neutral, renamed, noted, or refused; in all APIs."""
+"""Parameters for other servers in all APIs: neutral, renamed, noted, or refused."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ def strict() -> Iterator[httpx.Client]:
 
 
 def placed(name: str, value: object) -> Fields:
-    """Fields of a chat where the parameter of this name has a value."""
+    """Returns the fields of a chat with this value for the parameter."""
     fields: Fields = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
         "tools": [{**WEATHER, "function": {**WEATHER["function"]}}],
@@ -81,7 +81,7 @@ def placed(name: str, value: object) -> Fields:
 def test_neutral_values_pass_in_silence(
     client: httpx.Client, strict: httpx.Client, path: str
 ) -> None:
-    # Of the others each value in turn, a few names at a time.
+    # Each neutral value is sent in turn, with up to 40 parameters per request.
     needed = {"max_tokens"} if path in (MESSAGES, COUNT) else set()
     for turn in range(max(len(values) for values in NEUTRAL.values())):
         names = [name for name in NEUTRAL if "." not in name and name not in needed]
@@ -147,7 +147,7 @@ def test_what_is_unknown_is_named_and_answered(client: httpx.Client, engine: Fak
     counted = samples(client)
     name = "mlx_mtp:ignored_parameters_total{parameter=top_speed}"
     assert counted[name] - before.get(name, 0) == 4
-    # An error says it too; whatever a client writes, the header is one line of words.
+    # An error has the header too; whatever a client writes, the header is one line of names.
     response = client.post(CHAT, json=GOOD[CHAT] | {"mood": 1, "temperature": -1})
     assert response.status_code == 400 and response.headers[IGNORED] == "mood"
     evil = {"a\r\nSet-Cookie: x": 1, "é" * 500: 2, **{f"n{i}": i for i in range(90)}}
@@ -184,7 +184,7 @@ def test_what_would_make_an_answer_wrong_is_an_error(client: httpx.Client, name:
         assert REFUSED[name] in response.json()["error"]["message"]
 
 
-# Names that mean the same, on a route, and the field of SamplingParams that they set.
+# Other names on a route, and the field of SamplingParams that they set.
 SAME: list[tuple[str, Fields, str, object]] = [
     (CHAT, {"repeat_penalty": 1.5}, "repetition_penalty", 1.5),
     (CHAT, {"n_predict": 3}, "max_tokens", 3),
@@ -225,7 +225,7 @@ def test_best_of_is_n(client: httpx.Client) -> None:
         assert client.post(TEXT, json=GOOD[TEXT] | fields).status_code == 400
 
 
-# Wishes about thinking: whether the prompt opens a think block, and the budget.
+# Fields about thinking, whether the prompt opens a think block, and the budget.
 WISHES: list[tuple[Fields, bool, int | None]] = [
     ({"enable_thinking": True}, True, None),
     ({"enable_thinking": False}, False, None),
@@ -358,7 +358,7 @@ ASKED: list[Fields] = [
     {"continue_final_message": True, "messages": [*HI, {"role": "assistant", "content": "The"}]},
     {"chat_template": TEMPLATE},
     {"repeat_penalty": 1.3, "mirostat": 0, "mood": "x"},
-    # Thinking has many a space, and runs on.
+    # The reasoning contains the stop string, and goes on.
     {"reasoning": {"max_tokens": 20}, "stop": [" "]},
     {},
 ]

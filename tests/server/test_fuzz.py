@@ -16,7 +16,7 @@ from tests.server.test_exchanges import APIS, GROUPS
 from tests.support.in_process import in_process
 from tests.support.raw_http import error_of
 
-# The recorded requests of all APIs, which are answered.
+# Recorded requests of all APIs that succeed.
 GOOD: list[tuple[str, dict[str, Any]]] = [
     (path, {"model": MODEL, **smallest, **exchange["fields"]})
     for group in GROUPS
@@ -49,7 +49,7 @@ VALUES = st.recursive(
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Where something could be changed: objects and lists, with each of their keys."""
+    """Yields each place that can be changed: an object or list, and each of its keys."""
     if isinstance(value, dict | list):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield value, key
@@ -58,7 +58,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> tuple[str, bytes]:
-    """A good body with one to three changes, and the route that it is for (mostly)."""
+    """Draws a good body with one to three changes, and a route, which is mostly its own."""
     path, good = draw(st.sampled_from(GOOD))
     body = copy.deepcopy(good)
     for _ in range(draw(st.integers(1, 3))):
@@ -86,7 +86,7 @@ def mutated(draw: st.DrawFn) -> tuple[str, bytes]:
 
 
 def spoilt(content: bytes, tokens: list[bytes], chance: random.Random) -> bytes:
-    """Some bytes replaced, cut out, repeated or put in."""
+    """Returns the content with some bytes replaced, cut out, repeated or inserted."""
     for _ in range(chance.randint(1, 4)):
         start = chance.randrange(len(content) + 1)
         end = min(len(content), start + chance.choice([0, 0, 1, 1, 2, 10, 100]))

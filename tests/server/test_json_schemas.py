@@ -1,4 +1,4 @@
-"""JSON schemas that are closed: where it is sound, by tables, and what grammars then allow."""
+"""JSON schemas that are closed: those for which it is sound, and what grammars then allow."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ CLOSED: list[tuple[Schema, Schema]] = [
     (thing("a", **{"$defs": {"A": thing("b")}}), shut("a", **{"$defs": {"A": shut("b")}})),
 ]
 del CLOSED[2][1]["type"]
-# What says more of an object, in one place or two, is left as it is.
+# Schemas that state more about an object, in one place or two, are left as they are.
 OPEN: list[Schema] = [
     *(thing("a", additionalProperties=value) for value in (True, False, NULL)),
     thing("a", required=["b"]),
@@ -50,7 +50,7 @@ OPEN: list[Schema] = [
     {"$defs": {"A": thing("a")}, "properties": {}, **TO_A},
     {"allOf": [{"anyOf": [thing("a"), NULL]}, thing("b")]},
     thing("a", anyOf=[{"required": ["a"]}, thing("b")]),
-    # Closed, the second would not hold where both did: what was one of two became valid.
+    # With both closed, an object valid under both, and so refused, would be valid under one.
     {"oneOf": [thing("a"), thing("b")]},
     {"oneOf": [{"items": thing("a")}, {"items": thing("b")}]},
     {"not": thing("a")},
@@ -71,7 +71,7 @@ def test_where_it_is_sound_objects_are_closed() -> None:
 def test_a_definition_that_one_place_extends_stays_open() -> None:
     schema = {"$defs": {"A": thing("a")}, "anyOf": [TO_A, {"allOf": [TO_A, thing("b")]}]}
     assert close_objects(schema) == schema
-    # A list of itself is no other schema of the same value.
+    # A list of the schema itself describes other values, so closing the schema is sound.
     tree = {"type": "object", "properties": {"kids": {"items": {"$ref": "#"}}}}
     assert close_objects(tree) == tree | {"additionalProperties": False}
 

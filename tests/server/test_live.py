@@ -1,4 +1,4 @@
-"""`/live`, what its messages may have, and what watching leaves behind; traces in streams."""
+"""`/live`: its messages, and what watching leaves behind; traces in streams."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ def messages(client: httpx.Client, **headers: str) -> Iterator[dict[str, object]
 
 
 def streamed(client: Served, **headers: str) -> Iterator[str]:
-    """The lines of a chat's stream, from its first on."""
+    """Yields the lines of a chat's stream."""
     body = chat_body(stream=True, messages=[{"role": "user", "content": SECRET}])
     with client.stream("POST", CHAT, json=body, headers=headers) as response:
         yield from filter(None, response.iter_lines())
@@ -99,7 +99,7 @@ def test_an_hour_of_messages_leaves_nothing_behind(
         assert cli.main(["top", str(client.base_url)], {}) == 2
         assert "as many watchers as it takes" in capsys.readouterr().err
         seen.close()
-        # One that ends does not end the others.
+        # A watcher that leaves does not end the others.
         assert next(other)["server"]["state"] == "ready"
         client.server._limiter.drain(30)
         *_, last = other
@@ -124,8 +124,8 @@ def test_no_more_watch_than_may_however_many_come_at_once(monkeypatch: pytest.Mo
 
     async def burst(app: FastAPI) -> None:
         watched: live.Live = app.state.live
-        for _ in range(3):  # Places are given back, so that the next burst gets as many.
-            # These have left before their first message.
+        for _ in range(3):  # places are given back: each burst gets as many
+            # These clients leave before their first message.
             await asyncio.gather(*(ask(app, "GET", False, []) for _ in range(3)))
             assert watched._num_watchers == 0
             statuses: list[int] = []
@@ -167,7 +167,7 @@ def test_a_trace_in_a_stream_tells_what_the_text_is_made_of(tokenizer: Tokenizer
             choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
             steps = [step for c in choices for step in c.get("mtp", {}).get("trace", ())]
             told = "".join(token["text"] for step in steps for token in step["tokens"])
-            # The trace has what was drawn, the text ends before the stop string.
+            # The trace has all sampled tokens; the text ends before the stop string.
             assert told.partition("here")[0] == text_of(chunks, index) == text_of(plain)
             for step in steps[:-1]:
                 accepted = step["num_accepted"]

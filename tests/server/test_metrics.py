@@ -21,7 +21,7 @@ from tests.support.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
 
 
 def samples(client: httpx.Client) -> dict[str, float]:
-    """Each sample's name, with its labels but the model's name, to its value."""
+    """Returns each sample's value by its name and labels, without the model's name."""
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=")
     found = {}
@@ -101,20 +101,20 @@ def test_latencies_count_each_sequence_once_and_each_later_token_once() -> None:
         f"mlx_mtp:{name}_seconds_count" for name in ("time_to_first_token", "inter_token_latency")
     )
     engine = FakeEngine(answer([300] * 9, sizes=(2, 3)))
-    # Two apps do not share their metrics.
+    # Two applications share no metrics.
     with in_process(engine) as client, in_process() as other:
         assert samples(client)[first] == samples(client)[between] == 0
         usage = client.post(TEXT, json=GOOD[TEXT] | {"n": 2}).json()["usage"]
         assert usage["completion_tokens"] == 20
         found = samples(client)
         assert found[first] == 2
-        # The two tokens of each sequence's first step have no time of their own.
+        # The two tokens of each sequence's first step have no inter-token latency.
         assert found[between] == 20 - 2 * 2
         assert samples(other)[first] == 0
 
 
 def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is done on other threads for a request: a large body, logprobs of its prompt."""
+    """Other threads that work on a request, as on a large body, neither count nor dispatch."""
     called, elsewhere = set(), set()
     names = [(Metrics, "observe"), (Metrics, "count"), (Metrics, "count_ignored")]
     names += [(Generation, "__enter__"), (Dispatcher, "cancel"), (Dispatcher, "_dispatch")]
@@ -141,7 +141,7 @@ def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPat
                 assert client.post(path, json=GOOD[path] | more).is_success, (path, more)
         for path in (CHAT, TEXT):
             asked = GOOD[path] | {"prompt_logprobs": 2, "n": 2}
-            # Its only step is also its last one.
+            # With one token, the only step is also the last one.
             for most in (1, 9):
                 assert client.post(path, json=asked | {"max_tokens": most}).is_success
         echoed = {"echo": True, "logprobs": 1, "stream": True}
@@ -150,7 +150,7 @@ def test_only_the_event_loop_counts_and_dispatches(monkeypatch: pytest.MonkeyPat
     assert not elsewhere
 
 
-# What vLLM's own Grafana dashboard asks for, but for what this server does not do (swapping).
+# Metrics in vLLM's own Grafana dashboard, without those of swapping, which we don't do.
 DASHBOARD = [
     "e2e_request_latency_seconds_bucket",
     "generation_tokens_total",
@@ -191,7 +191,7 @@ def test_vllms_names_where_they_mean_the_same_and_only_if_asked_for() -> None:
 
 
 def test_the_times_of_a_request_add_up() -> None:
-    """Admitted at a time that the engine says, and each reason to end counted by its name."""
+    """The engine reports the time of admission; each reason to finish is counted by its name."""
 
     def script(request):
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The names that the model is served under, and routes by the names that clients know them by."""
+"""The names that the model is served under, and routes under the names that clients use."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def body(path: str, model: Any, **fields: Any) -> dict[str, Any]:
     return given | fields | ({} if model is ... else {"model": model})
 
 
-# What is asked for, and what the answer bears; None: refused.
+# The model in the request, and in the answer (None: the request is refused).
 ASKED = [(MODEL, MODEL), (SECOND, SECOND), (..., MODEL), ("", MODEL), (None, MODEL)]
 ASKED += [(f"{SECOND}:latest", f"{SECOND}:latest"), ("third", None), ("/etc/passwd", None)]
 

@@ -1,4 +1,4 @@
-"""`connect`, `top`, `chat`, `bench` at servers that answer anything: at most a line of error."""
+"""`connect`, `top`, `chat`, `bench` with servers that answer anything: at most a line of error."""
 
 import contextlib
 import copy
@@ -86,7 +86,7 @@ def test_a_name_leaves_neither_comment_nor_command(
 
 @pytest.fixture(scope="module")
 def state(serve: Serve) -> dict[str, Any]:
-    """A message of /live with something in all of its parts."""
+    """Returns a message of /live with values in all of its parts."""
     with serve(FakeEngine(endless(300))) as client:
         answer = streamed(client)
         next(answer)
@@ -154,7 +154,7 @@ def test_chat(is_terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
         with client_for(httpx.Response(200, content=stream)) as client:
             session = Session(client, console, "m", {})
             session.ask("hi")
-            # What comes next can be asked: it is valid UTF-8.
+            # The next question can be sent: the chat is valid UTF-8.
             json.dumps(session.messages, ensure_ascii=False).encode()
     for body in bodies({"error": {"message": "it is too long"}}):
         with client_for(httpx.Response(400, content=body)) as client:
@@ -182,7 +182,7 @@ def test_models_of_chat_and_bench() -> None:
 
 
 def test_what_a_model_writes_in_markdown(capsys: pytest.CaptureFixture[str]) -> None:
-    """In pieces; Markdown has words of its own for characters, and links."""
+    """Character references and links in Markdown don't steer the terminal, even in pieces."""
     said = f"{STEERING} &#x202e;x &#27;]0; <http:a%1b]52;c;x%07> [click](file:///etc/passwd 'x')"
     console = Console(file=io.StringIO(), force_terminal=True, width=200)
     for reasoning in (False, True):

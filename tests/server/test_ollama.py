@@ -70,12 +70,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 OPTIONS = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3}
 OPTIONS |= {"presence_penalty": 0.5, "frequency_penalty": 0.25}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
-# A route and what is sent there, and what OpenAI's route for chats or texts would be sent for it.
+# A route and fields of Ollama's API, and the equivalent ones of OpenAI's chats or completions.
 SAME: list[tuple[str, Fields, str, Fields]] = [
     (OLLAMA_CHAT, {"options": OPTIONS}, CHAT, OPTIONS),
     (OLLAMA_CHAT, {"options": {"num_predict": 9}}, CHAT, {"max_tokens": 9}),
     *((OLLAMA_CHAT, {"options": {"num_predict": n}}, CHAT, {}) for n in (0, -1, -2)),
-    (OLLAMA_CHAT, {"options": {"num_predict": 9999}}, CHAT, {}),  # cut to the room
+    (OLLAMA_CHAT, {"options": {"num_predict": 9999}}, CHAT, {}),  # cut to the rest of the context
     (OLLAMA_CHAT, {"options": {"repeat_penalty": 1.5}}, CHAT, {"repetition_penalty": 1.5}),
     (OLLAMA_CHAT, {"options": {"stop": ["a"]}}, CHAT, {"stop": ["a"]}),
     (OLLAMA_CHAT, {"options": {"num_ctx": 4096, "num_gpu": 1, "use_mmap": True}}, CHAT, {}),
@@ -181,7 +181,7 @@ def test_what_pickers_ask_for(package: ollama.Client, client: httpx.Client) -> N
         assert shown.capabilities == ["completion", "tools", "thinking"]
     assert client.post("/api/show", json={"name": MODEL}).status_code == 200
     assert error_of(client.post("/api/show", json={"model": "x"}), "/api/show", 404)
-    # Some clients refuse servers of before 0.6.4.
+    # Some clients refuse versions before 0.6.4.
     assert [*map(int, client.get("/api/version").json()["version"].split("."))] > [0, 6, 4]
 
 

@@ -1,4 +1,4 @@
-"""`mtp: {"optimistic": X}` over --mtp-optimistic, and what answer, log and banner say of it."""
+"""`mtp: {"optimistic": X}` and --mtp-optimistic, and what answer, log and banner say of them."""
 
 import logging
 
@@ -21,7 +21,7 @@ from tests.support.in_process import CHAT, GENERATING, GOOD, TEXT, in_process
     ],
 )
 def test_a_request_overrides_the_server(path, default, mtp, expected, caplog) -> None:
-    """Every answer made so says how many of its tokens were accepted so, 0 too."""
+    """A response with optimistic acceptance reports the number of such tokens, even 0."""
     caplog.set_level(logging.INFO, "mlx_mtp")
     step = {"num_draft_tokens": 3, "num_accepted_tokens": 2, "optimistic": (1,) if expected else ()}
     engine = FakeEngine(lambda _: iter([out(300, 301, EOS, finish="stop", **step)]))

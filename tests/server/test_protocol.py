@@ -44,7 +44,7 @@ OLD = f"POST {TEXT} HTTP/1.0\r\n".encode()
 CASES = [
     Case("no host", 400, "Host", raw=b"GET /v1/models HTTP/1.1\r\n\r\n"),
     Case("two hosts", 400, "Host", raw=head("Host: localhost")),
-    # More than the system takes by itself: its client gets to read the answer.
+    # More than the system's buffers hold: the client can still read the answer.
     Case("8 MB of headers", 431, LONG, raw=head("X: " + "a" * (1 << 23))),
     Case("many headers", 431, f"{MAX_HEADERS} headers", raw=head(*["X: a"] * MAX_HEADERS)),
     Case("as many as allowed", 404, "no route", raw=head(*["X: a"] * 99, path="/x")),
@@ -69,7 +69,7 @@ CASES = [
     Case("a target with a space", 400, "request line", raw=head(path="/a b")),
     Case("a very long method", 405, "Not Allowed", raw=head(method="A" * 5000)),
     Case("CONNECT", 404, "no route", raw=head(path="evil.example:443", method="CONNECT")),
-    # The host of an absolute target is the one that counts.
+    # The host in an absolute target is the one that counts.
     Case("a foreign target", 403, "evil.example", raw=head(path="http://evil.example/v1/models")),
 ]
 
@@ -114,7 +114,7 @@ def test_what_careful_clients_send_passes(client: Served) -> None:
 @pytest.mark.parametrize("path", [TEXT, "/v1/no/such/route", "/health"])
 @pytest.mark.parametrize("method", ["POST", "GET"])
 def test_what_has_two_lengths_is_answered_once(client: Served, path: str, method: str) -> None:
-    """A proxy that goes by the length takes the rest for the body, others for a request."""
+    """Proxies disagree on whether the rest is part of the body or a second request."""
     smuggled = chunks(b"") + request_bytes("DELETE", "/v1/chat/completions/chatcmpl-1")
     both = CHUNKED | {"Content-Length": str(len(smuggled))}
     with socket.create_connection(client.address, timeout=30) as sock:
@@ -133,7 +133,7 @@ SEQUENCES = {
         (request_bytes("POST", TEXT, body=BODY), 200),
         (b"GARBAGE\r\n\r\n", 400),
     ),
-    # They lie in the server's buffer as a whole by the time that it looks at them.
+    # All of them are in the server's buffer when it looks at them.
     "headers behind a request": (
         (request_bytes("GET", "/v1/models"), 200),
         (head(*["X: a"] * 20_000), 431),
@@ -152,9 +152,9 @@ def test_several_requests_on_one_connection(client: Served, name: str) -> None:
 
 
 def is_whole(sent: bytes) -> bool:
-    """There is a request to be answered; otherwise the server must be told that it ends here.
+    """True if there is a request to answer; else the server must be told that the input ends.
 
-    To end what is whole would say that nobody waits for its answer.
+    The end of the input after a whole request would mean that nobody waits for the answer.
     """
     parser = h11.Connection(h11.SERVER)
     try:
@@ -180,7 +180,7 @@ TOKENS = [
     ("seed", "rounds"), [(1, 300), *(pytest.param(s, 2000, marks=pytest.mark.full) for s in (2, 3))]
 )
 def test_spoilt_requests(client: Served, seed: int, rounds: int) -> None:
-    """In two pieces each: every one gets an answer."""
+    """Each request is sent in two pieces, and gets an answer."""
     chance = random.Random(seed)
     seeds = [
         request_bytes("GET", "/v1/models"),
@@ -198,7 +198,7 @@ def test_spoilt_requests(client: Served, seed: int, rounds: int) -> None:
                 if not is_whole(sent):
                     sock.shutdown(socket.SHUT_WR)
             except OSError:
-                pass  # It was refused before it was all sent; the answer is there all the same.
+                pass  # refused before all was sent; the answer is there all the same
             if not sent.strip(b"\r\n"):
                 continue
             method = "HEAD" if sent.lstrip().startswith(b"HEAD ") else "POST"

@@ -1,4 +1,4 @@
-"""The one table of refusals: what is sent, and the status, code, field and words of the error."""
+"""Refusals: what is sent, and the status, code, parameter and words of the error."""
 
 import itertools
 import json
@@ -60,8 +60,8 @@ NAMED = {"type": "function", "function": {"name": "g"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
 HUGE = {"format": {"type": "json_schema", "name": "x", "schema": {"minimum": 10**400}}}
 IGNORED_AND_NOT = {"tools": [{"type": "web_search"}, {"type": "file_search"}]}
-# Fields over the route's good body, the param that is named, and a part of the message. Those of
-# common sizes are among the recorded exchanges, in the group that says "(refused)".
+# Fields added to the route's good body, the param that is named, and a part of the message. Limits
+# of common sizes are among the recorded exchanges, in the group that says "(refused)".
 FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (CHAT, INVALID, {"temperature": 10**400}, "temperature", "number"),
     (CHAT, INVALID, {"logit_bias": {"\uff11": 1}}, "logit_bias", "not a token id"),
@@ -95,7 +95,7 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
     (CHAT, INVALID, {"metadata": {"x" * 513: "a"}}, "metadata." + "x" * 111 + "...", "512 char"),
     (CHAT, INVALID, {"tool_choice": ALLOWED}, "tool_choice", "names 'g', which is not one"),
     (CHAT, INVALID, tool(DEEP), "tools[0].function.parameters", "128 levels"),
-    # Each item is wrong too, which would be reported if one of them were looked at.
+    # Each item is wrong too, which would be reported if any item were validated.
     (CHAT, INVALID, {"messages": [WRONG] * 4097}, "messages", "at most 4096"),
     (CHAT, INVALID, {"logit_bias": {str(i): WRONG for i in range(1025)}}, "logit_bias", "1024"),
     (CHAT, INVALID, KWARGS, "chat_template_kwargs", "at most 64"),
@@ -116,7 +116,7 @@ FIELDS: list[tuple[str, str, Fields, str | None, str]] = [
 
 
 def text(value: str | bytes) -> bytes:
-    """A good body but for one more field, `x`, whose JSON this is."""
+    """Returns a good body with one more field, `x`, of this JSON."""
     raw = value if isinstance(value, bytes) else value.encode()
     return b'{"model": "test/model", "prompt": "hi", "x": ' + raw + b"}"
 
@@ -145,7 +145,7 @@ BODIES: list[tuple[bytes, str]] = [
     (rb'{"model": "a", "mod\u0065l": "b"}', "'model' twice"),
     (text('[{"a": 1, "b": 2, "a": 3}]'), "'a' twice"),
 ]
-# Headers over a good request, status, code, a part of the message.
+# Headers added to a good request, status, code, a part of the message.
 HEADERS: list[tuple[dict[str, str], int, str, str]] = [
     ({"Content-Encoding": "gzip"}, 415, MEDIA, "uncompressed"),
     ({"Content-Type": "text/plain"}, 415, MEDIA, "application/json"),
@@ -207,7 +207,7 @@ def test_fields(
     client: httpx.Client, path: str, code: str, fields: Fields, param: str | None, word: str
 ) -> None:
     for stream in [{}] if path == COUNT else [{}, {"stream": True}]:
-        # By hand: httpx writes no numbers that are no floats.
+        # Encoded here, as httpx does not encode every number.
         content = json.dumps(GOOD[path] | stream | fields)
         check(client.post(path, content=content), path, 400, code, word, param)
 
@@ -238,7 +238,7 @@ def test_routes(
 
 @pytest.mark.parametrize("path", [TEXT, MESSAGES])
 def test_a_body_that_is_too_long(client: httpx.Client, path: str) -> None:
-    """With and without its length."""
+    """A body is refused with and without a Content-Length."""
     for content in (b" " * (MAX_BODY + 1), iter([b" " * MAX_BODY, b" "])):
         check(client.post(path, content=content), path, 413, "payload_too_large", "longer than")
 
@@ -252,7 +252,7 @@ def test_a_text_is_bounded_as_a_body_is(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("path", GOOD)
 def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
-    if path == COUNT:  # More than fits may be counted.
+    if path == COUNT:  # more than fits can be counted
         assert client.post(path, json=GOOD[path] | user("word " * 3000)).status_code == 200
     for headers in (
         {"Content-Type": "application/json; charset=UTF-8"},
@@ -264,7 +264,7 @@ def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
         for suffix in ("", "/"):
             response = client.post(path + suffix, json=GOOD[path], headers=headers)
             assert response.status_code == 200, headers
-    # Without a type, as curl users have it; and a pair of surrogates is one character.
+    # The Content-Type can be missing, as with curl; a pair of surrogates is one character.
     pair = json.dumps(GOOD[path]).replace('"hi"', r'"\ud83c\udf89"')
     assert client.post(path, content=pair).status_code == 200
     function = {"name": "f", "arguments": '{"a": "\\ud83c\\udf89"}'}
@@ -314,7 +314,7 @@ FAILURES = [
     (StepError("a bug"), 500, "step_failed", "a bug"),
     (StepMemoryError("out of memory"), 500, "out_of_memory", "out of memory"),
     (EngineStoppedError("it died"), 503, "engine_stopped", "it died"),
-    # What nobody raised on purpose is for the log alone.
+    # The text of an unexpected exception is only logged.
     (RuntimeError("/home/me/.ssh"), 500, "internal_error", "The server failed; see its log."),
 ]
 

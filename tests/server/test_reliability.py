@@ -1,4 +1,4 @@
-"""What the server does when too much is asked of it, when it is to end, and when it is stuck."""
+"""What the server does when it gets too many requests, when it should end, and when it hangs."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ REJECTED = "mlx_mtp:requests_rejected_total"
 
 
 class Valve:
-    """A script that is silent until it is opened."""
+    """A script that yields nothing until it is opened."""
 
     def __init__(self, *then: Output) -> None:
         self.is_open = False
@@ -58,7 +58,7 @@ def post(client: httpx.Client, path: str = CHAT, **fields: object) -> httpx.Resp
 
 
 def test_the_time_before_the_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars that wait for others, and templates, and bodies that came slowly."""
+    """The time limit includes the waits for grammars, templates and slow bodies."""
     went_on = threading.Event()
     compile_one = Grammars._compile
 
@@ -151,8 +151,8 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-# The server's keys, the headers of requests, and how many clients those are. What a client can
-# invent makes it no other one.
+# The server's keys, the headers of requests, and the number of clients that they count as. Values
+# that a client can invent don't make it another client.
 IDENTITIES: list[tuple[tuple[str, ...], list[dict[str, str]], int]] = [
     ((), [{}, bearer("a"), bearer("b"), {"x-api-key": "a"}, {"x-api-key": "b"}], 1),
     ((), [{}, {"X-Forwarded-For": "10.0.0.1"}], 1),
@@ -202,13 +202,13 @@ def test_a_request_that_takes_too_long_is_a_504_and_its_rows_are_freed() -> None
         for path in GENERATING:
             for streaming in (False, True):
                 late = post(client, path, stream=streaming)
-                # The libraries would send it again.
+                # Otherwise the clients' libraries would retry.
                 assert late.headers["x-should-retry"] == "false"
                 assert "0.2 seconds" in error_of(late, path, 504)
                 assert "timeout_error" in late.text or path in (OLLAMA_CHAT, OLLAMA_TEXT)
                 assert engine.wait_for(lambda: not engine.running)
         assert samples(client)["mlx_mtp:request_timeouts_total"] == 2 * len(GENERATING)
-        # Tokens that keep coming do not put off the end.
+        # Tokens that keep coming do not extend the time limit.
         engine.script = endless(40)
         assert post(client).status_code == 504
         assert engine.wait_for(lambda: not engine.running)
@@ -221,7 +221,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_event() -> None:
         while True:
             yield None
 
-    # On a busy machine the first token takes longer than the shortest of them.
+    # On a busy machine the first token can take longer than the shorter limits.
     for seconds in (0.1, 1.0, 10.0):
         with in_process(FakeEngine(slow), request_timeout=seconds) as client:
             response = post(client, stream=True)
@@ -254,7 +254,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_is_new(serve: Serve) -> Non
         valve.is_open = True
         assert all(job.result().json()["choices"] for job in running)
         wait_until(lambda: is_closed(client))
-        # Ended by itself, long before the limit.
+        # The server ended by itself, long before the limit.
         assert not client.server.should_exit
 
 
@@ -288,7 +288,7 @@ def is_closed(client: Served) -> bool:
 
 def test_idle_connections_do_not_hold_a_drain_up(serve: Serve) -> None:
     with serve(FakeEngine(answer([300])), drain_timeout=1000.0) as client:
-        post(client)  # Leaves a connection that is kept alive.
+        post(client)  # leaves a kept-alive connection
         with (
             socket.create_connection(client.address),
             socket.create_connection(client.address) as half,
@@ -320,7 +320,7 @@ def test_a_hang_is_told_and_new_requests_are_refused_until_it_is_over() -> None:
         assert text.endswith("data: [DONE]\n\n")
         assert '"error"' not in text
         assert post(client).status_code == 200
-        # Dead for good: refused before the body is looked at.
+        # The engine is dead for good: requests are refused before the body is read.
         engine.unhealthy_reason = "the engine died: RuntimeError: a bug"
         refused = client.post(CHAT, content=b"{")
         assert "a bug" in error_of(refused, CHAT, 503)

@@ -1,4 +1,4 @@
-"""What users of such servers reported of templates and parameters: a row each, with variations."""
+"""Problems with templates and parameters that users of such servers reported, with variations."""
 
 import contextlib
 import json
@@ -42,13 +42,13 @@ from tests.support.templates import (
 from tests.support.wire_help import CALL, WEATHER, ask, events, joined, saying
 
 Fields = dict[str, Any]
-LEFT = object()  # of the context
+LEFT = object()  # the rest of the context
 CHATS = (CHAT, RESPONSES, MESSAGES, OLLAMA_CHAT)
 OWN = "the bundled model's"
 
 
 class Asked:
-    """An application for each template, and what reached its engine."""
+    """An application for each template, and the requests that reach its engine."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._made = cache(self._make)
@@ -70,7 +70,7 @@ class Asked:
         return self._made(template)[0].post(path, json=GOOD[path] | fields)
 
     def latest(self, template: str) -> tuple[Request, str]:
-        """What the engine was asked last, and its prompt as text."""
+        """Returns the last request to the engine, and its prompt as text."""
         _, engine, tokenizer = self._made(template)
         request = engine.submitted[-1]
         return request, tokenizer.text_of(request.prompt_token_ids)
@@ -84,16 +84,16 @@ def asked() -> Iterator[Asked]:
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and what is expected of it."""
+    """A request, and the expected results."""
 
-    row: int  # of the reports
+    row: int  # number of the report
     path: str
     fields: Fields
     template: str = OWN
-    ignored: str = ""  # names in the header
+    ignored: str = ""  # names in the header of ignored parameters
     shows: tuple[str, ...] = ()  # parts of the prompt
     hides: tuple[str, ...] = ()
-    sampling: Fields = field(default_factory=dict)  # what reaches the sampler
+    sampling: Fields = field(default_factory=dict)  # parameters that reach the sampler
     status: int = 200
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ def kwargs(**values: Any) -> Fields:
 
 
 def efforts(path: str, effort: str) -> Fields:
-    """A wish for an effort in each API's words; Ollama's begin with `think`."""
+    """Returns the fields that ask for a reasoning effort in an API."""
     return {
         CHAT: {"reasoning_effort": effort},
         RESPONSES: {"reasoning": {"effort": effort}},
@@ -166,7 +166,7 @@ EFFORTS = [
     *((TWO_EFFORTS, asked, taken) for asked, taken in (("xhigh", "high"), ("minimal", "low"))),
 ]
 CASES = [
-    # Efforts become the nearest that the template takes.
+    # An effort becomes the nearest one that the template takes.
     *(
         Case(10, path, efforts(path, effort), template, shows=(f"<|im_start|>effort {taken}<",))
         for template, effort, taken in EFFORTS
@@ -175,9 +175,9 @@ CASES = [
     ),
     Case(10, CHAT, kwargs(reasoning_effort="max"), Q38, shows=("effort xhigh",)),
     Case(10, CHAT, {"reasoning_effort": "none"}, Q38, shows=("<think>\n\n</think>",)),
-    Case(10, CHAT, {"reasoning_effort": "max"}, Q35),  # which takes none
-    Case(10, CHAT, kwargs(reasoning_effort="huge"), Q38, status=400),  # no effort at all
-    # Variables that the template lacks are ignored and named, on every route; others work.
+    Case(10, CHAT, {"reasoning_effort": "max"}, Q35),  # takes no effort
+    Case(10, CHAT, kwargs(reasoning_effort="huge"), Q38, status=400),  # not an effort
+    # Variables that the template lacks are ignored and named, on every route; the others work.
     *(
         Case(row, path, kwargs(**{key: True}), name, ignored=f"chat_template_kwargs.{key}")
         for row, name, key in (
@@ -208,7 +208,7 @@ CASES = [
         for path in CHATS
     ),
     *(Case(12, path, kwargs(thinking_budget=-1), status=400) for path in CHATS),
-    # Without a user's message the last system text is one.
+    # Without a user's message the last system text becomes one.
     Case(14, CHAT, {"messages": [SYSTEM]}, Q35, shows=("<|im_start|>user\nBe brief.",)),
     Case(14, CHAT, {"messages": [SYSTEM, said("Yes?")]}, Q35, shows=("user\nBe brief.", "Yes?")),
     Case(
@@ -220,7 +220,7 @@ CASES = [
     ),
     Case(14, RESPONSES, {"input": [], "instructions": "Begin."}, Q35, shows=("user\nBegin.<",)),
     Case(14, OLLAMA_CHAT, {"messages": [SYSTEM]}, Q35, shows=("user\nBe brief.<",)),
-    # A limit beyond what is left is cut; a prompt that is too long is the only error.
+    # A limit beyond the rest of the context is cut; only a prompt that is too long is an error.
     *(
         Case(16, path, {name: limit}, sampling={"max_tokens": LEFT})
         for path, name in LIMITS.items()
@@ -233,7 +233,7 @@ CASES = [
     ),
     Case(16, CHAT, {"max_completion_tokens": 131_072}, sampling={"max_tokens": LEFT}),
     Case(16, CHAT, {"max_tokens": 3}, sampling={"max_tokens": 3}),
-    # Names that agree are accepted.
+    # Two names for the same parameter are accepted if their values agree.
     *(
         Case(17, path, fields, sampling={"grammar": GrammarSpec(*spec)})
         for path in (CHAT, TEXT)
@@ -245,7 +245,7 @@ CASES = [
                 ("choice", '["a"]'),
             ),
             ({"guided_json": SCHEMA, "json_schema": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
-            # Open WebUI.
+            # Open WebUI's fields.
             ({"format": "json"}, ("json_object",)),
             ({"format": SCHEMA}, ("json_schema", json.dumps(SCHEMA))),
             ({"format": "json", "response_format": {"type": "json_object"}}, ("json_object",)),
@@ -260,7 +260,7 @@ CASES = [
         for stop in ("", [""])
     ),
     Case(18, MESSAGES, {"stop_sequences": ["", "b"]}, ignored="stop_sequences"),
-    # Tools that only vendors' servers run, and what they left in the history.
+    # Tools that only vendors' servers run, and their items in the history.
     *(
         Case(19, RESPONSES, {"tools": [{"type": kind, "name": "x"}]}, ignored=f"tools[].{kind}")
         for kind in VENDORS
@@ -286,7 +286,7 @@ CASES = [
         hides=('"e"',),
     ),
     Case(19, RESPONSES, {"input": []}, status=400),
-    # Images of the history are a text; the last message's are an error.
+    # Images in the history become a text; in the last message they are an error.
     *(
         Case(20, CHAT, {"messages": chat}, ignored="content[].image_url", shows=(LEFT_OUT, "Look."))
         for chat in (
@@ -342,7 +342,7 @@ CASES = [
     Case(20, MESSAGES, {"messages": [user([PICTURE])]}, status=400),
     Case(20, RESPONSES, {"input": [user([SEEN])]}, status=400),
     Case(20, OLLAMA_CHAT, {"messages": [{**user("Look."), "images": ["iV"]}]}, status=400),
-    # Other names of the budget.
+    # Other names of the thinking budget.
     *(
         Case(
             21,
@@ -384,7 +384,7 @@ def test_reported(asked: Asked, case: Case) -> None:
 
 
 CITY = {"city": "Rome"}
-# Steps of two turns: a question, an answer, or a thought with a call and the call's result.
+# Steps of two turns: a question, an answer, or a thought with a call and its result.
 STEPS: list[tuple[str, ...] | str] = [
     "How is Rome?",
     ("I ask for it.", "get_weather", '{"city": "Rome"}', "Sunny."),
@@ -400,7 +400,7 @@ TOOLS = [WEATHER["function"], LISTED]
 
 
 def conversation(path: str) -> Fields:
-    """The steps as a chat of 12 messages with two tools, in the words of an API."""
+    """Returns the steps as a chat of 12 messages with two tools, in the form of an API."""
     chat: list[Fields] = [SYSTEM]
     for number, step in enumerate(STEPS):
         if isinstance(step, str):
@@ -477,13 +477,13 @@ def test_a_chat_with_tools_is_one_prompt_in_all_apis(asked: Asked, name: str) ->
     assert ("<parameter=city>\nRome\n" in prompt) == (name in XML)
 
 
-# What a model says, with its thinking, the stop strings, and what is left of the answer.
+# A model's answer with its reasoning, the stop strings, and the text that the client gets.
 STOPPED = [
     ("Question: so?\n</think>\n\nIt is. Question: no", ["Question:"], "It is. "),
     ("Question: so?\n</think>\n\nQuestion: no", ["Question:"], ""),
-    ("a\n\nb\n</think>\n\nOne.\n\nTwo.", ["\n\n"], "One."),  # not those behind the thinking
+    ("a\n\nb\n</think>\n\nOne.\n\nTwo.", ["\n\n"], "One."),  # not the newlines after the reasoning
     ("a\n</think>\n\nOne.", ["</think>", "Two"], "One."),
-    ("Quest\n</think>ion", ["Question"], "ion"),  # is in neither alone
+    ("Quest\n</think>ion", ["Question"], "ion"),  # in neither part alone
 ]
 
 

@@ -1,4 +1,4 @@
-"""What the log says: one line a request with its reason, progress, and never a prompt or a key."""
+"""The log: one line per request with its reason, progress, and never a prompt or a key."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ ASK = [{"role": "user", "content": SECRET}]
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]]:
-    """What was logged since the last call, as the objects of --log-format json."""
+    """Returns a function: the lines logged since its last call, as objects of --log-format json."""
     caplog.set_level(logging.DEBUG, "mlx_mtp")
 
     def taken() -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ def test_every_get_has_its_head_and_watchers_are_not_logged(
     quiet = "/health", "/metrics", "/page/{name:path}"
     with in_process() as client:
         for methods, path, *_ in ROUTES:
-            if "GET" in methods and path != "/live":  # which doesn't end
+            if "GET" in methods and path != "/live":  # an endless stream
                 full, head = client.get(path), client.head(path)
                 assert (head.status_code, head.headers.get("content-type")) == (
                     full.status_code,
@@ -163,7 +163,7 @@ def test_what_is_no_http_is_logged_too(
     ):
         raw.sendall(b"GET / HTTP/9.9 what\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 400 ")
-    # The client may read the answer before the line is written, but the server has ended.
+    # A client can read the answer before the line is written, but this server has ended.
     (line,) = lines()
     assert line["status"] == 400 and "not valid HTTP" in line["reason"]
 
@@ -197,7 +197,7 @@ def test_a_traceback_forges_no_line() -> None:
     assert "Traceback (most recent call last):" in map(str.strip, shown)
     assert shown[0][2] == ":" and all(line.startswith(" " * 15) for line in shown[1:])
     assert all(line.isprintable() and len(line) <= 60 for line in shown)
-    # transformers has a handler of its own, and warns with values of a model's config.json.
+    # transformers has its own handler, and warns with values of a model's config.json.
     record.exc_info = None
     assert logging.Formatter("[transformers] %(message)s").format(record).isprintable()
 

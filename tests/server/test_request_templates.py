@@ -1,4 +1,4 @@
-"""Prompts that requests write themselves: their own chat template, and what follows the answer."""
+"""Prompts that requests write themselves: with their own chat template, or with a suffix."""
 
 import copy
 import json
@@ -119,7 +119,7 @@ PLACES: list[dict[str, Any]] = [
 def test_special_tokens_in_messages_stay_text(
     tokenizer: Tokenizer, path: Path | None, modes: tuple[str, ...]
 ) -> None:
-    """The prompt has the same text, and no more special tokens than with harmless text."""
+    """The prompt has the same text, but no more special tokens than with harmless text."""
     special = {tokenizer.added_tokens[name] for name in tokenizer.added_tokens}
 
     def asked(client: httpx.Client, fields: dict[str, Any], text: str) -> tuple[list[int], str]:
@@ -152,7 +152,7 @@ def test_special_tokens_in_messages_stay_text(
     ],
 )
 def test_a_template_makes_no_special_token_of_messages(template: str, contents: list[str]) -> None:
-    """Neither by what it writes around them nor by its filters, and the text stays the same."""
+    """Neither a template's own text nor its filters do; the text of the prompt stays the same."""
     body = GOOD[CHAT] | {"messages": [{"role": "user", "content": each} for each in contents]}
     start = "{% set c = messages | map(attribute='content') | list %}"
     tokenizer = tokenizer_with(start + template)
@@ -197,7 +197,7 @@ def test_a_hostile_tokenizers_names_take_bounded_memory() -> None:
 
 
 def test_a_template_is_the_requests_own_alone() -> None:
-    """It has no effect on what the server reads of answers, nor on other requests."""
+    """A request's template changes neither how answers are parsed nor other requests."""
     engine = FakeEngine(answer([300]))
     with in_process(
         engine, tokenizer=tokenizer_with("{{ 1 }}"), request_chat_template=True

@@ -1,6 +1,6 @@
-"""Answers are what the SDKs' own types say, strictly, and what is more in them is known.
+"""Answers fit the SDKs' own types strictly, and their additional fields are known.
 
-The recorded exchanges are checked without a server; what they don't have is asked for.
+The recorded exchanges are checked without a server; the answers that they lack are requested.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from pydantic import BaseModel, TypeAdapter
 from tests.clients.shapes import CHAT, MESSAGES, RESPONSES, TYPES
 from tests.server.test_exchanges import GROUPS, MASKED
 
-# llama.cpp's and vLLM's fields, which clients read; the seed, to ask for the same again; and those
-# of responses that other versions of the SDK have.
+# llama.cpp's and vLLM's fields, which clients read; the seed, to repeat a request; and fields of
+# responses that other versions of the SDK have.
 OURS = {"seed", "timings", "reasoning_content", "store", "name", "bytes"}
 COMPLETION: Any = TypeAdapter(Completion)
 PATHS = {"chat": CHAT, "responses": RESPONSES, "messages": MESSAGES}
@@ -26,7 +26,7 @@ RECORDED = [
 
 
 def unknown(value: Any) -> set[str]:
-    """The names of fields, at any depth, that the SDK's types don't have."""
+    """Returns the names of fields, at any depth, that the SDK's types don't have."""
     if isinstance(value, list):
         return set().union(*map(unknown, value)) if value else set()
     if not isinstance(value, BaseModel):
@@ -36,7 +36,7 @@ def unknown(value: Any) -> set[str]:
 
 
 def check(value: Any) -> Any:
-    """Validate once more, from JSON and without coercion, by the type that the SDK chose."""
+    """Validate again from JSON, without coercion, with the type that the SDK chose."""
     assert isinstance(value, BaseModel)
     assert unknown(value) <= OURS
     type(value).model_validate_json(value.model_dump_json(exclude_unset=True), strict=True)
@@ -44,7 +44,7 @@ def check(value: Any) -> Any:
 
 
 def unmasked(value: Any) -> Any:
-    """A recorded answer with numbers in the place of masked ones."""
+    """Returns a recorded answer with numbers in the place of masks."""
     if isinstance(value, list):
         return [unmasked(inner) for inner in value]
     if not isinstance(value, dict):
@@ -71,13 +71,13 @@ def test_recorded_answers(number: int) -> None:
         if event == "[DONE]":
             continue
         if "error" in event or event.get("type") == "response.failed":
-            assert said == "(fails later)"  # Its code is ours.
+            assert said == "(fails later)"  # its code is our own
             continue
         if "choices" in event:
-            # The fields that all chunks begin with are written down with the first.
+            # Fields that all chunks begin with are recorded only in the first one.
             event = head = head | event
         if chunk is COMPLETION:
-            # The SDK has one type for both, and no null for the reason that is still to come.
+            # The SDK uses one type for chunks and answers, which has no null for a later reason.
             for choice in event["choices"]:
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
         check(chunk.validate_python(event))

@@ -1,4 +1,4 @@
-"""An answer that an SDK got goes back as history, in each form that the SDK gives it.
+"""An answer that an SDK got can be sent back as history, in each form that the SDK gives it.
 
 Answers of other servers are among the recorded exchanges.
 """
@@ -77,7 +77,7 @@ def test_history(serve: Serve, tokenizer: Tokenizer, form: Form) -> None:
         for ask, api in ((chat, sdk), (response, sdk), (message, claude)):
             ask(api, form)  # type: ignore[arg-type]
             prompt = prompt_of(engine, tokenizer)
-            # The prompt has what the model said, and nothing else of the answer.
+            # The prompt has the model's text and call, and nothing else of the answer.
             turn = prompt.rpartition("<|im_start|>user\nAnd?")[0].rpartition("\nhi<|im_end|>")[2]
             assert "Here it is." in turn and "<tool_call>" in turn and "Rome" in turn
             for word in ("parsed", "annotations", "refusal", "logprobs", "None", "null"):

@@ -1,4 +1,4 @@
-"""Every parameter of the SDKs' types is acted on, neutral, or named in an error."""
+"""Every parameter of the SDKs' types has an effect, is neutral, or is named in an error."""
 
 import collections.abc
 import io
@@ -38,7 +38,7 @@ MEANINGS = (
 HI = [{"role": "user", "content": "hi"}]
 
 
-# What a parameter makes no sense without.
+# Other fields that a parameter requires.
 COMPANIONS = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
 
 
@@ -61,10 +61,10 @@ Variant = tuple[str, Any]
 
 
 def variants(kind: Any, path: str = "", inside: tuple[Any, ...] = ()) -> Iterator[Variant]:
-    """Values of a type; of an object, the smallest one first, then each key in each form.
+    """Yields paths and values of a type; of an object the smallest one, then each key, each form.
 
     A path has keys, `[]` for a list's item, `(kind)` for an object's `type`, and `=value` for one
-    of a few values; `inside` are the object types that this is a part of.
+    of a few values; `inside` are the object types that contain this one.
     """
     origin = get_origin(kind)
     if origin in _WRAPPERS:
@@ -78,7 +78,7 @@ def variants(kind: Any, path: str = "", inside: tuple[Any, ...] = ()) -> Iterato
         if kind not in inside:
             yield from _objects(kind, path, (*inside, kind))
     elif kind is type(None) or kind in _FILES or origin is os.PathLike or _is_answer(kind):
-        return  # Nulls are tested elsewhere; the rest has another form in JSON.
+        return  # nulls are tested elsewhere; the others look different in JSON
     elif kind in _PLAIN:
         for value in _PLAIN[kind]:
             yield (f"{path}={str(value).lower()}" if kind is bool else path), value
@@ -94,7 +94,7 @@ def variants(kind: Any, path: str = "", inside: tuple[Any, ...] = ()) -> Iterato
 
 
 def _objects(kind: Any, path: str, inside: tuple[Any, ...]) -> Iterator[Variant]:
-    # Not `__required_keys__`: it knows nothing of annotations that are still text.
+    # Not `__required_keys__`, which ignores annotations that are still strings.
     hints = typing_extensions.get_type_hints(kind, include_extras=True)
     smallest = {}
     for key, hint in hints.items():
@@ -113,12 +113,12 @@ def _objects(kind: Any, path: str, inside: tuple[Any, ...]) -> Iterator[Variant]
 
 
 def _is_answer(kind: Any) -> bool:
-    """A part of an answer, which may be sent back as it is: the types of requests have it too."""
+    """True for a part of an answer: types of requests include it, as it can be sent back."""
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 class Endpoint(NamedTuple):
-    """What is probed: the SDK's type of a request, ours, and what is required."""
+    """The SDK's type of a request, ours, and the required fields."""
 
     kind: Any
     model: type[WireModel]
@@ -147,24 +147,24 @@ ENDPOINTS = {
 
 
 def probes(endpoint: Endpoint) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each place, the parameter that it is in, and a request that differs there."""
+    """Yields each place, the parameter that contains it, and a request that differs there."""
     seen = set()
     for place, values in variants(endpoint.kind):
         name = place
         for sign in ".[(=":
             name = name.partition(sign)[0]
-        # An empty object says nothing yet; what it may hold comes after it.
+        # An empty object tests nothing; its possible contents come after it.
         if name in ("", "model") or place in seen or values[name] == {}:
             continue
         seen.add(place)
-        # Responses have `top_logprobs` by themselves.
+        # Responses accept `top_logprobs` without another field.
         has_companion = set(COMPANIONS.get(name, {})) <= set(endpoint.model.model_fields)
         more = COMPANIONS.get(name, {}) if has_companion else {}
         yield place, name, {"model": "m", **endpoint.smallest, **more, name: values[name]}
 
 
 def accepted(endpoint: Endpoint) -> list[str]:
-    """The places whose request is taken; that all others are refused by name is checked too."""
+    """Returns the places whose request is accepted; checks that all others are refused by name."""
     found = []
     for place, name, body in probes(endpoint):
         try:
@@ -184,7 +184,7 @@ def means(place: str, prefix: str) -> bool:
 
 
 def is_neutral(place: str) -> bool:
-    """Whether the server's own table has the parameter: a value that was accepted is neutral."""
+    """True if the server's own table of neutral values has the parameter."""
     name = re.sub(r"\([^)]*\)|=.*", "", place)
     return any(means(name.partition("messages[].")[2] or name, each) for each in NEUTRAL)
 

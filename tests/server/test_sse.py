@@ -1,4 +1,4 @@
-"""Streams from within: what is written at one time, and who is cancelled."""
+"""Streams from within: what is written together, and who is cancelled."""
 
 import asyncio
 import dataclasses
@@ -32,7 +32,7 @@ def context(tokenizer: Tokenizer) -> Iterator[Context]:
 
 
 class Stream:
-    """One chat's events, whose steps the test brings."""
+    """The events of one chat; the test provides its steps."""
 
     def __init__(self, context: Context) -> None:
         self.name = "chatcmpl-" + uuid.uuid4().hex
@@ -48,7 +48,7 @@ class Stream:
         self.pieces: AsyncIterator[bytes] = stream_events(writer, patience=30.0)
 
     def step(self, *tokens: int, finish: Any = None) -> None:
-        """A step has brought tokens."""
+        """Deliver a step with these tokens."""
         request = cast(FakeEngine, self._context.engine).submitted[-1]
         logprobs = tuple(fake_logprobs(token, request) for token in tokens)
         output = out(*tokens, finish=finish, logprobs=logprobs)
@@ -86,7 +86,7 @@ def test_steps_that_have_come_together_are_written_at_once(
         pieces += more
         assert len(pieces) == (1 if together else len(tokens))
         _, *contents, _ = [event["choices"][0] for piece in pieces for event in piece]
-        # Each still is an event of its own, with its own logprobs.
+        # Each is still an event of its own, with its own logprobs.
         assert [choice["delta"]["content"] for choice in contents] == words
         logprobs = [choice["logprobs"]["content"] for choice in contents]
         assert [[entry["token"] for entry in each] for each in logprobs] == [[w] for w in words]
@@ -104,7 +104,7 @@ def test_a_reader_cancelled_as_something_arrives_is_cancelled(stream: Stream, ti
         stream.step(40)
         for _ in range(ticks):
             await asyncio.sleep(0)
-        # cancel() tells whether it came in time; if it did, it must not be forgotten.
+        # cancel() tells whether it came in time; if so, the cancellation must not get lost.
         if reader.cancel():
             with pytest.raises(asyncio.CancelledError):
                 await reader

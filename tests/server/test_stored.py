@@ -1,4 +1,4 @@
-"""Chat completions that are kept because the client asked for it, and responses."""
+"""Chat completions that are stored if the client asks for it, and responses."""
 
 import asyncio
 import json
@@ -147,9 +147,9 @@ def test_the_oldest_make_room_counted_in_bytes_too() -> None:
     assert after("a", 4) == ["a"]
     assert after("b", 6) == ["a", "b"]
     assert after("c", 1) == ["b", "c"]
-    # What has been relabelled counts once, and keeps its place.
+    # A relabelled answer counts once, and keeps its place.
     assert after("b", 9) == ["b", "c"]
-    # What is too large takes nothing away, a label too; and a label doesn't evict its own answer.
+    # Answers and labels that are too large evict nothing; a label doesn't evict its own answer.
     assert after("d", 11) == after("b", 11) == ["b", "c"]
     assert after("b", 10) == ["b"]
     assert after("e", 10) == ["e"]
@@ -207,7 +207,7 @@ def test_the_key_guards_what_is_stored() -> None:
         path = f"{CHAT}/{made['id']}"
         error(client.get(path, headers=other), 404)
         error(client.delete(path, headers=other), 404)
-        # However the key is sent.
+        # The key is the same however it is sent.
         assert client.get(path, headers={"x-api-key": "first"}).json()["id"] == made["id"]
 
 
@@ -224,7 +224,7 @@ def respond(client: httpx.Client, **fields: Any) -> dict[str, Any]:
 def test_a_response_is_continued_as_if_all_of_it_were_sent_again(
     tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
-    """Twice, with what the model thought, said and called, and the call's result."""
+    """Two turns continue with the model's reasoning, text and call, and the call's result."""
     engine = saying(tokenizer, TOLD)
     with in_process(engine) as client:
 
@@ -251,7 +251,7 @@ def test_a_response_is_continued_as_if_all_of_it_were_sent_again(
              instructions="Be long.")  # fmt: skip
         assert continued == prompt_of(engine, tokenizer)
         assert (third["store"], third["previous_response_id"]) == (True, second["id"])
-        # An older one that is gone takes nothing from those that continued it.
+        # Deleting an older response takes nothing from those that continued it.
         assert client.delete(f"{RESPONSES}/{first['id']}").json()["deleted"]
         path = f"{RESPONSES}/{third['id']}/input_items"
         listed = client.get(path, params={"order": "asc", "limit": 100}).json()["data"]
@@ -269,7 +269,7 @@ def test_a_stored_response_is_what_was_answered(client: httpx.Client) -> None:
     assert (made["store"], unasked["store"]) == (True, False)
     path = f"{RESPONSES}/{made['id']}"
     assert client.get(path).json() == made
-    assert made["id"] not in names(listed(client))  # That is a list of chats.
+    assert made["id"] not in names(listed(client))  # the list has only chats
     chat = ask(client, store=True)
     error(client.get(f"{RESPONSES}/{chat['id']}"), 404)
     error(client.get(f"{CHAT}/{made['id']}"), 404)
@@ -307,7 +307,7 @@ def test_a_chat_that_is_continued_is_bounded_as_one_that_is_sent() -> None:
 
 
 def test_responses_that_continue_each_other_are_bounded_in_bytes() -> None:
-    """What leads to an answer counts in each; what is too large is answered, but not kept."""
+    """All that led to an answer counts in its size; one that is too large is not stored."""
     share, engine = 20_000, FakeEngine(answer([300]), FakeInfo(max_model_len=1 << 20))
     with in_process(engine, max_held_bytes=8 * share) as client:
         body: dict[str, Any] = {"model": MODEL, "input": "x" * 5000}
@@ -319,7 +319,7 @@ def test_responses_that_continue_each_other_are_bounded_in_bytes() -> None:
             paths = [f"{RESPONSES}/{each['id']}/input_items" for each in made]
             inputs = [client.get(path, params={"limit": 100}) for path in paths]
             assert kept[-1].is_success == made[-1]["store"]
-            # A list has some words around its items.
+            # A list has some text around its items.
             sizes = [len(each.content) - 200 for each in (*kept, *inputs) if each.is_success]
             assert sum(sizes) <= share
         assert [each["store"] for each in made] == [True, True, True, False]

@@ -59,13 +59,13 @@ def test_what_a_step_brings_changes_neither_text_nor_counts(
         expected = len(tokenizer.encode("one, two, three,"))
         assert body["usage"]["completion_tokens"] == expected
         tokens = [entry["token"] for entry in body["choices"][0]["logprobs"]["content"]]
-        # " three" is shown by its space, the comma that completes the stop not at all.
+        # Of " three" only the space is shown, of the comma that completes the stop string nothing.
         assert "".join(tokens) == "one, two, three"
         assert text_of(events(client, **fields)) == "one, two, "
 
 
 def test_no_more_drafts_are_accepted_than_tokens_are_used(tokenizer: Tokenizer) -> None:
-    # One step of nine tokens, of which the stop string leaves the first: an accepted draft.
+    # One step of nine tokens; the stop string leaves only the first, an accepted draft.
     counts = {"num_draft_tokens": 8, "num_accepted_tokens": 8, "optimistic": (0, 2, 7)}
     step = out(*[tokenizer.encode("a")[0]] * 9, **counts)
     engine = FakeEngine(lambda _: itertools.chain([step], itertools.repeat(None)))
@@ -141,7 +141,7 @@ def test_an_engine_that_dies_silently_ends_its_requests(serve: Serve) -> None:
     with serve(engine, keep_alive_seconds=0.02) as client:
         with client.stream("POST", CHAT, json=chat_body(stream=True)) as response:
             lines = response.iter_lines()
-            # The first token may come later than a comment.
+            # A keep-alive comment can come before the first token.
             first = next(line for line in lines if line.startswith("data"))
             assert '"role":"assistant"' in first
             engine.unhealthy_reason = "out of luck"
@@ -175,7 +175,7 @@ def test_models_and_paths_that_end_in_a_slash() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_the_progress_of_the_prompt(path: str) -> None:
-    """In llama.cpp's form: the last token is processed when the answer's first one is there."""
+    """In llama.cpp's form: the last prompt token is processed when the answer's first one comes."""
 
     def script(request: Request) -> Iterator[Output]:
         began = time.perf_counter() - 2.0
@@ -216,7 +216,7 @@ def test_the_progress_of_the_prompt(path: str) -> None:
 
 
 def _answer(chunks: list[dict[str, Any]], index: int) -> dict[str, Any]:
-    """All fields of a choice in one: what comes together on a busy machine is one chunk."""
+    """Returns all fields of a choice in one: on a busy machine chunks can be merged."""
     whole: dict[str, Any] = {}
     for choice in (c for chunk in chunks for c in chunk["choices"] if c["index"] == index):
         for name, value in (choice | choice.get("delta", {})).items():

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what is refused, by name, and what the bundled model answers."""
+"""Structured output over HTTP: what is refused, by name, and the bundled model's answers."""
 
 import asyncio
 import contextlib
@@ -80,7 +80,7 @@ def fake(serve: Serve, engine: FakeEngine) -> Iterator[Served]:
 
 
 REFUSED: list[tuple[str, object, str, str]] = [
-    # the field, its value, what the error names, a word of the message
+    # the field, its value, the field that the error names, a word of the message
     (FORM, {"type": "json_schema"}, SCHEMA, "required"),
     (FORM, form({}, other=1), f"{SCHEMA}.other", ""),
     (FORM, {"type": "text", "schema": {}}, f"{FORM}.schema", "json_object"),
@@ -146,9 +146,9 @@ def string(**keywords: Any) -> dict[str, Any]:
 
 A, TOOL_F = 'the parameter "a"', 'of the tool "f"'
 WRONG_TOOLS: list[tuple[dict[str, Any], str]] = [
-    # the schemas of a strict tool's parameters, and what its error says
+    # the schemas of a strict tool's parameters, and a part of the error
     ({"a": {"type": "integer", "minimum": "x"}}, f'"minimum" of {A} {TOOL_F}: '),
-    # Where nothing says which rule is too expensive, the tools are tried one by one.
+    # If nothing tells which rule is too expensive, the tools are tried one by one.
     ({"a": {"type": "integer", "multipleOf": 999_983}}, f"{TOOL_F[3:]}: It takes more than"),
     ({"b": {"type": "integer"}, "a": string(pattern="(")}, f'"items" of {A} {TOOL_F}: regex parse'),
     (
@@ -196,12 +196,12 @@ def test_a_wrong_schema_of_a_tool_is_named(
 def test_others_are_answered_while_a_grammar_takes_its_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole streams, one after the other: what had been buffered before would not be enough."""
+    """Whole streams are answered in turn, which is more than could have been buffered before."""
     began = threading.Event()
     ask, paused = Helper.ask, []
 
     def stopped(self: Helper, question: Any, seconds: float) -> Any:
-        # The process that tries it out works on it for as long as the test likes.
+        # The process that tries the grammar is stopped for as long as the test needs.
         self.start()
         paused.append(self._process)
         paused[0].send_signal(signal.SIGSTOP)
@@ -243,7 +243,7 @@ def test_grammars_are_kept_and_the_oldest_forgotten(tokenizer: Tokenizer) -> Non
         for number in range(MAX_CACHED):
             await grammars.compile(GrammarSpec("regex", str(number)), "x", ME)
         assert await grammars.compile(first, "x", ME) is not kept
-        # A checking process that is gone is replaced.
+        # A checking process that has died is replaced.
         process = grammars._checker._process
         assert process is not None
         process.kill()
@@ -273,7 +273,7 @@ def test_a_checker_that_is_stopped_is_replaced(
 def test_a_trial_that_was_killed_refuses_no_grammar(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where memory is short; a grammar that crashes its trial is refused."""
+    """Where memory is short, processes are killed; a grammar that crashes its trial is refused."""
     script = f"""if True:
         import os, signal
         from mlx_mtp.text.sandbox import grammar_check
@@ -291,7 +291,7 @@ def test_a_trial_that_was_killed_refuses_no_grammar(
         subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", script], **more)
     )
     with contextlib.closing(Grammars(tokenizer, (EOS,))) as made:
-        # Of each grammar two trials: both killed; one killed, and one that crashes.
+        # Two trials of each grammar: both killed; then one killed, and one that crashes.
         for error, words in ((UnavailableError, "lack of memory"), (GrammarError, "too deeply")):
             with pytest.raises(error, match=words):
                 asyncio.run(made.compile(GrammarSpec("regex", "a"), "x", ME))
@@ -336,7 +336,7 @@ def test_a_fork_that_dies_without_an_answer_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def served(serve: Serve, demo_model: LoadedModel, tokenizer: Tokenizer) -> Iterator[openai.OpenAI]:
-    """The bundled model with MTP, by OpenAI's client."""
+    """OpenAI's client for a server of the bundled model with MTP."""
     config = EngineConfig(num_draft_tokens=3)
     engine = build_engine(demo_model, config, tokenizer.vocab_size, tokenizer.eos_token_ids)
     with (

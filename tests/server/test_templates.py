@@ -1,4 +1,4 @@
-"""Whole chats through templates of Qwen's shapes, there and back."""
+"""Whole chats through templates like Qwen's, rendered and parsed again."""
 
 import json
 from typing import Any
@@ -84,7 +84,7 @@ TEMPLATES = {
     # Thinking is on, and can be switched off.
     "3.5": CODER.replace(_ANSWER, _THINKS),
 }
-"""The shapes that Qwen's published models have, written anew and cut short."""
+"""Templates with the structures of Qwen's published models, rewritten and shortened."""
 XML = ("coder", "3.5")
 THINKING = ("next-thinking", "3.5")
 SCHEMA = {
@@ -108,7 +108,7 @@ def prompter(request: pytest.FixtureRequest) -> Prompter:
 
 
 def test_agents_chats_are_rendered(prompter: Prompter) -> None:
-    """System messages in mid-chat and calls without arguments, which such templates refuse."""
+    """System messages within a chat, and calls without arguments, which such templates refuse."""
     chat = Conversation(
         [
             Message("system", "Be kind."),
@@ -130,7 +130,7 @@ def test_agents_chats_are_rendered(prompter: Prompter) -> None:
 plain = st.text(st.characters(blacklist_categories=["Cs"]), max_size=20).filter(
     lambda text: "</parameter>" not in text and "</function>" not in text
 )
-# hypothesis tries the strings of the code under test, and these would be what they say.
+# hypothesis tries strings of the code under test, and these would have a meaning in answers.
 TAGS = ("<think>", "</think>", "<tool_call>")
 prose = plain.filter(lambda text: not any(tag in text for tag in TAGS))
 scalars = st.one_of(st.integers(), st.booleans(), st.none(), plain)
@@ -203,7 +203,7 @@ def test_chats_over_http(name: str) -> None:
 
 
 def test_half_a_call_is_rendered(prompter: Prompter) -> None:
-    """As it is, or as a JSON string."""
+    """The arguments are rendered as they are, or as a JSON string."""
     for arguments in ('{"city": "Ro', "{", '{"city": "x\\ud83c', "not json", "[1]"):
         call = Message("assistant", tool_calls=(ToolCall("f", arguments),))
         text, _ = prompter.render(Conversation([Message("user", "hi"), call]))

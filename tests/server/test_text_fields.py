@@ -1,4 +1,4 @@
-"""vLLM's fields for an answer's text and token ids: whole and streamed, whatever the steps."""
+"""vLLM's fields for an answer's text and token ids: whole and streamed, with any step sizes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,13 +17,13 @@ NO_SKIP, WITH_STOP = {"skip_special_tokens": False}, {"include_stop_str_in_outpu
 SHOWN: list[tuple[dict[str, Any], str]] = [
     ({}, "Hi there, 🎉"),
     (NO_SKIP, SAID),
-    (WITH_STOP, "Hi there, 🎉"),  # The end-of-sequence token has no text.
+    (WITH_STOP, "Hi there, 🎉"),  # the end-of-sequence token has no text
     (NO_SKIP | WITH_STOP, SAID + "<|im_end|>"),
     ({"stop": "ther"}, "Hi "),
     (WITH_STOP | {"stop": ["there", "ther"]}, "Hi ther"),
     (WITH_STOP | NO_SKIP | {"stop": "<|im"}, "Hi<|im"),
     ({"stop": ["Hi", ","], "min_tokens": 1}, "Hi there"),
-    ({"stop": ["H", "<|", "i t"], "min_tokens": 2}, "H"),  # It ends within the third token.
+    ({"stop": ["H", "<|", "i t"], "min_tokens": 2}, "H"),  # ends within the third token
 ]
 
 
@@ -59,7 +59,7 @@ def test_calls_are_found_whatever_is_shown(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_token_ids(tokenizer: Tokenizer, path: str, sizes: tuple[int, ...]) -> None:
-    """Those of all chunks are those of the answer, held back text and special tokens included."""
+    """The ids of all chunks are the answer's, with those of held back text and special tokens."""
 
     def script(request: Request) -> Iterator[Output]:
         said = f"{'ab'[request.sampling.choice]}{len(request.prompt_token_ids)} {SAID}"

@@ -1,4 +1,4 @@
-"""Templates and tokenizers that never end, take all memory or break: only their request fails."""
+"""Templates and tokenizers that never end, take all memory or fail break only their request."""
 
 import asyncio
 import errno
@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire_help import chat_body
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-# What the first message says, and what the template does then. Constants would be computed before.
+# The first message, and what the template then does; Jinja would precompute constants.
 TRAPS = {
     "loop": LOOP,
     "power": "{{ 7 ** (10 ** (7 + messages | length)) }}",
@@ -40,7 +40,7 @@ SECONDS = 1.5
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled tokenizer with traps: each z becomes a thousand, and they a thousand each."""
+    """The bundled tokenizer with traps: each z becomes a thousand, four times in turn."""
     path = tmp_path_factory.mktemp("model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED_MODEL / name, path)
@@ -101,7 +101,7 @@ def test_what_a_models_files_do_costs_its_request_alone(
 def test_a_tokenizer_that_grows_at_the_start_ends_its_process(
     hostile: Path, tmp_path: Path
 ) -> None:
-    """Also where nobody is left to end it: its memory is bounded before it loads anything."""
+    """A worker's memory is limited before it loads anything, so it ends even without a parent."""
     shutil.copy(hostile / "tokenizer_config.json", tmp_path)
     text = (hostile / "tokenizer.json").read_text("utf-8").replace("z" * 1000, "a" * 1000)
     (tmp_path / "tokenizer.json").write_text(text.replace('{"String": "z"}', '{"String": "a"}'))
@@ -204,7 +204,7 @@ def test_prompts_are_those_of_this_process(tokenizer: Tokenizer) -> None:
 def test_a_tokenizer_that_breaks_is_a_400(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in this process, and as Rust does, by what is no `Exception`."""
+    """This holds in the server's process too, and for Rust's panics, which are no `Exception`."""
     panic = type("PanicException", (BaseException,), {})
 
     class Broken:
@@ -238,9 +238,9 @@ def test_clients_take_turns_and_those_who_left_are_skipped() -> None:
 
         jobs = [asyncio.ensure_future(ask("a", f"a{n}")) for n in range(5)]
         jobs += [asyncio.ensure_future(ask("b", "b0"))]
-        await asyncio.to_thread(began.wait, 30)  # By now all have asked.
-        jobs[1].cancel()  # It waits,
-        jobs[0].cancel()  # and this one runs on without anybody.
+        await asyncio.to_thread(began.wait, 30)  # by now all have asked
+        jobs[1].cancel()  # this one waits
+        jobs[0].cancel()  # this one goes on without a client
         gate.set()
         found = await asyncio.gather(*jobs, return_exceptions=True)
         assert [isinstance(each, asyncio.CancelledError) for each in found[:2]] == [True, True]
@@ -253,7 +253,7 @@ def test_clients_take_turns_and_those_who_left_are_skipped() -> None:
 def test_the_first_token_takes_four_thread_switches(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As docs/architecture.md counts them, for a chat without a grammar."""
+    """The switches are those in docs/architecture.md, for a chat without a grammar."""
     switches: list[str] = []
 
     def noted(owner: Any, name: str, what: str) -> None:

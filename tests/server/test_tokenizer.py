@@ -83,12 +83,12 @@ def test_of_a_long_text_no_more_is_encoded_than_shows_that_it_is_too_long(
         return BACKEND.encode_batch_fast(texts, **options)
 
     noted = copy.copy(tokenizer)
-    # Not `encode`: it holds the GIL, so that a long text would stop every stream.
+    # Not `encode`, which holds the GIL: a long text would stop every stream.
     noted._backend = SimpleNamespace(encode_batch_fast=noting)
     with pytest.raises(ContextLengthError, match="more than 2000 tokens > 999 maximum"):
         noted.encode("?!" * 50_000, limit=1000)
     assert parts == [16_384]
-    # The vocabulary's longest piece: what may fit is encoded as a whole, its last part too.
+    # Text of the vocabulary's longest piece may fit, and so is encoded up to its last part.
     text = max((BACKEND.decode([i]) for i in range(4087)), key=len) * 5000
     expected = tuple(BACKEND.encode(text).ids)
     assert noted.encode(text, limit=len(expected)) == noted.encode(text) == expected

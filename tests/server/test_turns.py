@@ -1,4 +1,4 @@
-"""What is long is read, encoded and written one piece at a time, and clients take turns."""
+"""Long bodies and answers are read, encoded and written in pieces, and clients take turns."""
 
 import json
 import socket
@@ -76,7 +76,7 @@ def test_nothing_is_written_for_a_client_that_left_while_it_waited(
     with serve(FakeEngine(answer([300]))) as client:
         context = client.server.context
         packing = context.limiter.packing
-        packing._free = 0  # Another client's work takes the turn.
+        packing._free = 0  # another client's work takes the turn
         body = json.dumps({"tokens": MANY_IDS}).encode()
         with socket.create_connection(client.address, timeout=30) as raw:
             raw.sendall(request_bytes("POST", DETOKENIZE, body=body))

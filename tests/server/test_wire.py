@@ -64,7 +64,7 @@ def test_every_sampling_parameter_is_a_field_and_reaches_the_sampler() -> None:
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 def test_what_the_sampler_can_do_every_api_may_ask_for(path: str) -> None:
-    """Anthropic's own servers take temperatures up to 1, and OpenAI's no top_k."""
+    """Anthropic's own servers allow temperatures up to 1, and OpenAI's have no top_k."""
     engine, asked = FakeEngine(answer([300])), {"temperature": 1.5, "top_k": 7, "seed": 3}
     with in_process(engine) as client:
         assert client.post(path, json=GOOD[path] | asked).status_code == 200
@@ -78,7 +78,7 @@ def test_the_models_defaults_apply_and_the_request_wins() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.95, 5, 0.0)
     assert model_defaults({"do_sample": False, "temperature": 0.6}).temperature == 0.0
     assert model_defaults({}) == SamplingParams(max_tokens=1 << 31)
-    # A server's flags are between the two.
+    # A server's flags are between the model's defaults and the request.
     served = with_flags(model_defaults(config), {"top_k": -1, "top_p": 0.5, "max_tokens": 9})
     assert (served.temperature, served.top_p, served.top_k) == (0.6, 0.5, 0)
     assert (sampled(chat(), served).max_tokens, sampled(chat(max_tokens=3), served).max_tokens) == (
@@ -87,7 +87,7 @@ def test_the_models_defaults_apply_and_the_request_wins() -> None:
     )
     with pytest.raises(UsageError, match=r"--top-p: top_p is 0.0"):
         with_flags(NEUTRAL, {"top_p": 0.0})
-    # vLLM's way to say "all".
+    # vLLM's value for all tokens.
     assert sampled(chat(top_k=-1), model_defaults(config)).top_k == 0
     assert model_defaults({"top_k": -1}).top_k == 0
 

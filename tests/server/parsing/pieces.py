@@ -1,4 +1,4 @@
-"""Feeding a parser in pieces, and what came out, joined."""
+"""Helpers that feed a parser in pieces and join the events."""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from mlx_mtp.text.parsing.events import (
 
 
 def events_of(parser: AnswerParser, pieces: Iterable[str], *, cut: bool = False) -> list[Event]:
-    """All events of an answer that comes in these pieces, and may be cut at its end."""
+    """Returns all events of an answer that is fed in these pieces; `cut`: it ended at a limit."""
     events: list[Event] = []
     for piece in pieces:
         events.extend(parser.feed(piece))
@@ -27,7 +27,7 @@ def events_of(parser: AnswerParser, pieces: Iterable[str], *, cut: bool = False)
 
 
 def summary(events: Iterable[Event]) -> list[Any]:
-    """Events in a short form: ("text", ...), ("think", ...), ("call", name, arguments)."""
+    """Returns events in short form: ("text", ...), ("think", ...), ("call", name, arguments)."""
     short: list[Any] = []
     calls: dict[int, list[str]] = {}
     kinds = {Text: "text", Reasoning: "think", ToolEnd: "call"}
@@ -45,12 +45,12 @@ def summary(events: Iterable[Event]) -> list[Any]:
 
 
 def hermes(name: str, arguments: str) -> str:
-    """A call as JSON."""
+    """Returns a call as JSON."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def xml(name: str, **values: Any) -> str:
-    """A call as tags."""
+    """Returns a call as tags."""
     parameters = ""
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Calls that a model writes a little wrong, thinks of or shows: what they are read as."""
+"""Calls that are slightly wrong, part of reasoning or only shown: how they are parsed."""
 
 import json
 import random
@@ -260,7 +260,7 @@ SIZES = (1, 2, 3, None)
 
 
 def pieces(said: str, size: int | None, chance: random.Random) -> Iterator[str]:
-    """The answer in tokens of `size` characters; None: of random sizes."""
+    """Yields the answer in tokens of `size` characters, or of random sizes if `size` is None."""
     at = 0
     while at < len(said):
         end = at + (size or chance.randint(1, 12))
@@ -269,7 +269,7 @@ def pieces(said: str, size: int | None, chance: random.Random) -> Iterator[str]:
 
 
 def read(said: str, tools: str, *, cut: bool = False) -> list[Any]:
-    """What an answer is read as, which is the same however it comes."""
+    """Returns the parsed answer, which must be the same however the answer is split."""
     chance = random.Random(said)
     found = []
     for tokens in ([said], *(pieces(said, size, chance) for size in SIZES)):
@@ -286,7 +286,7 @@ def test_what_answers_are_read_as(said: str, expected: list[Any]) -> None:
 
 
 def test_a_limit_ends_no_call() -> None:
-    """What the model didn't end itself is cut, and nothing behind an open value is called."""
+    """A call that the model did not end is cut, and no call is read after an open value."""
     begun = '{"path": "a", "content": "b'
     for said, content in ((f"{OPEN_WRITE}\n{P}", begun + '"'), (f"{OPEN_WRITE}\n{LIST}", begun)):
         assert read(said, "qwen3_coder", cut=True) == [cut("write_file", content)]
@@ -310,7 +310,7 @@ FAMILIES = {
 
 def valid_call(chance: random.Random) -> str:
     family = chance.choice([*FAMILIES])
-    # JSON has its own quoting: tags in its strings are part of them, balanced or not.
+    # JSON has its own quoting, so tags in its strings need not be balanced.
     contents = [*PLAIN, EXAMPLE, LIST, "```\nx\n```"] if family.startswith("qwen") else PLAIN
     name = chance.choice([*SCHEMAS])
     values: dict[str, Any] = {}
@@ -333,7 +333,7 @@ def valid_answer(chance: random.Random) -> str:
 
 
 def damaged(chance: random.Random, said: str) -> str:
-    """With one character or one tag lost, added, doubled, moved or mangled, or its end lost."""
+    """Returns the answer cut, or with a character or tag lost, added, doubled, moved or mangled."""
     at = chance.randint(0, len(said))
     tags = list(ANY_TAG.finditer(said))
     if not tags or chance.random() < 0.4:
@@ -377,7 +377,7 @@ def is_balanced(value: str) -> bool:
 
 
 def has_only_examples(value: str) -> bool:
-    """Tags in a value are balanced, but for those mentioned within a line."""
+    """True if the tags in a value are balanced, except for tags in the middle of a line."""
     return is_balanced(value) or is_balanced(" ".join(BEGINNING.findall(value)))
 
 
@@ -386,7 +386,7 @@ THOUSANDS = [range(first, first + 1000) for first in range(0, 20_000, 1000)]
 
 @pytest.mark.parametrize("numbers", [range(300), *map(full, THOUSANDS)], ids=str)
 def test_any_damage(numbers: range) -> None:
-    """However a damaged answer comes, it is read the same; no argument has a part of a call."""
+    """A damaged answer is parsed the same however it is split; no argument has part of a call."""
     for number in numbers:
         chance = random.Random(number)
         said = valid_answer(chance)

@@ -1,4 +1,4 @@
-"""Answers in Qwen's two formats and in gpt-oss's: good, broken and cut, however the text comes."""
+"""Answers in Qwen's two formats and in gpt-oss's: valid, broken and cut, split in any way."""
 
 import itertools
 import json
@@ -94,7 +94,7 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (CALL.replace("}}", '}, "arguments": {}}'), [DONE]),
     (CALL.replace("}}", "}, x}"), [DONE, text(", x}\n</tool_call>")]),
     (CALL[: CALL.index("}}") + 1], [DONE]),
-    # Broken in one way or another: content, never lost.
+    # Broken calls become content; nothing is lost.
     ("Use <tool_call> for it.", [text("Use <tool_call> for it.")]),
     (f"`<tool_call>`: {CALL}", [text("`<tool_call>`:"), DONE]),
     (f"<tool_call>{CALL}", [text("<tool_call>"), DONE]),
@@ -102,7 +102,7 @@ HERMES_CASES: list[tuple[str, list[Any]]] = [
     (hermes("a b", "{}"), [text(hermes("a b", "{}"))]),
     (hermes("\\ud800", "{}"), [text(hermes("\\ud800", "{}"))]),
     (hermes("f", "[1]"), [text(hermes("f", "[1]"))]),
-    # A call that has begun stays one, unfinished.
+    # A call that has begun stays a call, unfinished.
     (hermes("f", '{"a": 1 2}'), [("cut", "f", '{"a": 1'), text("2" + CLOSED)]),
     ('x <tool_call>{"name": "f', [text('x <tool_call>{"name": "f')]),
     (CALL[: CALL.index('me"}')], [("cut", "f", '{"city": "Ro')]),
@@ -142,7 +142,7 @@ HARMONY_CASES: list[tuple[str, list[Any]]] = [
     (f"{THOUGHT}{NEXT}<|c", [think("Let me see."), text(NEXT + "<|c")]),
     (ONE[:-1], [("cut", "f", '{"a": 1')]),
     (ONE.replace(": 1", " 1") + "<|call|>", [("cut", "f", '{"a" '), text("1}")]),
-    # A marker within a call breaks it, whether it ends anything or not.
+    # A marker within a call breaks the call, even if it ends nothing.
     (TO_F + '{"<|end|>x', [("cut", "f", '{"'), text("x")]),
     (TO_F + '{"<|message|><|call|>', [("cut", "f", '{"<|message|>')]),
 ]
@@ -265,7 +265,7 @@ def words(of: str) -> str:
     st.lists(st.integers(0, 10_000), max_size=12),
 )
 def test_any_text_however_split(said: str, fields: dict[str, Any], at: list[int]) -> None:
-    """What comes out does not depend on the pieces; a call has an object; no word is lost."""
+    """The events don't depend on the split; a call has an object; no word is lost."""
     bounds = [0, *sorted(place % (len(said) + 1) for place in at), len(said)]
     for name, make in FORMATS.items():
         whole = events_of(make(**fields), [said])
@@ -277,7 +277,7 @@ def test_any_text_however_split(said: str, fields: dict[str, Any], at: list[int]
             if kind == "call":
                 assert isinstance(json.loads(rest[1]), dict)
             if kind == "cut":
-                # The beginning of an object, or nothing: no client can take it for all of it.
+                # An incomplete object, or nothing, so that no client takes it for the whole.
                 begun = (rest[1] or "{").encode()
                 assert isinstance(jiter.from_json(begun, partial_mode=True), dict)
                 with pytest.raises(ValueError, match=r"column \d"):

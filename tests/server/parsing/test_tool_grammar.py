@@ -1,4 +1,4 @@
-"""The grammars that enforce calls: what they let through, and that the parsers read it back."""
+"""The grammars that enforce calls: what they allow, and that the parsers can read it."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def accepts(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Accepts:
-    """Whether a grammar lets exactly this text be an answer."""
+    """Returns a function that tells whether a grammar accepts exactly this text as an answer."""
     matchers: dict[GrammarSpec, Any] = {}
 
     def accepts(spec: GrammarSpec, text: str) -> bool:
@@ -78,7 +78,7 @@ def of_schema(tokenizer: Tokenizer, name: str, schema: Any, *, strict: bool = Tr
 
 
 def read(name: str, schema: Any, text: str) -> Any:
-    """The arguments that a client gets."""
+    """Returns the arguments that a client gets."""
     parser = OutputFormat("none", name).parser(thinking=False, schemas={"f": schema})
     ((kind, tool, arguments),) = summary(events_of(parser, [text]))
     assert (kind, tool) == ("call", "f")
@@ -145,7 +145,7 @@ DEFINITIONS = {
 
 
 def tool_schema(value: Any, **more: Any) -> dict[str, Any]:
-    """One required parameter `a`."""
+    """Returns the schema of an object with one required parameter `a`."""
     return {
         "type": "object",
         "properties": {"a": value},
@@ -202,7 +202,7 @@ def test_the_whole_schema(accepts: Accepts, tokenizer: Tokenizer, name: str) -> 
         assert read(name, schema, call("f", a="5")) == {"a": "5"}
         assert not accepts(spec, call("f"))
         assert not accepts(spec, call("f", a="x", b="x"))
-    # Without parameters there are no arguments; schemas that say more are open.
+    # Without parameters no arguments are accepted, unless the schema allows them in another way.
     empty = {**OBJECT, "properties": {}}
     for schema, is_open in (
         (None, False),
@@ -269,7 +269,7 @@ def test_whatever_is_let_through_is_read_as_what_fits(
 REQUIRED = [{"required": ["a"]}, {"required": ["b"]}]
 NO_NAMES = {**OBJECT, "properties": {"a>b": STRING}}
 UNSUPPORTED: dict[str, tuple[Any, str, bool]] = {
-    # the schema, the keyword at fault, whether it is that of one parameter
+    # the schema, the keyword in the error, whether the schema is that of one parameter
     "minLength": ({**STRING, "minLength": 2}, "minLength", True),
     "pattern": ({"anyOf": [{**STRING, "pattern": "a"}, NULL]}, "pattern", True),
     "one string for two": ({"oneOf": [STRING, {"const": "a"}]}, "oneOf", True),
@@ -287,7 +287,7 @@ def test_what_tags_cannot_enforce_is_an_error(
     tokenizer: Tokenizer, schema: Any, keyword: str, inner: bool
 ) -> None:
     if inner:
-        # Followed in full, these would be 20 ** 20 schemas.
+        # Expanded in full, these would be 20 ** 20 schemas.
         deep = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 20} for i in range(20)}
         schema = tool_schema(schema, **{"$defs": {**DEFINITIONS, **deep, "d20": {}}})
     with pytest.raises(UnsupportedParameterError) as raised:
@@ -295,12 +295,12 @@ def test_what_tags_cannot_enforce_is_an_error(
     assert raised.value.param == "tools"
     for word in ('"f"', f'"{keyword}"', '"a"' if inner else "schema"):
         assert word in str(raised.value)
-    # A tool that is only forced may have such a schema: what can't be enforced is left open.
+    # Without `strict` a tool can have such a schema: what can't be enforced is left open.
     assert of_schema(tokenizer, "qwen3_coder", schema, strict=False)
 
 
 def test_a_grammar_that_would_be_huge_is_not_built(tokenizer: Tokenizer) -> None:
-    """Each parameter has a copy of the definitions."""
+    """The grammar would have a copy of the definitions for each parameter."""
     properties = {f"p{i}": {"type": "array", "items": SPOT} for i in range(1000)}
     schema = {"type": "object", "properties": properties, "$defs": {"spot": {"title": "x" * 10**5}}}
     with pytest.raises(GrammarError, match="262144 characters") as raised:
