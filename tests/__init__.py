@@ -1,1 +1,1 @@
-"""The test suite; each file says on top what it holds."""
+"""The test suite; each module's docstring says what the module tests."""

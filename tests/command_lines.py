@@ -1,12 +1,13 @@
-"""What the command lines of `command_lines.txt` give: each ends before anything is served.
+"""Prints the results of the command lines in `command_lines.txt`; none of them serves anything.
 
-    python -m tests.command_lines > FILE                        to be copied there if it is right
+    python -m tests.command_lines > FILE                        results, to be copied if right
     python -m tests.command_lines --tree DIR --whole > FILE     of another checkout, in processes
 
-In the file, `$` begins a command line, which may have variables in front and is run where `prepare`
-has put some files. Below it are the exit status, the lines of the output (`>`) and of the errors
-(`!`); `...` in place of them is any result, for what depends on the machine. A help or a long
-output has a digest without its white space: versions of Python, and terminals, wrap it differently.
+In the file, `$` begins a command line, which can start with environment variables and runs in a
+directory with the files of `prepare`. Below it are the exit status and the lines of standard output
+(`>`) and standard error (`!`); `...` in their place accepts any result, as it depends on the
+machine. A help text or long output is replaced by a digest without its white space, as versions of
+Python and terminals wrap it differently.
 """
 
 import argparse
@@ -25,13 +26,13 @@ from pathlib import Path
 
 TREE = Path(__file__).parents[1]
 RECORDED = Path(__file__).with_suffix(".txt")
-LONG = 12  # lines of output, above which there is a digest
+LONG = 12  # lines of output; longer output is replaced by a digest
 MASKS = [(r"\[Errno -?\d+\]", "[Errno N]"), (r"\d+\.\d+(/s| s\b)", r"N\1")]
-Result = tuple[int, str, str]  # status, output, errors
+Result = tuple[int, str, str]  # exit status, standard output, standard error
 
 
 def recorded() -> Iterator[tuple[str, str]]:
-    """Each command line of the file, and the lines below it."""
+    """Yields each command line of the file, and the lines below it."""
     text = re.sub(r"^#.*\n", "", RECORDED.read_text(), flags=re.MULTILINE)
     for block in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         line, _, result = block.partition("\n")
@@ -44,7 +45,7 @@ def prepare(folder: Path) -> None:
         (folder / name).mkdir()
         (folder / name).chmod(mode)
     (folder / "LINK").symlink_to(folder / "DIR")
-    # A runtime directory that isn't there is replaced by the user's.
+    # `ps` gets this as its runtime directory; one that doesn't exist is replaced by the user's.
     (folder / "FOLDER").mkdir()
     files = {"FILE": "", "KEYS": "one\nt\two\n", "WRONG": "[serve]\nprot = 1\n"}
     files["SETTINGS"] = "[models.EMPTY]\nmtp-draft-vocab = 9\n"
@@ -81,11 +82,11 @@ def run_apart(words: list[str], variables: dict[str, str], tree: Path) -> Result
 
 
 def result_of(line: str, tree: Path | None = None, whole: bool = False) -> str:
-    """What a command line gives in the current directory, as the file has it."""
+    """Returns a command line's result in the current directory, in the file's format."""
     words, variables = shlex.split(line), {"MLX_MTP_CACHE_DIR": "cache", "MLX_MTP_CONFIG": ""}
     while (word := words.pop(0)) != "mlx-mtp":
         name, _, variables[name] = word.partition("=")
-    # Libraries read other variables than ours, some of them when they are imported.
+    # Libraries read HF_ and XDG_ variables, partly at import, so these lines run in a process.
     here, tree = tree is None and not line.startswith(("HF_", "XDG_")), tree or TREE
     result = run_here(words, variables) if here else run_apart(words, variables, tree)
     masks = [(re.escape(str(tree)), "TREE"), (re.escape(os.getcwd()), "FOLDER"), *MASKS]
@@ -100,7 +101,7 @@ def result_of(line: str, tree: Path | None = None, whole: bool = False) -> str:
 
 
 def main() -> None:
-    """Print the file anew, with what the commands give now."""
+    """Print the file with the current results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tree", type=Path, help="a checkout; its commands run in processes")
     parser.add_argument("--whole", action="store_true", help="no digests, and no `...`")
@@ -108,7 +109,7 @@ def main() -> None:
     tree = given.tree and given.tree.resolve()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         prepare(Path(folder))
-        # Here one by one in the main thread, which alone can set the handlers of signals.
+        # Without --tree they run in turn in the main thread, which alone can set signal handlers.
         with ThreadPoolExecutor(2) as pool:
             run_all = map if tree is None else pool.map
             results = run_all(lambda line: result_of(line, tree, given.whole), expected)

@@ -26,7 +26,7 @@ from tests.support.harness import MEASURED, Plain, Ties, plain
 from tests.support.process import Server, running
 from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
-# A busy machine makes any example slow: by default one of more than 200 ms fails.
+# On a busy machine any example can take longer than hypothesis's default deadline of 200 ms.
 hypothesis.settings.register_profile(
     "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -35,11 +35,11 @@ hypothesis.settings.load_profile("patient")
 DEMO = Path(backend.__file__).parent / "demo"
 DENSE_DEMO = Path(__file__).parent / "data" / "dense-demo"
 
-# Servers that tests start must keep nothing in the user's own directories.
+# Servers that tests start must store nothing in the user's own directories.
 for _variable in ("MLX_MTP_CACHE_DIR", "XDG_RUNTIME_DIR"):
     os.environ[_variable] = tempfile.mkdtemp(prefix="mlx-mtp-tests-")
     atexit.register(shutil.rmtree, os.environ[_variable], ignore_errors=True)
-# Nor do they have the user's settings.
+# Nor must they read the user's settings.
 os.environ[settings.VARIABLE] = ""
 settings.USER_FILE = Path(os.environ["MLX_MTP_CACHE_DIR"], "none.toml")
 
@@ -81,7 +81,7 @@ def references(tiny_models: dict[str, LoadedModel]):
 
 @pytest.fixture(scope="module")
 def ties(request: pytest.FixtureRequest) -> Iterator[Ties]:
-    """All differences at rounding ties that a file met, listed at its end."""
+    """Collects differences at rounding ties in a test file, and reports them at its end."""
     met = Ties()
     yield met
     met.report(request.module.__name__)
@@ -89,7 +89,7 @@ def ties(request: pytest.FixtureRequest) -> Iterator[Ties]:
 
 @pytest.fixture
 def small_classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Rows of 768 tokens are long ones: all that happens to rows happens within few tokens."""
+    """Rows of more than 512 tokens count as long, so that short tests reach every layout."""
     layout.rounded_capacity.cache_clear()
     monkeypatch.setattr(layout, "_BLOCK", 1024)
     yield
@@ -97,12 +97,12 @@ def small_classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of `mtp_server` come first, so that one of several processes starts it."""
+    """Run tests of `mtp_server` first, so that only one of several processes starts it."""
     items.sort(key=lambda item: "mtp_server" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the tests measured: rounding ties that were met, acceptance."""
+    """Print the tests' measurements, such as rounding ties and acceptance rates."""
     if MEASURED:
         terminalreporter.section("measured")
         for line in MEASURED:

@@ -1,4 +1,4 @@
-"""The core can be read alone: names, the reading list, and the way of a request."""
+"""The core can be read alone: unique names, the reading list, and the way of a request."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlx_mtp"
 FEATURES = ("prefix", "ranks", "calibration", "kernels/cuda", "kernels/metal", "inspect", "chat")
 
-# Records which functions run from the request on that follows the signal to the first forward pass.
+# Records the functions that run from the request after the signal to the first forward pass.
 RECORD = """
 import json, os, signal, sys, threading
 armed, seen = [], set()
@@ -37,7 +37,7 @@ signal.signal(signal.SIGVTALRM, lambda *_: (seen.clear(), armed.append(True)))
 
 
 def test_a_class_name_means_one_thing():
-    """Also aliases of types: classes of one name are the same thing of several families or APIs."""
+    """Type aliases too; classes of one name are the same thing in several families or APIs."""
     places = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -47,12 +47,12 @@ def test_a_class_name_means_one_thing():
                 name = node.targets[0].id
                 if re.fullmatch(r"_?[A-Z]+[a-z]\w*", name):
                     places[name].append(path)
-    alike = {"_Layer", "_GatedDeltaNet"}  # Of each family.
+    alike = {"_Layer", "_GatedDeltaNet"}  # one per family
     assert {k: v for k, v in places.items() if len(v) > 1 and k not in alike} == {}
 
 
 def test_a_function_name_means_one_thing():
-    """Of modules' public functions: those of one name are forms of one operation."""
+    """Public functions of modules with the same name are forms of one operation."""
     places = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -61,8 +61,8 @@ def test_a_function_name_means_one_thing():
     kernels = {"applies", "attend", "bands", "fits", "fold", "run_kernel", "run_window"}
     alike = {
         *kernels,
-        "fingerprint",  # a hash of what stored or exchanged data depend on
-        "generate",  # a command, and a route of Ollama's
+        "fingerprint",  # a hash of all that stored or exchanged data depends on
+        "generate",  # a command, and a route of Ollama's API
     }
     assert {k: v for k, v in places.items() if len(v) > 1 and k not in alike} == {}
     assert not [name for name in alike if len(places[name]) == 1]
@@ -78,12 +78,12 @@ def test_the_reading_list_is_an_afternoon():
 
 
 def test_few_functions_run_before_the_first_forward_pass(tmp_path):
-    """Of a streamed chat on a warm server, which reuses no prefix."""
+    """A streamed chat on a warm server, which reuses no prefix, runs few functions and modules."""
     path = tmp_path / "seen.json"
     flags = "--enable-mtp", "--dtype", "float32", "--calibration-seconds", "0"
     with running(*flags, code=RECORD.format(path=str(path))) as server:
         for text in ("Tell a story.", "What is 2 + 2?"):
-            time.sleep(0.5)  # What ends the request before runs meanwhile.
+            time.sleep(0.5)  # the end of the previous request still runs
             server.process.send_signal(signal.SIGVTALRM)
             path.unlink(missing_ok=True)
             messages = [{"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""The bounds of JSON are exact, in its text as in its value."""
+"""The bounds of JSON are exact, for its text and for its value."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ VALUES = st.recursive(
 
 
 def sizes(value: Any) -> tuple[int, int, int, int]:
-    """Levels; objects, lists and strings; commas; values within objects and lists."""
+    """Returns levels; objects, lists and strings; commas; values within objects and lists."""
     if not isinstance(value, dict | list):
         return 0, isinstance(value, str), 0, 0
     inner = [sizes(each) for each in (value.values() if isinstance(value, dict) else value)]

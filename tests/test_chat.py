@@ -1,4 +1,4 @@
-"""`mlx-mtp chat`: what is asked, shown and remembered, and a real terminal."""
+"""`mlx-mtp chat`: what it sends, shows and remembers, and a session in a real terminal."""
 
 import io
 import json
@@ -23,7 +23,7 @@ USAGE |= {"timings": {"draft_n": 4, "draft_n_accepted": 3}}
 
 
 def events(*deltas, ends=True):
-    """An answer's stream."""
+    """Returns the stream of an answer."""
     chunks = [{"choices": [{"delta": delta}]} for delta in deltas]
     if ends:
         chunks += [{"choices": [{"delta": {}, "finish_reason": "stop"}], **USAGE}]
@@ -33,7 +33,7 @@ def events(*deltas, ends=True):
 
 @pytest.fixture
 def talk(capsys):
-    """What a conversation sent, and what it showed; without a terminal."""
+    """Returns a function that runs a conversation without a terminal: what it sent and showed."""
 
     def talk(*typed, answers=(), **more):
         sent, answers = [], iter(answers)
@@ -87,7 +87,7 @@ def test_a_conversation(talk):
 
 
 def test_images(talk, tmp_path):
-    """They go with the next message; if that is refused, with the one after it."""
+    """Images go with the next message; if it is refused, with the one after it."""
     path = tmp_path / "a cat.png"
     path.write_bytes(b"abc")
     refused = httpx.Response(400, json={"error": {"message": "too large"}})
@@ -198,7 +198,7 @@ print([read("> "), read("> ")])
 
 
 def test_pasted_lines_are_one_message_with_libedit_too():
-    """Which has no bracketed paste."""
+    """libedit has no bracketed paste."""
     with terminal("-c", LIBEDIT) as shown:
         shown.wait_for("> ")
         shown.type("one\n\ntwo\nthree", "three")
@@ -207,20 +207,20 @@ def test_pasted_lines_are_one_message_with_libedit_too():
 
 
 def test_in_a_terminal_with_its_own_engine():
-    """Typed, stopped by Ctrl-C, ended by Ctrl-D; at 80 columns."""
+    """A chat is typed, stopped by Ctrl-C and ended by Ctrl-D, at 80 columns."""
     with terminal("chat", "--temperature", "0", "--seed", "1") as shown:
         shown.wait_for("> ")
-        # A first start drafts nothing before it has measured what a step costs.
+        # On a first start nothing is drafted before the cost of a step has been measured.
         answer = shown.type("Tell me a story.\n", r"(accepted|no drafts)\]\n> ")
         assert " tokens, " in answer
-        # What is pasted is one message, and so is what is between quotes.
+        # Pasted text is one message, and so is text between triple quotes.
         for typed in ("\x1b[200~Tell me\ra joke.\x1b[201~\n", '"""\nTell me\n\na joke.\n"""\n'):
             assert shown.type(typed, r"(accepted|no drafts)\]\n> ").count(" tokens, ") == 1
         assert " tokens, " not in shown.type("/seed 5\n", "The seed is 5")
-        shown.type("Write a long story about a brave fox.\n", r"fox\.\s+\w")  # It answers.
+        shown.type("Write a long story about a brave fox.\n", r"fox\.\s+\w")  # the answer has begun
         assert "[stopped]" in shown.type("\x03", "\n> ")
         shown.type("\x04", "")
         shown.read_all()
         assert shown.process.returncode == 0
-    # A line that is drawn again begins with a carriage return.
+    # A redrawn line begins with a carriage return.
     assert max(map(len, re.split(r"[\r\n]+", answer))) <= COLUMNS

@@ -39,7 +39,7 @@ def parse(*argv: str, **environ: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_settings(parser, *SERVE_FLAGS)
     options = resolve(parser.parse_args(argv), SERVE_FLAGS, environ)
-    options.given = dict.fromkeys(options.given, "")  # wherever the values are from
+    options.given = dict.fromkeys(options.given, "")  # wherever the values come from
     return options
 
 
@@ -57,7 +57,7 @@ def test_every_flag_also_comes_from_the_environment():
         from_environment = parse(**{flag.variable: value})
         assert from_environment == parse(*argv)
         assert from_environment != parse()
-        # The flag wins, even over a value that would be wrong.
+        # The flag overrides the variable, even a wrong value.
         assert parse(*argv, **{flag.variable: ""}) == from_environment
     assert parse("--no-enable-mtp", MLX_MTP_ENABLE_MTP="1").enable_mtp is False
     assert parse(MLX_MTP_ALLOWED_HOST="a, b.").allowed_host == ("a", "b")
@@ -75,7 +75,7 @@ def test_every_flag_also_comes_from_the_environment():
     ],
 )
 def test_an_error_is_one_line_whatever_was_typed(words, environ, error, capsys):
-    """What can be written into a file is in `command_lines.txt`."""
+    """Errors that a text file can express are in `command_lines.txt`."""
     with contextlib.suppress(SystemExit):
         assert cli.main(["serve", *words], environ) == 2
     shown = capsys.readouterr().err
@@ -83,13 +83,13 @@ def test_an_error_is_one_line_whatever_was_typed(words, environ, error, capsys):
 
 
 def test_a_port_is_in_use_as_soon_as_it_is_bound(capsys, monkeypatch):
-    """And that is an error before anything is loaded."""
+    """A second server gets the error before it loads anything."""
     monkeypatch.setattr(build, "load", lambda *_, **__: pytest.fail("loaded"))
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         assert cli.main(["serve", "--port", str(port)], {}) == 2
         assert f"Port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
-        # Early clients wait.
+        # Early clients wait until the server is ready.
         socket.create_connection(("127.0.0.1", port), timeout=30).close()
 
 
@@ -135,7 +135,7 @@ def test_the_models_name(tmp_path, monkeypatch):
     for model, name in ((None, "mlx-mtp-demo"), ("org/model", "org/model"), (path, "tests")):
         assert model_name(model) == name
     odd = tmp_path / os.fsdecode(b"mod\xff")
-    with contextlib.suppress(OSError):  # macOS takes no such name.
+    with contextlib.suppress(OSError):  # macOS refuses this name
         odd.mkdir()
         monkeypatch.chdir(odd)
         assert model_name(".") == "mod?"
@@ -260,7 +260,7 @@ def test_exactness_is_the_models_choice_unless_a_flag_asks_or_excludes_it(given,
 def test_all_commands_build_an_engine_that_is_exact_where_serves_is(
     flags, serves, exact, demo_model, monkeypatch, capsys
 ):
-    """By the same default: so `generate` gives the tokens that `serve` gives."""
+    """All commands have the same default, so `generate` gives the tokens that `serve` gives."""
     loaded = demo_model, Tokenizer.load(DEMO)
 
     def build(model, config, *_, **__):
@@ -294,7 +294,7 @@ def test_all_commands_build_an_engine_that_is_exact_where_serves_is(
     ],
 )
 def test_flags_that_agree_are_not_refused(argv, variables, capsys, monkeypatch):
-    """Those that are refused are in `command_lines.txt`."""
+    """Flags that are refused are in `command_lines.txt`."""
 
     def load(*_, **__):
         raise UsageError("it is loaded")
@@ -329,7 +329,7 @@ def test_a_model_goes_without_a_head_unless_one_was_asked_for(command, monkeypat
 
 
 def test_closed_streams_and_few_open_files():
-    """mlx-lm wants a limit of 2,048 open files; here less will do, and none is lowered."""
+    """mlx-lm asks for 2,048 open files; a lower limit works too, and no limit is lowered."""
     code = """
 import os, sys
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
@@ -352,7 +352,7 @@ for soft, hard, found in ((256, 512, 512), (256, 4000, 2048), (3000, 4000, 3000)
 
 
 def test_a_server_without_files_for_its_clients_is_refused(monkeypatch, capsys):
-    """As under `ulimit -n 64`."""
+    """With `ulimit -n 64`, the error names the limit that the server needs."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     assert cli.main(["serve", "--port", "0"], {}) == 2
     message = "mlx-mtp: The limit of open files is 64, and the server needs 80: raise it, as by "
@@ -402,7 +402,7 @@ def test_when_nobody_reads_generate_ends_and_serve_goes_on(opened, ends):
     )
     os.close(writer)
     try:
-        transport = httpx.HTTPTransport(retries=10)  # With growing waits, until it listens.
+        transport = httpx.HTTPTransport(retries=10)  # growing waits, until the server listens
         with httpx.Client(transport=transport, timeout=60) as client:
             for _ in range(3):
                 answer = client.get(f"http://127.0.0.1:{port}/health")

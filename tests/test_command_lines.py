@@ -15,7 +15,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES = [
-    # A process of its own takes seconds.
+    # These run in processes, which take seconds.
     pytest.param(line, result, id=line, marks=[pytest.mark.full] * line.startswith("HF_"))
     for line, result in recorded()
 ]
@@ -26,7 +26,7 @@ CASES = [
 def test_a_command_line_gives_what_is_recorded(
     line: str, result: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written into the directory; `serve` refuses before it reads the weights."""
+    """No file is written into the directory, and `serve` refuses before it reads the weights."""
     if " serve " in line and result.startswith("2\n"):
         monkeypatch.setattr(mx, "eval", lambda *_: pytest.fail("the weights are read"))
     assert result in ("...", result_of(line))

@@ -18,7 +18,7 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from tests.support.process import CHAT
 from tests.support.quick import full
 
-# The installed program imports from its own folder first; `-m` from the current directory.
+# The installed program imports from its own folder first, `-m` from the current directory.
 PROGRAM = (str(Path(sysconfig.get_path("scripts"), "mlx-mtp")),)
 SAFELY = (sys.executable, "-P", "-m", "mlx_mtp")
 MODULE = (sys.executable, "-m", "mlx_mtp")
@@ -26,7 +26,7 @@ MODULE = (sys.executable, "-m", "mlx_mtp")
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model beside a file for each module that anything might import."""
+    """The bundled model beside a Python file for each module that could be imported."""
     path = tmp_path_factory.mktemp("hostile")
     for file in BUNDLED_MODEL.iterdir():
         shutil.copy(file, path)
@@ -40,7 +40,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def with_our_name(path: Path) -> Iterator[None]:
-    """A folder of this package's name too, which `python -m mlx_mtp` can only find first."""
+    """Add a folder with this package's name, which `python -m mlx_mtp` would find first."""
     (path / "mlx_mtp").mkdir()
     (path / "mlx_mtp" / "__init__.py").write_text((path / "signal.py").read_text())
     yield
@@ -49,9 +49,9 @@ def with_our_name(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory, hostile: Path) -> tuple[str, ...]:
-    """The program as on a Mac, where libraries start processes of Python's own for locks.
+    """The program as on a Mac, where libraries start Python processes for locks.
 
-    It has a path with a colon in it, and relative ones, which lead into the model's directory.
+    Its path has a colon; `sys.path` has relative entries, which lead into the model's directory.
     """
     start = tmp_path_factory.mktemp("a:b") / "start.py"
     start.write_text(
@@ -68,13 +68,13 @@ def program(tmp_path_factory: pytest.TempPathFactory, hostile: Path) -> tuple[st
 
 
 def environment() -> dict[str, str]:
-    """Without the variables that would change where Python imports from."""
+    """Returns the environment without variables that change where Python imports from."""
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONSAFEPATH")}
 
 
 @pytest.mark.parametrize(
     "command",
-    # In the quick run the test of the server alone starts the program, as a script.
+    # In the quick run only the server's test starts the program, as a script.
     [full(PROGRAM), full(SAFELY), MODULE],
     ids=["mlx-mtp", "-P -m", "-m"],
 )
@@ -92,7 +92,7 @@ def test_a_command_imports_nothing_from_the_current_directory(
 def test_a_server_and_its_processes_import_nothing_from_the_current_directory(
     hostile: Path, program: tuple[str, ...]
 ) -> None:
-    """Its processes for templates, tokenizers and grammars too."""
+    """This includes the processes for templates, tokenizers and grammars."""
     argv = [*program, "serve", ".", "--port", "0", "--served-model-name", "m"]
     argv += ["--calibration-seconds", "0"]
     with (

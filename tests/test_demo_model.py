@@ -34,7 +34,7 @@ class Bundled:
     name: str
     model: LoadedModel
     tokenizer: Tokenizer
-    # Held-out prompts of the trainer's generator with their tasks, all tasks in turn.
+    # Held-out prompts of the trainer's generator with their tasks, which take turns.
     texts: list[dict[str, str]]
 
     def prompts(self, count: int | None = None) -> list[list[int]]:
@@ -83,7 +83,7 @@ def test_prompts_of_32_tokens_equal_plain_decoding(bundled, count):
 
 @pytest.fixture(scope="module")
 def sixty(bundled):
-    """Sixty requests, greedy or sampled, and plain decoding's answers to them."""
+    """Sixty requests, greedy or sampled, and the answers of plain decoding."""
 
     @cache
     def of(sampled: bool):
@@ -115,7 +115,7 @@ def test_every_depth_and_acceptance(sixty, bundled, depth, rate, sampled):
 
 
 class Numbered(DeferredWrites):
-    """It also knows which request each row is."""
+    """Deferred writes that also keep the number of each row's request."""
 
     def __init__(self, write, numbers: mx.array) -> None:
         super().__init__(write)
@@ -130,7 +130,7 @@ class Numbered(DeferredWrites):
 
 
 class Recorder(MTPDrafter):
-    """Drafts with the head, notes each draft by its request and position, and spoils it."""
+    """Drafts with the head, records each draft by request and position, and makes it wrong."""
 
     def __init__(self, model) -> None:
         super().__init__(model)
@@ -162,7 +162,7 @@ SHARES = {"closed": (0.98, 1.0), "open": (0.6, 0.95)}
     indirect=["bundled"],
 )
 def test_teacher_forced_acceptance(bundled, kind, count):
-    """How often the first draft is what the trunk says next, at every position of greedy text."""
+    """The share of positions in greedy text where the first draft is the trunk's next token."""
     texts = [p["prompt"] for p in bundled.texts if (p["task"] in OPEN_TASKS) == (kind == "open")]
     prompts = [*map(bundled.tokenizer.encode, texts[:count])]
     wanted = [request(str(i), ids, greedy(64)) for i, ids in enumerate(prompts)]
@@ -180,7 +180,7 @@ def test_teacher_forced_acceptance(bundled, kind, count):
 
 
 def test_sixteen_tool_requests_at_once(bundled):
-    """The one model writes calls as JSON, the other as tags."""
+    """One of the models writes calls as JSON, the other as tags."""
     tool, cities, tokenizer = DATA["weather_tool"], DATA["cities"], bundled.tokenizer
     wanted = []
     for city in cities:
@@ -201,7 +201,7 @@ def test_sixteen_tool_requests_at_once(bundled):
 
 @pytest.mark.parametrize(("count", "whole"), [(2, 1), pytest.param(16, 15, marks=pytest.mark.full)])
 def test_needles_come_back_whole(moe, count, whole):
-    """A secret told in the first turn, asked for 600 tokens and several turns later."""
+    """A secret from the first turn is repeated 600 tokens and several turns later."""
     wanted = []
     for index, messages in enumerate(DATA["needles"][:count]):
         ids = moe.tokenizer.encode_chat(messages)

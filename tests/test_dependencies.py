@@ -1,4 +1,4 @@
-"""What other packages must have: each is declared, and each private part that is used exists."""
+"""Requirements on other packages: each is declared, and each private part in use exists."""
 
 import argparse
 import ast
@@ -25,7 +25,7 @@ from mlx_mtp.server.serving import Server
 PACKAGE = Path(mlx_mtp.__file__).parent
 PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]
 DECLARED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["plot"]]
-# Our classes that change others', the name by which their code has an object, and its class.
+# Our classes that change others', the name of the other object in our code, and its class.
 USES: list[tuple[type, str, type]] = [
     (protocol.LimitedProtocol, "self", H11Protocol),
     (protocol.LimitedProtocol, "cycle", RequestResponseCycle),
@@ -41,7 +41,7 @@ def normalized(name: str) -> str:
 
 
 def imported() -> set[str]:
-    """The top-level modules of other packages that the package imports."""
+    """Returns the top-level modules that the package imports from other packages."""
     found = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
@@ -68,7 +68,7 @@ def test_packages_whose_private_parts_are_used_have_upper_bounds() -> None:
 
 
 def attributes(theirs: type) -> set[str]:
-    """The names that a class defines, or that its methods set."""
+    """Returns the names that a class defines, or that its methods set."""
     methods = (each for base in theirs.__mro__ for each in vars(base).values())
     code = (each for each in methods if inspect.isfunction(each))
     steps = (step for each in code for step in dis.get_instructions(each))
@@ -89,7 +89,7 @@ def test_what_is_used_and_overridden_of_other_packages_exists(
     own = {defined for defined in vars(ours) if not defined.startswith("__")}
     assert used - own - set_here <= attributes(theirs)
     if name == "self":
-        # A method that nothing of ours calls is there to be called by theirs.
+        # A method that our code never calls must override one that their code calls.
         overriding = own - {node.attr for node in uses if not isinstance(node.value, ast.Call)}
         assert overriding and overriding <= attributes(theirs)
 
@@ -98,7 +98,7 @@ def test_serving_installs_no_developers_tools(tmp_path: Path) -> None:
     def installed(target: str) -> list[str]:
         argv = ["make", "--dry-run", target, f"VENV={tmp_path}", "EXTRA=cpu"]
         done = subprocess.run(argv, cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
-        # pip shows its progress.
+        # pip shows its progress: it is not quiet.
         return re.findall(r"pip install --disable-pip-version-check --editable '(.*)'", done.stdout)
 
     assert installed("serve") == [".[cpu]"]
@@ -107,6 +107,6 @@ def test_serving_installs_no_developers_tools(tmp_path: Path) -> None:
 
 
 def test_uvicorn_is_used_as_it_is_called() -> None:
-    """`Server._accept` makes protocols and leaves uvicorn no socket to listen on."""
+    """`Server._accept` creates the protocols, and uvicorn gets no socket to listen on."""
     assert {"config", "server_state", "app_state"} <= set(inspect.signature(H11Protocol).parameters)
     assert "sockets" in inspect.signature(uvicorn.Server.startup).parameters

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does, and each test that they name is there."""
+"""The documents agree with the code, and each test that they name exists."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ def text_of(name: str) -> str:
 
 
 FLAGS = {flag.name: flag for flag in SERVE_FLAGS}
-# Of the other commands.
+# Flags of the other commands.
 OTHERS = {"--mlx-model-path", "--source-model", "--verify", "--force", "--dry-run"}
 OTHERS |= {"--write", "--offline", "--memory", "--no-enable-mtp", "--no-vision"}
 
@@ -84,7 +84,7 @@ def test_the_paths_that_are_named_are_there():
         for path in re.findall(
             r"`((?:benchmarks|docs|mlx_mtp|scripts|tests)/[\w./*-]+)`", page.read_text("utf-8")
         )
-        # Other projects have these.
+        # These are files of other projects.
         if not path.startswith(("tests/api_resources", "tests/entrypoints"))
     }
     (late,) = re.findall(r'"\{(.+)\}\.py" = \["E402"\]', text_of("pyproject.toml"))
@@ -138,19 +138,19 @@ def test_the_way_of_a_request_is_that_of_the_code():
                 assert re.search(rf"(?:class|def) {part}\b", source), f"{modules}: {name}"
 
 
-# Commands of other programs in the documents, and the test that runs each; None: nothing here can.
+# Commands of other programs in the documents, and the test that runs each, or None if none can.
 RUN_BY = {
     "ANTHROPIC_BASE_URL=": "tests/clients/test_agents.py",
     "OPENAI_API_BASE_URL=": "tests/clients/test_open_webui.py",
     "curl ": "tests/test_terminal.py",
-    "git clone ": None,  # has no address yet
+    "git clone ": None,  # no address yet
     "lm_eval ": "tests/clients/test_lm_eval.py",
     "pipx ": "tests/test_wheel.py",
 }
 
 
 def commands() -> list[tuple[str, bool]]:
-    """The command lines of the documents' blocks (True) and the commands within their text."""
+    """Returns the commands in the documents' code blocks (True) and within their text (False)."""
     found = []
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         text = page.read_text("utf-8") if page.name != "CHANGELOG.md" else ""
@@ -164,7 +164,7 @@ def commands() -> list[tuple[str, bool]]:
 
 
 def check_command(line: str, whole: bool) -> None:
-    """AssertionError or SystemExit if a command has an argument, a file or a target that isn't."""
+    """Raises AssertionError or SystemExit if an argument, file or target does not exist."""
     line = re.sub(r"\[(\w+)(\|\w+)?\]", r"\1", line)  # optional arguments
     words = shlex.split(line.rpartition("| ")[2], comments=True)
     words = [{"COMMAND": "serve", "NAME": "opencode"}.get(word, word) for word in words]

@@ -1,4 +1,4 @@
-"""What is made of a check for exact answers: the default, the banner, the routes, the ledger."""
+"""Results of the check for exact answers: the default, the banner, the routes, the ledger."""
 
 import re
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_check_that_fails_is_a_fault_and_elsewhere_there_is_none(monkeypatch):
 
 @pytest.mark.parametrize("wanted", [None, True])
 def test_a_check_that_no_flag_asks_for_ends_in_seconds(monkeypatch, wanted):
-    """By a clock that each of ten operations takes two seconds of."""
+    """The default check ends after 5 s, by a clock that advances 2 s with each operation."""
     now, compared = [0.0], list[str]()
 
     def compare(name: str) -> None:
@@ -94,7 +94,7 @@ def test_a_check_that_no_flag_asks_for_ends_in_seconds(monkeypatch, wanted):
 
 
 def test_products_and_steps_end_in_seconds(monkeypatch):
-    """What takes long asks within it whether there is time."""
+    """Long comparisons check the time while they run."""
 
     def late() -> None:
         raise TimeoutError
@@ -135,7 +135,7 @@ class Products(nn.Module):
 
 
 def test_routes_of_exact_steps_on_metal(monkeypatch):
-    """One order of sums for all numbers of rows, blocks where the kernel is wrong, and back."""
+    """Exact steps use one order of sums for all row counts, or blocks where the kernel is wrong."""
     model = Products()
     usual = Routes(range(2, 17), gaps=(range(5, 6),))
     for layer in (model.served, model.mtp):
@@ -154,7 +154,7 @@ def test_routes_of_exact_steps_on_metal(monkeypatch):
 
 
 def test_the_ledger_names_each_kernel_and_its_evidence():
-    """docs/exact.md: a test that is there, or a file of mlx that was read."""
+    """docs/exact.md names a test that exists, or a file of mlx that was read."""
     page = (ROOT / "docs/exact.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
     rows = [row for row in rows if row[3].startswith(("emulated: ", "by reading: "))]

@@ -1,4 +1,4 @@
-"""`mlx-mtp launch`: clients that run on a server here, for one session alone."""
+"""`mlx-mtp launch`: clients that use a server on this machine, for one session."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from tests.support.fake_hub import FakeHub
 from tests.support.waiting import wait_until
 
 SERVED = Served("http://127.0.0.1:8000", "a/model", 40_000, True)
-# Stands in for a client: notes how it was started, asks the server, and ends with status 7.
+# Stands in for a client: records how it was started, asks the server, and exits with status 7.
 CLIENT = f"""#!{sys.executable}
 import json, os, sys, time, urllib.request
 from pathlib import Path
@@ -43,7 +43,7 @@ sys.exit(7)
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home with a fake aider on the PATH; servers of other tests aren't seen from it."""
+    """A home directory with a fake aider on PATH; servers of other tests aren't visible from it."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "aider").write_text(CLIENT)
@@ -63,7 +63,7 @@ def launch(*words: str) -> subprocess.Popen[str]:
 
 
 def note_of(home: Path, process: subprocess.Popen[str]) -> dict[str, object]:
-    """What the client wrote down, as soon as it has."""
+    """Returns what the client recorded, as soon as it is there."""
     while not (home / "note.json").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -79,7 +79,7 @@ def test_a_server_is_started_and_ends_with_its_client(home: Path) -> None:
     assert note["models"] == server.models
     assert note["arguments"][-2:] == ["--message", "Hello -- you"]
     assert not server.url.endswith(":8000")
-    # Another session finds it, and leaves it running.
+    # Another session finds the server, and leaves it running.
     (home / "stay").unlink()
     (home / "note.json").unlink()
     process.send_signal(signal.SIGSTOP)
@@ -99,7 +99,7 @@ def test_a_server_is_started_and_ends_with_its_client(home: Path) -> None:
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGHUP, signal.SIGKILL]
 )
 def test_a_closed_terminal_ends_client_and_server(home: Path, number: int) -> None:
-    """And no server stays whose `launch` was killed."""
+    """If `launch` is killed, the server ends with the client."""
     (home / "stay").touch()
     process = launch("aider", str(DEMO))
     note_of(home, process)
@@ -120,7 +120,7 @@ def test_a_terminal_that_is_closed_while_a_model_loads_leaves_no_server(home: Pa
     assert process.stderr is not None
     while "Starting a server" not in process.stderr.readline():
         assert process.poll() is None
-    time.sleep(0.5)  # The server's process is there, and not yet ready.
+    time.sleep(0.5)  # the server's process has started, and is not ready yet
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGHUP
@@ -141,7 +141,7 @@ def test_errors_say_what_to_do(home: Path) -> None:
 
 
 def test_each_client_is_told_address_model_key_and_context(tmp_path: Path) -> None:
-    """By variables and flags; the key is in no flag, which every user of the machine can see."""
+    """They are in variables, flags or files; the key is in no flag, which every user could see."""
     assert set(SESSION_NAMES) == set(LAUNCHERS)
     for name, launcher in LAUNCHERS.items():
         folder = tmp_path / name
@@ -152,7 +152,7 @@ def test_each_client_is_told_address_model_key_and_context(tmp_path: Path) -> No
         assert SERVED.url in told and SERVED.model in told, name
         assert "the-key" in session.variables.values()
         assert not any("the-key" in word for word in session.arguments), name
-        # Qwen Code and llm know no limit.
+        # Qwen Code and llm have no setting for the context length.
         assert ("40000" in told) == (name not in ("qwen", "llm")), name
 
 
@@ -169,11 +169,11 @@ def test_one_command_from_nothing_to_an_agent(
     hub: FakeHub,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """opencode from npm; the model comes with its head, and the second start asks nothing."""
+    """opencode runs on a model downloaded with its head; the second start sends no request."""
     config = json.loads(hub.files["config.json"])
     config.get("text_config", config)["max_position_embeddings"] = 1 << 16
     hub.files["config.json"] = json.dumps(config).encode()
-    # Its weights are random: an answer ends after some ten tokens.
+    # The weights are random: with these ends an answer has about ten tokens.
     hub.files["generation_config.json"] = json.dumps(
         {"eos_token_id": [*range(0, 4096, 10)]}
     ).encode()

@@ -1,4 +1,4 @@
-"""What the Finder leaves beside our files, and beside a model's, is nobody's."""
+"""Files that the Finder leaves beside ours, and beside a model's, are ignored."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ APPLE_DOUBLE = b"\0\5\x16\7\0\2\0\0Mac OS X"
 
 
 def littered(source: Path, path: Path) -> Path:
-    """A copy of a folder after the Finder was there, on a disk that is not the Mac's own."""
+    """Copy a folder as the Finder leaves it on a disk with a foreign file system."""
     shutil.copytree(source, path)
     for each in [path, *path.rglob("*")]:
         each.with_name(f"._{each.name}").write_bytes(APPLE_DOUBLE)
@@ -50,5 +50,5 @@ def test_a_model_is_what_it_was(tmp_path):
     (tmp_path / "linked" / ".DS_Store").write_bytes(b"another")
     link_model(model, tmp_path / "linked")
     assert (tmp_path / "linked" / "config.json").is_symlink()
-    (model / "model.safetensors.index.json").unlink()  # All files are looked at then.
+    (model / "model.safetensors.index.json").unlink()  # then all files are examined
     assert open_source(str(model), None).files == open_source(str(BUNDLED_MODEL), None).files

@@ -1,4 +1,4 @@
-"""What memory the machine says it has, and what is made of it."""
+"""The memory that the machine reports, and the limits derived from it."""
 
 from types import SimpleNamespace
 

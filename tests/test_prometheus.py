@@ -1,4 +1,4 @@
-"""A real Prometheus reads /metrics, and promtool has nothing to say but what is noted here."""
+"""A real Prometheus reads /metrics, and promtool reports only the faults noted here."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ import pytest
 from mlx_mtp.server.serving import bind
 from tests.support.process import CHAT, MODEL, running
 
-# Prometheus keeps colons for recording rules; vLLM, whose dashboards these are for, uses them too.
+# Prometheus reserves colons for recording rules, but vLLM's dashboards expect these names.
 NOTED = "metric names should not contain ':'"
 
 
 def programs(folder: Path) -> Path:
-    """Where prometheus and promtool are; Debian's package is unpacked if they are not installed."""
+    """Returns the folder of prometheus and promtool; unpacks Debian's package if needed."""
     if (installed := shutil.which("promtool")) and shutil.which("prometheus"):
         return Path(installed).parent
     if shutil.which("apt-get") is None:
@@ -31,7 +31,7 @@ def programs(folder: Path) -> Path:
 
 
 def dashboard() -> Iterator[str]:
-    """What docs/grafana.json asks Prometheus for."""
+    """Yields the queries of docs/grafana.json."""
     found = json.loads((Path(__file__).parents[1] / "docs" / "grafana.json").read_text())
     for panel in found["panels"]:
         for target in panel["targets"]:
@@ -53,7 +53,7 @@ def test_prometheus_reads_the_metrics_and_promtool_finds_nothing_new(tmp_path: P
         target = server.url.removeprefix("http://")
         config = {"global": {"scrape_interval": "1s"}, "scrape_configs": []}
         config["scrape_configs"] = [{"job_name": "m", "static_configs": [{"targets": [target]}]}]
-        (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML.
+        (tmp_path / "prometheus.yml").write_text(json.dumps(config))  # JSON is valid YAML
         with bind("127.0.0.1", 0) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
         flags = ["--config.file=prometheus.yml", f"--web.listen-address={address}"]
@@ -65,14 +65,14 @@ def test_prometheus_reads_the_metrics_and_promtool_finds_nothing_new(tmp_path: P
             with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
                 for _ in range(120):
                     url = f"http://{address}/api/v1/query"
-                    # 503, and no JSON, until it has started.
+                    # Until Prometheus has started, the answer is a 503 without JSON.
                     answer = client.get(url, params={"query": query})
                     if answer.is_success and (result := answer.json()["data"]["result"]):
                         break
                     time.sleep(0.5)
                 (series,) = result
                 assert series["metric"]["finished_reason"] == "length" and series["value"][1] == "1"
-                # All that the dashboard asks for is there: a rate needs two samples.
+                # All queries of the dashboard have a result: a rate needs two samples.
                 time.sleep(3)
                 for expression in dashboard():
                     answer = client.get(url, params={"query": expression}).json()

@@ -22,12 +22,12 @@ def ask(server: Server, max_tokens: int) -> httpx.Response:
 
 
 def ask_with_three_tokens(server: Server) -> httpx.Response:
-    """What the broken servers below know by its prompt."""
+    """Send the prompt that the broken servers below recognize."""
     return server.post("/v1/completions", prompt=[5, 6, 7], max_tokens=30, **WHOLE)
 
 
 def events(server: Server) -> Iterator[str]:
-    """Of a stream that ends only when it is ended."""
+    """Yields the lines of a stream that ends only when it is stopped."""
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 20_000, "stream": True, **WHOLE}
     with httpx.stream("POST", server.url + CHAT, json=body, timeout=120) as answer:
         yield from (line for line in answer.iter_lines() if line)
@@ -41,7 +41,7 @@ def wait_until_unhealthy(server: Server) -> dict[str, str]:
 
 
 def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], beside: int) -> None:
-    """Until the server has these requests and some beside them; one that is answered was taken."""
+    """Wait until the server has these requests and `beside` others; answered ones count too."""
 
     def taken() -> float:
         return sum(job.done() for job in jobs) + server.metric("num_requests_held")
@@ -51,7 +51,7 @@ def wait_until_taken(server: Server, jobs: Sequence[Future[httpx.Response]], bes
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    """For processes started here: under nohup, or behind a shell's &, they would ignore these."""
+    """Reset signals for processes started here, which would ignore them under nohup or after &."""
     numbers = signal.SIGHUP, signal.SIGQUIT
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     yield
@@ -73,12 +73,12 @@ def default_signals() -> Iterator[None]:
 def test_a_signal_drains_and_the_exit_status_is_0(sig: signal.Signals, read_log: bool) -> None:
     """Two rows run and two requests wait: all four are answered in full; the next is refused.
 
-    A stream beside them keeps the server from having drained before. Other signals change nothing.
+    A stream beside them keeps the drain from ending too early. Other signals change nothing.
     """
     few = ("--max-num-seqs", "3", "--drain-timeout", "300", "--calibration-seconds", "0")
     with running(*few, read_log=read_log) as server, ThreadPoolExecutor(4) as pool:
         for _ in range(300):
-            # A pipe takes some 64 KiB; the log has so much of each path, twice.
+            # A pipe holds about 64 KiB: the log has each path twice, so these requests fill it.
             assert server.http.get("/" + "x" * 120).status_code == 404
         beside = events(server)
         next(beside)
@@ -111,7 +111,7 @@ def test_killed_and_started_again_it_gives_the_same_answer() -> None:
         with pytest.raises(httpx.HTTPError):
             list(lines)
         assert server.process.wait(60) == -signal.SIGKILL
-    # The address is free at once.
+    # The address is free immediately.
     with running("--port", port) as server:
         assert server.url.endswith(port)
         assert ask(server, 40).json()["choices"] == expected
@@ -121,7 +121,7 @@ def test_killed_and_started_again_it_gives_the_same_answer() -> None:
 def test_a_process_that_was_stopped_did_not_hang() -> None:
     with running("--calibration-seconds", "0") as server:
         lines = events(server)
-        for _ in range(50):  # Two steps of a kind may take as long as they like.
+        for _ in range(50):  # the first two steps of a kind can take any time
             next(lines)
         server.process.send_signal(signal.SIGSTOP)
         time.sleep(HANG_SECONDS + 2)
@@ -172,14 +172,14 @@ def dying(self):
     return schedule(self)
 Scheduler.schedule = dying
 """
-# All of it is within a minute, however slow the machine is.
+# The restart window covers the whole test, however slow the machine is.
 LONG_MINUTE = "from mlx_mtp.engine import health; health.RESTART_WINDOW = 3600.0"
 
 
 def test_the_engine_dies_and_comes_back_three_times(mtp_server: Server) -> None:
     with running("--no-enable-mtp", "--dtype", "float32", code=f"{LONG_MINUTE}\n{DEATH}") as server:
         expected = ask(server, 20).json()["choices"]
-        # It has no MTP, and the same answer.
+        # This server has no MTP, and gives the same answer.
         assert 'source="mtp"' not in server.http.get("/metrics").text
         assert ask(mtp_server, 20).json()["choices"] == expected
         for number in range(1, 5):

@@ -56,7 +56,7 @@ def _answers(port: int) -> bool:
 
 
 def converse(url: str, number: int, at_turn: Callable[[int], object] = lambda _: None) -> list[int]:
-    """Cached tokens of each turn, less what the turn before had as its prompt."""
+    """Returns each turn's cached tokens, minus the previous turn's prompt tokens."""
     messages, more, before = [], [], 0
     with httpx.Client(base_url=url, timeout=120) as client:
         for turn in range(TURNS):
@@ -89,7 +89,7 @@ def test_conversations_stay_on_a_server_and_outlive_one_that_drains_and_one_that
 
         with running(*flags[0]) as first:
             found = list(pool.map(lambda n: converse(url, n), range(CONVERSATIONS)))
-            # A turn finds all that the turn before had, which the other server lacks.
+            # A turn finds the whole prompt of the previous turn, which the other server lacks.
             assert all(more >= 0 for turns in found for more in turns[1:])
             assert first.metric("generation_tokens_total") * other.metric("generation_tokens_total")
 

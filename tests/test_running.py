@@ -1,4 +1,4 @@
-"""The files by which `mlx-mtp ps` finds servers: private, and never believed when stale."""
+"""The files by which `mlx-mtp ps` finds servers: private, and not trusted when stale."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""200 JSON schemas through the API, four at a time: valid, and the same with MTP on and off."""
+"""200 JSON schemas through the API, four at a time: valid answers, equal with and without MTP."""
 
 import json
 import os
@@ -23,7 +23,7 @@ DEPTH = ("--enable-mtp", "--mtp-num-draft-tokens", "3")
 
 
 def bias() -> dict[str, float]:
-    """A push towards the ends of things, as the bundled model tells stories in each string."""
+    """Returns a bias towards ends of values, as the bundled model tells stories in each string."""
 
     def push(text: bytes) -> float:
         if not text.strip():
@@ -42,7 +42,7 @@ def test_answers_are_valid_and_the_same_with_mtp_on_and_off():
     pushes, drafts = bias(), [0, 0]
 
     def answer(server: Server, case: dict[str, Any]) -> tuple[str, str]:
-        """Finish reason and content; of a refusal its code."""
+        """Returns the finish reason and the content, or "refused" and the error's code."""
         form = {"name": "answer", "schema": case["schema"], "strict": True}
         messages = [{"role": "user", "content": f"Fill in {case['name']}."}]
         fields = {"temperature": 0, "frequency_penalty": 0.2, "max_tokens": 300}

@@ -1,6 +1,6 @@
 """A real server process on the bundled model: depths, prefixes, enforced calls, reasoning.
 
-That many requests at once equal one at a time: tests/test_soak.py.
+tests/test_soak.py compares many requests at the same time with one at a time.
 """
 
 import json
@@ -36,13 +36,13 @@ def test_a_request_chooses_its_own_depth(mtp_server: Server) -> None:
     for depth in (1, 5):
         some = timings(mtp={"num_draft_tokens": depth})
         assert some["draft_n"] > 0
-        # Each window but the last, which the answer's end may cut, has so many.
+        # Each window has `depth` drafts, except the last, which the answer's end can cut.
         assert some["draft_n"] % depth == 0
         assert some["draft_n_accepted"] > 0
 
 
 def test_an_echoed_answer_has_the_logprobs_that_it_was_drawn_with(mtp_server: Server) -> None:
-    """All of the first answer is the second prompt, of which no more tokens are asked for."""
+    """The second prompt is the whole first answer with its prompt, and no token is generated."""
 
     def found(prompt: str, **fields: Any) -> tuple[str, list[str], list[float | None]]:
         fields = {"prompt": prompt, "echo": True, "logprobs": 2, "seed": 1} | fields
@@ -95,7 +95,7 @@ def test_reasoning_and_its_budget(mtp_server: Server) -> None:
     assert think(thinking_budget=spent)[0] == message
     for budget in (0, 5):
         short, spent = think(thinking_budget=budget)
-        assert spent == budget + 1  # The tag that is forced counts as well.
+        assert spent == budget + 1  # the forced tag counts as well
         assert message.reasoning_content.startswith(getattr(short, "reasoning_content", ""))
         assert short.content
 
@@ -127,7 +127,7 @@ def test_a_second_turn_finds_the_first(mtp_server: Server) -> None:
     queries = mtp_server.metric("prefix_cache_queries_total")
     second = ask(mtp_server, messages=messages, **fields)
     tokens = second["usage"]["prompt_tokens"]
-    # At least up to the end of the question, most likely to that of the answer.
+    # Cached at least to the end of the question, most likely to the end of the answer.
     assert cached(second) >= first["usage"]["prompt_tokens"] - 10
     assert second["timings"]["cache_n"] == cached(second)
     assert second["timings"]["prompt_n"] == tokens - cached(second)
@@ -137,23 +137,23 @@ def test_a_second_turn_finds_the_first(mtp_server: Server) -> None:
     cold = ask(mtp_server, messages=messages, **(fields | {"cache_salt": "nobody"}))
     assert cached(cold) == 0
     assert second["choices"][0]["message"] == cold["choices"][0]["message"]
-    # All of it; the last token counts as computed.
+    # The whole prompt is cached; the last token counts as computed.
     assert cached(ask(mtp_server, messages=messages, **fields)) == tokens - 1
 
 
 def test_vllm_cve_2025_46570_cache_timing(mtp_server: Server) -> None:
-    """Without the salt nobody can find out, by time or by usage, what was asked under it."""
+    """Without the salt neither time nor usage reveals what was asked under it."""
     fields = {"messages": turns("My secret."), "max_tokens": 1, "temperature": 0}
     own = ask(mtp_server, cache_salt="mine", **fields)
     assert cached(ask(mtp_server, cache_salt="mine", **fields)) > 0
     for guess in ("MINE", "mine "):
         assert cached(ask(mtp_server, cache_salt=guess, **fields)) == 0
-    # Unsalted, the other tests' system prompt may be there.
+    # Without a salt, the system prompt of other tests can be cached.
     assert cached(ask(mtp_server, **fields)) < own["usage"]["prompt_tokens"] - 5
 
 
 def test_choices_of_one_request(mtp_server: Server) -> None:
-    """A shared prompt is computed once, so it counts as computed; asked again, it is not."""
+    """A prompt shared by choices counts as computed, once; when it is repeated, it is cached."""
     fields = {"messages": turns("Hi!"), "n": 4, "seed": 3, "max_tokens": 8, "cache_salt": "n"}
     before = mtp_server.metric("prefix_cache_hits_total")
     first = ask(mtp_server, **fields)
@@ -166,8 +166,10 @@ def test_choices_of_one_request(mtp_server: Server) -> None:
 
 
 def test_a_billing_nonce_does_not_spoil_the_prefix(mtp_server: Server) -> None:
-    """As Claude Code asks: its first system block has a nonce that changes with each turn. More
-    than nine tenths of the second turn's prompt come from the first."""
+    """Claude Code's first system block has a nonce that changes with each turn.
+
+    Still, more than nine tenths of the second turn's prompt come from the first.
+    """
 
     def usage(nonce: str, messages: list[Any], stream: bool) -> dict[str, int]:
         header = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={nonce};"
@@ -194,7 +196,7 @@ def test_a_billing_nonce_does_not_spoil_the_prefix(mtp_server: Server) -> None:
 
 @pytest.mark.full
 def test_killed_and_started_again_it_is_warm(tmp_path: Path):
-    """SIGKILL; then every answer is as it was, greedy and sampled, and its prompt was found."""
+    """After SIGKILL each answer, greedy or sampled, is the same, and its prompt is cached."""
 
     def turn(server: Server, *texts: str, **fields: Any) -> dict[str, Any]:
         fields = {"max_tokens": 16, "temperature": 0} | fields
@@ -207,7 +209,7 @@ def test_killed_and_started_again_it_is_warm(tmp_path: Path):
         before = [turn(server, "Hi!", **fields) for fields in asked]
         assert [cached(answer) > 0 for answer in before] == [False, True, False]
         seen, now = -1, 0
-        while seen != now or not now:  # It writes as long as there is something to write.
+        while seen != now or not now:  # files are still being written
             time.sleep(0.5)
             seen, now = now, server.metric("prefix_cache_files")
         server.process.send_signal(signal.SIGKILL)
@@ -224,7 +226,7 @@ def test_killed_and_started_again_it_is_warm(tmp_path: Path):
         assert cached(more) >= after[0]["usage"]["prompt_tokens"] - 10
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-    # A drain writes what waited; other settings then find nothing, and leave nothing.
+    # A drain writes pending prefixes; with other settings none is found, and none is left.
     with running(*flags, "--kv-cache-quantization", "8") as server:
         assert server.metric("prefix_cache_files") == 0
         assert cached(turn(server, "Hi!")) == 0

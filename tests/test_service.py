@@ -35,7 +35,7 @@ def settings_of(unit: bytes) -> dict[str, str]:
 @given(st.lists(words, min_size=1), words, words)
 @settings(max_examples=25)
 def test_words_of_a_unit_are_those_of_the_job(arguments, value, folder):
-    """Inside double quotes systemd and shlex read backslashes alike."""
+    """Within double quotes systemd and shlex read backslashes alike."""
     unit = settings_of(_unit(_Job(["/bin/a b", *arguments], {"A": value}, f"/{folder}", 1)))
 
     def read(text):
@@ -71,7 +71,7 @@ def test_the_property_list(tmp_path):
         "StandardOutPath": "/log & <x>",
         "StandardErrorPath": "/log & <x>",
     }
-    # What plutil -lint asks for beside a text that can be parsed.
+    # plutil -lint requires this beside a text that can be parsed.
     root = ElementTree.fromstring(text)
     assert (root.tag, root.get("version"), [each.tag for each in root]) == (
         "plist",
@@ -91,7 +91,7 @@ def test_the_property_list(tmp_path):
 
 @pytest.fixture(params=["Linux", "Darwin"])
 def system(request, tmp_path, monkeypatch):
-    """A home directory, and programs that note how they are called in place of the system's."""
+    """A home directory, and programs in place of the system's, which record how they are called."""
     monkeypatch.setattr(platform, "system", lambda: request.param)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
@@ -100,7 +100,7 @@ def system(request, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     for name in ("systemctl", "launchctl", "journalctl", "tail"):
         program = tmp_path / "bin" / name
-        # A job is not running; the session that is asked for is there unless a file says so.
+        # The job is not running; the session exists unless the file `closed` exists.
         program.write_text(
             f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/calls\n'
             f'case "$*" in *status*|*/local.mlx-mtp) exit 3;; esac\n'
@@ -152,7 +152,7 @@ def test_what_is_installed_replaced_and_removed(system, tmp_path, capfd):
         assert "SECRET" not in text and text.count("k%") == 1 and "--api-key" not in text
         job = plistlib.loads(text.encode()) if system == "Darwin" else settings_of(text.encode())
         assert str(job["WorkingDirectory"]).rstrip("/") == str(tmp_path)
-        path.chmod(0o644)  # It is replaced, whatever it is.
+        path.chmod(0o644)  # it is replaced, whatever its mode is
     for words in (["status"], ["logs", "-f"]):
         assert run(*words)[1].count("\n") == 1
     logs = [tmp_path / f"Library/Logs/mlx-mtp.log{end}" for end in ("", ".1", ".3")]
@@ -191,7 +191,7 @@ for number in range(40):
 
 
 def without_session() -> str | None:
-    """The reason why no user manager can be started here beside that of the machine."""
+    """Returns the reason why no second user manager can be started here, or None."""
     if shutil.which("systemd-analyze") is None:
         return "there is no systemd"
     if Path("/run/systemd/system").exists():
@@ -204,7 +204,7 @@ def without_session() -> str | None:
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """A user manager of systemd in namespaces of its own, which is shut down in the end."""
+    """A user manager of systemd in its own namespaces, which is shut down at the end."""
     if reason := without_session():
         pytest.skip(reason)
     runtime = tmp_path / "run"
@@ -213,7 +213,7 @@ def session(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    # systemd looks for a system that it has booted, and as process 1 it would be that system.
+    # systemd requires a system that it has booted; as process 1 it would become that system.
     code = "mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system && $0 --user; true"
     enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     manager = [*enter, "sh", "-c", code, "/usr/lib/systemd/systemd"]
@@ -248,7 +248,7 @@ def test_a_user_session_serves_restarts_and_forgets(session, tmp_path, monkeypat
             answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers).json()
             return [each["id"] for each in answer["data"]]
 
-    for _ in range(2):  # The second replaces the first.
+    for _ in range(2):  # the second one replaces the first
         assert main(["service", "install", "--", *flags], variables) == 0
         wait_until(lambda: names("a key") == names(variables["MLX_MTP_API_KEY"]) == [ODD])
     subprocess.run(["systemctl", "--user", "kill", "--signal=KILL", "mlx-mtp.service"], check=True)

@@ -1,4 +1,4 @@
-"""The settings file: each flag of each command, its precedence, and what is wrong in a file."""
+"""The settings file: each flag of each command, precedence, and errors in a file."""
 
 import argparse
 import re
@@ -20,7 +20,7 @@ TEXTS["--chat-template-kwargs"] = '{"preserve_thinking": true}'
 
 
 def toml_of(flag: Flag) -> tuple[str, str]:
-    """A value of the flag: as a variable has it, and as TOML."""
+    """Returns a value of the flag, as a variable has it and as TOML."""
     if flag.parse is None:
         return ("false", "false") if flag.default else ("true", "true")
     text = flag.parse[-1] if isinstance(flag.parse, tuple) else TEXTS.get(flag.name, "7")
@@ -30,7 +30,7 @@ def toml_of(flag: Flag) -> tuple[str, str]:
 
 @pytest.fixture
 def written(tmp_path: Path):
-    """Writes a settings file; the result are the variables that name it."""
+    """Returns a function that writes a settings file, and returns the variable that names it."""
 
     def write(text: str, mode: int = 0o600) -> dict[str, str]:
         path = tmp_path / "config.toml"
@@ -51,7 +51,7 @@ def test_each_flag_comes_from_a_variable_and_from_each_table(command, written):
         text, value = toml_of(flag)
         expected = getattr(resolved(command, {flag.variable: text}), flag.key)
         assert expected != flag.default
-        # At the top `models` has the models' tables.
+        # At the top level `models` is the table of the models.
         tables = ["", f"[{command}]"][flag.key == "models" :]
         if flag.key not in ("model", "models", "all") and command in ("serve", "generate", "chat"):
             tables += ["[models.mlx-mtp-demo]", f"[models.mlx-mtp-demo.{command}]"]
@@ -64,7 +64,7 @@ def test_each_flag_comes_from_a_variable_and_from_each_table(command, written):
 
 
 def test_config_help_and_the_page_show_the_same_flags(written, capsys, monkeypatch):
-    """The page has the commands with many flags; of the others --api-key may be a setting."""
+    """The page has the commands with many flags; --api-key of the others can be a setting."""
     monkeypatch.setenv("COLUMNS", "200")
     page = flags_doc.page()
     for command, flags in COMMAND_FLAGS.items():

@@ -1,13 +1,13 @@
 """Many clients at once, some of whom leave: nothing is left over, nothing differs, nothing leaks.
 
-An idle server answers each request before the load and after it; each answer under load equals
-that, and what came of an unfinished one is its beginning. The full form takes `SOAK_SECONDS` from
-the environment. Its server may have 256 open files, some clients never read, and once a minute a
-prompt ends the engine's thread.
+An idle server answers each request before the load and after it. Each answer under load equals that
+answer, and the text of an unfinished one is its beginning. The full form takes `SOAK_SECONDS` from
+the environment. Its server is limited to 256 open files, some clients never read, and once a minute
+a prompt ends the engine's thread.
 
 Resident memory is sampled each second under load, after a first minute of load that does not count.
 The plateau is the median of the second quarter of the time; the median of the last quarter is at
-most 5% more.
+most 5% higher.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"tools": [WEATHER], "tool_choice": "required"},
 )
 DEPTHS: tuple[dict[str, Any], ...] = ({}, *({"mtp": {"num_draft_tokens": k}} for k in (0, 4)))
-# A request is a question, its sampling, and the form of the answer. Of 6 to 57 tokens, or of 40.
+# A request is a question, its sampling, and the form of the answer: 6 to 57 tokens, or 40.
 KINDS = [
     *(
         (q, s, {"max_tokens": 6 + 3 * n})
@@ -58,23 +58,23 @@ KINDS = [
     *((STORY, s, {"max_tokens": 40, **form}) for s in SAMPLING[:2] for form in FORMS),
 ]
 SECONDS_BETWEEN_DEATHS = 60.0
-# Gauges that an idle server need not have had before: what is kept for later, and what is learnt.
+# Gauges that can change on an idle server: what is kept for later, and what is learned.
 KEPT = ("mlx_mtp:prefix_cache_", "mlx_mtp:spec_decode_", "process_")
 
 
 class KilledError(Exception):
-    """An answer ended with the engine's thread."""
+    """The engine's thread ended during an answer."""
 
 
 def wanted(number: int, **fields: Any) -> dict[str, Any]:
-    """The request of a number."""
+    """Returns the request with this number."""
     question, sampling, form = KINDS[number]
     messages = [{"role": "user", "content": question}]
     return {"model": MODEL, "messages": messages, **sampling, **form, **fields}
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text of a message or delta, and the arguments of its calls."""
+    """Returns the text of a message or delta, and the arguments of its calls."""
     calls = message.get("tool_calls") or ()
     arguments = [call["function"].get("arguments") or "" for call in calls]
     return "".join([message.get("content") or "", *arguments])
@@ -95,7 +95,7 @@ async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
 async def streamed(
     http: httpx.AsyncClient, body: dict[str, Any], said: list[str], stop_after: int | None
 ) -> str | None:
-    """The text, which `said` grows to; None for a stream that was left after some events."""
+    """Returns the text, which is added to `said`; None if the stream was left after some events."""
     async with http.stream("POST", CHAT, json={**body, "stream": True}) as events:
         if events.status_code != 200:
             check(json.loads(await events.aread()))
@@ -111,7 +111,7 @@ async def streamed(
 
 
 async def one(http: httpx.AsyncClient, expected: dict[int, str], choose: random.Random) -> str:
-    """Make a request of a random kind; what came of it."""
+    """Make a request of a random kind; returns the outcome."""
     number, kind = choose.choice([*expected]), choose.random()
     if kind < 0.05:
         refused = await http.post(CHAT, json={**wanted(number), "temperature": -1})
@@ -136,7 +136,7 @@ async def one(http: httpx.AsyncClient, expected: dict[int, str], choose: random.
 
 
 async def never_read(server: Server, choose: random.Random, until: float) -> None:
-    """Ask for long answers and leave them in the socket."""
+    """Ask for long answers and never read them."""
     more = {"logprobs": True, "top_logprobs": 20, "stream": True, "max_tokens": 1500, **WHOLE}
     sent = request_bytes("POST", CHAT, body=json.dumps({**wanted(0), **more}).encode())
     url = httpx.URL(server.url)
@@ -150,7 +150,7 @@ async def never_read(server: Server, choose: random.Random, until: float) -> Non
 
 
 async def kill(http: httpx.AsyncClient, until: float) -> int:
-    """End the engine's thread each minute; how many times it was."""
+    """End the engine's thread each minute; returns how often it ended."""
     count, due = 0, time.monotonic() + SECONDS_BETWEEN_DEATHS / 2
     while due < until:
         await asyncio.sleep(due - time.monotonic())
@@ -163,9 +163,9 @@ async def kill(http: httpx.AsyncClient, until: float) -> int:
 async def load(
     server: Server, clients: int, expected: dict[int, str], seconds: float, seed: int, hostile: bool
 ) -> tuple[Counter[str], list[int]]:
-    """All clients, until the time is over; what has begun is finished.
+    """Run all clients until the time is over; requests that have begun are finished.
 
-    What came of it, and the server's resident memory by then.
+    Returns the outcomes, and samples of the server's resident memory.
     """
     until = time.monotonic() + seconds
     counts, resident = Counter[str](), list[int]()
@@ -204,7 +204,7 @@ async def alone(server: Server, numbers: Sequence[int]) -> dict[int, str]:
 
 
 def open_files(server: Server) -> int:
-    """Its descriptors; 0 where a system does not tell."""
+    """Returns the number of the server's open files; 0 if the system does not tell."""
     folder = Path(f"/proc/{server.process.pid}/fd")
     return len(os.listdir(folder)) if folder.exists() else 0
 
@@ -221,9 +221,9 @@ def soak(
     seconds: float,
     hostile: bool = False,
 ) -> tuple[float, int]:
-    """The server's memory in the last quarter, as a share of its plateau; how often it was killed.
+    """Returns the memory in the last quarter divided by the plateau, and the engine's deaths.
 
-    `hostile`: clients that never read, and those that kill the engine's thread, are among them.
+    `hostile` adds clients that never read, and one that kills the engine's thread.
     """
     expected = asyncio.run(alone(server, numbers))
     before, _ = asyncio.run(load(server, clients, expected, warm_up, 1, hostile))
@@ -255,7 +255,7 @@ def test_a_short_soak(mtp_server: Server) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 def test_soak(tmp_path: Path) -> None:
-    # What is kept has to be full soon, so that what grows after that is a fault.
+    # The caches have to be full soon, so that any later growth is a fault.
     flags = ("--enable-mtp", "--dtype", "float32", "--max-num-seqs", "64")
     flags += ("--draft-answers-size", "1MiB", "--prefix-cache-size", "32MiB")
     log, seconds = tmp_path / "log", float(os.environ.get("SOAK_SECONDS", "180"))

@@ -1,4 +1,4 @@
-"""What a terminal of 80 and one of 120 columns shows: banner, log, Ctrl-C."""
+"""Output in terminals of 80 and 120 columns and in a pipe: banner, log, Ctrl-C."""
 
 import fcntl
 import json
@@ -25,7 +25,7 @@ from tests.support.fake_hub import COMMIT, FakeHub
 
 COLUMNS = 80
 _STYLE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-# What differs from run to run, or from machine to machine.
+# Text that differs from run to run, or from machine to machine.
 _VARYING = {
     r"\d\d:\d\d:\d\d": "HH:MM:SS",
     r"(127\.0\.0\.1):\d+": r"\1:PORT",
@@ -39,22 +39,22 @@ _VARYING = {
 
 
 def _own_terminal() -> None:
-    """A typed Ctrl-C is a signal, also where these tests run in a shell's background."""
+    """Make a typed Ctrl-C a signal, even if these tests run in a shell's background."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
-    """A process on a pseudo-terminal; `text` is what it has written, without styles.
+    """A process on a pseudo-terminal, or on a pipe if `columns` is None.
 
-    Without a number of columns it has a pipe instead.
+    `text` is the output without styles.
     """
 
     def __init__(self, *argv: str, columns: int | None = COLUMNS) -> None:
         self._own, other = os.pipe() if columns is None else pty.openpty()
         if columns is not None:
             termios.tcsetwinsize(other, (40, columns))
-        # Only what follows decides about width and colour here.
+        # Only the settings below decide about width and color.
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
         environment |= {"TERM": "xterm-256color"}
         stdin = subprocess.DEVNULL if columns is None else other
@@ -82,7 +82,7 @@ class Terminal:
         return found
 
     def type(self, text: str, pattern: str) -> str:
-        """What it writes from then on, until this is there; `text` begins there, too."""
+        """Clear the output, type text and wait for `pattern`; returns the output since then."""
         self.raw = ""
         os.write(self._own, text.encode())
         self.wait_for(pattern)
@@ -97,7 +97,7 @@ class Terminal:
     def _read(self) -> bool:
         try:
             data = os.read(self._own, 65536)
-        except OSError:  # Linux's way to say that the other end is closed.
+        except OSError:  # on Linux the other end is closed
             data = b""
         self.raw += data.decode(errors="replace")
         return bool(data)
@@ -167,7 +167,7 @@ OTHERS = [pytest.param(columns, marks=pytest.mark.full) for columns in (120, Non
 
 @pytest.mark.parametrize("columns", [COLUMNS, *OTHERS])
 def test_serve_in_a_terminal_or_a_pipe(columns: int | None) -> None:
-    """With the command of its banner."""
+    """The command in the server's banner works."""
     flags = ("--port", "0", "--enable-mtp", "--calibration-seconds", "0", "--dtype", "float32")
     flags += ("--api-key", "k", "--mtp-num-draft-tokens", "2")
     with terminal("serve", *flags, columns=columns) as shown:
@@ -191,14 +191,14 @@ def test_serve_in_a_terminal_or_a_pipe(columns: int | None) -> None:
             assert "shutting down" in "".join(lines)
         text = shown.read_all()
         assert shown.process.returncode == 0
-    # A bar of what takes longer than half a second, as on a busy machine.
+    # A progress bar appears if loading takes longer than 0.5 s, as on a busy machine.
     text = re.sub(r"(\r?Loading the weights: [^\r\n]*)+\r?\n", "", text)
     if columns is None:
-        # There a line has a date, and its level always.
+        # In a pipe a line has a date, and always its level.
         text = re.sub(r"(?m)^\d{4}-\d\d-\d\d ([\d:]{8}) (?:INFO )?", r"\1 ", text)
     else:
         assert [line for line in text.split("\n") if len(line) > columns] == []
-    # Where a line is wrapped depends on its numbers.
+    # Where a line is wrapped depends on the numbers in it.
     text = re.sub(r"\n {9,}(?=\S)", " ", text)
     for pattern, word in _VARYING.items():
         text = re.sub(pattern, word, text)
@@ -224,7 +224,7 @@ def test_a_download_in_a_terminal_or_a_pipe(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It says how much and where to, and no bar stays empty or unfinished."""
+    """A download shows its size and place, and no progress bar stays empty or unfinished."""
 
     def slowly(name: str, content: bytes) -> Iterator[bytes]:
         if name.endswith(".safetensors"):

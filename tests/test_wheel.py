@@ -1,4 +1,4 @@
-"""The package as it is released: wheel and sdist, in environments of their own, and the formula."""
+"""The released package: wheel and sdist in environments of their own, and the formula."""
 
 import hashlib
 import json
@@ -39,9 +39,9 @@ def python(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
-    """A folder of wheel and sdist, built and checked as for a release, and of the tools."""
+    """A folder with wheel and sdist, built and checked as for a release, and with the tools."""
     folder = tmp_path_factory.mktemp("released")
-    # A copy: setuptools packs what earlier builds have left in the clone.
+    # A copy, as setuptools packs what earlier builds have left in the clone.
     skipped = shutil.ignore_patterns("__pycache__")
     for name in ("mlx_mtp", "tests"):
         shutil.copytree(ROOT / name, folder / "tree" / name, ignore=skipped)
@@ -69,7 +69,7 @@ def test_the_wheel_serves_from_an_empty_environment(released, tmp_path, monkeypa
     python(*PIP, "install", wheel)
     command = environment / "bin" / "mlx-mtp"
     if EXTRA:
-        # The advice is right without an index that has the package.
+        # The advice is right even without an index that has the package.
         done = subprocess.run([command, "generate", "hi"], capture_output=True, text=True)
         advised = re.search(r"pip install '(mlx-mtp\[\w+\])'", done.stderr)
         assert done.returncode == 2 and advised and done.stderr.count("\n") == 1
@@ -123,7 +123,7 @@ def test_the_sdist_has_the_package_alone(released):
 
 
 def add_to_index(folder: Path, name: str, tag: str, *needed: str) -> dict[str, str]:
-    """Put an empty wheel into a package index; the entry that the formula should have."""
+    """Put an empty wheel into a package index; returns the entry that the formula should have."""
     file = folder / "files" / f"{name}-1.2-{tag}.whl"
     about = ["Metadata-Version: 2.1", f"Name: {name}", "Version: 1.2"]
     about += [f"Requires-Dist: {each}" for each in needed]
@@ -153,7 +153,7 @@ def test_the_formula_has_the_indexs_wheels_for_the_oldest_macos(tmp_path):
         add_to_index(tmp_path, "mlx", metal.format(14)),
         add_to_index(tmp_path, "Ruamel.yaml", "py3-none-any"),
     ]
-    add_to_index(tmp_path, "mlx", metal.format(15))  # which a Mac with macOS 14 can't load
+    add_to_index(tmp_path, "mlx", metal.format(15))  # a Mac with macOS 14 can't load this
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
     environment |= {"PIP_CONFIG_FILE": os.devnull}
     with LoopbackServer(partial(Quiet, directory=tmp_path)) as index:
@@ -171,7 +171,7 @@ def test_the_formula_has_the_indexs_wheels_for_the_oldest_macos(tmp_path):
         assert f'url "{index.url}{entry["path"]}", using: :nounzip\n' in text
         assert f'sha256 "{entry["sha256"]}"\n' in text
     assert 'version "1.2"\n' in own
-    # Each block of Ruby ends, none is left open by what was filled in.
+    # Each Ruby block has its end: inserted text leaves none open.
     lines = formula.stdout.splitlines()
     opened = [line for line in lines if re.search(r"^\s*(class|def)\b|\bdo$", line)]
     assert len(opened) == sum(line.strip() == "end" for line in lines)
