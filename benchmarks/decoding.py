@@ -129,7 +129,7 @@ def _measure(
 
 
 def _measure_mlx_lm(plain: nn.Module, vocab: int, rows: int, steps: int) -> Steps:
-    """Measure steps of mlx-lm's BatchGenerator; its rate is that of the median, which favours it.
+    """Measure steps of mlx-lm's BatchGenerator; its rate is from the median step, which favours it.
 
     Prompts are as short as ours before stretching, as mlx-lm loops over their tokens on CUDA.
     """

@@ -90,7 +90,7 @@ def _random_tower(shape: TowerShape, dtype: mx.Dtype) -> VisionTower:
 def _times(
     model: LoadedModel, seeing: VisionTower, count: int, tokens: int, pause: float
 ) -> list[float]:
-    """Returns the seconds of each step of the tower for `count` new images, alone in the engine."""
+    """Returns the seconds of each tower step for `count` new images, with nothing else running."""
     prompts = Prompts(replace(model, tower=seeing), pause)
     side = seeing.shape.patch_size * seeing.shape.spatial_merge_size
     rows = 2 ** (int(tokens).bit_length() // 2)

@@ -34,9 +34,9 @@ class Peaks(NamedTuple):
 
     caches: int  # of all rows at the end, as `CacheMemory` computes it
     scores: int  # of the last chunk's attention in one layer, [heads, chunk, tokens] in float32
-    before: int  # mlx's peak of the short rows alone
+    before: int  # mlx's peak with only the short rows
     prefill: int  # mlx's peak while the prompt was computed
-    joined: int  # mlx's peak of the steps after it, the join included
+    joined: int  # mlx's peak during the steps after the prefill, the join included
     resident: int  # peak of the process's resident set, weights and Python included
 
 

@@ -40,7 +40,7 @@ def mlx_lm(model: Path) -> Contender:
 
 @contextlib.contextmanager
 def running(contender: Contender) -> Iterator[str]:
-    """Start a server and wait until it answers; yields its address, as http://127.0.0.1:8000."""
+    """Start a server and wait until it answers; yields its address, like http://127.0.0.1:8000."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("matrix_units")
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch):
     monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
-    monkeypatch.setattr(measure, "_choose_expansion", lambda *_: None)  # takes long here
+    monkeypatch.setattr(measure, "_choose_expansion", lambda *_: None)  # too slow here
 
 
 AFFINE4, AFFINE8 = Format("affine", 4, 64), Format("affine", 8, 64)

@@ -80,7 +80,7 @@ def test_compiled_and_joined_layers_agree(tmp_path, monkeypatch, family):
 
 
 def test_a_prompt_of_another_length_compiles_no_kernel(tmp_path, monkeypatch):
-    """mlx writes constants of fused operations into a kernel's source; none must be a length."""
+    """mlx writes constants of fused operations into kernels' source, so none can be a length."""
     model = compiled_model(tmp_path, monkeypatch)
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # where mlx keeps kernels for a CPU
 

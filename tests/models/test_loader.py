@@ -88,7 +88,7 @@ def test_sidecar_wins_and_its_header_decides_the_norms(tmp_path, convention):
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_mlx_checkpoint_with_and_without_a_head(tmp_path, bits):
-    """mlx-lm's conversion drops the head; a sidecar of any precision gives it back."""
+    """mlx-lm's conversion drops the head; a sidecar of any precision restores it."""
     source, target = tmp_path / "hf", tmp_path / "mlx"
     write_checkpoint(source, Layout("qwen3_next"))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -248,7 +248,7 @@ def test_other_files_are_left_alone_and_unfit_ones_of_ours_removed(open_store, f
 
 
 def test_files_of_another_fingerprint_are_never_used(open_store, folder):
-    """Not even if their marks in the names are equal by chance."""
+    """This holds even if the marks in the files' names are equal by chance."""
     keep(open_store(), 1, 2)
     store = open_store(mark=FINGERPRINT[:-1] + "e")
     assert store.longest(ROOT, (1, 2)) == 2

@@ -140,7 +140,7 @@ def faulty(code: str) -> list[str]:
 
 
 def test_a_slow_rank_is_waited_for(tmp_path):
-    """A rank whose steps take 50 ms longer is no fault."""
+    """A rank whose steps take 50 ms longer causes no error or warning."""
     slow = faulty("""
 import time
 from mlx_mtp.engine.runner import ModelRunner

@@ -385,7 +385,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(start, monkeypatch):
 def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
     tmp_path, monkeypatch, caplog, factor
 ):
-    """Numbers that are only rounded differently are a warning."""
+    """Numbers that are only rounded differently cause a warning."""
     write_checkpoint(tmp_path, Layout("qwen3_5"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     norm = models[1].causal_lm.model.norm

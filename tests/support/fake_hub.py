@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Serves `files`, fails as told, and records the requests."""
+    """Serves `files`, fails as configured, and records the requests."""
 
     def __init__(self, repo_id: str, files: dict[str, bytes]) -> None:
         self.repo_id, self.files, self.commit = repo_id, files, COMMIT
