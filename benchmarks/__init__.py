@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 Row = dict[str, Any]
-"""A value for each column; those whose name begins with `_` are in the JSON alone."""
+"""Values by column name; columns whose names begin with `_` appear only in the JSON file."""
 Rows = Iterator[Row | str]
-"""What a scenario yields: rows, and lines of text, after which a new table begins."""
+"""The type of a scenario's output: rows, and lines of text, each of which starts a new table."""
 
 
 def row(names: str, *values: object) -> Row:
-    """A row by the names of its columns, which " | " separates."""
+    """Returns a row; `names` holds the names of its columns, separated by " | "."""
     return dict(zip(names.split(" | "), values, strict=True))

@@ -1,8 +1,8 @@
-"""Run a benchmark: `python -m benchmarks NAME [--seconds N] [--json FILE]`; alone it lists them.
+"""Run a benchmark, or list all: `python -m benchmarks [NAME [--seconds N] [--json FILE]]`.
 
 A scenario is a public function of this package that returns `Rows`. Its parameters are the
-command's arguments, and "Args" of its docstring is their help. A row is printed as soon as it is
-measured; adjacent rows with the same columns are one table.
+command's arguments, and the "Args" part of its docstring is their help. A row is printed as soon as
+it is measured; adjacent rows with the same columns form one table.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _HELP = {
 
 
 def scenarios() -> dict[str, tuple[str, str]]:
-    """The module and the docstring's first line of each scenario; no module is imported."""
+    """Returns the module and the docstring's first line of each scenario; imports no module."""
     return {
         node.name: (path.stem, (ast.get_docstring(node) or "").split("\n")[0])
         for path in Path(__file__).parent.glob("*.py")
@@ -50,7 +50,7 @@ def scenarios() -> dict[str, tuple[str, str]]:
 
 
 def parser_of(name: str, scenario: Callable[..., Rows]) -> argparse.ArgumentParser:
-    """The arguments of a scenario, by its signature and docstring."""
+    """Returns the parser of a scenario's arguments, built from its signature and docstring."""
     description, _, listed = (inspect.getdoc(scenario) or "").partition("\nArgs:\n")
     helps = _HELP | dict(re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE))
     parser = argparse.ArgumentParser(
@@ -82,7 +82,7 @@ def parser_of(name: str, scenario: Callable[..., Rows]) -> argparse.ArgumentPars
 
 
 def reader(kind: Any) -> Callable[[str], Any]:
-    """What parses a command line's text: "1,2" for a tuple of any length, "1x2" for a pair."""
+    """Returns a parser of values of type `kind`: "1,2" is a tuple of any length, "1x2" a pair."""
     parts, origin = get_args(kind), get_origin(kind)
     if origin is Literal:
         return type(parts[0])
@@ -100,14 +100,14 @@ def _shown(value: Any, separator: str = ",") -> str:
 
 
 def cell(value: object) -> str:
-    """A value in a table: four digits of a fraction, commas in large numbers."""
+    """Formats a value for a table: fractions with four digits, large numbers with commas."""
     if isinstance(value, float):
         return f"{value:,.0f}" if 1000 <= abs(value) < float("inf") else f"{value:.4g}"
     return NOTHING if value is None else f"{value:,}" if type(value) is int else str(value)
 
 
 def show(row: Row | str, at: float, heads: list[str]) -> None:
-    """Print a line, or a row below its table's heads, which are changed where others begin."""
+    """Print a line of text or a row; `heads`, the current table's header, is updated in place."""
     if isinstance(row, str):
         heads.clear()
         print(f"\n{row}\n", flush=True)
@@ -123,8 +123,8 @@ def show(row: Row | str, at: float, heads: list[str]) -> None:
 
 
 def run(name: str, arguments: Sequence[str]) -> None:
-    """Run a scenario, print its rows as they come, and write them; BenchError if it failed."""
-    info = backend.prepare()  # Before anything imports mlx.
+    """Run a scenario, print its rows as they come, and write them to --json; raises BenchError."""
+    info = backend.prepare()  # Must come before any import of mlx.
     scenario = getattr(importlib.import_module(f"benchmarks.{scenarios()[name][0]}"), name)
     given = vars(parser_of(name, scenario).parse_args(arguments))
     path, shown = given.pop("json"), dict(given)

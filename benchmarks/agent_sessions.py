@@ -1,4 +1,4 @@
-"""An agent's sessions over HTTP, by what the chat template keeps of earlier thinking."""
+"""Agent sessions over HTTP, with and without the thinking of earlier turns in the prompt."""
 
 import tempfile
 from typing import Any
@@ -13,7 +13,7 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _QUESTIONS = ("What is the weather in Paris?", "Tell me about Anna the fox.", "Who found the boat?")
-_KEPT = "loop.index0 > last.user"  # of the bundled model's template: thinking behind the last user
+_KEPT = "loop.index0 > last.user"  # where the bundled template keeps thinking
 _THINKS = "enable_thinking is defined and enable_thinking"
 _TOOL = {
     "type": "function",
@@ -31,13 +31,13 @@ _TOOL = {
 def preserved_thinking(turns: int = 12, steps: int = 3, thinking: int = 40) -> Rows:
     """Share of prompt tokens from the prefix cache in an agent's session, by `preserve_thinking`.
 
-    The bundled model thinks, calls a tool and gets a result, several times in each turn, and then
+    In each turn the bundled model thinks, calls a tool and gets a result, several times, and then
     answers. Its template drops the thinking of earlier turns, as Qwen3.5's does; the benchmark adds
-    the variable that Qwen3.6's has. Tokens are counted, and nothing is timed.
+    the `preserve_thinking` variable of Qwen3.6's template. Tokens are counted; nothing is timed.
 
     Args:
-        turns: questions of the user
-        steps: calls in each turn
+        turns: number of user questions
+        steps: tool calls in each turn
         thinking: tokens of thinking before each call and answer
     """
     template = Tokenizer.load(BUNDLED_MODEL).template
@@ -58,7 +58,7 @@ def preserved_thinking(turns: int = 12, steps: int = 3, thinking: int = 40) -> R
 
 
 def _session(client: httpx.Client, turns: int, steps: int) -> tuple[list[int], list[int]]:
-    """Prompt tokens and those from the cache: of all requests, and of each turn's first but one."""
+    """Returns [prompt tokens, cached tokens]: of all requests, and of each later turn's first."""
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You are a careful agent. " * 9}
     ]

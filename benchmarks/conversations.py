@@ -1,4 +1,4 @@
-"""Conversations over HTTP, of which the prefix cache has what was said before."""
+"""Conversations over HTTP whose earlier turns are in the prefix cache."""
 
 import json
 import random
@@ -22,7 +22,7 @@ from mlx_mtp.models.hub import BUNDLED_MODEL
 
 _CAPTURES = Path(__file__).parents[1] / "tests" / "data" / "clients"
 _CUT = re.compile(r"^(.*) \[\.\.\. (\d+) characters\]$", re.DOTALL)
-_RESULT = "sum-42"  # what the captured call printed
+_RESULT = "sum-42"  # the captured tool call's output
 _CODE = ("def", "return", "value", "file", "the", "test", "import", "error", "line", "of", "path")
 _NOUNS = ("fox", "lamp", "river", "owl", "map", "stone", "boat", "night", "song", "bread", "snow")
 _TOKENS_PER_NOUN = 1.46
@@ -31,16 +31,16 @@ Chat = list[dict[str, str]]
 
 
 class Turn(NamedTuple):
-    """An answer."""
+    """A streamed answer."""
 
     text: str
     seconds: float  # from the request to the first token
-    prompt: int  # tokens
-    cached: int  # tokens of the prompt
+    prompt: int  # prompt tokens
+    cached: int  # prompt tokens found in the prefix cache
 
 
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Turn:
-    """Stream an answer of OpenAI's chat API or of Anthropic's."""
+    """Stream an answer from OpenAI's chat API or from Anthropic's."""
     began = time.perf_counter()
     with client.stream("POST", path, json=body) as response:
         if response.is_error:
@@ -65,17 +65,17 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> Turn:
 
 
 def agent_day(turns: int = 6, result: int = 2000, prefix_cache_size: str = "1GB") -> Rows:
-    """Seconds to the first token of an agent's turns, and the tokens that each computes.
+    """Time to first token of each turn of an agent's session, and the prompt tokens it computes.
 
-    What opencode and Claude Code sent (tests/data/clients) is sent to a server of the bundled
-    model: a question with the client's system prompt and tools, then turns that each append the
-    captured tool call and a result. The model's own answers are not used, so each turn also
-    computes a call that no answer had. Texts that the captures shortened are filled up with words
-    to their length.
+    Requests captured from opencode and Claude Code (tests/data/clients) are sent to a server of the
+    bundled model: a question with the client's system prompt and tools, then turns that each append
+    the captured tool call and a result. The model's own answers are not used, so each turn must
+    also compute the captured call. Texts that were shortened in the captures are padded with words
+    to their original length.
 
     Args:
         result: characters of a tool's result
-        prefix_cache_size: "0" computes everything
+        prefix_cache_size: size of the prefix cache; "0" disables it
     """
     for name in ("opencode", "claude"):
         with (
@@ -89,7 +89,7 @@ def agent_day(turns: int = 6, result: int = 2000, prefix_cache_size: str = "1GB"
 
 
 def _bodies(client: str, turns: int, characters: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Path and body of each turn: the question, then results of so many characters."""
+    """Yields the path and body of each turn; tool results have `characters` characters."""
     sent = json.loads((_CAPTURES / f"{client}.json").read_text())["requests"][-1]
     body = _filled(sent["body"]) | {"model": "m", "stream": True, "max_tokens": 2}
     called = json.dumps(body["messages"][-2:])
@@ -102,7 +102,7 @@ def _bodies(client: str, turns: int, characters: int) -> Iterator[tuple[str, dic
 
 
 def _filled(value: Any) -> Any:
-    """A captured body with all its texts as long as they were."""
+    """Returns a captured body with its shortened texts padded to their original length."""
     if isinstance(value, dict):
         return {key: _filled(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -120,11 +120,11 @@ def _words(characters: int, seed: str) -> str:
 def prefix(tokens: int = 2000, rounds: int = 5) -> Rows:
     """Time to the first token of a conversation's second turn, with and without the prefix cache.
 
-    Each round has a conversation of its own: its first turn, then the second one, which finds the
-    first ("warm"); and the second one again with another `cache_salt`, which finds nothing.
+    Each round is a new conversation. Its second turn is sent twice: with the first turn's
+    `cache_salt`, so that the first turn is cached ("warm"), and with another one ("cold").
 
     Args:
-        tokens: about so many in the first turn
+        tokens: approximate prompt tokens of the first turn
     """
     flags = ["--enable-mtp", "--mtp-num-draft-tokens", "1", "--prefix-cache-size", "1GB"]
     rows = []
@@ -136,7 +136,7 @@ def prefix(tokens: int = 2000, rounds: int = 5) -> Rows:
             warm, cold = _second_turns(client, tokens, number)
             seconds = cold.seconds, warm.seconds, warm.seconds / cold.seconds
             names = "prompt | cached | cold, s | warm, s | ratio"
-            if number:  # The first compiles, and touches memory.
+            if number:  # The first round compiles kernels and touches new memory.
                 rows.append(row(names, warm.prompt, warm.cached, *seconds))
                 yield rows[-1]
     yield "Medians:"
@@ -162,21 +162,21 @@ def _second_turns(client: httpx.Client, tokens: int, number: int) -> tuple[Turn,
 def replicas(
     url: str, model: str = "", conversations: int = 200, turns: int = 4, at_once: int = 8
 ) -> Rows:
-    """Conversations through a router to several servers: the share of their prompts in the cache.
+    """Share of prompt tokens found in the prefix caches of several servers behind a router.
 
-    Answers are counted by status, and failures by the error: servers may be drained or killed
-    meanwhile. What is cached is what the answers' usage says.
+    Answers are counted by status and failures by exception, as servers can be drained or killed
+    during the run. Cached tokens are those that the answers' usage reports.
 
     Args:
-        url: the address that is asked, such as a router's
-        model: name in requests (default: the first that is listed there)
+        url: address to send requests to, such as a router's
+        model: model name in requests (default: the first one listed at the address)
         turns: questions of a conversation
-        at_once: conversations at once
+        at_once: number of concurrent conversations
     """
     counts, tokens = Counter[str](), Counter[str]()
 
     def converse(number: int) -> None:
-        """Ask one question after another; each has all that was said before."""
+        """Ask one question after another, each with the whole conversation so far."""
         messages = [{"role": "system", "content": _TOWN}]
         for turn in range(turns):
             text = f"Question {turn} of visitor {number}: what is house {number * 7 + turn} like?"

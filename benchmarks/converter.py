@@ -1,4 +1,4 @@
-"""Time and memory of adding a full-scale head."""
+"""Time and memory of adding a full-size draft head to a model."""
 
 import json
 import math
@@ -24,7 +24,7 @@ _CONFIG = SHAPES["Qwen3-Next-80B-A3B-Instruct"]
 _SHARD = "model-00041-of-00041.safetensors"
 _ROOT = Path(__file__).resolve().parents[1]
 _CHUNK = 16 << 20
-# A process begins with the peak of the one that started it, so a small one stands between.
+# A child process starts with its parent's peak RSS, so a small launcher runs between them.
 _LAUNCHER = """
 import os, subprocess, sys, time
 start = time.perf_counter()
@@ -36,21 +36,21 @@ sys.exit(status != 0)
 
 
 def converter(bits: int = 4, cold: bool = False, repeats: int = 3) -> Rows:
-    """Time and memory of adding a full-scale head.
+    """Time and memory of adding a full-size draft head to a model.
 
     Writes a head of Qwen3-Next-80B's shape (512 experts, 1.6 G parameters, 3.3 GB of BF16, random
-    values) to a temporary folder, and converts it as a user would, in a process of its own. Beside
-    that, in the same run: the seconds that reading the source, writing as many bytes as the result
-    and the bare `mx.quantize` of the same tensors take, and the ratio of the converter's to their
-    sum.
+    values) to a temporary folder, and runs the converter on it in a separate process, as a user
+    would. The same run also times the converter's parts alone: reading the source, writing as many
+    bytes as the result has, and `mx.quantize` of the same tensors. "ratio" is the converter's time
+    over their sum.
 
     Args:
-        bits: 16 leaves the head unquantized
-        cold: with the source out of the page cache
+        bits: bits of the converted head; 16 leaves it unquantized
+        cold: drop the source from the page cache first
     """
     setting = {"bits": bits, "group_size": GROUP_SIZE, "mode": "affine"}
     config = _CONFIG if bits == UNQUANTIZED else {**_CONFIG, "quantization": setting}
-    settle: Callable[[Path], Any] = drop_cached if cold else _read  # that all read it alike
+    settle: Callable[[Path], Any] = drop_cached if cold else _read  # equal for all readers
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "source", Path(folder) / "target"
@@ -74,7 +74,7 @@ def converter(bits: int = 4, cold: bool = False, repeats: int = 3) -> Rows:
 
 
 def _convert(source: Path, target: Path) -> tuple[float, float]:
-    """Seconds and peak resident gigabytes of the script, start of Python included."""
+    """Returns the script's seconds, Python's start included, and its peak RSS in GB."""
     command = [sys.executable, str(_ROOT / "scripts" / "add_mtp_weights.py")]
     command += ["--mlx-model-path", str(target), "--source-model", str(source)]
     launcher = [sys.executable, "-c", _LAUNCHER, *command]
@@ -84,7 +84,7 @@ def _convert(source: Path, target: Path) -> tuple[float, float]:
 
 
 def _read(path: Path) -> float:
-    """Seconds to read a file in large pieces."""
+    """Returns the seconds to read a file in large pieces."""
     buffer = bytearray(_CHUNK)
     start = time.perf_counter()
     with path.open("rb", buffering=0) as file:
@@ -94,7 +94,7 @@ def _read(path: Path) -> float:
 
 
 def _write(path: Path, size: int) -> float:
-    """Seconds to write so many bytes in large pieces, and to bring them to the disk."""
+    """Returns the seconds to write `size` bytes in large pieces and to fsync them."""
     data = np.random.default_rng(0).integers(0, 256, _CHUNK, dtype=np.uint8).data
     start = time.perf_counter()
     with path.open("wb", buffering=0) as file:
@@ -107,7 +107,7 @@ def _write(path: Path, size: int) -> float:
 
 
 def _quantize(path: Path, setting: dict[str, Any]) -> float:
-    """Seconds in `mx.quantize` of every matrix; reading them isn't counted."""
+    """Returns the seconds of `mx.quantize` of every matrix; reading them is not counted."""
     total = 0.0
     tensors: Any = mx.load(str(path)) if setting["bits"] != UNQUANTIZED else {}
     with mx.stream(mx.cpu):
@@ -122,7 +122,7 @@ def _quantize(path: Path, setting: dict[str, Any]) -> float:
 
 
 def _write_source(path: Path) -> None:
-    """An HF directory with the head alone, its tensors in the order of their names."""
+    """Write an HF directory that holds only the head, its tensors in the order of their names."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(_CONFIG))
     shapes = dict(sorted(_shapes().items()))

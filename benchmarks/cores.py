@@ -1,4 +1,4 @@
-"""Engines without HTTP: stepped by hand, listened to, or with known drafts."""
+"""Engines without HTTP: stepped by hand, observed while they run, or with known drafts."""
 
 import threading
 import time
@@ -37,7 +37,10 @@ def core_of(
     make_runner: MakeRunner = ModelRunner,
     **config: Any,
 ) -> EngineCore:
-    """An engine core of so many drafts a step (None: without a head) and an `EngineConfig`."""
+    """Returns an engine core that drafts `depth` tokens per step (None: without a draft head).
+
+    `config` are fields of `EngineConfig`.
+    """
     drafter = None if depth is None else MTPDrafter(model)
     scheduler = Scheduler(EngineConfig(**config), FixedDrafts(depth or 0))
     runner = make_runner(model, drafter, model.vocab_size)
@@ -45,18 +48,18 @@ def core_of(
 
 
 def row_of(name: str, prompt: Many[int], max_tokens: int = ENDLESS, **sampling: Any) -> Sequence:
-    """A row that ends after `max_tokens` alone, greedy by default."""
+    """Returns a sequence that only `max_tokens` ends, greedy by default."""
     params = SamplingParams(max_tokens, **{"temperature": 0.0, **sampling})
     return Sequence(Request(name, tuple(prompt), params), (), max_tokens)
 
 
 def random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
-    """Token ids of a prompt."""
+    """Returns `count` random token ids for a prompt."""
     return mx.random.randint(10, vocab_size, (count,), key=mx.random.key(seed)).tolist()  # type: ignore[return-value]
 
 
 def decode(core: EngineCore, rows: Many[Sequence]) -> None:
-    """Add rows, and step until all of them decode."""
+    """Add rows, and step until each has its first token."""
     for row in rows:
         core.scheduler.add(row)
     while not all(row.output for row in rows):
@@ -64,7 +67,7 @@ def decode(core: EngineCore, rows: Many[Sequence]) -> None:
 
 
 class Listener:
-    """An engine that runs, and when (`perf_counter`) the outputs of each request came."""
+    """Runs an engine, and records when (`perf_counter`) the outputs of each request arrive."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -76,7 +79,7 @@ class Listener:
         engine.start(self._deliver)
 
     def ask(self, name: str, prompt: Many[int], max_tokens: int) -> float:
-        """Submit a greedy request; returns when."""
+        """Submit a greedy request; returns the time of submission."""
         self.times[name], self.num_reused[name] = [], 0
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         began = time.perf_counter()
@@ -84,7 +87,7 @@ class Listener:
         return began
 
     def wait(self, name: str, outputs: int | None = None) -> None:
-        """Until a request has so many outputs, or has ended; raises what one ended with."""
+        """Wait for `outputs` outputs of a request (None: its end); raises any request's error."""
 
         def there() -> bool:
             has = name in self._ended if outputs is None else len(self.times[name]) >= outputs
@@ -96,7 +99,7 @@ class Listener:
             raise self._error
 
     def gaps(self, name: str, began: float, ended: float) -> list[float]:
-        """Seconds between two outputs of a request that overlap a time."""
+        """Returns a request's gaps between outputs, in seconds, that overlap `began` to `ended`."""
         times = self.times[name]
         return [b - a for a, b in pairwise(times) if b > began and a < ended]
 
@@ -115,7 +118,7 @@ class Listener:
 
 @contextmanager
 def listening(engine: Engine) -> Iterator[Listener]:
-    """Start an engine; it is stopped at the end, whatever it still computes."""
+    """Start an engine; it is stopped at the end, even if requests still run."""
     try:
         yield Listener(engine)
     finally:
@@ -123,9 +126,9 @@ def listening(engine: Engine) -> Iterator[Listener]:
 
 
 class TellingDrafter(MTPDrafter):
-    """Drafts as the head does, then puts known tokens in their place at a rate, and wrong ones.
+    """Runs the head, then replaces its drafts: at `rate` by the right tokens, else by wrong ones.
 
-    `texts` are prompts with their answers, by the requests' seeds.
+    `texts[seed]` holds the prompt and the answer of the request with that seed.
     """
 
     def __init__(self, model: LoadedModel, texts: Many[Many[int]], rate: float) -> None:
@@ -136,10 +139,10 @@ class TellingDrafter(MTPDrafter):
     def tell(self, texts: Many[Many[int]]) -> None:
         longest = max(map(len, texts))
         self.known = mx.array([[*text, *[0] * (longest - len(text))] for text in texts], mx.int32)
-        mx.eval(self.known)  # Here: the engines have threads of their own.
+        mx.eval(self.known)  # Evaluated here, because engines read it on their own threads.
 
     def at(self, positions: mx.array, sampler: TokenSampler) -> mx.array:
-        """The known tokens at int positions [B, T]."""
+        """Returns the known tokens at int positions [B, T]."""
         assert isinstance(sampler, Sampler)
         known = self.known[mx.array([params.seed for params in sampler.params])]
         return mx.take_along_axis(known, mx.minimum(positions, known.shape[1] - 1), axis=1)
@@ -152,5 +155,5 @@ class TellingDrafter(MTPDrafter):
         positions = first[:, None] + mx.arange(drafts.shape[1])
         is_right = (positions * 7919) % 1000 < int(self.rate * 1000)
         right = self.at(positions, sampler)
-        # Computed from the head's own, so that it runs all the same.
+        # The result depends on the head's drafts, so that mlx still computes them.
         return mx.where((drafts >= 0) & is_right, right, right ^ 1).astype(mx.int32)

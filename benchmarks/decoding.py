@@ -1,4 +1,4 @@
-"""Decode steps of full-shape models with random weights, whose acceptance is drawn."""
+"""Decode steps of full-shape models with random weights; acceptance is drawn at random."""
 
 import contextlib
 import statistics
@@ -33,24 +33,24 @@ from mlx_mtp.ranks.messages import Begin
 from mlx_mtp.speculative.drafter import MTPDrafter
 from mlx_mtp.speculative.verify import AcceptResult, verify_window
 
-_PROMPT = 64  # tokens, which are computed
-_WARM_STEPS = 16  # the first of a shape compile kernels, also behind the first few
+_PROMPT = 64  # prompt tokens that are really computed
+_WARM_STEPS = 16  # steps of a new shape compile kernels, even after the first few
 _PROFILED_STEPS = 4
-_PARTS = ("products", "experts", "attention")  # of the GPU's time, that are shown
-_MLX_LM_CONTEXT = 512  # At most; mlx-lm's own rows are shorter, which favours it.
+_PARTS = ("products", "experts", "attention")  # parts of the GPU's time that are shown
+_MLX_LM_CONTEXT = 512  # longest compared; mlx-lm's rows are shorter, which favours it
 
 
 class Steps(NamedTuple):
-    """What decoding steps took."""
+    """Measurements of decode steps."""
 
     ms: float  # median of a step
     rate: float  # tokens per second of all rows
-    per_step: float  # tokens a step and row
-    nbytes: int = 0  # of KV
-    profile: Profile | None = None  # of some steps
+    per_step: float  # tokens per step and row
+    nbytes: int = 0  # of the KV cache
+    profile: Profile | None = None  # of `_PROFILED_STEPS` steps
 
     def columns(self, rows: int, depth: int | None, acceptance: float) -> Row:
-        """For a table; expected are the tokens per second of an acceptance in the long run."""
+        """Returns table columns; "expected" is the long-run tokens per second at `acceptance`."""
         expected = rows * sum(acceptance**n for n in range((depth or 0) + 1)) / self.ms * 1e3
         names = "ms a step | tokens a step | tokens/s | expected"
         return row(names, self.ms, self.per_step, self.rate, expected)
@@ -58,8 +58,8 @@ class Steps(NamedTuple):
 
 @contextlib.contextmanager
 def _accepting(rate: float) -> Iterator[None]:
-    """Has each draft in turn agree with a given probability, whatever the targets are."""
-    keys = iter(mx.random.split(mx.random.key(0), 1 << 16))  # one for each step
+    """Makes each draft agree with its target with probability `rate`, whatever the target is."""
+    keys = iter(mx.random.split(mx.random.key(0), 1 << 16))  # one per step
 
     def verify(targets: mx.array, window: mx.array, **limits: mx.array) -> AcceptResult:
         drafts = window[:, 1:]
@@ -80,9 +80,9 @@ def _accepting(rate: float) -> Iterator[None]:
 def decoding_core(
     model: LoadedModel, *, depth: int | None, contexts: list[int], **how: Any
 ) -> EngineCore:
-    """A core whose rows have been prefilled and stretched to lengths; `how` as of `core_of`.
+    """Returns a core of prefilled rows, stretched to `contexts` tokens; `how` is for `core_of`.
 
-    Most of what is attended to is zero then.
+    Most of the KV that the rows attend to is zero.
     """
     core = core_of(model, depth, max_num_seqs=len(contexts), prefill_step_size=512, **how)
     prompts = [random_ids(model.vocab_size, _PROMPT, n) for n in range(len(contexts))]
@@ -101,7 +101,7 @@ def decoding_core(
 
 
 def _timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[Any]]:
-    """Seconds of each of some steps, behind those that compile kernels, and their results."""
+    """Returns the seconds and the results of `steps` steps, after steps that compile kernels."""
     for _ in range(_WARM_STEPS):
         step()
     times, results = [time.perf_counter()], []
@@ -114,7 +114,7 @@ def _timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[Any]]
 def _measure(
     model: LoadedModel, depth: int | None, contexts: list[int], steps: int, **how: Any
 ) -> Steps:
-    """The steps of rows of these lengths; `profile` asks for the GPU's time."""
+    """Measure steps of rows of `contexts` tokens; `profile=True` in `how` adds the GPU's time."""
     profile = how.pop("profile", False)
     core = decoding_core(model, depth=depth, contexts=contexts, **how)
     times, results = _timed(core.step, steps)
@@ -129,9 +129,9 @@ def _measure(
 
 
 def _measure_mlx_lm(plain: nn.Module, vocab: int, rows: int, steps: int) -> Steps:
-    """Steps of mlx-lm's BatchGenerator; its rate is by their median, which favours it.
+    """Measure steps of mlx-lm's BatchGenerator; its rate is from the median step, which favours it.
 
-    Prompts are as short as ours are before they are stretched: on CUDA it loops over their tokens.
+    Prompts are as short as ours before stretching, as mlx-lm loops over their tokens on CUDA.
     """
     generator = BatchGenerator(plain, max_tokens=ENDLESS, completion_batch_size=rows)
     generator.insert([random_ids(vocab, _PROMPT, number) for number in range(rows)])
@@ -158,20 +158,20 @@ def full_shape(
 ) -> Rows:
     """Decode steps of full-shape models with random weights beside mlx-lm's, on a GPU.
 
-    For each case, in one run: mlx-lm's BatchGenerator on the same weights, this engine without a
-    head, and with drafts. Random weights accept nothing, so whether a draft is accepted is drawn at
-    the rate given: the drafts, their verification and their rejection are computed as ever, and the
-    text means nothing. In 24 steps the number drawn varies by some 10%, so "expected" has the
-    tokens per second of as many as the rate gives in the long run. "added" is to a step of as many
-    rows at the first context. With --profile the launches and the GPU's milliseconds of a step by
-    part, and without drafts the products over the time of reading their weights once. How much
-    experts read is not known here, as with random weights the tokens of a step choose alike: see
-    the scenario `products`.
+    Each case runs mlx-lm's BatchGenerator on the same weights, this engine without a head, and this
+    engine with drafts. Drafts of random weights are never right, so acceptance is drawn at the
+    given rate: drafting, verification and rejection are computed as usual, and the text is
+    meaningless. Over 24 steps the number of accepted drafts varies by some 10%, so "expected" is
+    the tokens per second at the rate's long-run mean. "added" is the difference to a step of the
+    same number of rows at the first context. --profile adds the launches and the GPU's milliseconds
+    of a step by part, and, without drafts, the time of the products over that of reading their
+    weights once. The bytes that experts read are not known here, because with random weights the
+    tokens of a step choose similar experts: see the scenario `products`.
 
     Args:
         cases: rows x context
-        depths: drafts a step
-        steps: that are measured
+        depths: drafts per step
+        steps: number of measured steps
         mlx_lm: measure mlx-lm too
     """
     names: dict[str, int | None] = {"mlx-lm": 0, "off": None}
@@ -207,12 +207,12 @@ def full_shape(
 
 
 def _product_bytes(model: LoadedModel) -> int:
-    """Bytes of weights that the products of a step without a head read."""
+    """Returns the bytes of weights that the matrix products of a step without a head read."""
     nbytes = 0
     for module in model.causal_lm.modules():
         if isinstance(module, nn.QuantizedLinear) or module is model.output_layer:
             nbytes += module_nbytes(module)
-        if getattr(module, "joins_shared", False):  # Its shared expert is one of the others.
+        if getattr(module, "joins_shared", False):  # Computed with the routed experts.
             nbytes -= module_nbytes(module.shared_expert)
     return nbytes
 
@@ -228,19 +228,19 @@ def rows(
     acceptance: float = 0.9,
     steps: int = 16,
 ) -> Rows:
-    """Rows of different lengths side by side: a step, against what its parts cost apart.
+    """Decode steps of short rows beside a long row, against the steps of each alone.
 
-    The bundled model, or a shape on a GPU. Short rows decode beside a long one. Ideal is a step of
-    the short rows and one of the long row, one after the other, as if each were alone. KV is what
-    is allocated, and how often that is what the rows hold, each rounded up to 256 tokens. Rows are
-    stretched to their lengths, so the text means nothing; whether a draft is accepted is drawn.
+    The rows are of the bundled model, or of a shape on a GPU. Ideal is a step of the short rows
+    alone followed by a step of the long row alone. "KV" is the allocated KV cache, and "of its
+    rows" its ratio to the KV that the rows hold, each rounded up to 256 tokens. Rows are stretched
+    to their lengths, so the text is meaningless; acceptance is drawn at random.
 
     Args:
-        rows: number of short ones
+        rows: number of short rows
         short: tokens of a short row
         long: tokens of the long row
-        depths: drafts a step
-        steps: that are measured
+        depths: drafts per step
+        steps: number of measured steps
     """
     model = load_model(BUNDLED_MODEL, enable_mtp=True)
     if shape is not None:
@@ -276,16 +276,16 @@ def ranks(
 
     mlx.launch -n 2 --backend nccl -- python -m benchmarks ranks --shape Qwen3.5-397B-A17B
 
-    Without mlx.launch one rank is measured. Rank 0 measures, and the others follow it. Acceptance
-    is drawn as in `full_shape`.
+    Without mlx.launch one rank is measured. Rank 0 measures, and the other ranks follow it.
+    Acceptance is drawn as in `full_shape`.
 
     Args:
-        rows: that decode
-        depths: drafts a step; MTP off comes first
-        steps: that are measured
+        rows: number of decoding rows
+        depths: drafts per step; MTP off is measured first
+        steps: number of measured steps
     """
     end = time.perf_counter() + seconds
-    mx.random.seed(0)  # Each rank cuts its part out of the same model.
+    mx.random.seed(0)  # Every rank takes its shard of the same model.
     config, mine = shape_of(shape, layers, tiny), world()
     inner = text_config(config)
     yield f"rank {mine.rank} of {mine.size} makes its weights"
@@ -308,7 +308,7 @@ def ranks(
             yield line | result.columns(count, depth, acceptance)
     if mine.size > 1:
         links.close()
-        time.sleep(1.0)  # Until they have read that.
+        time.sleep(1.0)  # Lets the other ranks read the end of their links.
 
 
 def _led(
@@ -319,7 +319,7 @@ def _led(
 
 
 def _time_sums(hidden: int, count: int = 200) -> float:
-    """Microseconds of a sum over ranks in a chain, of a row's hidden state."""
+    """Returns the microseconds of one all-reduce of a row's hidden state, in a dependent chain."""
     x = mx.ones((1, hidden), dtype=mx.bfloat16)
     for _ in range(2):
         began = time.perf_counter()

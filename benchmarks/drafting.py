@@ -1,4 +1,4 @@
-"""Engines with different drafts, which answer the same prompts of the bundled model in turns."""
+"""The cost of drafts with a reduced vocabulary, and the gain of copied drafts over the head's."""
 
 import contextlib
 import itertools
@@ -29,8 +29,8 @@ from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.text.tokenizer import Tokenizer
 
 _WHOLE = "whole"
-_EVERY = 8  # sentence that an edit replaces
-_MANY = 8  # drafts of a long recursion
+_EVERY = 8  # an edit replaces one of this many sentences
+_MANY = 8  # drafts in the longer of the two timed calls
 _WAYS = {
     "greedy": SamplingParams(max_tokens=1, temperature=0.0),
     "sampled": SamplingParams(max_tokens=1, temperature=0.7, top_p=0.8, top_k=20),
@@ -53,14 +53,14 @@ def draft_vocab(
 ) -> Rows:
     """Milliseconds of one draft with a reduced draft vocabulary, on a GPU.
 
-    A pass of the head, lm_head and the draw: what eight drafts take more than one does, medians of
-    the rounds. A model with random weights has a head, embedding and lm_head of the full shape; its
-    trunk, which drafts don't use, has four layers. What acceptance a smaller vocabulary loses only
-    a real model can tell: `mlx-mtp bench offline --mtp-draft-vocab N`.
+    A draft is a pass of the head, lm_head and the draw: a seventh of the difference between eight
+    drafts and one, as the median of the rounds. The model has random weights, and the full shape
+    except for its trunk, which drafts don't use: it has four layers. Only a real model shows how
+    much acceptance a smaller vocabulary loses: `mlx-mtp bench offline --mtp-draft-vocab N`.
 
     Args:
-        sizes: of the vocabularies beside the whole one
-        rows: that draft at once
+        sizes: draft vocabulary sizes to measure beside the whole vocabulary
+        rows: number of rows that draft together
     """
     model, _ = build(shape_of(shape, 4, tiny))
     heads = {_WHOLE: None, **{str(size): DraftVocabulary(model, range(size)) for size in sizes}}
@@ -81,7 +81,7 @@ def draft_vocab(
 def _draft(
     model: LoadedModel, head: DraftVocabulary | None, rows: int, params: SamplingParams, count: int
 ) -> Callable[[], list[mx.array]]:
-    """Drafts of the drafter itself, at position 512."""
+    """Returns a call that drafts `count` tokens per row at position 512, with the real drafter."""
     drafter = MTPDrafter(model, head)
     cache = model.make_cache(rows)
     state = drafter.make_state(cache)
@@ -104,15 +104,15 @@ def _draft(
 def copying(
     tokens: tuple[int, ...] = (500, 1000, 2000), rate: float = 0.75, rounds: int = 2
 ) -> Rows:
-    """Tokens per second of copies and edits of long texts, copies beside the head over the head.
+    """Tokens per second of copying and editing long texts, with and without copied drafts.
 
-    The bundled model computes every step, in the engine, but can't copy a text of more than some
-    sentences by itself. So what it draws is replaced by the answer, and the head's drafts by the
-    right ones at a given rate; what is copied is the engine's own. One request at a time; the
-    contenders take turns.
+    The engine computes every step with the bundled model, which can't copy more than a few
+    sentences by itself. So its sampled tokens are replaced by the known answer, and the head's
+    drafts by right ones at a given rate; the copied drafts are the engine's own. Requests run one
+    at a time, and the engines take turns.
 
     Args:
-        tokens: about so many in a text
+        tokens: approximate tokens of a text
         rate: share of the head's drafts that are right
     """
     tokenizer, model = Tokenizer.load(BUNDLED_MODEL), load_model(BUNDLED_MODEL, enable_mtp=True)
@@ -120,7 +120,7 @@ def copying(
 
     def forced(sampler: Sampler, logits: mx.array, at: mx.array, *more: Any, **also: Any) -> Any:
         drawn = draw(sampler, logits, at, *more, **also)
-        return mx.where(drawn >= 0, teller.at(at, sampler), drawn)  # Computed all the same.
+        return mx.where(drawn >= 0, teller.at(at, sampler), drawn)  # Still runs the draw.
 
     Sampler.draw = forced  # type: ignore[assignment, method-assign]
     with contextlib.ExitStack() as stack:
@@ -150,7 +150,7 @@ def copying(
 
 
 def _text_and_edit(seed: int, count: int, tokenizer: Tokenizer) -> tuple[str, str]:
-    """A text of about so many tokens, and the same with other sentences here and there."""
+    """Returns a text of about `count` tokens, and a copy in which some sentences are replaced."""
     endless, sentences, length = _sentences(PromptSource(seed)), list[str](), 0
     while length < count:
         sentences.append(next(endless))

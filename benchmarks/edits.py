@@ -1,4 +1,4 @@
-"""Edits of files without a model: real copies, a head that is right at a rate, simulated time."""
+"""File edits without a model: real copied drafts, a simulated head, and simulated time."""
 
 import difflib
 import itertools
@@ -23,10 +23,10 @@ _SOURCES = {"head": (MTP,), "copies": (HOST,), "both": (MTP, HOST)}
 
 
 class _Prices(NamedTuple):
-    """Milliseconds of a step."""
+    """Milliseconds of the parts of a step."""
 
-    verify: dict[int, float]  # by the tokens of all rows
-    passes: tuple[float, float] = (0.75, 0.03)  # of the head, at one row and for each row more
+    verify: dict[int, float]  # by the number of tokens of all rows
+    passes: tuple[float, float] = (0.75, 0.03)  # of a head pass: one row, and each further row
 
     def seconds(self, shape: StepShape) -> float:
         tokens, known = shape.rows + shape.drafts, sorted(self.verify)
@@ -47,7 +47,7 @@ _PRICES = {
 
 
 class _Text(NamedTuple):
-    """A request: what it says, and the answer."""
+    """A request's prompt and its answer, as token ids."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -59,26 +59,26 @@ def edits(
     rates: tuple[float, ...] = (0.6, 0.75, 0.9),
     rows: tuple[int, ...] = (1, 4, 16),
 ) -> Rows:
-    """What copies add to the head's drafts in edits of files, in simulated time without a model.
+    """Gain of copied drafts beside the head's drafts in file edits, in simulated time.
 
-    The prompt of a request holds a file and its change, and the answer is the file after it; both
-    are real, from the history of a git repository. The policy and the copies are the engine's own.
-    Whether a draft of the head is right is drawn, and a step takes what a price list says: those of
-    models on one H200 (full shapes, context 512, before the kernels for products of few rows) have
-    a step's time by the tokens that it verifies, and that of a pass of the head. Columns are tokens
-    a step and row, tokens per second with the head alone, and the ratio to them. "another file" is
-    an answer that has nothing to do with the prompt.
+    A request's prompt holds a file and a change, and its answer is the changed file; both are real,
+    from the history of a git repository. The draft policy and the copied drafts are the engine's
+    own. Whether a draft of the head is right is drawn at random, and a step's time is taken from a
+    price list: the time by the number of verified tokens, and that of a head pass. The lists of one
+    H200 were measured at full shapes and context 512, before the kernels for products of few rows.
+    Columns are tokens per step and row, tokens per second with the head alone, and ratios to that
+    speed. "another file" is an answer that has nothing to do with the prompt.
 
     Args:
-        files: number of them
+        files: number of files
         rates: probabilities that a draft of the head is right
-        rows: answers at once
+        rows: number of concurrent answers
     """
     texts = _edits(repository, files, Tokenizer.load(BUNDLED_MODEL))
     lengths = [len(text.answer) for text in texts]
     ends = f"{min(lengths)} to {max(lengths)} tokens, median {statistics.median(lengths):.0f}"
     yield f"{len(texts)} files of {ends}"
-    # Nothing of the answer is in the prompt but what two files of a project share.
+    # The answer shares with the prompt only what two files of one project have in common.
     others = [_Text(a.prompt, b.answer) for a, b in zip(texts, [*texts[7:], *texts[:7]])]
     kinds = {"edits": texts, "another file": others}
     for name, kind, num_rows, rate in itertools.product(_PRICES, kinds, rows, rates):
@@ -92,7 +92,7 @@ def edits(
 
 
 def _edits(repository: Path, count: int, tokenizer: Tokenizer) -> list[_Text]:
-    """Files before and after commits that changed at least a line and at most 30%."""
+    """Returns files before and after commits that changed at least one line and at most 30%."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(repository), *words]
@@ -119,13 +119,13 @@ def _edits(repository: Path, count: int, tokenizer: Tokenizer) -> list[_Text]:
 
 
 class _Row(RowDrafting):
-    """A request that runs: `at` tokens of its answer have come, `unread` with the last step."""
+    """A running request with `at` tokens of its answer; `unread` are those of the last step."""
 
     __slots__ = ("at", "pending", "text", "unread")
 
     def __init__(self, text: _Text, source: NgramSource | None) -> None:
         super().__init__()
-        self.text, self.at, self.pending = text, 1, 0  # drafts of the head that wait
+        self.text, self.at, self.pending = text, 1, 0  # pending drafts of the head
         self.unread: Sequence[int] = ()
         if source is not None:
             self.host["copy"] = source.drafter(text.prompt, None)
@@ -133,7 +133,7 @@ class _Row(RowDrafting):
 
 
 class _Window(NamedTuple):
-    """What the policy reads of a row of a step."""
+    """The fields of a step's row that the policy reads."""
 
     drafting: _Row
     source: str
@@ -144,9 +144,9 @@ class _Window(NamedTuple):
 def _replay(
     texts: Sequence[_Text], num_rows: int, prices: _Prices, rate: float, sources: Sequence[str]
 ) -> tuple[float, float]:
-    """Answer all, so many at once; returns tokens a step and row, and tokens per second.
+    """Answer `texts`, `num_rows` at a time; returns tokens per step and row, and per second.
 
-    As in the engine, the policy reads the result of a step after the next one is launched.
+    As in the engine, the policy reads the result of a step after the next step is launched.
     """
 
     chance, costs = random.Random(0), StepCosts()
@@ -166,7 +166,7 @@ def _replay(
             left = len(row.text.answer) - row.at
             run: Sequence[int] = ()
             if to_copy:
-                # Behind what the last step has brought, though the policy has not seen that yet.
+                # The copy begins after the last step's tokens, which the policy hasn't seen yet.
                 run = row.host[row.source].next_run[len(row.unread) :][: min(to_copy, left)]
             count = len(run) or row.pending
             following = row.text.answer[row.at : row.at + count]

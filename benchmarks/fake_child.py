@@ -1,8 +1,8 @@
-"""A model's process that has no model: `python fake_child.py NAME [SECONDS_TO_LOAD|fail]`.
+"""A model's process without a model: `python fake_child.py NAME [SECONDS_TO_LOAD|fail]`.
 
-It only sends, for the tests and the benchmark of `mlx_mtp.router`. A request's body may have,
-beside `stream`: `chunks`, `pause` (seconds before each), `size` (of one), `die` (after so many of
-them), `status`, and `hang`. Needs nothing but Python.
+It serves the tests and the benchmark of `mlx_mtp.router`. A request's body describes the answer:
+`stream`, `chunks` (number), `pause` (seconds before each chunk), `size` (characters of a chunk),
+`die` (number of chunks before the process exits), `status`, and `hang`. It needs only Python.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Answer:
 
 
 async def generate(answer: Answer, body: dict[str, Any], seen: dict[str, Any]) -> None:
-    """Send what the body asks for."""
+    """Send the answer that the body describes."""
     if body.get("hang"):
         await asyncio.sleep(3600)
     if (status := body.get("status", 200)) != 200:
@@ -70,7 +70,7 @@ async def generate(answer: Answer, body: dict[str, Any], seen: dict[str, Any]) -
         if number == body.get("die"):
             await asyncio.sleep(0.1)
             os._exit(9)
-        # By the clock: a sleep lasts longer than it should.
+        # Paced by the clock, because each sleep lasts a little too long.
         await asyncio.sleep(max(0.0, began + pause * (number + 1) - time.monotonic()))
         await answer.chunk(event({"number": number, "sent": time.perf_counter(), "text": text}))
     await answer.chunk(b"data: [DONE]\n\n")
@@ -96,7 +96,7 @@ async def route(answer: Answer, path: str, seen: dict[str, Any], body: dict[str,
 
 
 async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Serve one connection, which has one request."""
+    """Serve the single request of a connection."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         fields = dict(line.lower().split(": ", 1) for line in head[1:] if ": " in line)
@@ -120,14 +120,14 @@ async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 
 def end_with_parent() -> None:
-    """Wait for the parent's end."""
+    """Exit when the parent ends, which closes stdin."""
     while os.read(0, 100):
         pass
     os._exit(1)
 
 
 async def main() -> None:
-    """Load, that is wait, and then serve until a signal."""
+    """Wait as if loading a model, then serve until a signal."""
     how = sys.argv[2] if len(sys.argv) > 2 else "0"
     if how == "fail":
         sys.exit(f"{NAME} is broken")

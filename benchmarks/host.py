@@ -1,4 +1,4 @@
-"""The host's time of a decode step, and the operations that it launches. Needs no GPU."""
+"""Host time of a decode step, and the operations that it launches; needs no GPU."""
 
 import io
 import re
@@ -35,8 +35,8 @@ _SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256}
 _SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 32}
 _SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _SIZES |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
-_PROMPTS = gpu.MOST_ROWS  # tokens of all; for more the CPU would compute
-_WARM_STEPS = 48  # also those that write what a head without drafts has deferred
+_PROMPTS = gpu.MOST_ROWS  # tokens of all prompts; longer passes would really compute, on the CPU
+_WARM_STEPS = 48  # enough to include steps that write the deferred entries of an idle head
 _VIEWS = "View|Broadcast|ExpandDims|Squeeze|Reshape|Flatten|Unflatten|Slice|Split|Transpose"
 _Place = tuple[Any, Callable[..., Any]]  # a function and its owner
 _PARTS: dict[str, _Place] = {
@@ -56,7 +56,7 @@ _PHASES = {
     "scheduling": ("schedule", "update"),
     "launching": ("launch",),
     "reading": ("read",),
-}  # all else builds the step's graph
+}  # all other parts build the step's graph
 
 
 def host(
@@ -69,23 +69,22 @@ def host(
     steps: int = 64,
     parts: bool = False,
 ) -> Rows:
-    """The host's time of a decode step, and the operations that it launches. Needs no GPU.
+    """Host time of a decode step, and the operations that it launches; needs no GPU.
 
-    A model has the shape's layers and small sizes. Where there is no GPU, one that computes nothing
-    stands in for it: layers are compiled and kernels launched as on CUDA, and a launch is an
-    operation of mlx that does nothing. "bundled" is the bundled model, which computes here. Times
-    are the processor's, of the thread that runs the steps, in microseconds: what mlx takes to
-    encode a launch on a GPU is not among them (4 to 5 each on an H200's host), nor what a CPU
-    computes, except in "process", the time of all threads. "building" is Python and mlx's graph,
-    "calls" are those of Python's functions, not mlx's. "launches" leaves out what only changes a
-    shape. Counts do not depend on what else the machine does. Delivery to clients is the server's,
-    and not measured here.
+    A model has the shape's layers and small sizes. Where there is no GPU, a stand-in that computes
+    nothing takes its place: layers are compiled and kernels launched as on CUDA, and each launch is
+    an mlx operation that does nothing. "bundled" is the bundled model, which does compute. Times
+    are CPU microseconds of the thread that runs the steps. They exclude mlx's encoding of launches
+    on a GPU (4 to 5 us each on an H200's host) and the CPU's computations, except for "process",
+    the time of all threads. "building" is the time of Python and of building mlx's graph, and
+    "calls" counts calls of Python functions, not of mlx's. "launches" excludes operations that only
+    change a shape. Counts don't depend on the machine's load. Delivery to clients is not measured.
 
     Args:
-        shape: published shapes, or the bundled model
+        shape: published shapes, or "bundled"
         cases: rows x drafts
-        steps: that are measured
-        parts: show times and operations by part too
+        steps: number of measured steps
+        parts: also show times and operations by part
     """
     if _BUNDLED in shape and len(shape) > 1:
         raise UsageError("The bundled model computes, so measure it in a run of its own.")
@@ -138,7 +137,7 @@ def _measured(core: EngineCore, steps: int, parts: bool, line: Row) -> Rows:
 
 
 def _calls(core: EngineCore) -> int:
-    """Calls of functions in Python and C that a step makes on this thread."""
+    """Returns the number of calls of Python and C functions in one step on this thread."""
     kinds = Counter[str]()
     sys.setprofile(lambda _, kind, __: kinds.update((kind,)))
     try:
@@ -149,7 +148,7 @@ def _calls(core: EngineCore) -> int:
 
 
 def _use_idle_gpu() -> None:
-    """Let everything that asks for a GPU find one for CUDA whose kernels compute nothing."""
+    """Patch mlx so that there seems to be a CUDA GPU, whose kernels compute nothing."""
     nothing = cache(lambda shape, dtype: mx.zeros(shape, dtype))
 
     def one(shape: Any, dtype: mx.Dtype, *inputs: mx.array | None) -> mx.array:
@@ -187,7 +186,7 @@ def _use_idle_gpu() -> None:
 
 
 class _Parts:
-    """Times parts of a step, each without those inside it, and keeps what they return."""
+    """Times the parts of a step, excluding the parts nested in each, and keeps their results."""
 
     def __init__(self) -> None:
         self.seconds = defaultdict[str, float](float)
@@ -196,14 +195,14 @@ class _Parts:
         self._at = time.thread_time()
 
     def lap(self) -> None:
-        """Count the time since the last call for the part that runs."""
+        """Add the time since the last call to the part that runs."""
         now = time.thread_time()
         self.seconds[self._stack[-1]] += now - self._at
         self._at = now
 
     @contextmanager
     def watched(self, places: dict[str, _Place]) -> Iterator[None]:
-        """Watch functions, each with the name of its part."""
+        """Time the calls of functions in the context; `places` has them by the names of parts."""
         for name, (owner, function) in places.items():
             setattr(owner, function.__name__, self._timed(name, function))
         yield
@@ -225,7 +224,7 @@ class _Parts:
 
 
 def _count(core: EngineCore) -> dict[str, Counter[str]]:
-    """The operations of one step by part, each without those before it."""
+    """Returns the operations of one step by part, excluding those of earlier parts."""
     parts, counts, launch = _Parts(), [Counter[str]()], mx.async_eval
 
     def counted(*arrays: Any) -> None:
@@ -242,12 +241,12 @@ def _count(core: EngineCore) -> dict[str, Counter[str]]:
 
 
 def _operations(arrays: Any) -> Counter[str]:
-    """How many of each operation compute these."""
+    """Returns the number of operations of each kind that compute `arrays`."""
     text = io.StringIO()
     mx.export_to_dot(text, [a for _, a in tree_flatten(arrays) if isinstance(a, mx.array)])
     return Counter(re.findall(r'label ="(\w+)[^"]*", shape=rectangle', text.getvalue()))
 
 
 def _launches(counts: Counter[str]) -> int:
-    """How many of these operations are launches."""
+    """Returns the number of operations that are launches."""
     return sum(n for name, n in counts.items() if not re.fullmatch(_VIEWS, name))

@@ -1,4 +1,4 @@
-"""Images: the vision tower's time, its share of the first token, and what it delays."""
+"""Images: the vision tower's time, and its share of the time to first token."""
 
 import statistics
 import time
@@ -35,18 +35,18 @@ def tower(
     cases: tuple[str, ...] = ("1x4096", "1x1024", "4x1024", "4x4096"),
     seconds: float = 60,
 ) -> Rows:
-    """Seconds of the vision tower of the 27B beside its prefill of the same tokens.
+    """Time of the 27B's vision tower beside the prefill of the same number of tokens.
 
-    Random weights, on a GPU in BF16 and the model's in 4 bit. "ms" is the tower's time without a
-    limit, "limited, ms" that in steps of at most --pause; of these are "steps", "longest, ms" (of
-    any but the first two) and "median, ms". "prefill, ms" is from a prompt
-    of as many tokens to the first token, with the time of --layers layers taken for all 64; "share"
-    is the tower's of both.
+    Weights are random; on a GPU the tower's are in BF16 and the model's in 4 bits. "ms" is the
+    tower's time without a limit, and "limited, ms" its time in steps of at most --pause, which
+    "longest, ms" (without the first two), "median, ms" and "steps" describe. "prefill, ms" is the
+    time to first token of a prompt of the same length, scaled from --layers layers to all 64;
+    "share" is the tower's share of both times.
 
     Args:
-        layers: of the model, a multiple of 4
-        pause: milliseconds, as --max-decode-pause
-        cases: images x tokens of each
+        layers: number of the model's layers, a multiple of 4
+        pause: limit in milliseconds, as of --max-decode-pause
+        cases: images x tokens of each image
     """
     model = build(shape_of(_SHAPE, layers, tiny))[0]
     size = model.causal_lm.args.hidden_size
@@ -90,7 +90,7 @@ def _random_tower(shape: TowerShape, dtype: mx.Dtype) -> VisionTower:
 def _times(
     model: LoadedModel, seeing: VisionTower, count: int, tokens: int, pause: float
 ) -> list[float]:
-    """Seconds of each step in which the tower sees so many new images, nothing else running."""
+    """Returns the seconds of each tower step for `count` new images, with nothing else running."""
     prompts = Prompts(replace(model, tower=seeing), pause)
     side = seeing.shape.patch_size * seeing.shape.spatial_merge_size
     rows = 2 ** (int(tokens).bit_length() // 2)
@@ -108,4 +108,4 @@ def _times(
         began = time.perf_counter()
         seen = prompts.see(row)
         times.append(time.perf_counter() - began)
-    return times[:-1]  # The last one found all.
+    return times[:-1]  # The last call only found all images done.

@@ -1,4 +1,4 @@
-"""The gated delta rule by its kernels, beside other ways to compute it."""
+"""The kernels of the gated delta rule, beside other ways to compute it."""
 
 import itertools
 import statistics
@@ -22,12 +22,12 @@ _Call = Callable[..., Any]
 
 
 def kernels() -> Rows:
-    """Microseconds of a call of the gated delta rule, beside mlx-lm's loop and its kernel.
+    """Microseconds per call of the gated delta rule, beside mlx-lm's loop and its kernel.
 
-    On a GPU at the shape of Qwen3-Next-80B in bfloat16; "mlx-lm's kernel" runs on Metal alone, and
-    "chunkwise" is the portable code. On a CPU the portable code beside mlx-lm's loop over tokens,
-    in float32. Each call continues from the state of the call before, as launches that don't depend
-    on each other would overlap. Ratios are to the first that was measured.
+    On a GPU: the shape of Qwen3-Next-80B in bfloat16; "mlx-lm's kernel" runs only on Metal, and
+    "chunkwise" is the portable code. On a CPU: the portable code beside mlx-lm's loop over tokens,
+    in float32. Each call continues from the state of the previous call, because independent
+    launches would overlap. Ratios are to the first contender that was measured.
     """
     if gpu.backend() is None:
         shapes = {"80B": QWEN3_NEXT_80B, "bundled model": _BUNDLED}
@@ -42,7 +42,7 @@ def kernels() -> Rows:
 
 
 def _timing(what: str, inputs: RandomInputs, rows: int, length: int, calls: int) -> Row:
-    """The medians of the rounds, of one of `calls` calls."""
+    """Returns the contenders' times per call in one case, medians of the rounds."""
     q, window = inputs.window(rows, length)
     start, kept = inputs.state(rows), mx.full((rows,), length, dtype=mx.int32)
     verify, on_gpu, scaled = what == "verify", gpu.backend() is not None, q * q.shape[-1] ** -0.5
@@ -57,7 +57,7 @@ def _timing(what: str, inputs: RandomInputs, rows: int, length: int, calls: int)
         y, state, after = portable.run_chunked(q, window, state, advance=not verify)
         return y, state, after if verify else None
 
-    def theirs(run: Callable[..., Any]) -> _Call:  # always advances
+    def theirs(run: Callable[..., Any]) -> _Call:  # always advances the state
         return lambda state: run(scaled, window.k, window.v, window.g, window.beta, state)
 
     chains: dict[str, _Call | None] = dict.fromkeys(_CONTENDERS)
@@ -67,7 +67,7 @@ def _timing(what: str, inputs: RandomInputs, rows: int, length: int, calls: int)
     if on_gpu and mx.metal.is_available():
         kernel = theirs(mlx_lm_gated_delta.gated_delta_kernel)
         chains["mlx-lm's kernel"] = _chain(kernel, calls, start)
-    if length == 1 or not on_gpu or rows <= 4:  # Tens of thousands of launches elsewhere.
+    if length == 1 or not on_gpu or rows <= 4:  # Else tens of thousands of launches.
         loop = theirs(mlx_lm_gated_delta.gated_delta_ops)
         chains["mlx-lm's loop"] = _chain(loop, calls, start)
     times = take_turns({name: each for name, each in chains.items() if each}, _REPEATS)
@@ -79,7 +79,7 @@ def _timing(what: str, inputs: RandomInputs, rows: int, length: int, calls: int)
 
 
 def _chain(run: _Call, calls: int, *state: Any) -> _Call:
-    """A number of calls, each of which continues from the state of the call before."""
+    """Returns a function that makes `calls` calls, each from the state of the previous call."""
     states = [state]
 
     def repeat() -> list[Any]:

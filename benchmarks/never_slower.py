@@ -1,4 +1,4 @@
-"""The promise that drafts are never slower than none, over HTTP, beside every fixed choice."""
+"""Whether the default is never slower than no drafts or any other fixed choice, over HTTP."""
 
 import asyncio
 import contextlib
@@ -35,10 +35,10 @@ _CELLS = (
     *("story 1", "story 8", "story 16", "same 4", "edit 8", "random 8"),
     *("story 4", "story 32", "agent 4", "closed 16", "story 8 poisson", "agent 4 poisson"),
 )
-_QUICK = 6  # the first of them
-_LOAD = 0.7  # of the capacity without drafts, at which Poisson's requests arrive
-_CALIBRATION_SECONDS = 90.0  # at most
-# Texts to edit.
+_QUICK = 6  # number of cells with --quick, the first ones
+_LOAD = 0.7  # share of the capacity without drafts at which "poisson" requests arrive
+_CALIBRATION_SECONDS = 90.0  # maximum time to wait for a server's calibration
+# Patterns of the sentences in texts to edit.
 _SENTENCES = (
     "{name} found a {color} {thing} near the {place}.",
     "The {color} {animal} walked slowly through the {place}.",
@@ -82,10 +82,10 @@ class _Cell(NamedTuple):
 
 
 class _Client(HttpServer):
-    """Sends whole requests, each after its seconds of waiting."""
+    """Sends requests, each after its own wait."""
 
     def send(self, bodies: Sequence[Body], waits: Sequence[float]) -> tuple[int, float, float]:
-        """Tokens, seconds until the last answer has ended, and mean seconds of an answer."""
+        """Returns tokens, seconds until the last answer has ended, and mean seconds per answer."""
 
         async def one(body: Body, wait: float) -> tuple[int, float]:
             await asyncio.sleep(wait)
@@ -110,21 +110,22 @@ def never_slower(
 ) -> Rows:
     """The default beside no drafts and every fixed choice, over HTTP, for several kinds of work.
 
-    A server of the bundled model for each choice; all get the same greedy requests, one server at a
-    time, in an order that is drawn anew for each cell and round. A cell is a kind of work and a
-    number of streams at once: different stories; the same story again; edits of a text; agents'
-    turns with tools; short answers; a head with random weights. With "poisson" requests arrive at
-    70% of what the server without drafts can take, and the mean time of an answer is compared;
-    otherwise tokens per second. The default has calibrated its costs before; nothing else is warm.
-    Ratios are geometric means of the rounds, with 95% bounds (Student's t). The best fixed choice
-    is picked in one half of the rounds and compared in the other.
+    Each choice has its own server of the bundled model. All get the same greedy requests, one
+    server at a time, in an order drawn anew for each cell and round. A cell is a kind of work and a
+    number of concurrent streams: different stories; the same stories in every round; edits of a
+    text; agents' turns with tools; short answers; a head with random weights. In "poisson" cells,
+    requests arrive at 70% of the capacity of the server without drafts, and the mean time of an
+    answer is compared; in other cells, tokens per second. The default and "copy" have calibrated
+    their step costs before; nothing else is warm. Ratios are geometric means of the rounds, with
+    95% bounds (Student's t). The best fixed choice is picked in one half of the rounds and compared
+    in the other.
 
     Args:
-        rounds: at least 4
-        cells: such as "story 16,edit 8"; by default all
-        max_tokens: of an answer
-        quick: six cells
-        seed: of prompts, orders and arrivals
+        rounds: number of rounds, at least 4
+        cells: such as "story 16,edit 8"; all by default
+        max_tokens: maximum number of tokens of an answer
+        quick: measure only six cells
+        seed: seed of prompts, orders and arrivals
     """
     if rounds < 4:
         raise UsageError("--rounds is at least 4: the best choice is picked in half of them.")
@@ -191,7 +192,7 @@ def _measured(
 
 
 def _started(model: Path, folder: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
-    """Name and address of each server; the default's costs are calibrated."""
+    """Start the servers; yields the name and address of each, once it has calibrated its costs."""
     for name, flags in {_DEFAULT: (), **_FIXED}.items():
         costs = folder / f"{model.name} {name}"
         calibrates = name in (_DEFAULT, "copy")
@@ -206,7 +207,7 @@ def _started(model: Path, folder: Path, stack: contextlib.ExitStack) -> Iterator
 
 
 def _with_random_head(target: Path) -> Path:
-    """A copy of the bundled model whose head has random matrices of the same size."""
+    """Returns a copy of the bundled model with random matrices of the same scale in its head."""
     shutil.copytree(BUNDLED_MODEL, target)
     mx.random.seed(0)
     for file in target.glob("*.safetensors"):
@@ -233,12 +234,12 @@ def _stories(source: PromptSource, count: int) -> list[Body]:
 
 
 def _same(_: PromptSource, count: int) -> list[Body]:
-    """The same stories in each round."""
+    """Returns requests for the same stories in each round."""
     return [_chat(prompt.text) for prompt in PromptSource(7).next("story", count)]
 
 
 def _edits(source: PromptSource, count: int) -> list[Body]:
-    """Texts that the bundled model can copy, to be repeated or made a list."""
+    """Returns requests to repeat a text, or to list its sentences, that the model can copy."""
     bodies = []
     for number, prompt in enumerate(source.next("story", count)):
         chance = random.Random(prompt.seed)
@@ -253,7 +254,7 @@ def _edits(source: PromptSource, count: int) -> list[Body]:
 
 
 def _agents(source: PromptSource, count: int) -> list[Body]:
-    """The third turn of an agent: a call and its result, and a question that needs another."""
+    """Returns agents' turns after a tool call and its result, each of which needs another call."""
     bodies = []
     for place, prompt in enumerate(source.next("medium", count)):
         call = {
@@ -277,7 +278,7 @@ def _agents(source: PromptSource, count: int) -> list[Body]:
 
 
 def _closed(source: PromptSource, count: int) -> list[Body]:
-    """Sorting and sums."""
+    """Returns requests for sums and sorted numbers."""
     bodies = []
     for place, prompt in enumerate(source.next("story", count)):
         numbers = random.Random(prompt.seed).sample(range(1, 100), 5)
@@ -300,7 +301,7 @@ _WORK = {
 
 
 def _summary(cell: _Cell, rounds: Sequence[dict[str, float]]) -> Row:
-    """A cell's row: the default over none, and over the best fixed choice."""
+    """Returns a cell's row: the default over no drafts, and over the best fixed choice."""
     over_none = [math.log(of[_DEFAULT] / of[_NONE]) for of in rounds]
     over_best, picked = [], []
     for compared, others in itertools.permutations((rounds[::2], rounds[1::2])):
@@ -322,7 +323,7 @@ def _mean(rounds: Sequence[dict[str, float]], name: str) -> float:
 
 
 def _overall(rows: Sequence[Row]) -> str:
-    """The geometric mean of all cells, and the worst one."""
+    """Returns a sentence with the geometric mean of all cells, and the worst cell."""
     logs = [statistics.mean(each) for each in zip(*(row["_over best"] for row in rows))]
     low, high = _bounds(logs)
     worst = min(rows, key=lambda row: float(row["over best"]))
@@ -336,7 +337,7 @@ def _overall(rows: Sequence[Row]) -> str:
 
 
 def _bounds(logs: Sequence[float]) -> tuple[float, float]:
-    """95% bounds of the geometric mean, by the quantile of Student's t (Fisher's expansion)."""
+    """Returns the geometric mean's 95% bounds, by Student's t quantile (Fisher's expansion)."""
     n, z = len(logs) - 1, 1.96
     t = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
     margin = t * statistics.stdev(logs) / math.sqrt(n + 1)

@@ -1,4 +1,4 @@
-"""Servers that are asked by `mlx-mtp bench`'s own client for streams at the same time."""
+"""Concurrent streams over HTTP, requested by the client of `mlx-mtp bench`."""
 
 import contextlib
 import shutil
@@ -29,13 +29,13 @@ def concurrency(
 ) -> Rows:
     """Tokens per second of this server, MTP off and on, beside mlx_lm.server.
 
-    All serve the bundled model in float32 and get the same greedy stories in turns. They run at
-    the same time, but only one is asked at a time. Rates are of all streams together, medians of
-    the rounds; ratios are to MTP off in the same round.
+    All servers run at the same time with the bundled model in float32. They get requests for the
+    same greedy stories in turns, one server at a time. Rates are of all streams together, medians
+    of the rounds; ratios are to MTP off in the same round.
 
     Args:
-        concurrency: streams at once
-        max_tokens: of an answer
+        concurrency: number of concurrent streams
+        max_tokens: maximum number of tokens of an answer
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers = []
@@ -53,8 +53,8 @@ def concurrency(
 
 
 def contenders(folder: Path) -> list[Contender]:
-    """The servers of `concurrency`, with their files in an empty folder."""
-    # What earlier runs measured of step costs would make this one hard to repeat.
+    """Returns the servers of `concurrency`; their files are put into an empty folder."""
+    # Step costs that earlier runs measured would make this run hard to repeat.
     fresh = ("--cache-dir", str(folder / "costs"))
     mtp = [
         ours(name, BUNDLED_MODEL, "--enable-mtp", "--mtp-num-draft-tokens", depth, *fresh)
@@ -65,7 +65,7 @@ def contenders(folder: Path) -> list[Contender]:
 
 
 def _in_float32(target: Path) -> Path:
-    # mlx_lm.server has no --dtype, and mlx has no MoE but in float32 on the CPU.
+    # mlx_lm.server has no --dtype, and mlx runs MoE on the CPU only in float32.
     shutil.copytree(BUNDLED_MODEL, target, ignore=shutil.ignore_patterns("*.safetensors", "*.py"))
     for file in BUNDLED_MODEL.glob("model*.safetensors"):
         tensors = mx.load(str(file))
@@ -76,15 +76,15 @@ def _in_float32(target: Path) -> Path:
 
 
 def first_token(starts: int = 5, requests: int = 6, pause: float = 0.2) -> Rows:
-    """Time to the first token while step costs are measured, over that time without.
+    """Time to first token while step costs are measured, over the time when they are not.
 
     Servers of the bundled model start one after the other, in turns one with an empty folder for
-    step costs, which measures them whenever it is idle, and one that measures nothing. What the
-    former answers after it has measured everything is left out.
+    step costs, which measures them whenever it is idle, and one that measures nothing. Answers of
+    the former after it has measured everything are left out.
 
     Args:
         starts: number of servers of each kind
-        requests: number of requests to a server, at most
+        requests: maximum number of requests to a server
         pause: seconds before each request
     """
     times: dict[tuple[str, bool], list[float]] = defaultdict(list)
@@ -109,7 +109,7 @@ def _first_tokens(seconds: str, requests: int, pause: float) -> Iterator[float]:
             for prompt in PromptSource(0).next("short", requests):
                 time.sleep(pause)
                 if list(Path(name).rglob("step-costs-*.json")):
-                    return  # All is measured.
+                    return  # Everything is measured.
                 (answer,) = server.ask([prompt])
                 assert answer.ttft is not None
                 yield answer.ttft
@@ -122,17 +122,17 @@ def beside(
     tokens: int = 200,
     rounds: int = 3,
 ) -> Rows:
-    """Short streams beside a long one, against what their costs apart would allow.
+    """Speed of short streams beside a long one, against an ideal from the speed of each alone.
 
-    Each round measures the short streams alone, the long one alone, and both together, in the time
-    in which all decode; tokens per second are of one stream. Ideal is a step of the short rows and
-    one of the long row, one after the other.
+    Each round measures the short streams alone, the long one alone, and both together, while all of
+    them decode; rates are tokens per second of one stream. Ideal is a step of the short rows
+    followed by a step of the long row.
 
     Args:
-        drafts: drafts a step; 0 is MTP off
-        short: number of streams whose prompts have some 500 tokens
+        drafts: drafts per step; 0 is MTP off
+        short: number of streams with prompts of some 500 tokens
         long: tokens of the long stream's prompt
-        tokens: of each answer
+        tokens: tokens of each answer
     """
     asking = Asking(tokens, ignore_eos=True)
     few, one = [_of_length(500, n) for n in range(short)], [_of_length(long, short)]
@@ -143,7 +143,7 @@ def beside(
             running(ours("", BUNDLED_MODEL, *(flags if depth else ["--no-enable-mtp"]))) as url,
             HttpServer(url, asking, model="m") as server,
         ):
-            _rates(server.ask([*few, *one]))  # The prompts are in the prefix cache then.
+            _rates(server.ask([*few, *one]))  # Puts the prompts into the prefix cache.
             for _ in range(rounds):
                 alone = statistics.mean(_rates(server.ask(few)))
                 (long_alone,) = _rates(server.ask(one))
@@ -158,13 +158,13 @@ def beside(
 
 
 def _of_length(tokens: int, seed: int) -> Prompt:
-    # In the bundled model's tokenizer a word of these has some 1.4 tokens with its space.
+    # One of these words, with its space, has some 1.4 tokens of the bundled model.
     words = " ".join(each.text for each in PromptSource(seed).next("long", -(-tokens // 3000)))
     return Prompt(" ".join(words.split(" ")[: int(tokens / 1.4)]), seed=0)
 
 
 def _rates(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Tokens per second of each, from the last one's first token to the first one's end."""
+    """Returns the tokens per second of each answer during the time in which all of them decode."""
     began, ended = max(a.times[0] for a in answers), min(a.times[-1] for a in answers)
     return [
         sum(count for at, count in zip(a.times, a.tokens) if began < at <= ended) / (ended - began)

@@ -33,20 +33,20 @@ _PATIENCE = 600.0
 def prefix_disk(tokens: int = 120_000, rounds: int = 5) -> Rows:
     """How long a running stream stalls while a large prefix is read from the disk.
 
-    An engine in this process with the bundled model in float32, and one stream that decodes all the
-    time. Beside it a long prompt is asked for one token: after a restart, when only the disk has
-    its prefix, and again with another last token, when memory has it. What counts is the stream's
-    longest pause between two tokens meanwhile.
+    An engine in this process runs the bundled model in float32, with one stream that decodes all
+    the time. A request with a long prompt then asks for one token: first after a restart, when only
+    the disk has the prefix, and again with another last token, when memory has it. The result is
+    the stream's longest pause between two tokens during the request.
 
-    The prompt is not computed: its KV is random numbers in the right shapes, 3 kB a token. The
-    files are put out of the page cache before each round where the system can do that (Linux), so
-    that the disk is really read.
+    The prompt is not computed: its KV is random numbers of the right shapes, 3 kB per token. The
+    files are dropped from the page cache before each round where the system can do that (Linux), so
+    that they are really read from the disk.
 
     Args:
-        tokens: of the prompt
+        tokens: tokens of the prompt
     """
     model = load_model(BUNDLED_MODEL, enable_mtp=True)
-    # Random KV has no business with what the model was made for.
+    # The prompt can exceed the model's context length, because its KV is random anyway.
     model = replace(model, config={**model.config, "max_position_embeddings": 1 << 20})
     prompt = tuple(2 + i * 7919 % 4000 for i in range(tokens))
     with tempfile.TemporaryDirectory() as place:
@@ -65,12 +65,12 @@ def prefix_disk(tokens: int = 120_000, rounds: int = 5) -> Rows:
 
 
 def _measure(model: LoadedModel, folder: Path, prompt: tuple[int, ...], last: int) -> list[Row]:
-    """From the disk, and from memory; `last` and `last + 1` have not been asked for behind it."""
+    """Measure a hit from the disk and one from memory; `last` and `last + 1` must be new ends."""
     rows = list[Row]()
     store = _open_store(folder)
     with listening(build_engine(model, _CONFIG, model.vocab_size, (), store=store)) as listener:
         listener.ask("stream", range(2, 2 + _SHORT), 1 << 15)
-        # The first steps of every kind touch memory.
+        # A short request first, because the first step of every kind touches new memory.
         listener.ask("short", range(100, 100 + _SHORT), 16)
         listener.wait("short")
         for number, name in enumerate(("disk", "memory")):
@@ -91,7 +91,7 @@ def _open_store(folder: Path) -> PrefixStore:
 
 
 def _write(model: LoadedModel, folder: Path, prompt: tuple[int, ...]) -> None:
-    """Put a prompt's prefix on the disk: the states of its first tokens, and random KV."""
+    """Write a prompt's prefix to the disk: the states of its first tokens, and random KV."""
     store = _open_store(folder)
     prefixes = PrefixCache(_CONFIG.prefix_cache_size, store=store)
     runner = ModelRunner(model, MTPDrafter(model), model.vocab_size, prefixes)

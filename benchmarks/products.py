@@ -1,4 +1,4 @@
-"""Products of few rows of full-shape models with random weights."""
+"""Matrix products of few rows in full-shape models with random weights."""
 
 import time
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ def products(
     bandwidth: float = 4.3,
     seconds: float = 540,
 ) -> Rows:
-    """Products of few rows of full-shape models, over reading their weights once.
+    """Matrix products of few rows in full-shape models, over reading their weights once.
 
-    Microseconds of a layer as the engine runs it, and the ratio to the time of reading what it
-    needs once: of experts those that so many tokens chose, at random. The last rows of a table have
-    all layers together, those behind all tables those of all shapes. "mlx" is mlx's own operation,
-    where it is not in use, and "mx.max" the speed at which mlx reads the weights in one reduction:
-    what this machine has of --bandwidth. Layers of a kind are independent of each other here, which
-    those of a step are not. With CUDA and torch it is the GPU's time by its profiler; by the clock
-    the host's work for small products would be most of it.
+    "us" is the time of a layer as the engine runs it, and "over reading" its ratio to the time of
+    reading the weights once; of experts, only those that the tokens chose at random are read. The
+    last rows of a table cover all its layers, and the last table covers all shapes. "mlx" is mlx's
+    own operation where the engine does not use it, and "mx.max" the speed at which mlx reads the
+    weights in one reduction, to compare with --bandwidth. Layers of a kind are independent of each
+    other here, unlike in a step. With CUDA and torch, times are the GPU's from torch's profiler: by
+    the clock, the time of small products would be mostly the host's.
 
     Args:
-        rows: of dense products
-        tokens: of products of experts
+        rows: number of rows of dense products
+        tokens: number of tokens in products of experts
     """
     end = time.perf_counter() + seconds
     counts, dense = (sorted(rows), sorted(tokens)), list[Product]()
@@ -56,7 +56,7 @@ def products(
 
 
 def _product_rows(name: str, of: list[Product], bandwidth: float) -> Iterator[Row]:
-    """A row for each number of rows, with the means over all layers of some kinds."""
+    """Yields a row for each number of rows, with the means over all layers of the products."""
     for n, count in enumerate(of[0].rows):
         us, nbytes, theirs, reading = (
             sum(p.layers * each[n] for p, each in zip(of, column) if each)

@@ -1,4 +1,4 @@
-"""Peak memory of long prompts in chunks."""
+"""Peak memory of long prompts that are prefilled in chunks."""
 
 import gc
 import itertools
@@ -30,13 +30,13 @@ print(json.dumps(prompt_memory.peaks(*json.loads(sys.argv[1]))))
 
 
 class Peaks(NamedTuple):
-    """What one prompt took, in bytes, beside weights."""
+    """Memory that one prompt took, in bytes, without weights except in `resident`."""
 
-    caches: int  # of all rows at the end, as `CacheMemory` has it
+    caches: int  # of all rows at the end, as `CacheMemory` computes it
     scores: int  # of the last chunk's attention in one layer, [heads, chunk, tokens] in float32
-    before: int  # mlx's peak of the short rows alone
+    before: int  # mlx's peak with only the short rows
     prefill: int  # mlx's peak while the prompt was computed
-    joined: int  # mlx's peak of the steps after it, the join included
+    joined: int  # mlx's peak during the steps after the prefill, the join included
     resident: int  # peak of the process's resident set, weights and Python included
 
 
@@ -48,19 +48,19 @@ def prefill_memory(
 ) -> Rows:
     """Peak memory of long prompts in chunks, in MiB: alone, and beside rows that decode.
 
-    mlx's own peak is taken step by step, so that the prompt's chunks and its joining the other rows
-    are distinguished. "scores" are one layer's attention scores of the last chunk. The bundled
-    model by default, in float32; minutes on two cores.
+    mlx's peak is taken step by step, to tell the prompt's chunks from the steps after it has joined
+    the other rows. "scores" are one layer's attention scores of the last chunk. The default, the
+    bundled model in float32, takes minutes on two cores.
 
     Args:
-        tokens: of the prompt
-        rows: that decode beside it
+        tokens: tokens of the prompt
+        rows: number of rows that decode beside it
         step: tokens of a chunk
-        model: a checkpoint
+        model: directory of a checkpoint
     """
     for count, length in itertools.product(rows, tokens):
         p = measure_apart(model, length, count, step)
-        # While it is computed only its own caches are there, and what the short rows took.
+        # During its prefill there are only the prompt's own caches and the short rows' memory.
         rest = p.prefill - p.caches // (count + 1) - p.before - p.scores
         nbytes = p.caches, p.scores, p.prefill, rest, p.joined, p.resident
         names = "prompt | rows beside | caches | scores | peak, prefill | less caches and scores"
@@ -69,13 +69,13 @@ def prefill_memory(
 
 
 def measure_apart(model: Path, tokens: int, rows: int, step: int) -> Peaks:
-    """`peaks` in a process of its own.
+    """Runs `peaks` in a process of its own.
 
-    The resident set's peak is the process's, and what earlier work left behind would be freed
-    meanwhile and taken from the case's peak.
+    The peak of the resident set is that of a whole process, and memory left by earlier work could
+    be freed during the run, which would lower the measured peak.
 
     Raises:
-        subprocess.CalledProcessError: it failed; what it said is on this process's stderr.
+        subprocess.CalledProcessError: the process failed; its stderr is this process's stderr.
     """
     given = json.dumps([str(model.resolve()), tokens, rows, step])
     command = [sys.executable, "-c", _APART, given]

@@ -1,4 +1,4 @@
-"""Prompts: the time to their first token, the memory that they take, and what they delay."""
+"""Prompts: the time to their first token, and the pauses that they cause in running streams."""
 
 import itertools
 import statistics
@@ -26,7 +26,7 @@ from mlx_mtp.models.model import LoadedModel
 
 _MLX_LM_STEP = 512
 _SHAPES = ("Qwen3.5-27B", "Qwen3-Next-80B-A3B-Instruct", "Qwen3.6-35B-A3B")
-_PROMPTS = (8192, 32768, 60_000, 1024)  # the figures that matter most first
+_PROMPTS = (8192, 32768, 60_000, 1024)  # tokens, the most important first
 _TOGETHER = 8
 _ALONE_SECONDS = 2.0
 
@@ -40,18 +40,18 @@ def prefill(
     profile: bool = False,
     seconds: float = 540,
 ) -> Rows:
-    """Seconds from a prompt to its first token: full-shape models on a GPU, or a CPU and mlx-lm.
+    """Time to first token: full-shape models on a GPU, or the bundled model and mlx-lm on a CPU.
 
-    On a GPU: random weights, one prompt alone and then eight together. Few layers are enough, of
-    both kinds in the model's proportion: a layer's time is what counts. "products" is the time that
-    the layers' matrix products take by themselves for as many tokens, and what else there is shows
-    in the ratio to it. --profile shows the GPU's milliseconds by part; --json has those of each
+    On a GPU: random weights, one prompt alone and then eight together. A few layers are enough, of
+    both kinds in the model's proportion, because the time per layer is what counts. "products" is
+    the time of the layers' matrix products alone for the same number of tokens, and "ratio" the
+    whole time over it. --profile shows the GPU's milliseconds by part; --json has those of each
     kernel. On a CPU: the bundled model beside mlx-lm's loop on the same weights, both in chunks of
-    512; ours shorter where that is faster.
+    512 tokens; ours are shorter where that is faster.
 
     Args:
         shape: names of published shapes (default on a GPU: the 27B, the 80B and the 35B)
-        prompts: tokens (default: 1,024 to 60,000, on a CPU 2,000 and 20,000)
+        prompts: tokens of a prompt (default: 1,024 to 60,000, on a CPU 2,000 and 20,000)
         steps: tokens of a chunk
     """
     if not shape and mx.default_device() != mx.gpu:
@@ -68,7 +68,7 @@ def _full_shape(
 ) -> Iterator[Row]:
     core = core_of(model, None, prefill_step_size=step)
     first_token_seconds(core, random_ids(model.vocab_size, 2 * step, 0))  # compiles kernels
-    alone: dict[int, float] = {}  # seconds of the products by a chunk's tokens
+    alone: dict[int, float] = {}  # seconds of the products, by tokens of a chunk
     for count, tokens in within(end, [*itertools.product((1, _TOGETHER), prompts)]):
         total = count * tokens
         chunk = min(step, total)
@@ -89,7 +89,7 @@ def _full_shape(
 
 
 def first_token_seconds(core: EngineCore, ids: list[int], count: int = 1) -> float:
-    """From adding so many prompts to the last one's first token."""
+    """Returns the seconds from adding `count` prompts to the last one's first token."""
     began = time.perf_counter()
     for number in range(count):
         core.scheduler.add(row_of(f"prompt {number}", ids, 1))
@@ -102,7 +102,7 @@ def first_token_seconds(core: EngineCore, ids: list[int], count: int = 1) -> flo
 
 
 def _products_seconds(model: LoadedModel, tokens: int) -> float:
-    """Of the layers' products for so many tokens, all launched at once."""
+    """Returns the seconds of the layers' products for `tokens` tokens, launched without waiting."""
     inputs: dict[int, mx.array] = {}
     used = getattr(model.causal_lm.args, "num_experts_per_tok", 0)
     modules = ([*each.modules()] for each in model.causal_lm.model.layers)
@@ -122,7 +122,7 @@ def _products_seconds(model: LoadedModel, tokens: int) -> float:
 def _product(
     module: nn.Module, tokens: int, used: int, inputs: dict[int, mx.array]
 ) -> Callable[[], mx.array] | None:
-    """The call of a layer, if it is a product; `used` is the number of experts of a token."""
+    """Returns a call of a module if it is a product; `used` is the number of experts per token."""
     if isinstance(module, nn.QuantizedLinear):
         x = _input(inputs, tokens, module)
         return lambda: module(x)
@@ -136,7 +136,7 @@ def _product(
 
 
 def _input(inputs: dict[int, mx.array], tokens: int, layer: nn.Module) -> mx.array:
-    """Random activations, one array for all layers of a width."""
+    """Returns random activations; layers of the same width share an array."""
     width = layer.scales.shape[-1] * layer.group_size
     if width not in inputs:
         drawn = mx.random.normal((1, tokens, width), key=mx.random.key(width))
@@ -145,10 +145,10 @@ def _input(inputs: dict[int, mx.array], tokens: int, layer: nn.Module) -> mx.arr
 
 
 def _beside_mlx_lm(prompts: tuple[int, ...]) -> Iterator[Row]:
-    """The bundled model and mlx-lm's own, which computes all of a prompt in a loop."""
+    """Yields rows of the bundled model in this engine and in mlx-lm, which loops over tokens."""
     model = load_model(BUNDLED_MODEL, enable_mtp=False)
     plain, _ = mlx_lm_utils.load_model(BUNDLED_MODEL)
-    plain.set_dtype(mx.float32)  # On a CPU mlx runs experts in no other type.
+    plain.set_dtype(mx.float32)  # On a CPU mlx runs experts only in float32.
     core = core_of(model, None, prefill_step_size=_MLX_LM_STEP, max_decode_pause=100.0)
     for tokens in (1100, *prompts):
         ids = random_ids(model.vocab_size, tokens, tokens)
@@ -156,7 +156,7 @@ def _beside_mlx_lm(prompts: tuple[int, ...]) -> Iterator[Row]:
         began = time.perf_counter()
         next(generate_step(mx.array(ids), plain, max_tokens=1, prefill_step_size=_MLX_LM_STEP))
         theirs = time.perf_counter() - began
-        if tokens != 1100:  # The first compiles.
+        if tokens != 1100:  # The first prompt compiles kernels.
             figures = seconds, tokens / seconds, theirs, theirs / seconds
             yield row("prompt | s | tokens/s | mlx-lm, s | ratio", tokens, *figures)
 
@@ -173,26 +173,26 @@ def pauses(
 ) -> Rows:
     """Pauses of running streams while a long prompt is computed, without and with a bound.
 
-    Streams decode; a long prompt arrives. Until its first token the milliseconds between two
-    outputs of each stream are counted. Without a bound chunks have --prefill-step-size tokens; with
-    one they are cut to it by what they cost, which each engine here learns anew; "together" is with
-    chunks of up to so many tokens and the streams' windows in one forward pass. "alone" is the
-    stream's usual time.
+    A long prompt arrives while streams decode, and the milliseconds between two outputs of each
+    stream are measured until its first token. Without a bound, chunks have --prefill-step-size
+    tokens; with a bound, they are made short enough by their cost, which each engine here learns
+    anew. "together" is the maximum number of tokens of a chunk that shares a forward pass with the
+    streams' windows. "alone" is a stream's time between outputs without the prompt.
 
     Args:
-        model: a checkpoint
-        shape: in place of --model a published shape, whose weights are random, on a GPU
-        streams: that decode
+        model: directory of a checkpoint
+        shape: published shape with random weights, instead of --model, on a GPU
+        streams: number of decoding streams
         prompt: tokens of the long prompt
         pause: the bound in milliseconds
-        prefill_step_size: tokens of a chunk, at most
+        prefill_step_size: maximum number of tokens of a chunk
     """
     loaded = load_model(model, enable_mtp=False)
     if shape is not None:
         loaded = build(shape_of(shape, layers, tiny))[0].without_head()
     yield f"{streams} streams beside a prompt of {prompt:,} tokens"
     step, few = prefill_step_size, scheduler.MOST_TOGETHER
-    for bound in (0.0, pause):  # compiles kernels, of each length of a chunk
+    for bound in (0.0, pause):  # compiles the kernels of each chunk length
         _gaps(loaded, streams, min(8 * step, prompt), bound, step)
     for bound, together in ((0.0, 0), (pause, 0), (pause, few)):
         scheduler.MOST_TOGETHER = together
@@ -206,7 +206,7 @@ def pauses(
 def _gaps(
     model: LoadedModel, streams: int, length: int, pause: float, step: int
 ) -> tuple[list[float], list[float], float]:
-    """Gaps of the streams before the prompt comes and while it is computed, and its seconds."""
+    """Returns the streams' gaps before the prompt and during its prefill, and its seconds."""
     config = EngineConfig(prefill_step_size=step, max_decode_pause=pause, num_draft_tokens=0)
     with listening(build_engine(model, config, model.vocab_size, ())) as listener:
         names = [f"stream {number}" for number in range(streams)]

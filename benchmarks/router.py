@@ -1,4 +1,4 @@
-"""What the parent of several models adds to streams of a child that only sends."""
+"""The overhead of the parent of several models, on streams of a child without a model."""
 
 import asyncio
 import json
@@ -29,22 +29,22 @@ def router(
     spread: float = 0.5,
     rounds: int = 5,
 ) -> Rows:
-    """What the parent of several models adds: streams through it, and from the child itself.
+    """Overhead of the parent of several models: streams through it, and from the child itself.
 
-    The child has no model and sends by the clock. In each round both ways take their turn. The time
-    of a chunk is from the child's sending to the client's reading, that of the first is from the
-    request. The processor's time is the parent's alone, as a share of a core at 1,000 chunks a
-    second.
+    The child has no model and sends by the clock. Both ways take turns in each round. "chunk" is
+    the time from the child's sending to the client's reading, and "first" the time from the request
+    to the first event. "core" is the CPU time of the parent alone, as a share of a core at 1,000
+    chunks per second.
 
     Args:
-        streams: number of streams at once
+        streams: number of concurrent streams
         rate: chunks per second of all streams together
         seconds_each: length of a stream
         spread: seconds over which the streams begin, one after the other; 0: all at once
     """
     names = "streams | way | first, ms | chunk, ms | 99%, ms | chunks/s | core, %"
     with _running() as parent:
-        asyncio.run(_ask_all(parent, False, 1, 10, 0.0, 0.0))  # The first starts the child.
+        asyncio.run(_ask_all(parent, False, 1, 10, 0.0, 0.0))  # Starts the child.
         for count in streams:
             chunks = max(1, int(rate * seconds_each / count))
             laps: dict[bool, list[_Lap]] = {True: [], False: []}
@@ -92,7 +92,7 @@ def _running() -> Iterator[_Parent]:
 
 
 def serve_fake() -> None:
-    """Serve one model that is none; write its port, and the time of the processor when asked."""
+    """Serve one fake model; prints its port and folder, and the CPU time for each line of stdin."""
     import threading
 
     async def plans(_: Sequence[ServedModel]) -> AsyncIterator[dict[str, Any]]:
@@ -142,7 +142,7 @@ async def _ask_all(
 async def _ask(
     parent: _Parent, direct: bool, chunks: int, pause: float
 ) -> tuple[float, list[float]]:
-    """Seconds from the request to the first event, and from each chunk's sending to its reading."""
+    """Returns the seconds to the first event, and from each chunk's sending to its reading."""
     body = json.dumps({"model": "fake", "stream": True, "chunks": chunks, "pause": pause}).encode()
     head = f"POST {_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     began, first, delays = time.perf_counter(), 0.0, []

@@ -1,4 +1,4 @@
-"""What drawing costs at a real vocabulary, beside sorting all of it."""
+"""The cost of sampling at a real vocabulary size, beside a sort of the whole vocabulary."""
 
 import copy
 import statistics
@@ -35,9 +35,9 @@ def sampling(
 ) -> Rows:
     """Milliseconds of a draw and of logprobs, beside the same with a full sort of the vocabulary.
 
-    `Sampler.draw` with the parameters that requests have, and `Sampler.logprobs`. Both ways take
-    turns, and must give equal results; medians of the rounds, and the median over them of the
-    ratio.
+    Times `Sampler.draw` with usual parameters of requests, and `Sampler.logprobs`. Both ways take
+    turns, and must give equal results. Times are medians of the rounds, and "ratio" is the median
+    of the ratios.
 
     Args:
         shapes: rows x positions of a window
@@ -57,7 +57,7 @@ def sampling(
 
 def _contenders(rows: int, length: int, vocab_size: int) -> Iterator[tuple[str, _Calls]]:
     mx.random.seed(0)
-    # Rounded as a real model's: many are equal.
+    # Rounded like a real model's logits, so that many are equal.
     logits = (3 * mx.random.normal((rows, length, vocab_size))).astype(mx.bfloat16)
     logits = logits.astype(mx.float32)
     positions = mx.broadcast_to(mx.arange(100, 100 + length), (rows, length))
@@ -78,7 +78,7 @@ def _contenders(rows: int, length: int, vocab_size: int) -> Iterator[tuple[str, 
 
 
 class _FullSort(Truncation):
-    """Puts all logits in order."""
+    """Sorts all logits."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int) -> None:
         super().__init__(params, vocab_size)
@@ -86,7 +86,7 @@ class _FullSort(Truncation):
 
 
 def _sorted_logprobs(top: int, logits: mx.array, tokens: mx.array) -> list[mx.array]:
-    """`Sampler.logprobs` by a sort of all tokens."""
+    """Computes `Sampler.logprobs` by a sort of all tokens."""
     scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0]
     ids = mx.argsort(-scores, axis=-1)[..., :top].astype(mx.int32)

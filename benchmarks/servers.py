@@ -14,7 +14,7 @@ import httpx
 
 from mlx_mtp.errors import BenchError
 
-# mlx_lm.server with the same BLAS as ours, or the comparison would be of BLAS libraries.
+# mlx_lm.server with the same BLAS as ours; otherwise the BLAS libraries would be compared.
 _MLX_LM = "from mlx_mtp import backend; backend.prepare(); from mlx_lm.server import main; main()"
 
 
@@ -27,20 +27,20 @@ class Contender(NamedTuple):
 
 
 def ours(name: str, model: Path, *flags: str) -> Contender:
-    """This project's server."""
+    """Returns this project's server; `flags` are for `serve`."""
     serve = ("-m", "mlx_mtp", "serve", str(model), "--served-model-name", "m")
     return Contender(name, (sys.executable, *serve, "--log-level", "warning", *flags), "m")
 
 
 def mlx_lm(model: Path) -> Contender:
-    """mlx_lm.server, greedy by request, with its defaults."""
+    """Returns mlx_lm.server with its defaults; requests must ask for greedy decoding."""
     command = (sys.executable, "-c", _MLX_LM, "--model", str(model), "--log-level", "ERROR")
     return Contender("mlx_lm.server", command, str(model))
 
 
 @contextlib.contextmanager
 def running(contender: Contender) -> Iterator[str]:
-    """Start it and wait until it answers; yields its address, such as http://127.0.0.1:8000."""
+    """Start a server and wait until it answers; yields its address, like http://127.0.0.1:8000."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,9 +1,9 @@
 """Full-shape models with random weights: real timings without a download.
 
-The shapes are those of `mlx_mtp/models/published.py`. Weights are random, so the text means
-nothing and acceptance has to be set by hand; what a step costs is what it costs with real weights,
-but for the experts that a router picks (here about uniformly). On a CPU they are float32, as mlx
-has no other mixtures of experts there.
+The shapes are those of `mlx_mtp/models/published.py`. Weights are random, so the text is
+meaningless and acceptance has to be set by hand. A step costs the same as with real weights, except
+that a router picks other experts (here about uniformly). On a CPU weights are float32, because mlx
+runs mixtures of experts there in no other type.
 """
 
 import functools
@@ -33,7 +33,7 @@ _FEWEST_COLUMNS = 192  # see `quantize`
 
 
 def shape_of(name: str, layers: int = 0, tiny: bool = False) -> dict[str, Any]:
-    """A published config.json, of so many of its layers (0: all); `tiny` has small sizes."""
+    """Returns a published config.json with `layers` layers (0: all); `tiny` has small sizes."""
     if name not in SHAPES:
         raise UsageError(f"{name} is no shape; there are {', '.join(SHAPES)}.")
     if mx.default_device() != mx.gpu and not (tiny or layers):
@@ -48,11 +48,13 @@ def shape_of(name: str, layers: int = 0, tiny: bool = False) -> dict[str, Any]:
 
 
 def build(config: dict[str, Any], rank: int = 0, size: int = 1) -> tuple[LoadedModel, nn.Module]:
-    """A random model with its head, ready to serve, and without ranks mlx-lm's on the same arrays.
+    """Returns a random model with its head, ready to serve, and mlx-lm's model.
+
+    Without ranks, both models share the arrays of the trunk.
 
     Args:
         config: as in config.json.
-        rank, size: of several ranks, each of which holds a part that one GPU may not.
+        rank, size: this rank and the number of ranks; each rank holds a shard of the model.
     """
     _use_memory()
     family = family_of(config, "the shape")
@@ -62,7 +64,7 @@ def build(config: dict[str, Any], rank: int = 0, size: int = 1) -> tuple[LoadedM
     quantize(head)
     for module in (model, head):
         _randomize(module)
-    if size == 1:  # Of several ranks none has room for the arrays before they are cut.
+    if size == 1:  # With several ranks, the arrays may not fit before sharding.
         plain.update(model.parameters())
     family.patch(model)
     if size > 1:
@@ -81,7 +83,7 @@ def build(config: dict[str, Any], rank: int = 0, size: int = 1) -> tuple[LoadedM
 
 @functools.cache
 def _use_memory() -> None:
-    """Tell mlx the limit, as `serve` does, while all of the memory is free."""
+    """Set mlx's memory limit, as `serve` does, while all of the memory is free."""
     wire_memory(machine_memory())
 
 
@@ -93,11 +95,12 @@ def _trunk(family: Any, config: dict[str, Any]) -> nn.Module:
 
 
 def quantize(module: nn.Module, bits: int = _BITS) -> None:
-    """As mlx-lm converts: affine, in groups of 64, routers in 8 bits.
+    """Quantize as mlx-lm does: affine, in groups of 64, routers in 8 bits.
 
-    On CUDA narrow layers of the bundled and of tiny models get 6 bits, for which mlx has another
-    kernel: by its source that of 4 and 8 bits (0.32.4, qmm_sm80) reads past the end of weights and
-    activations of less than three times 64 columns. No published model has such layers.
+    On CUDA, narrow layers of the bundled and of tiny models get 6 bits, for which mlx has another
+    kernel: according to its source, the kernel of 4 and 8 bits (mlx 0.32.4, qmm_sm80) reads past
+    the end of weights and activations of fewer than 3 * 64 columns. No published model has such
+    layers.
     """
 
     def how(path: str, child: nn.Module) -> bool | dict[str, int]:
@@ -111,7 +114,7 @@ def quantize(module: nn.Module, bits: int = _BITS) -> None:
 
 
 def _randomize(module: nn.Module) -> None:
-    """Random values in place of what a fresh module holds, which is never computed."""
+    """Replace a fresh module's arrays, which are never computed, by random values."""
     shapes = dict(tree_flatten(module.parameters()))
     fresh = []
     for name, array in shapes.items():
@@ -131,7 +134,7 @@ def _random(name: str, array: mx.array, bits: int) -> mx.array:
     if array.dtype == mx.uint32:
         return mx.random.randint(0, 2**32 - 1, shape, dtype=mx.uint32)
     if kind in ("scales", "biases"):
-        # Uniform codes then have a mean of 0 and a variance of one over the inner dimension.
+        # The dequantized weights then have a mean of 0 and a variance of 1 / (inner dimension).
         step = math.sqrt(12 / (4**bits - 1) / (shape[-1] * GROUP_SIZE))
         value = step if kind == "scales" else -step * (2**bits - 1) / 2
         return mx.full(shape, value, dtype=dtype)

@@ -20,7 +20,7 @@ K = TypeVar("K")
 
 _REPEATS = 5
 
-# The parts of the GPU's work by the names of kernels; the first that fits.
+# Patterns of kernel names by part of the GPU's work; the first pattern that matches counts.
 PARTS = {
     "recurrence": r"gated_delta",
     "attention": r"softmax|sdpa|attention|fmha|flash",
@@ -31,7 +31,7 @@ PARTS = {
 
 
 def shares(seconds: float, items: Sequence[T]) -> Iterator[tuple[T, float]]:
-    """Each item with the time (`perf_counter`) at which its equal share of the rest ends."""
+    """Yields each item with the time (`perf_counter`) when its share of the time left ends."""
     end = time.perf_counter() + seconds
     for number, item in enumerate(items):
         now = time.perf_counter()
@@ -39,7 +39,7 @@ def shares(seconds: float, items: Sequence[T]) -> Iterator[tuple[T, float]]:
 
 
 def within(end: float, cases: Sequence[T]) -> Iterator[T]:
-    """The first case, and further ones until `end`; then prints those that are left out."""
+    """Yields the first case, and further ones until `end`; prints the cases that are left out."""
     for number, case in enumerate(cases):
         if number and time.perf_counter() > end:
             print(f"The time is over; not measured: {[*cases[number:]]}", flush=True)
@@ -48,9 +48,9 @@ def within(end: float, cases: Sequence[T]) -> Iterator[T]:
 
 
 def take_turns(calls: Mapping[K, Callable[[], Any]], rounds: int) -> dict[K, list[float]]:
-    """Seconds in which the arrays of each call are made and evaluated, in each round.
+    """Returns the seconds to build and evaluate the arrays of each call, in each round.
 
-    A round before them is not counted. Every other round begins with the last call.
+    One more round comes first and is not counted. Every other round begins with the last call.
     """
     times: dict[K, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
@@ -64,7 +64,7 @@ def take_turns(calls: Mapping[K, Callable[[], Any]], rounds: int) -> dict[K, lis
 
 
 def medians(rows: Sequence[Row]) -> Row:
-    """A row with the median of each numeric column, and the first value of each other one."""
+    """Returns a row with the median of each numeric column, and the first value of text columns."""
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {
         name: values[0] if isinstance(values[0], str) else statistics.median(values)
@@ -73,13 +73,13 @@ def medians(rows: Sequence[Row]) -> Row:
 
 
 class Profile(NamedTuple):
-    """What the GPU did: milliseconds by part, and of each kernel with its launches.
+    """The GPU's work: milliseconds by part, and by kernel with its number of launches.
 
-    Kernels may overlap, so that they take longer together than the GPU is busy.
+    Kernels can overlap, so their times can add up to more than the time the GPU is busy.
     """
 
     parts: dict[str, float]
-    kernels: list[tuple[str, float, int]]  # the longest first
+    kernels: list[tuple[str, float, int]]  # name, milliseconds, launches; the longest first
     busy: float  # milliseconds
 
     @property
@@ -88,7 +88,7 @@ class Profile(NamedTuple):
 
 
 def profiled(run: Callable[[], object]) -> Profile | None:
-    """Run it under torch's profiler; None without torch or CUDA, and then it does not run."""
+    """Run `run` under torch's profiler; without torch or CUDA, returns None without running it."""
     if not mx.cuda.is_available() or importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -115,7 +115,7 @@ def profiled(run: Callable[[], object]) -> Profile | None:
 
 
 def drop_cached(path: Path) -> bool:
-    """Put a file out of the page cache, so that the disk is read; False where that can't be."""
+    """Drop a file from the page cache, so that the disk is read; returns False if it can't."""
     if not hasattr(os, "posix_fadvise"):
         return False
     with path.open("rb") as file:
@@ -125,7 +125,7 @@ def drop_cached(path: Path) -> bool:
 
 
 def union(spans: Sequence[tuple[float, float]]) -> float:
-    """How long at least one of these is under way, each from its start to its end."""
+    """Returns the total time that is covered by at least one (start, end) span."""
     total, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, last))
@@ -134,7 +134,7 @@ def union(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def gpu_microseconds(launch: TimedLaunch) -> float:
-    """The time in which the GPU works on a launch; without torch or CUDA the clock's."""
+    """Returns the time that the GPU works on a launch; without torch or CUDA, the clock's time."""
 
     def repeat() -> None:
         for _ in range(_REPEATS):

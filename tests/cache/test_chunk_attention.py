@@ -1,4 +1,4 @@
-"""Attention in blocks of queries, against mlx's own of all at once."""
+"""Attention in blocks of queries equals mlx's attention of all queries at once."""
 
 import platform
 
@@ -23,7 +23,7 @@ def normal(*shape: int, seed: int) -> mx.array:
 @settings(max_examples=40, deadline=None)
 @given(start=st.integers(0, 700), length=st.integers(18, 300), block=st.sampled_from([16, 64, 512]))
 def test_a_chunk_attends_to_the_same(start, length, block):
-    """Whatever precedes it, and not to what lies behind it."""
+    """The result does not depend on the blocks, for any start, or on entries after the chunk."""
     layout, cache = Layout(1), RaggedKVCache()
     layout.arrange([start + length], [start + length])
     packing = Packing(layout, mx.array([start], dtype=mx.int32), [length])
@@ -93,7 +93,7 @@ def test_a_long_chunk_is_one_operation_where_mlx_fuses_it(monkeypatch, chip, sys
     ],
 )
 def test_a_window_on_metal_is_cut_to_mlxs_fused_form(monkeypatch, heads, kv_heads, dim, pieces):
-    """One of 17 positions beside one of three."""
+    """A window of 17 positions is computed beside one of three."""
     layout, cache = Layout(2), RaggedKVCache()
     layout.arrange([317, 293], [317, 293])
     packing = Packing(layout, mx.array([300, 290], dtype=mx.int32), [17, 3])

@@ -1,4 +1,4 @@
-"""The memory computed from the layer specs is that of real caches, byte for byte."""
+"""The memory computed from the layer specs equals that of real caches, byte for byte."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ def model(request, tiny_models, demo_model) -> LoadedModel:
         return demo_model
     if request.param in FAMILIES:
         return tiny_models[request.param]
-    # A dense model: on the CPU mlx has no mixture of experts in these types.
+    # A dense model, as mlx runs no mixture of experts in these types on the CPU.
     return load_model(tiny_models["qwen3_5"].path, enable_mtp=True, dtype=request.param)
 
 
@@ -30,12 +30,12 @@ def memory_of(model: LoadedModel) -> CacheMemory:
 
 
 def nbytes(arrays: Iterable[mx.array]) -> int:
-    """Of arrays that several layers share, once."""
+    """Returns the bytes of arrays; an array that several layers share counts once."""
     return sum(array.nbytes for array in {id(array): array for array in arrays}.values())
 
 
 def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | None) -> int:
-    """Bytes of trunk's and head's caches after a window."""
+    """Returns the bytes of the trunk's and the head's caches after a window."""
     start, kept = cache.offset, None if known is None else mx.array(known)
     cache.begin_window(lengths, kept)
     tokens = mx.ones(sum(lengths), dtype=mx.int32)
@@ -49,7 +49,7 @@ def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | Non
 
 @pytest.mark.parametrize("longest", [40, 257, 900])
 def test_prefills_and_verify_windows(model, longest):
-    """Each row has the KV of its own length."""
+    """Each row takes the KV of its own length."""
     for depth in (0, 1, 3, 8):
         for head in (None, RaggedKVCache()):
             memory = memory_of(model.without_head() if head is None else model)
@@ -67,7 +67,7 @@ def test_prefills_and_verify_windows(model, longest):
 
 
 def test_a_batch_takes_what_its_rows_take(tiny_models):
-    """Joined one by one: the sum, and no more than the formula allows for empty slots."""
+    """Rows that join one by one take the sum of their KV, and at most the allowed empty slots."""
     model = tiny_models["qwen3_next"]
     memory, running = memory_of(model), None
     lengths = [9000, 300, 300, 5000, 40, 300, 900, 300, 300, 40, 5000]

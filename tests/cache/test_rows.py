@@ -1,4 +1,4 @@
-"""The caches against rows alone: random windows, rollbacks, joins, leaves and growth."""
+"""The caches compared with rows alone: random windows, rollbacks, joins, leaves and growth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def steps(kinds: list[str], values: list[int], most: int) -> st.SearchStrategy:
 
 
 class KVRows:
-    """A cache of KV, and what it should hold: a list of entries per row."""
+    """A KV cache, and the list of entries that it should hold for each row."""
 
     def __init__(self, seed: int, count: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ class KVRows:
         self.cache.commit(mx.array(kept.astype(np.int32)))
 
     def check_layout(self) -> None:
-        """Every row has a place of its own, and few slots are empty."""
+        """Check that every row has a place of its own, and that few slots are empty."""
         layout = self.cache.layout
         assert len({*layout.places}) == len(self.rows)
         capacities = [buffer.capacity for buffer, _ in layout.places]
@@ -74,7 +74,7 @@ class KVRows:
         self.rows += other.rows
 
     def part_and_join(self, longest: int) -> None:
-        """Two parts that each write to what were the same buffers, as prompts of one group do."""
+        """Split the rows, write to both parts of the same buffers, and join them, like a group."""
         other, middle = KVRows(longest, 0), len(self.rows) // 2
         other.rows, self.rows = self.rows[middle:], self.rows[:middle]
         other.cache = self.cache.select([*range(middle, middle + len(other.rows))])
@@ -117,7 +117,7 @@ def test_rows_hold_what_was_kept_of_them(seed, steps):
 
 
 def test_what_joins_leaves_or_grows_copies_no_other_row():
-    """Rows that move are those that join, or outgrow their class, or those of a thinned one."""
+    """Only rows move that join, outgrow their size class, or are in a class of few rows left."""
     rows = Layout(1)
 
     def moved(limits: list[int]) -> list[int]:
@@ -136,7 +136,7 @@ def test_what_joins_leaves_or_grows_copies_no_other_row():
         limits.append(limit)
         own = [len(limits) - 1] if limit < 8192 else []  # a long row brings its buffer along
         assert moved(limits) == own
-    # Of short rows few buffers, so few launches; each long row has its own.
+    # Short rows have few buffers, so few launches; each long row has its own.
     assert sorted(b.slots for b in rows.buffers if b.capacity == 512) == [1, 2, 4]
     limits[3] = 600
     assert moved(limits) == [3]
@@ -168,7 +168,7 @@ def close(ours, true) -> None:
 
 
 class StateRows:
-    """A cache of states, and each row run alone, token by token, through a cache of its own."""
+    """A cache of states, and a cache for each row, which is run alone, token by token."""
 
     def __init__(self, random, weights: ShortConvWeights, count: int) -> None:
         self.random, self.weights = random, weights
@@ -176,7 +176,7 @@ class StateRows:
         self.alone = [GatedDeltaCache(1, SHAPE, mx.float32) for _ in range(count)]
 
     def window(self, length: int, *, known: bool) -> None:
-        """One window, each row keeping a random part of it, and the same tokens one by one."""
+        """Run a window, of which each row keeps a random part, and the same tokens one by one."""
         count = len(self.alone)
         shapes = (HK, DK), (HK, DK), (HK, RATIO, DV), (HK, RATIO), (HK, RATIO)
         projected = GDNProjections(
@@ -195,7 +195,7 @@ class StateRows:
                 close(outputs[row, t], expected[0, 0])
 
     def check(self) -> None:
-        """State and convolution inputs equal those of the rows alone."""
+        """Check that states and convolution inputs equal those of the rows alone."""
         self.cache.fold()
         assert self.cache.history.shape[:2] == (len(self.alone), SHAPE.conv_size - 1)
         for row, single in enumerate(self.alone):

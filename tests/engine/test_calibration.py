@@ -1,4 +1,4 @@
-"""Step costs: measured while nobody asks, kept, and never in the way."""
+"""Step costs are measured while the engine is idle, kept in a file, and delay no request."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def runner(tiny_models) -> ModelRunner:
 
 
 class Calibration(Calibrator):
-    """Its own costs, and unlimited time for cells of steps, for chunks, or for both."""
+    """A calibrator with its own costs and given cells of steps; by default without a time limit."""
 
     def __init__(self, cells=(), folder=None, mark=MARK, table=None, clock=None, **settings):
         self.steps, self.chunks = StepCosts(), PrefillCosts(LONGEST)
@@ -58,14 +58,14 @@ class Calibration(Calibrator):
             each.load_table(table)
 
     def run(self, runner) -> set[CostKey]:
-        """Measure all; what has been measured then."""
+        """Measure everything; returns the measured cells."""
         while self.busy:
             self.step(runner)
         return {*self.steps.table(), *self.chunks.table()}
 
 
 def ticking(seconds: float):
-    """A clock that moves so much each time it is read."""
+    """Returns a clock that moves by `seconds` each time it is read."""
     ticks = itertools.count()
     return lambda: seconds * next(ticks)
 
@@ -84,14 +84,14 @@ def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner
         if not work.busy:
             break
         work.step(runner)
-        if number % 29 == 28:  # A request comes.
+        if number % 29 == 28:  # A request arrives.
             work.pause()
             assert not runner.batches.prefilling and not runner.batches.ready
             assert runner.batches.decoding is None
         assert number < 400
     table = work.steps.table()
     assert {*table} == set(CELLS)
-    # Equal tokens would share their experts, and cost less than those of requests.
+    # Equal tokens would choose the same experts, and cost less than the tokens of real requests.
     assert len(texts) == 6 and all(len(set(text)) > 4 for text in texts)
     assert all(seconds > 0 for seconds in table.values())
 
@@ -100,11 +100,11 @@ def test_it_measures_step_by_step_and_begins_a_cell_anew_when_it_was_left(runner
     ("settings", "tick", "lengths"),
     [
         ({"max_decode_pause": 1e9}, None, [16, 32, 64, 128]),
-        ({"max_decode_pause": 1e-6}, None, [16, 32]),  # which are measured in any case
+        ({"max_decode_pause": 1e-6}, None, [16, 32]),  # always measured
         ({"max_decode_pause": 0.0}, None, []),
         ({"max_decode_pause": 1e9, "exact": True}, None, []),
         ({"max_decode_pause": 1e9, "calibration_seconds": 0.0}, None, []),
-        # Chunks have a quarter of the time: a chunk takes 5 to 10 readings of the clock.
+        # Chunks get a quarter of the time; measuring one reads the clock 5 to 10 times.
         ({"max_decode_pause": 1e9, "calibration_seconds": 12.0}, 0.1, [16]),
     ],
 )
@@ -124,7 +124,7 @@ def test_its_time_is_bounded_and_a_failure_ends_what_is_like_it(runner, monkeypa
     clock = ticking(0.1)
     work = Calibration(CELLS, calibration_seconds=8.0, clock=clock)
     work.run(runner)
-    assert 8.0 < clock() < 16.0  # a step reads it more than once
+    assert 8.0 < clock() < 16.0  # a step reads the clock more than once
     calls, original = itertools.count(), MTPDrafter.propose
 
     def failing(self, *parts):
@@ -158,7 +158,7 @@ def test_what_an_earlier_run_measured_is_not_measured_again_but_for_one_row():
     for table, kinds in (({}, both), ({}, (HOST,)), (known, (MTP,))):
         cells = steps_to_measure(table, 32, kinds)
         assert all(one != following for one, following in itertools.pairwise(cells))
-        # Each kind has plain steps of as many rows before and after it.
+        # Each drafting cell has plain steps of the same number of rows before and after it.
         for before, cell, behind in zip(cells, cells[1:], cells[2:]):
             plain = CostKey(MTP, cell.rows, 0)
             assert cell == plain or before == behind == plain
@@ -187,7 +187,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
             client.engine.submit(wanted)
             client.wait(wanted.request_id)
             assert tuple(client.tokens(wanted.request_id)) == plain(model, wanted, VOCAB).tokens
-            # It may have been in a step when the request came, and goes on when that has ended.
+            # A calibration step can be running when the request arrives, and another can follow.
             assert sum(told == number for told in steps[before:]) <= 2
     stats = client.engine.stats()
     client.engine.stop()
@@ -209,7 +209,7 @@ def test_a_thread_that_dies_while_it_measures_is_restarted_once(tiny_models, mon
 
 @pytest.fixture
 def serve(tiny_models, tmp_path):
-    """Starts an engine with its costs in a folder, answers a request, and stops it."""
+    """A function that starts an engine with a cost folder, answers a request and stops it."""
 
     def answer(count: int = 30, family: str = "qwen3_5", folder=tmp_path, **settings):
         model = tiny_models[family]
@@ -229,7 +229,7 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     serve, tiny_models, tmp_path, caplog
 ):
     serve(num_draft_tokens=2, calibration_seconds=9.0)
-    assert list(tmp_path.iterdir()) == []  # A fixed depth measures and keeps nothing.
+    assert list(tmp_path.iterdir()) == []  # Nothing is measured or kept at a fixed depth.
     serve(60)
     (kept,) = tmp_path.iterdir()
     mark = fingerprint(tiny_models["qwen3_5"], None, ("mtp", "copy"))
@@ -284,7 +284,7 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
     path.unlink()
     for content in (None, *(text.encode() for text in damaged), b"\xff\xfe\x00"):
         if content is None:
-            os.mkfifo(path)  # whose reader would wait for ever
+            os.mkfifo(path)  # reading it would block forever
         else:
             path.unlink()
             path.write_bytes(content)

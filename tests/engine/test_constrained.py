@@ -1,4 +1,4 @@
-"""Grammars in the engine; that tokens are the same with MTP on or off is in test_equality.py."""
+"""Grammars in the engine; test_equality.py tests that tokens are equal with MTP on or off."""
 
 import json
 from itertools import count
@@ -24,7 +24,7 @@ def drive(model, depth: int, **config) -> Driver:
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_grammar_that_meets_a_limit_ends_its_own_request_alone(tiny_models, references, depth):
-    """One answer is steered to where a mask can't be made, another of the same grammar is not."""
+    """One answer is steered to a state without a mask; another with the same grammar is not."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", KIND)
     ((bracket,), (brace,), (one,)) = ids("["), ids("{"), ids("1")
     quote = ids('{"')[0]
@@ -60,7 +60,7 @@ def test_a_first_token_that_cannot_be_masked_is_an_error_of_its_row_alone(tiny_m
 
 PANIC = type(
     "PanicException", (BaseException,), {}
-)  # As pyo3 raises one, of a type without a name.
+)  # pyo3's exception has this name, and its type can't be imported.
 
 
 @pytest.mark.parametrize("rows", ["", "_par", "_par_with_draft_tokens"])
@@ -90,7 +90,7 @@ def test_a_panic_of_llguidance_ends_its_step_alone(tiny_models, references, monk
 
 
 def test_only_a_batch_with_a_grammar_goes_without_look_ahead(tiny_models):
-    """And only until its rows' grammars have no more to say."""
+    """Look-ahead resumes as soon as no row's grammar constrains it anymore."""
     driver = drive(tiny_models["qwen3_next"], 2)
     driver.add(request("free", [5, 6, 7], greedy(60)))
     driver.step()
@@ -110,12 +110,12 @@ def test_only_a_batch_with_a_grammar_goes_without_look_ahead(tiny_models):
 
 
 def test_drafts_are_masked_so_that_they_are_accepted(tiny_models):
-    """A choice between two words that part at their first letter: what follows it is certain."""
+    """After the first letter of a choice between two words, the mask leaves only right drafts."""
     words = GrammarSpec("choice", json.dumps(["abcdefghij", "klmnopqrst"]))
     driver = drive(tiny_models["qwen3_5"], 4)
     driver.add(request("a", [5, 6, 7], greedy(30), compiled(words)))
     driver.run()
     stats = driver.core.scheduler.stats()
-    # 11 tokens in windows of 5: a random head's drafts would hardly ever be right.
+    # 11 tokens in windows of 5: unmasked drafts of a random head would hardly ever be right.
     assert stats.num_drafts <= 3
     assert stats.num_accepted_tokens >= 7

@@ -19,7 +19,7 @@ from tests.test_demo_model import VOCAB as DEMO_VOCAB
 
 
 def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
-    """Greedy and sampled rows together."""
+    """Greedy and sampled rows run together."""
     tokenizer = Tokenizer.load(DEMO)
     requests = []
     for number, each in enumerate(DATA["prompts"][:4]):
@@ -39,7 +39,7 @@ def test_acceptance_of_the_bundled_model_with_fewer_tokens(demo_model):
     everything = accepted(None)
     assert everything > 15
     assert accepted(range(DEMO_VOCAB)) == everything
-    # Without any token of the answers no draft can be right; with those alone most still are.
+    # Without the answers' tokens no draft can be right; with only these tokens most still are.
     assert accepted([i for i in range(DEMO_VOCAB) if i not in given]) == 0
     assert accepted(sorted(given)) > 0.9 * everything
 

@@ -1,4 +1,4 @@
-"""The engine on its thread: limits, faults, cancellation, and what it refuses."""
+"""The engine on its thread: limits, faults, cancellation and refused requests."""
 
 import contextlib
 import gc
@@ -50,7 +50,7 @@ class Client:
 
     @contextlib.contextmanager
     def held_at(self, count: int, wanted: Request) -> Iterator[None]:
-        """It is submitted, has so many tokens, and the engine's thread waits meanwhile."""
+        """Submit a request; the engine's thread waits in the context once it has `count` tokens."""
         with self.changed:
             self._holds_when = lambda: len(self.tokens(wanted.request_id)) >= count
         self.engine.submit(wanted)
@@ -83,7 +83,7 @@ def endless(name: str) -> Request:
 
 
 def fail_next_turn(monkeypatch) -> None:
-    """The scheduler raises once, which nothing catches: it kills the engine's thread."""
+    """Make the scheduler raise once, outside everything that catches errors of steps."""
     original = Scheduler.schedule
 
     def broken(self):
@@ -159,7 +159,7 @@ def test_rows_run_together_only_where_the_memory_plan_has_room(client, tiny_mode
     config = EngineConfig(num_draft_tokens=2)
     plan = plan_for(tiny_models["qwen3_next"], config, MemoryLimit(10**9, "a test"))
     served = client(config=config, memory=replace(plan, rows=plan.footprint.row_bytes(512)))
-    # The least that a row takes is the room of 256 tokens.
+    # A row takes at least the memory of 256 tokens.
     with served.held_at(2, request("long", [5] * 300, greedy(30, ignore_eos=True))):
         served.engine.submit(request("short", [5, 6], greedy(1)))
     served.wait("short")
@@ -188,7 +188,7 @@ def test_stop_ends_what_is_left_and_refuses_more(client):
 
 
 def check_stopped(served: Client, name: str, reason: str) -> None:
-    """The request has ended with the reason, and further ones are refused with it."""
+    """Check that a request ended with this reason, and that new requests are refused with it."""
     served.wait(name)
     error = served.outputs[name][-1].error
     assert isinstance(error, EngineStoppedError)
@@ -224,7 +224,7 @@ def test_a_first_answer_that_takes_long_is_told(tiny_models, monkeypatch, caplog
 def test_what_nothing_catches_ends_all_requests_and_the_same_thread_goes_on(
     client, tiny_models, monkeypatch
 ):
-    """Not a new thread: the C library keeps memory for each one."""
+    """The engine restarts on the same thread, because the C library keeps memory per thread."""
     served = client(config=EngineConfig(max_num_seqs=1, num_draft_tokens=2))
     thread = served.engine._thread
     with served.held_at(3, endless("running")):
@@ -234,7 +234,7 @@ def test_what_nothing_catches_ends_all_requests_and_the_same_thread_goes_on(
     for name in ("running", "waiting"):
         assert isinstance(served.outputs[name][-1].error, EngineStoppedError)
         assert "a bug in the scheduler" in str(served.outputs[name][-1].error)
-    # The ends are delivered first, and then counted.
+    # The requests' ends are delivered first, and counted afterwards.
     wait_until(lambda: served.engine.stats().num_restarts == 1)
     counted = served.engine.stats()
     assert counted.num_requests_running == 0
@@ -278,15 +278,15 @@ def test_the_engine_is_restarted_three_times_in_a_minute_and_then_no_more(client
         served.wait(f"r{number}")
     check_stopped(served, "r3", "a bug in the scheduler")
     assert served.engine.stats().num_restarts == 3
-    # A minute later it may be restarted again.
+    # It can be restarted again a minute later.
     restarts = deque([0.0, 0.0, 0.0])
     assert not acquire_restart(restarts, 59.0)
     assert [acquire_restart(restarts, 60.0) for _ in range(4)] == [True, True, True, False]
 
 
 def test_an_idle_engine_holds_no_rows(client, monkeypatch):
-    gc.collect()  # What earlier tests left would be freed, and cached, in between.
-    # Looked at on the engine's thread: what other threads free later is cached again.
+    gc.collect()  # Else leftovers of earlier tests could be freed, and cached, during the test.
+    # Checked on the engine's thread, because memory that other threads free later is cached again.
     left: list[tuple[object, ...]] = []
     release = ModelRunner.release
 

@@ -1,4 +1,4 @@
-"""The same tokens with MTP on or off, alone or in a batch, however the drafts come and go."""
+"""Tokens are equal with MTP on or off, alone or in a batch, with any drafts."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ FACTORS = {
     "overlap": (True, False),
     "chunks": ("whole", "random"),
 }
-# Steps of 1, 2 and 5 drafts are in the product alone: other tests, as of ranks, have them.
+# Depths 1, 2 and 5 are only in the full product: other tests, as those of ranks, cover them.
 CASES = covering(FACTORS | {"depth": (0, 3, "erratic", "auto")})
 for number, values in enumerate(itertools.product(*list(FACTORS.values())[:4])):
     others = (
@@ -93,7 +93,7 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
             assert tuple(tokens) == reference[name].tokens[: len(tokens)]
         else:
             ties.check(f"{case} {name}", tokens, reference[name])
-    # Forced drafts are all accepted up to the end of an answer, spoiled ones never.
+    # Right drafts are all accepted up to the end of an answer, wrong ones never.
     stats, depth = driver.core.scheduler.stats(), case["depth"]
     outputs = [o for outs in driver.outputs.values() for o in outs]
     assert stats.num_draft_tokens >= sum(o.num_draft_tokens for o in outputs)
@@ -104,13 +104,13 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
         assert stats.num_draft_tokens == depth * stats.num_drafts
         assert (depth == 0) == (stats.num_drafts == 0)
         if case["drafts"] == "force":
-            # Every window but a request's last, which its end may cut, is accepted whole.
+            # Every window is accepted whole, except a request's last, which its end can cut.
             cut = len(driver.outputs) * depth
             assert stats.num_accepted_tokens >= stats.num_draft_tokens - cut
 
 
 def forced(model, requests) -> tuple[dict[str, list[int]], OracleDrafter]:
-    """Plain answers, and drafts that are always right."""
+    """Returns plain answers, and a drafter that is always right."""
     alone = Driver(model, vocab_size=VOCAB, config=EngineConfig(num_draft_tokens=0))
     for each in requests:
         alone.add(dataclasses.replace(each, options=RequestOptions()))
@@ -120,7 +120,7 @@ def forced(model, requests) -> tuple[dict[str, list[int]], OracleDrafter]:
 
 
 def test_a_request_has_its_own_depth_among_deeper_ones(tiny_models):
-    """Every draft would be right, so what a row gets of a step is what it asked for, plus one."""
+    """All drafts are right, so each step gives a row its requested number of drafts, plus one."""
     model = tiny_models["qwen3_5"]
     requests = [request(f"r{n}", [5 + n, 9], greedy(25, ignore_eos=True)) for n in range(5)]
     wanted = (None, 0, 1, 3, None)
@@ -148,9 +148,9 @@ class Scripted(Erratic):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_models, overlap):
-    """Each row keeps its own number of drafts."""
+    """All drafts that rows get are right, before and after they join, at different depths."""
     model, policy = tiny_models["qwen3_next"], Scripted(0)
-    # Long enough that what attention reads and what is allocated have to grow.
+    # Long enough that the KV that attention reads, and its allocation, have to grow.
     requests = [request(f"r{i}", [5 + i] * 40, greedy(40, ignore_eos=True)) for i in range(2)]
     requests.append(request("r2", [5] * 230, greedy(40, ignore_eos=True)))
     plain, drafter = forced(model, requests)
@@ -164,7 +164,7 @@ def test_what_rows_get_when_they_join_others_with_more_or_fewer_drafts(tiny_mode
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
-    """An accepted draft after the stop id, or past max_tokens, is never given out."""
+    """An accepted draft after a stop id, or past max_tokens, is never delivered."""
     model, prompt, cuts = tiny_models["qwen3_5"], [5, 6, 7], range(1, 12)
     full = plain(model, request("x", prompt, greedy(30)), VOCAB).tokens
     names = [f"{how} {cut}" for cut in cuts for how in ("stop", "length")]
@@ -185,7 +185,7 @@ def test_stop_ids_and_limits_cut_inside_a_window(tiny_models, overlap):
 
 @pytest.mark.parametrize("first", ["none", "one", "three"])
 def test_rows_with_different_numbers_of_stop_ids_do_not_share_them(tiny_models, first):
-    """They join in either order, and each emits token 0 alone, which no padding may stand for."""
+    """Rows join in any order and emit only token 0, which must not match padded stop ids."""
     stops = {"none": (), "one": (90,), "three": (91, 92, 93)}
     requests = {
         name: request(name, [5, 6], greedy(9, logit_bias=((0, 100.0),), stop_token_ids=ids))
@@ -206,7 +206,7 @@ class Parking(Erratic):
     [(Erratic, "a", 14, 512), (Erratic, "a", 14, 16), (Parking, "c", 52, 16), (None, "a", 9, 512)],
 )
 def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, name, steps, chunk):
-    """Rows come and go, and deferred positions are written, also after more than are deferred."""
+    """The head's KV equals that of one pass while rows come and go and its writes are deferred."""
     model = tiny_models["qwen3_next"]
     config = EngineConfig(num_draft_tokens=0, prefill_step_size=chunk)
     depth = None if policy is None else policy(1)
@@ -221,7 +221,7 @@ def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, n
 
 
 def test_a_prompt_whose_attention_is_in_blocks_of_queries(tiny_models, monkeypatch):
-    """As on a GPU: tokens and the head's KV are as ever."""
+    """Attention in blocks of queries, as on a GPU, changes neither tokens nor the head's KV."""
     monkeypatch.setattr(attention, "BLOCK", 48)
     monkeypatch.setattr(attention, "attends_in_blocks", lambda queries: len(queries) == 1)
     model, tokens = tiny_models["qwen3_next"], [*range(2, 90)] * 4
@@ -238,7 +238,7 @@ def test_a_prompt_whose_attention_is_in_blocks_of_queries(tiny_models, monkeypat
 
 
 def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_models):
-    """Not 0 or 1, and the same with MTP on and off."""
+    """Logprobs are those of the unmasked model, and equal with MTP on and off."""
     model, reports = tiny_models["qwen3_5_moe"], []
     sampling = SamplingParams(max_tokens=15, temperature=0.8, seed=4, top_logprobs=3)
     wanted = [
@@ -253,7 +253,7 @@ def test_logprobs_are_the_models_own_whether_a_token_was_drafted_or_masked(tiny_
         driver.run_arrivals({0: wanted})
         got = {name: [p for o in outs for p in o.logprobs] for name, outs in driver.outputs.items()}
         assert [len(got[name]) for name in ("a", "masked", "b")] == [15, 12, 0]
-        # The mask had to allow tokens that the model finds less likely than its first.
+        # The mask forced tokens that are not the model's most likely ones.
         assert sum(p.logprob < p.top[0][1] for p in got["masked"]) >= 6
         reports.append(got["a"] + got["masked"])
     for one, other in zip(*reports, strict=True):

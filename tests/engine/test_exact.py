@@ -1,4 +1,4 @@
-"""Exact answers: a prompt's chunks, and what of it is reused, are functions of its tokens alone."""
+"""Exact answers: a prompt's chunks and its reused prefix depend only on its tokens."""
 
 import itertools
 from dataclasses import replace
@@ -32,7 +32,7 @@ def cuts_of(prompt, step=STEP, gain=GAIN):
 
 @given(TEXTS, TEXTS, TEXTS)
 def test_what_follows_a_cut_does_not_move_it(start, one, other):
-    """And each is the first possible: after a whole step, or at the end of a turn."""
+    """Each cut is the first possible one: after a whole step, or at the end of a message."""
     first, second = (
         [cut for cut in cuts_of([*start, *rest]) if cut <= len(start)] for rest in (one, other)
     )
@@ -56,12 +56,12 @@ def test_prefixes_are_saved_at_cuts_alone(prompt, start):
 @pytest.mark.parametrize(
     ("prompt", "points"),
     [
-        # The end of the prompt is no cut: a token behind it would be in the same chunk.
+        # The end of the prompt is no cut: a following token would be in the same chunk.
         ([*messages(100, 200, 300, 400), *[5] * 7], [100, 300, 600, 1000]),
         ([*messages(100, 30), *[5] * 7], [100]),
         (messages(20), []),
         ([5] * 3000, [512, 1024, 2048, 2560]),
-        # Where the first message has no cut at its end, the one before it is shared.
+        # If there is no cut at the first message's end, the cut before it is the shared one.
         ([*messages(520, 10), *[5] * 3], [512]),
     ],
 )
@@ -72,7 +72,7 @@ def test_points_where_a_prompt_is_saved(prompt, points):
 
 
 class Exact(World):
-    """Notes every chunk, and that no two prompts share one."""
+    """Records every chunk, and checks that no two prompts share one."""
 
     def __init__(self, rows: int = 8) -> None:
         super().__init__(rows)
@@ -98,7 +98,7 @@ class Exact(World):
     st.lists(st.integers(0, 3), min_size=8, max_size=8),
 )
 def test_a_prompt_is_cut_alike_under_any_load(texts, pauses):
-    """Whatever runs, waits, or is cached: each chunk is one of those that it has alone and cold."""
+    """Under any load and cache, a prompt's chunks are the last of those it has alone and cold."""
     shared = [messages(20), messages(9, 30), [5] * 40]
     world = Exact()
     prompts = {str(i): [*shared[which], *text] for i, (which, text) in enumerate(texts)}
@@ -119,7 +119,7 @@ def test_a_prompt_is_cut_alike_under_any_load(texts, pauses):
 
 
 def test_a_warm_prompt_has_the_bits_of_a_cold_one(tiny_models, monkeypatch):
-    """After others that share some of it, with and without drafts: attention reads as much, too."""
+    """Also after prompts that share a part, and with drafts; attention reads equal lengths."""
     model, bits, read = tiny_models["qwen3_5_moe"], set(), set()
     attend = mx.fast.scaled_dot_product_attention
 
@@ -128,11 +128,11 @@ def test_a_warm_prompt_has_the_bits_of_a_cold_one(tiny_models, monkeypatch):
         return attend(queries, keys, *rest, **more)
 
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
-    # Of 128 tokens, so that a draft lies beyond what attention reads for the prompt alone.
+    # 128 tokens, so that a draft lies beyond the KV that attention reads for the prompt alone.
     chat = [*range(2, 40), END, *range(3, 60), END, *range(20, 51)]
     sampling = SamplingParams(max_tokens=4, temperature=0.0, top_logprobs=3, ignore_eos=True)
     earlier = [[], [chat[:50]], [chat, chat], [[*chat[:45], 9], chat[:97]]]
-    # It shares three tokens of a chunk that ends elsewhere.
+    # This prompt shares three tokens of a chunk that ends elsewhere.
     earlier.append([[*chat[:100], END, 7, 8], chat])
     for depth, before in itertools.product((0, 3), earlier):
         config = EngineConfig(depth, prefill_step_size=16, prefix_cache_size=1 << 30, exact=True)
@@ -146,7 +146,7 @@ def test_a_warm_prompt_has_the_bits_of_a_cold_one(tiny_models, monkeypatch):
         bits.add(driver.outputs[name][0].logprobs)
     last = len(chat) - max(cuts_of(chat))
     assert len(bits) == len([keys for tokens, keys in read if tokens == last]) == 1
-    # An answer's end is not reused: its bits are not those of a prompt.
+    # The state at an answer's end is not reused: its bits are not those of a prompt's.
     answered = [*chat, *driver.tokens(name), 7]
     driver.add(request("next", answered, sampling))
     driver.run()
@@ -154,7 +154,7 @@ def test_a_warm_prompt_has_the_bits_of_a_cold_one(tiny_models, monkeypatch):
 
 
 def kinds(name, prompt):
-    """Requests of one prompt that differ in all else."""
+    """Returns requests with the same prompt and different parameters."""
     own = SamplingParams(max_tokens=7, temperature=1.0, seed=3, top_logprobs=3)
     return [
         request(name, prompt, replace(own, max_tokens=50, ignore_eos=True)),
@@ -176,7 +176,7 @@ def kinds(name, prompt):
 
 
 class Noted(Driver):
-    """A driver that notes the chunks of each prompt."""
+    """A driver that records the chunks of each prompt."""
 
     def __init__(self, model, **config) -> None:
         self.chunks: dict[str, list[tuple[int, int]]] = {}
@@ -194,7 +194,7 @@ class Noted(Driver):
         self.runner.run = noted
 
     def prompt_bits(self, name):
-        """What a prompt decides: its logprobs and those of the first token, to the bit."""
+        """Returns the logprobs that the prompt decides: its own and the first token's."""
         first = next((each for each in self.outputs[name] if each.token_ids), None)
         return first and (first.logprobs[0].top, first.prompt_logprobs)
 
@@ -209,21 +209,21 @@ PROMPTS = [
 ASKED = st.tuples(
     st.sampled_from(range(len(PROMPTS))),
     st.sampled_from(range(8)),
-    st.integers(0, 12),  # when it comes
-    st.none() | st.integers(1, 6),  # after so many steps it is cancelled
+    st.integers(0, 12),  # step of its arrival
+    st.none() | st.integers(1, 6),  # steps from its arrival to its cancellation
 )
 
 
 @pytest.fixture(scope="module")
 def alone(tiny_models):
-    """Chunks and bits of a request that has the engine to itself, cold and without drafts."""
+    """A function that returns a request's chunks and bits: alone, cold and without drafts."""
     known = {}
 
     def run(prompt, kind):
         if (prompt, kind) not in known:
             driver = Noted(tiny_models["qwen3_next"], num_draft_tokens=0)
             asked = kinds("alone", PROMPTS[prompt])[kind]
-            first = replace(asked.sampling, max_tokens=1)  # Its bits are all that is compared.
+            first = replace(asked.sampling, max_tokens=1)  # Only its bits are compared.
             driver.add(replace(asked, sampling=first))
             driver.run()
             known[prompt, kind] = driver.chunks["alone"], driver.prompt_bits("alone")
@@ -234,7 +234,7 @@ def alone(tiny_models):
 
 @pytest.mark.parametrize("examples", [5, full(100)])
 def test_a_prompt_has_its_chunks_and_bits_whatever_is_asked_beside_it(tiny_models, alone, examples):
-    """Choices, logprobs of prompts, grammars, drafts, cancelled prompts, a cache that forgets."""
+    """Beside choices, prompt logprobs, grammars, drafts and cancelled prompts; with any cache."""
 
     @settings(max_examples=examples, suppress_health_check=[*HealthCheck])
     @given(

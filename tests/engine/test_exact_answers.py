@@ -1,7 +1,7 @@
-"""Answers are the same to the bit with and without drafts, batches and a cache, in 4 bit and BF16.
+"""Answers are equal to the bit with and without drafts, batches and a cache, in 4 bits and BF16.
 
-That is so on a GPU, where the references are the answers to each request alone, without drafts and
-cache. Elsewhere small models in float32 are compared with plain decoding, ties aside.
+On a GPU, the references are the answers to each request alone, without drafts and cache. Without a
+GPU, small models in float32 are compared with plain decoding, except at ties.
 """
 
 import random
@@ -30,12 +30,12 @@ from tests.support.harness import Plain, Ties, plain, request
 pytestmark = pytest.mark.full
 
 ON_GPU = gpu.backend() is not None
-TOKENS = 96 if ON_GPU else 12  # of an answer, at most
-END = 2  # of a turn, where weights are random
+TOKENS = 96 if ON_GPU else 12  # maximum number of tokens of an answer
+END = 2  # id that ends a turn in models with random weights
 SAMPLED = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.0})
 SAMPLED += ({"temperature": 0.8, "top_k": 20, "top_p": 0.9},)
 DEPTHS = [(3, 32), ("auto", 32), (0, 32), (3, 1), *((k, 32) for k in (1, 2, 4, 5)), ("auto", 1)]
-# Share of right drafts (None: the head's own), drafts a step, rows at once.
+# Share of right drafts (None: the head's own), drafts per step, maximum rows of a batch.
 OWN = [(None, *each) for each in DEPTHS]
 # A random head is never right, so a share of its drafts is replaced by the reference's tokens.
 FORGED = [(0.6, *each) for each in DEPTHS]
@@ -43,7 +43,7 @@ FORGED += [(rate, k, 32) for rate in (0.0, 1.0) for k in (3, "auto", 1, 5)]
 
 
 class Subject(NamedTuple):
-    """A model, and prompts for it."""
+    """A model, and its prompts."""
 
     model: LoadedModel
     vocab_size: int
@@ -52,7 +52,7 @@ class Subject(NamedTuple):
 
 
 def checkpoint(path: Path, bits: int) -> Subject:
-    """A model of this repository, and chats of which half have the same system prompt."""
+    """Returns a model of this repository, and chats, half of them with the same system prompt."""
     model = load_model(path, enable_mtp=True, lazy=True)
     if bits != 16:
         quantize(model.model, bits)
@@ -68,7 +68,7 @@ def checkpoint(path: Path, bits: int) -> Subject:
 
 
 def published(shape: str) -> Subject:
-    """Random weights in 4 bits, and prompts of up to 1,500 tokens of which half begin alike."""
+    """Returns a 4-bit model of random weights and prompts; half of these have the same prefix."""
     model, _ = build(shape_of(shape, 8 if ON_GPU else 4, tiny=not ON_GPU))
     chance = random.Random(0)
 
@@ -94,7 +94,7 @@ if not ON_GPU:
 
 
 class Chats:
-    """First and next turns for a subject, half of them sampled, and their reference answers."""
+    """First and second turns for a subject, half of them sampled, and their reference answers."""
 
     def __init__(self, subject: Subject) -> None:
         if (found := exactness_of(subject.model)) is not None and found.faults:
@@ -138,7 +138,7 @@ class Chats:
 
 
 def play(engine, requests) -> dict[str, list[int]]:
-    """The tokens of requests that join and leave the engine's batches."""
+    """Returns the tokens of requests that join and leave the engine's batches."""
     answers = {each.request_id: [] for each in requests}
     for _, output in run_requests(engine, requests):
         answers[output.request_id] += output.token_ids
@@ -147,7 +147,7 @@ def play(engine, requests) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def chats():
-    """Chats by the name of their subject; the last one's model is kept."""
+    """A function that returns the chats of a subject by name; keeps only the last one's model."""
 
     @lru_cache(maxsize=1)
     def of(name: str) -> Chats:
@@ -157,7 +157,7 @@ def chats():
 
 
 def compare(chats: Chats, case) -> Ties:
-    """An empty prefix cache, a full one, and the next turn of the same chats."""
+    """Compare answers with an empty prefix cache, with a full one, and of the chats' next turns."""
     rate, depth, rows = case
     engine, ties = chats.engine(depth, rows, rate), Ties()
     try:

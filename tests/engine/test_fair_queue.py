@@ -1,4 +1,4 @@
-"""Turns between clients: nobody starves, and within one client it is first come, first served."""
+"""Clients take turns: none starves, and each one's requests are first come, first served."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """All that the queue needs to know of a sequence."""
+    """The attributes of a sequence that the queue reads."""
 
     client: tuple[str, ...]
     num_prompt: int = 10
@@ -43,16 +43,16 @@ def test_one_among_two_hundred_is_next_but_one_turn():
     queue.add(one)
     place = drain(queue).index(one)
     assert (place + len(taken)) * one.cost <= QUANTUM + one.cost
-    assert place > 0  # The turn that had begun goes on.
+    assert place > 0  # The turn that has begun continues.
 
 
 def test_many_names_at_one_address_share_its_turns():
-    """Who uses a new name each time gets no more for it."""
+    """A client gains nothing by using a new name each time."""
     pairs = ((Item(("liar", f"name {i}"), 100), Item(("honest", "me"), 100)) for i in range(100))
     queue = queue_of([item for pair in pairs for item in pair])
     first = [queue.pop().client[0] for _ in range(100)]
     assert abs(first.count("liar") - 50) <= 1 + (QUANTUM + 100) // (100 + FLAT_COST)
-    # But they take turns among themselves.
+    # Names at one address take turns among themselves.
     burst = [Item(("here", "burst"), 1000) for _ in range(50)]
     queue = queue_of([*burst, Item(("here", "one"), 1000)])
     assert [i.client[1] for i in drain(queue)[:3]].count("one") == 1
@@ -61,7 +61,7 @@ def test_many_names_at_one_address_share_its_turns():
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(st.one_of(ADDS, st.none()), max_size=120))
 def test_fifo_within_a_client_work_conserving_and_peek_tells_the_truth(steps):
-    """None takes a request out; anything else puts one in."""
+    """A step of None takes a request out; any other step adds that request."""
     queue = FairQueue()
     expected: dict[tuple[str, ...], list[Item]] = {}
     for item in steps:
@@ -82,7 +82,7 @@ def test_fifo_within_a_client_work_conserving_and_peek_tells_the_truth(steps):
     size=st.integers(1, 5000),
 )
 def test_nobody_starves(backlog, later, size):
-    """A request of a client who had none waits for one turn of each other, however many come."""
+    """A new client's request waits for at most one turn per other client, under any load."""
     queue = queue_of(backlog)
     for _ in range(len(backlog) // 2):
         queue.pop()

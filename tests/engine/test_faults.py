@@ -1,4 +1,4 @@
-"""Faults in every place of a step while eight streams run: its rows fail, all others are equal."""
+"""A fault anywhere in a step fails the step's rows; all other streams have the same tokens."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ MALLOC = "[malloc] Unable to allocate 17179869184 bytes."
 
 
 def requests() -> list[Request]:
-    """Four run and four wait; two prompts take several chunks."""
+    """Returns eight requests, of which four run and four wait; two prompts take several chunks."""
     lengths = enumerate((3, 5, 40, 2, 7, 37, 4, 6))
     return [
         request(f"r{i}", range(2 + i, 2 + i + n), greedy(9 + i, ignore_eos=True))
@@ -39,7 +39,7 @@ def expected(tiny_models: dict[str, LoadedModel]) -> dict[str, Plain]:
 
 
 class Fuse:
-    """Raises in the n-th call, once."""
+    """Raises once, in the call with this number."""
 
     def __init__(self, number: int, error: Exception) -> None:
         self.left, self.error = number, error
@@ -54,12 +54,12 @@ Patch = Callable[[pytest.MonkeyPatch, Fuse], None]
 
 
 def windows(_: LoadedModel, tokens: mx.array, *caches: BatchCache) -> list[int]:
-    """The longest of each batch in a forward pass; 3 in a decoding step."""
+    """Returns each batch's longest window in a forward pass; 3 in a decode step."""
     return [cache.layers[0].packing.longest for cache in caches]
 
 
 def before(owner: object, name: str, only: Callable[..., bool] = lambda *_, **__: True) -> Patch:
-    """Put a fuse before a function, for the calls that are meant."""
+    """Returns a patch that puts a fuse before a function, for the calls that `only` selects."""
 
     def patch(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
         original = getattr(owner, name)
@@ -75,7 +75,7 @@ def before(owner: object, name: str, only: Callable[..., bool] = lambda *_, **__
 
 
 def on_the_device(owner: object, name: str, only: Callable[..., bool] = lambda *_: True) -> Patch:
-    """Let the result depend on what mlx refuses only when it is evaluated on the CPU."""
+    """Returns a patch by which a result depends on an operation that fails only at evaluation."""
 
     def patch(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
         original = getattr(owner, name)
@@ -97,7 +97,7 @@ def on_the_device(owner: object, name: str, only: Callable[..., bool] = lambda *
 
 
 def is_shared(*args) -> bool:
-    """A forward pass of a chunk and a decoding step."""
+    """Returns True for a forward pass of a chunk together with a decode step."""
     return len(windows(*args)) == 2
 
 
@@ -139,7 +139,7 @@ def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, 
         if name in hit:
             error = driver.outputs[name][-1].error
             assert isinstance(error, StepError)
-            # What had been given out before was right.
+            # The tokens delivered before the fault are right.
             assert tokens == reference.tokens[: len(tokens)]
             if not place.startswith("the device"):
                 assert isinstance(error, StepMemoryError) == (number == 1)
@@ -147,7 +147,7 @@ def test_a_fault_hits_its_rows_alone(tiny_models, expected, monkeypatch, place, 
         else:
             assert tokens == reference.tokens
             assert driver.reason(name) == "length"
-    # Those that waited have never been in a step with it.
+    # Requests that waited were not in the failing step.
     assert 1 <= len(hit) <= 4
     assert driver.core.scheduler.stats().num_requests_running == 0
     driver.core.release()
@@ -184,7 +184,7 @@ def test_after_a_fault_freed_buffers_go_back(tiny_models, monkeypatch):
     cleared = []
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
     for _ in range(3):
-        driver.step()  # A step that only decodes does it no more.
+        driver.step()  # A step that only decodes doesn't clear the cache again.
     assert cleared == [1]
     assert driver.reason("hit") == "error"
 
@@ -193,7 +193,7 @@ def test_after_a_fault_freed_buffers_go_back(tiny_models, monkeypatch):
 def test_a_long_prompt_is_on_the_device_once_and_cuda_keeps_its_freed_buffers(
     tiny_models, monkeypatch, cuda
 ):
-    """There both would wait for the chunks that were launched."""
+    """On CUDA, copying the prompt or freeing buffers would wait for the launched chunks."""
     driver = Driver(tiny_models[FAMILY], vocab_size=VOCAB, config=EngineConfig(max_decode_pause=0))
     sequence = driver.add(request("long", [5 + n % 50 for n in range(1600)], greedy(3)))
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)

@@ -1,4 +1,4 @@
-"""Answers with limits on their tokens, against NumPy and mlx-lm, one token at a time."""
+"""Answers with limits on their tokens, compared with NumPy and mlx-lm, one token at a time."""
 
 import dataclasses
 
@@ -30,9 +30,9 @@ ANSWER = 24
 
 
 def slow(model: LoadedModel, wanted: Request, *words: str) -> tuple[Plain, bool]:
-    """The reference: it tries each token, and looks at the whole text.
+    """Decode the reference answer: tries each token, and searches the whole text for `words`.
 
-    Returns the answer, and whether no token is left to go on with.
+    Returns the answer, and True if it ended because no token was allowed.
     """
     p, prompt = wanted.sampling, list(wanted.prompt_token_ids)
     stops = [*p.stop_token_ids, *([] if p.ignore_eos else [EOS])]
@@ -61,7 +61,7 @@ def slow(model: LoadedModel, wanted: Request, *words: str) -> tuple[Plain, bool]
 
 
 def drawn(random: np.random.Generator, name: str) -> Request:
-    """A request with some of the limits, one in four without any."""
+    """Returns a request with some of the limits; one in four has none."""
     stops = random.choice(VOCAB, 12, replace=False).tolist()
     given = {
         "temperature": float(random.choice([0.0, 0.7, 1.3])),
@@ -90,23 +90,23 @@ def without(wanted: Request, *words: str) -> Request:
 
 @pytest.fixture(scope="module")
 def answers(tiny_models):
-    """Requests, and their reference answers."""
+    """Requests, their reference answers, and whether each ends in a dead end."""
     random, model, found = np.random.default_rng(14), tiny_models["qwen3_5"], []
     for n in range(24):
         wanted = drawn(random, f"r{n}")
         said = b"".join(texts()[token] for token in slow(model, wanted)[0].tokens)
-        # Two in three must not say something that they would have said.
+        # For two in three, words of their unlimited answer are forbidden.
         starts = range(0, len(said), 7) if n % 3 else ()
         pieces = [said[start : start + 1 + n % 4] for start in starts]
         words = [piece.decode() for piece in pieces if piece.isascii()]
         found.append((without(wanted, *words), *slow(model, wanted, *words)))
-    # Of few tokens, so that one that has just left the penalty's context is often drawn again.
+    # With few tokens, those that have just left the penalty's context are often drawn again.
     for n in range(3):
         few = {"allowed_token_ids": (20, 21, 22, 23), "repetition_penalty": 9.0}
         sampling = SamplingParams(max_tokens=ANSWER, seed=n, repetition_context_size=n + 1, **few)
         wanted = request(f"few{n}", [20, 21, 22], sampling)
         found.append((wanted, *slow(model, wanted)))
-    # With a grammar, which may leave nothing but the end before `min_tokens`.
+    # With a grammar, which can allow only the end before `min_tokens`.
     grammar = compiled(GrammarSpec("regex", "(ab|tru|[0-9]){3}x"))
     for n, words in enumerate((("12", "3"), ("aba", "x1"), ())):
         sampling = SamplingParams(max_tokens=ANSWER, seed=n, min_tokens=9)
@@ -117,7 +117,7 @@ def answers(tiny_models):
 
 @diagonal(depth=(0, 1, 2, 3), drafts=("head", "right", "mixed"))
 def test_tokens_equal_the_slow_reference(tiny_models, answers, ties, depth, drafts):
-    """Joined one after the other, so that rows with limits and without run side by side."""
+    """Requests join one after the other, so that rows with and without limits run together."""
     known = {r.request_id: (*r.prompt_token_ids, *found.tokens) for r, found, _ in answers}
     rate = {"right": 1.0, "mixed": 0.6}.get(drafts)
     driver = Driver(
@@ -132,14 +132,14 @@ def test_tokens_equal_the_slow_reference(tiny_models, answers, ties, depth, draf
     for wanted, found, dead_end in answers:
         tokens, last = got[wanted.request_id], driver.outputs[wanted.request_id][-1]
         assert isinstance(last.error, GrammarError) == dead_end
-        if dead_end:  # What came with the step that met it is not given out.
+        if dead_end:  # Tokens of the step that met the dead end are not delivered.
             found = Plain(found.tokens[: len(tokens)], found.gaps)
         ties.check(f"{drafts} {depth} {wanted.request_id}", tokens, found)
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_dead_end_is_an_error_of_its_row_alone(tiny_models, depth):
-    """Of nothing but forbidden tokens the sampler would draw token 0, which is told, not shown."""
+    """A row without an allowed token fails, and does not deliver the sampler's token 0."""
     (a,), (b,), (one,) = ids("a"), ids("b"), ids("1")
     fixed, digits = (compiled(GrammarSpec("regex", regex)) for regex in ("1ab", "[0-9]+"))
     rows = {

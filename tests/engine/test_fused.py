@@ -1,4 +1,4 @@
-"""mlx ends the process on CUDA where an operation of a compiled function is on nothing."""
+"""No compiled function has an operation on an empty array, which ends the process on CUDA."""
 
 import sys
 from functools import wraps
@@ -14,7 +14,7 @@ from tests.support.tiny_models import VOCAB
 
 
 def all_fused():
-    """Module, name and function of each that is compiled where there is a GPU."""
+    """Returns module, name and function of all functions that are compiled on a GPU."""
     code = gpu.fused(lambda: None).__code__
     return [
         (module, name, value)
@@ -25,7 +25,7 @@ def all_fused():
 
 
 def shapes_of(function, args):
-    """Those of all that it computes of these."""
+    """Returns the shapes of all arrays that a function computes from its arguments."""
     found = []
 
     def rebuilt(*arrays):

@@ -1,4 +1,4 @@
-"""What is called a hang, and what is only slow."""
+"""The difference between a hanging step and a slow one."""
 
 import threading
 
@@ -19,14 +19,14 @@ PREFILL = ("prefill", 9, 1, 2)
 
 
 class Beating(Heartbeat):
-    """A heartbeat with a clock that steps move."""
+    """A heartbeat whose clock is moved by steps."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         super().__init__(clock=self.clock)
 
     def hangs(self, kind: tuple[object, ...], seconds: float, times: int = 1) -> list[bool]:
-        """Steps that take so long; whether each was called a hang at its end."""
+        """Run steps of `seconds` seconds; returns whether each was called a hang at its end."""
         hung = []
         for _ in range(times):
             self.begin("the planning of a step")
@@ -43,7 +43,7 @@ class Beating(Heartbeat):
 
 @pytest.fixture
 def known() -> Beating:
-    """Four fast decode steps have run."""
+    """A heartbeat after four fast decode steps."""
     beating = Beating()
     assert not any(beating.hangs(DECODE, 0.02, times=4))
     return beating
@@ -64,17 +64,17 @@ def test_a_process_that_was_stopped_did_not_hang(known):
     assert not known.reason_after(HANG_SECONDS - 0.1)
     assert known.reason_after(0.2)
     known.end()
-    # And the step was not slow.
+    # The stop doesn't count as the step's time.
     known.begin("a decoding step of 2 rows", DECODE)
     assert known.reason_after(SLOWNESS * HANG_SECONDS + 0.1)
 
 
 def test_slow_steps_are_known_by_their_past(known):
-    """A prefill chunk of 20 s on a CPU, and one that takes five times as long further on."""
+    """A chunk that takes five times as long as earlier ones of 20 s is no hang."""
     assert not any(known.hangs(PREFILL, 20.0, times=4))
     assert known.hangs(PREFILL, 100.0) == [False]
     assert known.hangs(PREFILL, SLOWNESS * 100.0 + 1) == [True]
-    # What chunks take says nothing of decoding.
+    # The times of chunks don't count for decode steps.
     assert known.hangs(DECODE, HANG_SECONDS + 0.1) == [True]
 
 
@@ -101,7 +101,7 @@ def test_a_hang_does_not_hide_the_next_one_but_a_slow_machine_is_believed(known)
 
 
 def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypatch):
-    """A real engine with a known step that suddenly doesn't end, until it does."""
+    """A real engine reports a known step that does not end, until it ends."""
     monkeypatch.setattr(health, "NEW_KIND_SECONDS", 0.0)
     served: Client = client(heartbeat=Heartbeat(hang_seconds=0.5))
     wanted = [request(f"r{i}", [5, 6], greedy(40, ignore_eos=True)) for i in range(3)]
@@ -117,9 +117,9 @@ def test_a_step_that_hangs_is_told_while_it_lasts(client, tiny_models, monkeypat
 
     monkeypatch.setattr(ModelRunner, "run", hanging)
     served.engine.submit(wanted[2])
-    # On a busy machine the prefill before it may be called a hang too.
+    # On a busy machine the prefill before it can be called a hang, too.
     wait_until(lambda: "a decoding step of 1 row" in (served.engine.hang_reason or ""))
-    # It may recover, so its requests wait; whether to submit more is the server's decision.
+    # It can recover, so its requests wait; the server decides whether to submit more.
     assert served.engine.unhealthy_reason is None
     go_on.set()
     served.wait("r2")

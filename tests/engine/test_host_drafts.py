@@ -1,4 +1,4 @@
-"""Copied drafts change no token: with and without a head, sampled, with grammars, for n choices."""
+"""Copied drafts change no token: with and without a head, greedy or sampled, with grammars."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from tests.support.tiny_models import VOCAB
 
 
 def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
-    """A policy that thinks copies cost next to nothing, and drafts of the head so much each."""
+    """Returns a policy for which copies cost almost nothing, and a draft of the head `draft`."""
     costs = StepCosts()
 
     def of_batch(rows: int) -> BatchCosts:
@@ -33,7 +33,7 @@ def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
 
 @pairwise(head=(True, False), overlap=(True, False), kind=("greedy", "sampled", "greedy grammars"))
 def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, overlap, head):
-    """Each request comes twice, and the second time its answer is copied from the first."""
+    """Each request arrives twice, and its second answer is drafted by copying the first."""
     family = "qwen3_next" if head else "qwen3_5"
     model, reference = tiny_models[family], references(family, kind)
     model = model if head else model.without_head()
@@ -63,7 +63,10 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
 @pytest.mark.parametrize("own", [True, False], ids=["own", "others"])
 @pytest.mark.parametrize("optimistic", [0.0, 1e-30])
 def test_drafts_of_others_answers_are_told_only_if_accepted(tiny_models, own, optimistic):
-    """In traces and in numbers. Optimistic acceptance, which would take them, gets none of them."""
+    """Neither traces nor counts reveal rejected drafts of others' answers.
+
+    Optimistic acceptance, which would accept them, gets no such drafts.
+    """
     model, known, secret = tiny_models["qwen3_5"].without_head(), [9] * 20, [*range(40, 60)]
     config = EngineConfig("auto", prefix_cache_size=1 << 28)
     driver = Driver(model, vocab_size=VOCAB, config=config, depth=cheap(head=False))

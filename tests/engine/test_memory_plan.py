@@ -1,4 +1,4 @@
-"""What serving takes: computed beforehand, refused with numbers, and not below what is used."""
+"""The memory plan: computed before serving, refused with numbers, never below the real use."""
 
 import gc
 import re
@@ -25,7 +25,7 @@ from tests.support.harness import greedy
 from tests.support.tiny_models import Layout, write_checkpoint
 
 GB = 10**9
-# Qwen3-Next-80B-A3B: 24 KB a token and 75 MB of states a row.
+# Qwen3-Next-80B-A3B: 24 KB of KV per token and 75 MB of states per row.
 EXPERTS = MLPSpec(2048, 11 * 512, num_experts=512, experts_per_token=10)
 ATTENTION = AttentionSpec(EXPERTS, heads=16, kv_heads=2, head_dim=256)
 LINEAR = GatedDeltaSpec(EXPERTS, QWEN3_NEXT_80B)
@@ -62,7 +62,7 @@ def test_on_a_gpu_with_room_chunks_of_prompts_may_be_longer(monkeypatch):
 
 
 def test_a_large_model_on_large_machines():
-    """24 KB a token, and 75 MB of states a row."""
+    """The plan gives a large machine the whole context, and a share to the prefix cache."""
     assert LARGE.caches.kv_per_token == 12 * 2 * 2 * 256 * 2
     assert LARGE.caches.states["recurrent state (float32)"] == 36 * 32 * 128 * 128 * 4
     assert LARGE.caches.states["convolution"] == 36 * 3 * 8192 * 2
@@ -86,7 +86,7 @@ def test_rows_are_counted_each_by_its_own_length():
     assert beside > 0
     assert found.usage([100_000, *[8000] * beside]) <= 1
     assert found.usage([100_000, *[8000] * (beside + 1)]) > 1
-    # The bytes are those of the rows, and not much more (the 1.5 GB are logits and scores).
+    # A row takes its KV, and not much more (logits and scores).
     own = 100_000 * LARGE.caches.kv(256) // 256
     assert own < LARGE.row_bytes(100_000) < 1.3 * own + 10**9
 
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused_with_flags_each_of_which_would_do(limit, g
 
 
 def test_the_plan_is_made_before_a_weight_is_read_and_counts_them_all(demo_model):
-    gc.collect()  # What earlier tests left would be freed in between.
+    gc.collect()  # Else leftovers of earlier tests could be freed during the test.
     gc.disable()
     try:
         before = mx.get_active_memory()
@@ -167,7 +167,7 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers(demo_model):
 
 
 def test_no_more_is_used_than_was_planned(tmp_path):
-    """Prefill, join and growth of real rows against the formulas, and these not absurdly high."""
+    """Prefill, join and growth of real rows stay within the plan, and use a fifth of it or more."""
     write_checkpoint(tmp_path, Layout("qwen3_5"))
     found = footprint(load_model(tmp_path, enable_mtp=True), prompt_memory.DEPTH)
     tokens, step = 1500, 256

@@ -65,7 +65,7 @@ def replay(model, wanted: Request, outputs) -> int:
             assert is_last or kept
             assert not (is_last and kept) or o.finish_reason is not None
             if o.logprobs:
-                # Of mlx-lm's own, whole and token by token, 0.0025 was seen on one CPU.
+                # mlx-lm itself differed by 0.0025 between whole and token by token, on one CPU.
                 own = logits[token] - mx.logsumexp(logits)
                 assert o.logprobs[place].logprob == pytest.approx(own.item(), abs=5e-3)
             done.append(token)
@@ -76,7 +76,7 @@ def replay(model, wanted: Request, outputs) -> int:
 
 @diagonal(depth=(1, 2, 3, "erratic"), kind=("greedy grammars", "sampled grammars"))
 def test_each_step_is_the_rule_on_its_drafts(tiny_models, references, ties, depth, kind):
-    """Beside rows without it, which equal plain decoding; with copies and ragged depths too."""
+    """Rows without optimistic acceptance equal plain decoding; copies and mixed depths occur."""
     family = {1: "qwen3_next", 2: "qwen3_5_moe"}.get(depth, "qwen3_5")
     model, reference = tiny_models[family], references(family, kind)
     plainly = make_requests(kind)
@@ -116,7 +116,7 @@ def test_a_share_of_one_changes_no_greedy_token(tiny_models, references, ties, d
 
 
 def test_wrong_drafts_are_accepted_where_almost_anything_is(tiny_models, references):
-    """Of drafts that are always wrong none is accepted without it."""
+    """With a tiny share most wrong drafts are accepted; without optimistic acceptance none is."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", "greedy")
     for share in (0.0, 1e-30):
         requests = [
@@ -147,7 +147,7 @@ def test_the_heads_cache_has_the_tokens_that_were_emitted(tiny_models):
 
 
 def test_what_is_computed_is_shared_among_optimistic_requests_alone(tiny_models):
-    """Prefixes, under the same salt and others; none copies from earlier answers."""
+    """Optimistic requests share prefixes only with one another, and only under the same salt."""
     run, prompt = driver(tiny_models["qwen3_next"], "auto"), words(8, 40)
     base = replace(
         request("first", prompt, greedy(12, ignore_eos=True)),

@@ -1,4 +1,4 @@
-"""Chunks of prompts and their turns, without a model: on a clock that costs move."""
+"""Chunks of prompts and their turns, without a model, on a clock that is moved by costs."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ from mlx_mtp.speculative.draft_policy import FixedDrafts
 from tests.support.cases import ask, driver, words
 from tests.support.harness import greedy, request
 
-Cost = Callable[[int, float], float]  # seconds, by a chunk's tokens and how many are before it
+Cost = Callable[[int, float], float]  # seconds, by a chunk's tokens and the tokens before it
 LONG = 60_000
 PAUSE = 0.1
 DECODE = 0.015
@@ -50,16 +50,16 @@ MACHINES: dict[str, Cost] = {
 
 
 class World:
-    """A scheduler whose steps take what a machine takes; with look-ahead they are read later."""
+    """A scheduler whose steps take a machine's time; with look-ahead they are read later."""
 
     def __init__(self, cost: Cost, *, overlap: bool = True, **config: float) -> None:
         config = {"prefill_step_size": 512, "max_decode_pause": 1e3 * PAUSE} | config
         self.config = EngineConfig(**config)
         self.policy = Scheduler(self.config, FixedDrafts(0))
         self.cost, self.overlap = cost, overlap
-        self.now = self.free = 0.0  # of the host; when the device has done all it was given
+        self.now = self.free = 0.0  # the host's time; when the device has finished its work
         self.in_flight: list[tuple[InFlightStep, float]] = []
-        self.first: dict[str, float] = {}  # when each first token came
+        self.first: dict[str, float] = {}  # time of each first token
         self.chunks: list[tuple[int, float, bool]] = []  # tokens, seconds, beside running rows
         self.together: set[int] = set()  # tokens of chunks that share a forward pass with rows
 
@@ -70,7 +70,7 @@ class World:
         return sequence
 
     def stream(self) -> None:
-        """Let a row run."""
+        """Start a row that decodes for the whole test."""
         self.add("stream", 1, STREAM)
         while not self.policy._running:
             self.step()
@@ -117,7 +117,7 @@ class World:
         raise AssertionError(f"{names} starve")
 
     def seconds(self, name: str, prompt: int) -> float:
-        """From its arrival to its first token, where nobody else comes."""
+        """Returns a prompt's seconds from its arrival to its first token, without other prompts."""
         self.add(name, prompt)
         began = self.now
         self.until(name)
@@ -125,7 +125,7 @@ class World:
 
 
 def known(cost: Cost, *, running: bool, **more: bool) -> World:
-    """One that has computed a prompt of several chunks, beside a stream or alone."""
+    """Returns a world that has computed a prompt of several chunks, beside a stream or alone."""
     world = World(cost, **more)
     if running:
         world.stream()
@@ -138,10 +138,10 @@ def known(cost: Cost, *, running: bool, **more: bool) -> World:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", MACHINES)
 def test_two_long_prompts_and_a_short_one_behind_them(name, overlap, running):
-    length = 5000 if name == "a laptop, dense" else LONG  # Its chunks are of 6 tokens.
+    length = 5000 if name == "a laptop, dense" else LONG  # Its chunks have 6 tokens.
     alone = known(MACHINES[name], running=running, overlap=overlap)
     long, short = alone.seconds("long", length), alone.seconds("short", 700)
-    # What is under way when a prompt comes, and with look-ahead what is launched behind it.
+    # The step in flight when a prompt arrives, and with look-ahead the one launched after it.
     wait = (2 if overlap else 1) * (max(seconds for _, seconds, _ in alone.chunks) + DECODE)
     world = known(MACHINES[name], running=running, overlap=overlap)
     began = world.now
@@ -154,7 +154,7 @@ def test_two_long_prompts_and_a_short_one_behind_them(name, overlap, running):
     world.until("short")
     assert world.first["short"] - arrived <= 2 * short + wait
     world.until("two")
-    # Half a percent: which lengths were measured when is not the same.
+    # Half a percent is allowed, because chunk lengths are measured in another order.
     assert world.first["one"] - began <= (long + short) * 1.005 + wait
     assert world.first["two"] - began <= (2 * long + short) * 1.005 + wait
 
@@ -167,7 +167,7 @@ def test_chunks_beside_a_stream_are_as_long_as_its_pause_allows(name):
     world.seconds("long", 30_000)
     beside = [(tokens, seconds) for tokens, seconds, running in world.chunks if running]
     assert world.together == {tokens for tokens, _ in beside if tokens <= MOST_TOGETHER}
-    # From the first one whose like has been measured on, and those that save points cut apart.
+    # Leaves out the first chunks, before their lengths are measured, and those cut by save points.
     beside, first = beside[8:], beside[0]
     assert first[0] < 64
     assert max(seconds for _, seconds in beside) <= PAUSE
@@ -176,7 +176,7 @@ def test_chunks_beside_a_stream_are_as_long_as_its_pause_allows(name):
     if longest < 512:
         longer = lengths[lengths.index(longest) + 1]
         assert cost(longer, 2000) > 0.65 * PAUSE
-    # Nor are prompts much slower than they need be.
+    # Prompts are not much slower than necessary.
     fastest = min(cost(n, 30_000) / n for n in lengths)
     assert all(seconds / tokens < 2.3 * fastest for tokens, seconds in whole)
 
@@ -203,7 +203,7 @@ def test_one_chunk_of_each_length_that_compiles_kernels_makes_the_others_hardly_
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_chunks_grow_again_after_the_machine_was_busy(name):
-    """Four times as slow in 20 of 100 chunks, a prompt takes little longer but for that."""
+    """If 20 of 100 chunks take four times as long, the other chunks lose little speed."""
     length = 6000 if name == "a laptop, dense" else LONG
 
     def seconds(busy: float) -> float:
@@ -224,13 +224,13 @@ def test_chunks_grow_again_after_the_machine_was_busy(name):
 @pytest.mark.parametrize("fixed", [0.08, 0.12, 0.2])
 @pytest.mark.parametrize("known_alone", [False, True])
 def test_a_machine_that_is_too_slow_for_the_pause_keeps_half_of_its_speed(fixed, known_alone):
-    """As where each chunk has to read all weights of a large model; known or to be found out."""
+    """Each chunk has a large fixed cost, as if it read all weights; known before or not."""
     slow = machine(fixed, 1e-3, 0.0)
     world = known(slow, running=False) if known_alone else World(slow)
     world.stream()
     world.seconds("long", 30 * 512)
     beside = [tokens for tokens, _, running in world.chunks if running]
-    tokens = {*beside[30:]} & {*PrefillCosts(512).lengths}  # Others had to be tried.
+    tokens = {*beside[30:]} & {*PrefillCosts(512).lengths}  # Other lengths had to be tried.
     assert max(slow(n, 0) / n for n in tokens) < 2 * slow(512, 0) / 512 * 1.01
     assert min(tokens) < 512
 
@@ -253,7 +253,7 @@ def test_without_a_bound_every_chunk_is_a_whole_step():
     overlap=st.booleans(),
 )
 def test_nobody_starves(arrivals, rows, overlap):
-    """A prompt takes twice what is left of those before it and of itself, and a few chunks."""
+    """A prompt takes at most twice the work left of it and of earlier prompts, and a few chunks."""
     unit = 1e-3
     world = World(lambda tokens, _: unit * tokens, overlap=overlap, max_num_seqs=rows)
     everyone: list[Sequence] = []
@@ -282,7 +282,7 @@ def test_the_fastest_length_is_found_in_long_prompts_and_a_short_one_is_computed
         assert costs.fastest(left=600) in (512, *found)
         found.append(costs.fastest(left=5000))
         used(costs, cost, found[-1], 1)
-    # A first measurement doesn't count.
+    # The first measurement of a length doesn't count.
     assert found[:16] == [512] * 4 + [256] * 4 + [128] * 4 + [64] * 4
     assert found[16:] == [128] * 14
     assert costs.fastest(left=600) == 128
@@ -290,7 +290,7 @@ def test_the_fastest_length_is_found_in_long_prompts_and_a_short_one_is_computed
 
 @pytest.mark.parametrize(("fixed", "best"), [(0.2, 2048), (0.06, 1024), (0.0, 512)])
 def test_longer_chunks_are_tried_where_they_may_be_planned(fixed, best):
-    """From 512 tokens on, while they gain 5%, in prompts that have room for two of them."""
+    """Lengths above 512 are tried while they gain 5%, in prompts of at least two such chunks."""
     cost, costs, found = machine(fixed, 1e-3, 0.0), PrefillCosts(2048), []
     for _ in range(20):
         assert costs.fastest(left=3 * 512) <= max(found, default=512)
@@ -301,7 +301,7 @@ def test_longer_chunks_are_tried_where_they_may_be_planned(fixed, best):
 
 
 def test_what_was_measured_long_ago_is_not_held_against_a_length_and_outliers_hardly():
-    """Nor what was measured less often than a few times."""
+    """A length measured only a few times is not rejected either."""
     cost = machine(0.0, 1e-3, 0.0)
     costs = PrefillCosts(512)
     used(costs, lambda n, b: 5 * cost(n, b), 86, 5)  # The machine was busy.
@@ -314,7 +314,7 @@ def test_what_was_measured_long_ago_is_not_held_against_a_length_and_outliers_ha
     assert costs.seconds(86, 0) < 1.4 * cost(86, 0)
     costs = PrefillCosts(512)
     used(costs, cost, 43, 5)
-    used(costs, lambda n, b: 5 * cost(n, b), 86, 3)  # The first of a length does not count.
+    used(costs, lambda n, b: 5 * cost(n, b), 86, 3)  # A length's first one does not count.
     assert costs.longest_within(PAUSE, 0) == 86
     used(costs, lambda n, b: 5 * cost(n, b), 86, 1)
     assert costs.longest_within(PAUSE, 0) == 43
@@ -371,10 +371,10 @@ def test_the_progress_of_a_prompt_is_told_where_that_was_asked_for(tiny_models):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("launch", [0.001, 0.1, 3.0, None])
 def test_a_chunk_is_timed_apart_from_what_is_launched_behind_it(overlap, launch):
-    """Launches that take less than what they launch, more, once far more; None: as on a CPU.
+    """Launches take less time than their step, more, or once far more; None is a CPU.
 
-    Between those that take more the host has other work. On a CPU launching waits for what it
-    launches, and a chunk counts at least what that took.
+    With 0.1 the host has other work between the launches. On a CPU a launch waits for its step, so
+    a chunk's time is at least the step's.
     """
     row = Sequence(Request("a", (3,), SamplingParams(max_tokens=9)), (), 9)
     world = World(MACHINES["a CPU"])
@@ -420,7 +420,7 @@ def test_a_chunk_is_timed_apart_from_what_is_launched_behind_it(overlap, launch)
         assert seconds == pytest.approx(expected)
     elif launch == 0.1:
         assert seconds == pytest.approx([0.1] * len(seconds))
-    else:  # At most their own time, and what ended unseen took nobody knows how long.
+    else:  # At most their own time; a step that ended during a long launch has no known time.
         slow = seconds.pop(3)
         assert slow == pytest.approx(3.0)
         assert (seconds.pop(2) is None) == overlap

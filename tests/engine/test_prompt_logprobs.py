@@ -1,4 +1,4 @@
-"""Logprobs of the prompt are the model's own, whatever the chunks, the batch and the drafts."""
+"""Logprobs of the prompt are the model's own, for all chunks, batches and drafts."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ from tests.support.harness import Driver, greedy, plain, request
 from tests.support.tiny_models import FAMILIES, VOCAB
 
 CLOSE = 1e-4
-ROUNDING = 1e-3  # that random weights amplify
+ROUNDING = 1e-3  # tolerance where random weights amplify rounding
 TOP = 3
-# One token, two, up to a chunk's border and beyond it, several chunks.
+# One and two tokens, around a chunk's end, and several chunks.
 LENGTHS = (1, 2, STEP - 1, STEP, STEP + 1, 33, 50)
 
 
 def prompt(length: int) -> list[int]:
-    """With turn ends, where a prefill is cut to save what it has."""
+    """Returns a prompt with turn ends, where prefill chunks end to save the prefix."""
     tokens = words(length, length)
     tokens[5::9] = [EOS] * len(tokens[5::9])
     return tokens
@@ -36,7 +36,7 @@ def found_by(run: Driver, name: str) -> list[TokenLogprobs]:
 
 
 def check_plain(found: list[TokenLogprobs], model, tokens, close: float) -> None:
-    """Against one forward pass of mlx-lm's over all of them."""
+    """Check logprobs against one forward pass of mlx-lm over all tokens."""
     logits = model.model(mx.array([tokens]))[0].astype(mx.float32)
     table = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     for entry, row, token in zip(found, table, tokens[1:], strict=False):
@@ -52,7 +52,7 @@ def check_plain(found: list[TokenLogprobs], model, tokens, close: float) -> None
     ("family", "depth", "overlap"), list(zip(FAMILIES, (0, 1, 3), (True, False, True)))
 )
 def test_in_a_mixed_batch(tiny_models, ties, family, depth, overlap):
-    """Prompts that share a chunk and longer ones; rows join, ask for more or less, or nothing."""
+    """Short prompts share a chunk, others take several; rows ask for different logprobs or none."""
     model, run = tiny_models[family], driver(tiny_models[family], depth, overlap=overlap)
     sampled = SamplingParams(max_tokens=12, temperature=0.9)
     wanted = [
@@ -70,13 +70,13 @@ def test_in_a_mixed_batch(tiny_models, ties, family, depth, overlap):
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_they_equal_those_of_decoding_the_same_tokens(demo_model, depth):
-    """What was drawn, with drafts or without, is asked for as a prompt then."""
+    """An answer's logprobs, with and without drafts, equal those of a prompt of the same tokens."""
     text, size = [int(t) for t in np.random.default_rng(1).integers(300, 4000, 20)], 4096
     run = driver(demo_model, depth, vocab_size=size, prefill_step_size=PROMPT_POSITIONS + 8)
     sampling = SamplingParams(max_tokens=60, temperature=0.8, seed=3, top_logprobs=TOP)
     ask(run, request("answer", text, replace(sampling, ignore_eos=True)))
     whole = [*text, *run.tokens("answer")]
-    # To be computed again, though it is in the cache; and no token is drawn.
+    # Computed again, although it is in the prefix cache, and without sampling a token.
     ask(run, request("prompt", whole, greedy(0, prompt_logprobs=TOP)))
     assert (run.tokens("prompt"), run.reason("prompt")) == ([], "length")
     asked = found_by(run, "prompt")
@@ -89,7 +89,7 @@ def test_they_equal_those_of_decoding_the_same_tokens(demo_model, depth):
 
 
 def test_they_read_no_cached_prefix_and_save_theirs(tiny_models, ties):
-    """Another that shares the prompt waits for it; it waits for none, and is no lookup."""
+    """Another request with the prompt waits for its prefix; it waits for none and looks none up."""
     model, tokens = tiny_models["qwen3_next"], prompt(45)
     run = driver(model, 2)
     sampling = greedy(9, prompt_logprobs=TOP)

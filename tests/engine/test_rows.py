@@ -1,4 +1,4 @@
-"""Rows of any length side by side: each answer is plain decoding's, whatever its neighbours do."""
+"""Rows of any length side by side: each answer equals plain decoding, whatever other rows do."""
 
 import dataclasses
 
@@ -20,10 +20,10 @@ from tests.support.tiny_models import FAMILIES, VOCAB
 
 
 def make_requests(random: np.random.Generator, count: int, longest: int, most: int):
-    """Prompts of all lengths, many of which begin alike; each request may fix its depth."""
+    """Yields requests with prompts of all lengths, many with equal prefixes; some fix the depth."""
     texts = [words(number, longest) for number in range(3)]
     for number in range(count):
-        # Many end shortly before a class does, which their answers then cross within a window.
+        # Many prompts end shortly before a size class, so that an answer's window crosses it.
         border = int(layout.rounded_capacity(int(random.integers(1, longest))))
         length = [border - int(random.integers(0, 30)), int(random.integers(1, longest))][
             number % 2
@@ -74,7 +74,7 @@ def play(
     for wanted in requests:
         arrivals.setdefault(int(random.integers(0, 40)), []).append(wanted)
     gone = [r.request_id for r in requests[:2]]
-    for name in list(known)[::2]:  # as if given before, so that they are copied
+    for name in list(known)[::2]:  # as if answered before, so that they are copied
         driver.host_sources.keep(root_key(None), known[name].tokens)
     driver.run_arrivals(arrivals, {int(random.integers(5, 60)): gone})
     for name, reference in known.items():
@@ -92,7 +92,7 @@ def play(
     "family", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.full) for f in FAMILIES[1:])]
 )
 def test_ragged_rows(tiny_models, family, ties, monkeypatch):
-    """Depths and copies drawn per row and step, growth and joins within windows, hits, failures."""
+    """Rows have random depths and copies, and grow, join, hit the prefix cache and fail."""
     number = FAMILIES.index(family)
     driver = play(tiny_models[family], number, 600, 40, ties, monkeypatch, oracle=number == 0)
     assert driver.reuse.num_hits > 0
@@ -104,7 +104,7 @@ def test_ragged_rows(tiny_models, family, ties, monkeypatch):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", range(36))
 def test_ragged_rows_of_up_to_5000_tokens(tiny_models, seed, ties, monkeypatch):
-    """Some 20,000 tokens."""
+    """The rows have some 20,000 tokens together."""
     family = FAMILIES[seed % len(FAMILIES)]
     play(tiny_models[family], seed, 5000, 200, ties, monkeypatch, oracle=bool(seed % 2))
 
@@ -112,7 +112,7 @@ def test_ragged_rows_of_up_to_5000_tokens(tiny_models, seed, ties, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_long_row_is_written_in_place(demo_model, overlap):
-    """On mlx's CPU backend, too, where a step in flight may still read what the next one writes."""
+    """The KV is not copied, even on the CPU, where a step in flight can read the old arrays."""
     core = decoding_core(demo_model, depth=2, contexts=[60_000], overlap=overlap)
     for _ in range(4):
         core.step()

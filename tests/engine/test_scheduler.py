@@ -1,4 +1,4 @@
-"""The scheduler without a model: chunks, turns, admission, memory, and every way to end."""
+"""The scheduler without a model: chunks, turns, admission, memory and the ends of requests."""
 
 import copy
 
@@ -31,13 +31,13 @@ def sequence(
 
 
 def scheduler(memory: int | None = None, **limits: int) -> Scheduler:
-    """With memory for as many tokens in all rows; None: without a limit."""
+    """Returns a scheduler with memory for `memory` tokens in all rows (None: no limit)."""
     usage = None if memory is None else lambda lengths: sum(lengths) / memory
     return Scheduler(EngineConfig(**limits), FixedDrafts(2), usage=usage)
 
 
 def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
-    """What a runner would report of a plan's chunk: a first token where a prompt ends."""
+    """Report a plan's chunk as a runner would: a first token where a prompt ends."""
     assert plan.chunk
     for row in plan.chunk:
         row.sequence.note_launched(row.length)
@@ -46,7 +46,7 @@ def finish_chunk(policy: Scheduler, plan: StepPlan) -> list[RequestOutput]:
 
 
 def finish_decode(policy: Scheduler, plan: StepPlan, *, stop: bool) -> list[RequestOutput]:
-    """What a runner would report of a plan's rows: a token each, the last where they must end."""
+    """Report a plan's rows as a runner would: a token each, which is their last if `stop`."""
     for row in plan.decode:
         row.sequence.note_launched(3)
         row.length, row.num_cached, row.token_ids = 3, 1, (7,)
@@ -91,7 +91,7 @@ def test_a_long_prompt_takes_turns_with_decoding_and_with_short_ones():
 
 
 def decoding(policy: Scheduler, names: str) -> tuple[Sequence, ...]:
-    """Rows with two windows of 3 positions in flight."""
+    """Returns rows with two windows of 3 positions in flight."""
     add(policy, **dict.fromkeys(names, 4))
     finish_chunk(policy, policy.schedule())
     rows = tuple(row.sequence for row in policy.schedule().decode)
@@ -118,7 +118,7 @@ def test_finish_reasons_and_output_after_the_end():
 
 
 class Watched(FixedDrafts):
-    """Notes what it observes."""
+    """Records what it observes."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -134,7 +134,7 @@ def test_the_policy_learns_of_decode_steps_alone():
     policy = Scheduler(EngineConfig(), depth)
     a, b, c, d = decoding(policy, "abcd")
     assert depth.seen == []
-    # b ends with a draft, d with what replaced one.
+    # b ends with a draft, d with the token that replaced a draft.
     drafted = {"length": 3, "num_drafts": 2, "num_proposed": 2, "num_accepted": 1}
     first = [
         StepRow(a, **drafted, num_cached=2, token_ids=(5, 6)),
@@ -142,11 +142,11 @@ def test_the_policy_learns_of_decode_steps_alone():
         StepRow(c, length=3, num_proposed=2, error=StepError("broken")),
         StepRow(d, **drafted, num_cached=2, token_ids=(5, 1), finished=True),
     ]
-    # A row that had ended before brings nothing, but its window was computed.
+    # A row that had ended before has no tokens, but its window was computed.
     second = [StepRow(a, length=3, num_cached=1, token_ids=(5,)), StepRow(b, length=3)]
     policy.update([InFlightStep(first, seconds=0.5)])
     policy.update([InFlightStep(second)])
-    # The size of the window counts for the cost; of what failed nothing is known.
+    # The size of the windows counts for the cost; failed rows are not reported.
     assert depth.seen == [
         ([("a", 2, 2), ("b", 2, 1), ("d", 2, 2)], StepShape(3, 6, 2, 2), 0.5),
         ([("a", 2, 1), ("b", 2, 0)], StepShape(2, 4, 0, 2), None),
@@ -205,7 +205,7 @@ def running(policy: Scheduler) -> list[Sequence]:
     arrivals=st.integers(1, 5),
 )
 def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, most, arrivals):
-    """So a stream of small ones can't hold a large one up."""
+    """A stream of small requests can't hold up a large one."""
     policy = scheduler(most, max_num_seqs=8, prefill_step_size=64)
     coming = [sequence(str(i), prompt, answer) for i, (prompt, answer) in enumerate(requests)]
     everyone, order = list(coming), []
@@ -216,7 +216,7 @@ def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, mo
         plan = policy.schedule()
         rows = running(policy)
         order += [s for s in rows if s not in order]
-        # By the prompts and all that may be emitted, whatever the sequence says of itself.
+        # Counts prompts and maximum answers, independently of the sequence's own count.
         held = sum(len(s.prompt) + s.max_new_tokens for s in rows)
         assert len(rows) <= 1 or held <= most
         if plan.chunk:
@@ -226,7 +226,7 @@ def test_all_requests_end_in_memory_that_fits_and_none_is_overtaken(requests, mo
     assert all(s.finished for s in everyone)
 
 
-# Which steps' times are their cost, by a clock that the test moves.
+# Which steps' times count as their cost, by a clock that the test moves.
 
 ROWS = (sequence("a", 4), sequence("b", 4))
 
@@ -246,7 +246,7 @@ def decode(window: int, proposed: int, rows=ROWS, **more) -> list[InFlightStep]:
 
 
 def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]:
-    """Each step takes one second longer than the one before it; the time that counts of each."""
+    """Returns each step's counted time; each takes one second longer than the one before it."""
     clock = Clock()
     timer, times = StepClock(clock), []
     steps = tuple(list(map(copy.copy, step)) for step in steps)  # the clock tells them apart
@@ -259,7 +259,7 @@ def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]
 
 
 def test_steps_in_an_unbroken_row_are_timed():
-    # Nothing comes before the first, nor behind the last.
+    # No step comes before the first one or after the last one.
     assert laps(*[decode(2, 2)] * 5) == [None, 1, 2, 3, None]
     change = [*[decode(2, 2)] * 3, decode(2, 0), *[decode(0, 0)] * 3]
     assert laps(*change) == [None, 1, 2, 3, 4, 5, None]
@@ -281,8 +281,8 @@ def test_what_breaks_the_row(name):
     steps = [*[decode(2, 2)] * 3, BREAKS[name], *[decode(2, 2)] * 4]
     times, alone = laps(*steps), laps(*steps, overlap=False)
     assert times[3] is None
-    # Where nothing is in flight, only what is no decode step has no cost.
+    # If no other step is in flight, only steps that are not decode steps have no cost.
     assert (alone[3] is None) == (name in ("idle", "chunk", "failed"))
-    assert times[2] is None  # the step behind it was another one
+    assert times[2] is None  # the next step was of another kind
     assert alone[2] is not None
     assert times[-2] is not None

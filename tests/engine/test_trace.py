@@ -14,7 +14,7 @@ from tests.support.tiny_models import VOCAB
 
 @diagonal(depth=(0, 1, 2, 3, "auto"), kind=("sampled", "greedy grammars"))
 def test_what_each_step_drafted(tiny_models, references, ties, depth, kind):
-    """Every other row wants a trace; each draft that counted is told, and the first n came out."""
+    """Every other row has a trace: it has each counted draft; accepted drafts are the output."""
     model, reference = tiny_models["qwen3_5"], references("qwen3_5", kind)
     requests = [
         replace(r, options=RequestOptions(trace=n % 2 == 0))

@@ -1,4 +1,4 @@
-"""What both kernels for the attention of windows are tested with."""
+"""Checks that both kernels for the attention of windows share."""
 
 import mlx.core as mx
 
@@ -12,7 +12,7 @@ def normal(*shape, seed=0, dtype=BF16):
 
 
 def check_that_it_fits(operation, heads, kv_heads, dim, dtype, log):
-    """An operation serves, is right, and refuses longer windows, other scales and other types."""
+    """Check that an operation is used, but not for longer windows, other scales or other types."""
     queries, kv = normal(1, heads, dim, dtype=dtype), normal(2 * kv_heads, dim, dtype=dtype)
     longest, scale = gpu.LONGEST_WINDOW, dim**-0.5
     assert attention.fits(operation, queries, kv, kv_heads, longest, scale), log.text

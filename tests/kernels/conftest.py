@@ -21,7 +21,7 @@ OBJECTS = [each for name in _NAMES for each in vars(importlib.import_module(name
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Compiled sources, by what was asked of mlx."""
+    """A function that makes emulated kernels, and compiles each only once."""
     folder = tmp_path_factory.mktemp("kernels")
     kept = {}
 
@@ -34,7 +34,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def orders(request, monkeypatch):
-    """It takes as long again, so the quick suite does it where pairs are shared out alone."""
+    """Run threadgroups in both orders; the quick suite does so for one module, to save time."""
     is_quick = request.config.option.markexpr == "not full"
     both = not is_quick or request.module.__name__.endswith("skinny_gemm_metal")
     monkeypatch.setattr(EmulatedKernel, "both_orders", both)
@@ -42,14 +42,14 @@ def orders(request, monkeypatch):
 
 @pytest.fixture
 def unbuilt(monkeypatch):
-    """No kernel has been built or compared."""
+    """Resets the package to a state in which no kernel has been built or compared."""
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
     monkeypatch.setattr(timing, "_ROUNDS", 1)
     monkeypatch.setattr(
         timing, "_LEAST_SECONDS", 0.0
-    )  # of a round: an emulator's time says nothing
+    )  # of a round: an emulator's times mean nothing
     monkeypatch.setattr(mx, "compile", lambda function: function)
     norm_kernels = [each.kernel for each in OBJECTS if isinstance(each, norms.FusedNorm)]
     for each in [*OBJECTS, *norm_kernels]:
@@ -63,15 +63,15 @@ def unbuilt(monkeypatch):
 
 
 def forget_kernels():
-    """Those that are built for a backend, a format or a shape are built anew from their sources."""
+    """Make kernels for a backend, a format or a shape be built again from their sources."""
     for each in OBJECTS:
         getattr(each, "cache_clear", lambda: None)()
 
 
-# The bodies are the same for both; a compiler's run for each shape and type takes its time.
+# Both backends have the same bodies, and compiling them for each shape and type takes time.
 @pytest.fixture(params=["cuda", pytest.param("metal", marks=pytest.mark.full)])
 def emulated(request, monkeypatch, compiled, unbuilt):
-    """Everything that asks for a GPU finds this one."""
+    """Makes all code find the emulated GPU; returns its backend."""
     monkeypatch.setattr(gpu, "backend", lambda: request.param)
     make = functools.partial(compiled, MetalKernel)
     monkeypatch.setattr(mx.fast, f"{request.param}_kernel", make)
@@ -80,7 +80,7 @@ def emulated(request, monkeypatch, compiled, unbuilt):
 
 @pytest.fixture
 def matrix_units(monkeypatch, compiled, unbuilt):
-    """The kernels for CUDA alone find it, and its matrix units."""
+    """Makes kernels that only CUDA has find the emulated GPU, and its matrix units."""
     monkeypatch.setattr(gpu, "backend", lambda: "cuda")
     monkeypatch.setattr(mma, "CUDA", MATRIX_UNITS)
     monkeypatch.setattr(mma, "wgmma", lambda *_: WARPGROUP + mma.MATRIX)
@@ -91,7 +91,7 @@ def matrix_units(monkeypatch, compiled, unbuilt):
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Puts something wrong in place of a part of a kernel's source, an attribute of its owner."""
+    """A function that replaces a part of a kernel's source, an attribute of `owner`, by another."""
 
     def replace(owner, name, right, wrong, count=-1):
         source = getattr(owner, name)

@@ -1,9 +1,9 @@
 """Runs a kernel's source for CUDA or Metal on the CPU, a threadgroup at a time.
 
-The source is compiled as plain C++, with shims for what the two languages bring along. Each lane is
-a fiber: at a shuffle, a matrix product or a barrier it leaves its values in a slot and lets the
-others come to theirs. So the body, the launch and the strides are the real ones, and only the
-hardware is played.
+The source is compiled as plain C++, with shims for the built-ins of the two languages. Each lane is
+a fiber: at a shuffle, a matrix product or a barrier it stores its values in a slot and yields until
+the other lanes have stored theirs. So the body, the launch and the strides are the real ones, and
+only the hardware is emulated.
 """
 
 import ctypes
@@ -291,9 +291,9 @@ extern "C" int run(const int* grid, const int* group, void** in, int** shapes, i
 
 
 class EmulatedKernel:
-    """What `mx.fast.cuda_kernel` or `mx.fast.metal_kernel` returns, on the CPU."""
+    """Stands in for a kernel of `mx.fast.cuda_kernel` or `mx.fast.metal_kernel`, on the CPU."""
 
-    both_orders = False  # of threadgroups: two that write to one place are seen
+    both_orders = False  # also run threadgroups backwards, to find two that write to one place
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class EmulatedKernel:
         kept = None
         for backwards in (False, True)[: 1 + self.both_orders]:
             results = [
-                # What is not written stays NaN; what is written behind the end is seen.
+                # Elements that are not written stay NaN; a write past the end changes the canary.
                 np.full(int(np.prod(shape)) * dtype.size + _CANARY, 0xFF, dtype=np.uint8)
                 for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
             ]
@@ -359,7 +359,7 @@ class EmulatedKernel:
             path = stem.with_suffix(".cpp")
             path.write_text(text)
             command = [COMPILER, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
-            # A fused multiply-add only where the source has one.
+            # Multiply-adds are fused only where the source says so.
             command += ["-ffp-contract=off", "-o", str(stem.with_suffix(".so")), str(path)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -378,7 +378,7 @@ class EmulatedKernel:
         for i, (name, dtype) in enumerate(zip(self._inputs, input_dtypes, strict=True)):
             parameters.append(f"const {_TYPES[dtype]}* {name}")
             arguments.append(f"(const {_TYPES[dtype]}*)inputs[{i}]")
-            # mlx too declares these only where the source has them.
+            # Like mlx, declares these only if the source uses them.
             if f"{name}_shape" in self._source:
                 parameters.append(f"const int* {name}_shape")
                 arguments.append(f"all_shapes[{i}]")
@@ -404,7 +404,7 @@ class EmulatedKernel:
 
 
 def _address(array, view):
-    """Of the first element: the real one, so that a copy can't hide wrong strides."""
+    """Returns the first element's address in the real array: a copy could hide wrong strides."""
     if 0 in view.shape:
         return 0
     flat = array if array.dtype != mx.bfloat16 else array.view(mx.uint16)

@@ -1,7 +1,7 @@
 """CUDA's matrix units and asynchronous copies, in the emulator's terms."""
 
-# For `mma.CUDA` and `attention.STREAM`: copies are done when they are waited for, and until
-# then leave NaNs; a matrix product gathers the lanes' fragments.
+# For `mma.CUDA` and `attention.STREAM`: copies are made when they are waited for, and leave NaNs
+# until then; a matrix product gathers the lanes' fragments.
 MATRIX_UNITS = r"""
 alignas(1024) static unsigned char shared_bytes[1 << 18];
 #define SHARED(name) unsigned char* const name = shared_bytes
@@ -67,9 +67,9 @@ template <int left> static void wait() {
 static uint4 stream16(const uint4* from) { return *from; }
 """
 
-# For `mma.wgmma`, whatever the sizes. Products are computed when they are waited for, so that what
-# has been overwritten by then is seen. Operands in shared memory are found as the 64 bits say that
-# the hardware is given: where they begin, and the bytes between parts.
+# For `mma.wgmma` of all sizes. Products are computed when they are waited for, so that operands
+# overwritten before that give wrong results. Operands in shared memory are found by the hardware's
+# 64-bit descriptors: their start, and the bytes between their parts.
 WARPGROUP = r"""
 static unsigned __cvta_generic_to_shared(const void* at) {
   return (const unsigned char*)at - shared_bytes;

@@ -1,8 +1,8 @@
 """Parses kernels as Metal's compiler would: as C++ in which pointers have their address spaces.
 
-The source is put together as mlx's Metal backend does it (`write_signature` in mlx's
-metal_kernel.cpp), for the inputs at hand: those of fewer than eight numbers are `constant`. What is
-declared here is all that is known, so that nothing else of Metal's library may be used.
+The source is assembled as by mlx's Metal backend (`write_signature` in mlx's metal_kernel.cpp) for
+the given inputs: those of fewer than eight numbers are `constant`. Only the declarations here are
+known, so kernels can use nothing else of Metal's library.
 """
 
 import functools
@@ -15,7 +15,7 @@ from mlx_mtp.kernels import gpu
 from tests.kernels.emulator import EmulatedKernel
 
 _CONSTANT_BELOW = 8
-_MOST_BUFFERS = 31  # of a launch
+_MOST_BUFFERS = 31  # per launch
 _TYPES = {
     mx.float32: "float",
     mx.bfloat16: "bfloat16_t",
@@ -30,7 +30,8 @@ _POSITIONS = (
     "threadgroup_position_in_grid",
 )
 _OPTIONS = ["--target=x86_64-linux-gnu", "-std=c++14", "-Werror=c++17-extensions", "-Werror=vla"]
-# What clang takes: a pointer without an address space, and a double, which is slow on CUDA.
+# Faults that clang accepts: a pointer without an address space, a double (slow on CUDA), and names
+# that Metal reserves.
 _NEVER = {
     "no address space": r"(?<!device )(?<!constant )(?<!thread )\b(float|T|u?int(\d+_t)?)[*&] ",
     "a double": r"\b\d+\.\d*(e-?\d+)?(?![\dfe])",
@@ -74,7 +75,7 @@ using namespace metal;
 
 
 class MetalKernel(EmulatedKernel):
-    """A kernel whose body is Metal's too: it is parsed, besides being run."""
+    """A kernel whose body is also used on Metal: it is run, and parsed as Metal's source."""
 
     def __call__(self, *, inputs, template, output_dtypes, **how):
         given = {"inputs": inputs, "template": template, "output_dtypes": output_dtypes}
@@ -112,7 +113,7 @@ class MetalKernel(EmulatedKernel):
 
 @functools.cache
 def problems(text):
-    """The errors in a source, each with its line; one that is empty is right."""
+    """Returns the errors in a source, each with its line; empty if there are none."""
     file = ("kernel.cpp", _DECLARATIONS + text)
     unit = Index.create().parse(file[0], _OPTIONS, unsaved_files=[file])
     lines = file[1].split("\n")
@@ -127,7 +128,7 @@ def problems(text):
 
 
 def _as_metal(header):
-    """The header for Metal, with its limit of memory; None if it has code for CUDA."""
+    """Returns the header for Metal, with its memory limit; None if the header has CUDA's code."""
     if header == gpu._HEADERS["cuda"]:
         header = gpu._HEADERS["metal"]
     array = "threadgroup type name[size]"

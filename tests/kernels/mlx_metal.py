@@ -1,9 +1,9 @@
 """Runs mlx's own Metal kernels in the emulator, from the headers of the `mlx-metal` wheel.
 
-The wheel of the installed version is fetched by pip. Headers are Metal: address spaces and
-attributes are taken out, and what Metal's library has is declared here. How the hardware adds up a
-simdgroup (`simd_sum`) is not known; here it is a butterfly. So what can be seen is which numbers a
-result is made of, in which order but for that, and not the bits that a Mac gives.
+pip fetches the wheel of the installed version. Address spaces and attributes are removed from the
+headers, and the functions of Metal's library are declared here. The order in which the hardware
+adds up a simdgroup (`simd_sum`) is unknown; here it is a butterfly. So the emulator shows which
+numbers a result depends on, and in which order other sums are, but not the bits of a Mac.
 """
 
 import re
@@ -123,7 +123,7 @@ static void call_body() {
 
 
 def fetch(folder: Path) -> Path:
-    """The folder of kernels in the wheel of the installed version; OSError if there is none."""
+    """Download the installed version's wheel; returns its folder of kernels. Raises OSError."""
     wanted = f"mlx-metal=={metadata.version('mlx')}"
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     command += ["--only-binary=:all:", "--platform", "macosx_14_0_arm64"]
@@ -136,7 +136,7 @@ def fetch(folder: Path) -> Path:
 
 
 def as_cpp(text: str) -> str:
-    """A header of Metal as C++ for the emulator."""
+    """Returns a Metal header as C++ for the emulator."""
     text = re.sub(r"\[\[.*?\]\]", "", text, flags=re.DOTALL)
     text = re.sub(r"^#(include|pragma once).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"^constant (\w+) (\w+)\s*;", r"static \1 \2;", text, flags=re.MULTILINE)
@@ -148,8 +148,8 @@ def as_cpp(text: str) -> str:
 class MlxKernel(EmulatedKernel):
     """A function of mlx's headers; `source` calls it, with `inputs`, `outputs` and `number`.
 
-    `number` are ints of the last input: a threadgroup's second dimension, the threadgroups of each
-    dimension, and whatever the call takes from there on.
+    `number` holds the ints of the last input: a threadgroup's second dimension, the number of
+    threadgroups in each dimension, and the arguments of the call.
     """
 
     def _text(self, template, input_dtypes, output_dtypes):
@@ -160,6 +160,6 @@ class MlxKernel(EmulatedKernel):
 
 
 def part(text: str, first: str, last: str) -> str:
-    """The text from where `first` is to the template in front of where `last` is."""
+    """Returns the text from `first` to the template before `last`."""
     end = text.rindex("template <", 0, text.index(last))
     return text[text.index(first) : end]

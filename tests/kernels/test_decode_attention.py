@@ -1,4 +1,4 @@
-"""The attention of windows: the real source on an emulated GPU, against float32 and mlx's own."""
+"""Attention of windows: the real source on an emulated GPU, compared with float32 and with mlx."""
 
 import mlx.core as mx
 import numpy as np
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("matrix_units")
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "dtype"), CASES)
 def test_it_is_exact_and_a_position_does_not_depend_on_others(heads, kv_heads, dim, dtype, caplog):
-    """Windows of several lengths at the borders of pieces, of rows in one to five buffers."""
+    """The windows have several lengths at the ends of pieces; rows are in one to five buffers."""
     check_that_it_fits(decode_attention.WINDOW_ATTENTION, heads, kv_heads, dim, dtype, caplog)
 
 
 def test_ragged_rows_of_more_buffers_than_a_launch_has(monkeypatch):
-    """Through the cache, beside mlx's own: a row that keeps nothing, and one that is far longer."""
+    """The cache's result equals mlx's; one row has no window, and one is far longer."""
     monkeypatch.setattr(decode_attention.WINDOW_ATTENTION, "_is_right", lambda *_: True)
     monkeypatch.setattr(attention_plan, "BUFFERS", (1, 2))
     lengths = [2, 0, 1, 17, 1, 1, 3]

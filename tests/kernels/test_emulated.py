@@ -1,5 +1,4 @@
-"""The kernels' real sources and launches on an emulated GPU, or a real one, against the portable
-code."""
+"""The kernels' real sources and launches on an emulated or real GPU equal the portable code."""
 
 import itertools
 
@@ -18,7 +17,7 @@ F32, BF16 = mx.float32, mx.bfloat16
 
 
 def variants(*full: GDNShape) -> pytest.MarkDecorator:
-    """Backend, shape and type; all but two with `make test-full` alone."""
+    """Parametrize by backend, shape and type; all but two cases run only in `make test-full`."""
     quick = [("cuda", SMALL, F32), ("metal", SMALL, BF16)]
     others = [("metal", SMALL, F32), ("cuda", SMALL, BF16), *[("cuda", s, F32) for s in full]]
     cases = [*quick, *(pytest.param(*case, marks=pytest.mark.full) for case in others)]
@@ -26,7 +25,7 @@ def variants(*full: GDNShape) -> pytest.MarkDecorator:
 
 
 def close(ours, true, tolerance=TOLERANCE):
-    """Equal up to an order of sums, and a step or two of a coarse type."""
+    """Check equality up to the order of sums, and a rounding step or two of a 16-bit type."""
     for a, b in zip(ours, true, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         relative = tolerance if a.dtype == F32 else 2e-2
@@ -35,7 +34,7 @@ def close(ours, true, tolerance=TOLERANCE):
 
 
 def spread(array, axis):
-    """The same values with gaps between them along an axis; the last one stays dense."""
+    """Returns the same values with gaps between them along an axis; the last axis stays dense."""
     wide = mx.repeat(array, 2, axis=axis)
     return wide[(*[slice(None)] * axis, slice(None, None, 2))]
 
@@ -46,9 +45,9 @@ def test_windows_in_a_row(emulated, shape, dtype):
 
 
 def compare_windows(shape, dtype, lengths=(1, 4, 2, 9, 1), last=6):
-    """Ragged parts of windows of these lengths, through the functions that the caches call.
+    """Compare windows of these lengths, of which rows keep parts, by the caches' functions.
 
-    Of the last window each row's part is known before it is computed, as of a prompt.
+    Each row's part of the last window is known before it is computed, as with a prompt.
     """
     cases = RandomInputs(3, shape, dtype)
     rows = 3
@@ -74,7 +73,7 @@ def compare_windows(shape, dtype, lengths=(1, 4, 2, 9, 1), last=6):
     valid = np.arange(last) < np.array(parts)[:, None]
     y, true_y = (np.array(a.astype(mx.float32)) for a in (y, true_y))
     np.testing.assert_allclose(y[valid], true_y[valid], rtol=2e-2, atol=2e-2)
-    # What other rows may meet through masked attention is a number.
+    # Masked attention can still read these outputs, so they must not be NaN.
     assert (y[~valid] == 0).all()
 
 
@@ -170,7 +169,7 @@ def test_windows_after_windows_on_a_real_gpu(dtype, ratio, key_dim):
     """Each combination is a kernel of its own, which takes seconds to compile."""
     shape = GDNShape(2, key_dim, 2 * ratio, 64 if key_dim == 32 else 32)
     for previous, length in itertools.product(range(9), (*range(1, 10), 64, 512)):
-        if length < 64 or previous in (0, 3):  # The portable code takes its time.
+        if length < 64 or previous in (0, 3):  # The portable code is slow.
             lengths = [previous, length] if previous else [length]
             compare_windows(shape, dtype, lengths, length)
             compare_inputs(shape, dtype, lengths)

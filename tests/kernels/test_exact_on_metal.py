@@ -1,7 +1,7 @@
-"""Exact answers on Metal, emulated: every operation of a decode step is the body of Metal's kernel.
+"""Exact answers on Metal, emulated: every operation of a decode step runs Metal's kernel's body.
 
-A tiny model in 4 bit and bfloat16. What is left to mlx is computed by its CPU: embeddings, sums of
-one row, and what follows the logits.
+The models are tiny, in 4 bits and bfloat16. mlx computes the rest on the CPU: embeddings, sums of
+one row, and everything after the logits.
 """
 
 import sys
@@ -44,7 +44,7 @@ SHAPES = {"dense": ("Qwen3.5-27B", SIZES), "mixture": ("Qwen3.6-35B-A3B", SIZES 
 
 
 def tiny(name: str) -> LoadedModel:
-    """A random model in bfloat16, whose routes have not been chosen."""
+    """Returns a random model in bfloat16, whose routes have not been chosen."""
     shape, sizes = SHAPES[name]
     config = shape_of(shape, layers=2, tiny=True)
     inner = config["text_config"] | sizes
@@ -54,14 +54,14 @@ def tiny(name: str) -> LoadedModel:
     mx.random.seed(1)
     model, _ = build(config | {"text_config": inner})
     model.model.set_dtype(mx.bfloat16)
-    mx.eval(model.model.parameters())  # here, as an engine has a thread of its own
+    mx.eval(model.model.parameters())  # here, as an engine reads them on its own thread
     vars(model).pop("dtype", None)
     return model
 
 
 @pytest.fixture
 def metal(emulated, monkeypatch):
-    """All modules find a Metal GPU."""
+    """Makes all modules find a Metal GPU."""
     fake, known = gpu.backend, [layers.backend]
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_mtp.") and vars(module).get("backend") in known:
@@ -73,7 +73,7 @@ on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
 
 
 def ready(name: str) -> LoadedModel:
-    """A model whose decode steps are exact."""
+    """Returns a model whose decode steps are exact."""
     model = tiny(name)
     assert model.resolve_exact()
     make_batch_invariant(model.model, model.dtype)
@@ -84,7 +84,7 @@ def ready(name: str) -> LoadedModel:
     return model
 
 
-ROWS, LENGTHS = 8, (3, 50, 40, 64, 33, 70, 9, 45)  # of prompts
+ROWS, LENGTHS = 8, (3, 50, 40, 64, 33, 70, 9, 45)  # maximum rows; tokens of prompts
 KINDS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 20})
 
 
@@ -127,11 +127,11 @@ class Answers:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)  # of an emulator, on a machine that does other things too
+@pytest.mark.timeout(3600)  # emulation is slow, more so on a busy machine
 @on_metal
 @pytest.mark.parametrize("name", SHAPES)
 def test_whole_answers_are_the_same_to_the_bit(metal, name):
-    """2,000 tokens with their logprobs, drafts of 60% right ones, joins, cold and warm."""
+    """Tokens and logprobs are equal with drafts (60% right), joins, and cold and warm prefixes."""
     answers, compared, reused = Answers(ready(name)), 0, 0
     factors = {
         "depth": [3, 0, 1, 2, 4, 5],
@@ -160,13 +160,13 @@ def test_whole_answers_are_the_same_to_the_bit(metal, name):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)  # of an emulator, on a machine that does other things too
+@pytest.mark.timeout(3600)  # emulation is slow, more so on a busy machine
 @on_metal
 @pytest.mark.parametrize("planted", [False, True])
 def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
     metal, planted, monkeypatch, tmp_path, caplog
 ):
-    """Of gate and up alone; the engine is built and answers, without --exact and with it."""
+    """Only the wrong product is named; the engine answers with and without --exact."""
     if planted:
         gated = metal_gemm._RESULTS[1]
         wrong = [metal_gemm._RESULTS[0], f"(count == 3 ? 1.004f : 1.0f) * ({gated})"]
@@ -190,18 +190,18 @@ def test_the_check_finds_a_dependence_on_the_number_of_rows_and_names_it(
         asked = request("any", [5, 6, 7], SamplingParams(3, temperature=0.0, ignore_eos=True))
         assert sum(len(output.token_ids) for _, output in run_requests(engine, [asked])) == 3
         engine.stop()
-    # It is kept for the next start, unless something is wrong: then that looks again.
+    # The result is kept for the next start, unless there are faults: then that checks again.
     vars(model.model).pop("exactness")
     monkeypatch.setattr(exactness, "_checks", lambda *_: iter(()))
     assert exactness_of(model, tmp_path).checked == ([] if planted else found.checked)
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)  # of an emulator, on a machine that does other things too
+@pytest.mark.timeout(3600)  # emulation is slow, more so on a busy machine
 @on_metal
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_operations_of_a_step_are_independent(metal, dtype):
-    """Each kernel but products and attention, of a mixture: a row alone and beside others."""
+    """All kernels except products and attention give a row equal bits alone and beside others."""
     args = SimpleNamespace(**SIZES, **EXPERTS, rms_norm_eps=1e-6, norm_topk_prob=True)
     args.partial_rotary_factor, args.rope_theta = 1.0, 1e6
     found = cases.layer_cases(args, dtype)

@@ -1,4 +1,4 @@
-"""The attention of chunks with their scores in registers: the real source on an emulated GPU."""
+"""Attention of chunks with the scores in registers: the real source on an emulated GPU."""
 
 import mlx.core as mx
 import numpy as np
@@ -43,7 +43,7 @@ def test_blocks_of_other_sizes(monkeypatch, block):
 
 @pytest.mark.parametrize(("start", "length"), [full(0, 129), (190, 130), (511, 128)])
 def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, length):
-    """Queries are a view, and what lies behind the last position changes no bit."""
+    """Queries can be a view, and entries after the last position change no bit."""
     monkeypatch.setattr(flash_attention.FLASH_ATTENTION, "_is_right", lambda *_: True)
     layout, cache = Layout(1), RaggedKVCache()
     layout.arrange([start + length], [start + length])
@@ -67,7 +67,7 @@ def test_through_the_cache_beside_what_is_behind_the_chunk(monkeypatch, start, l
 
 
 def test_the_largest_score_comes_last_and_first():
-    """What was added before is scaled down, by as much as makes it nothing."""
+    """A much larger score scales the sums of earlier positions down to nothing."""
     length = 136
     queries = mx.ones((length, 1, DIM), dtype=BF16)
     sizes = mx.where(mx.arange(length) % 70 == 1, 8.0, -1.0) + mx.arange(length) / 64

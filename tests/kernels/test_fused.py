@@ -1,4 +1,4 @@
-"""What lies between products: the real sources on an emulated GPU, against mlx's operations."""
+"""Operations between products: the real sources on an emulated GPU equal mlx's operations."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from tests.support.tiny_models import Layout, write_checkpoint
 
 ROTATED = norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5)
 SHAPES = [
-    (norms.ADD_NORM, norms.NormShape(1056, 1e-6)),  # more than its warps do at once
+    (norms.ADD_NORM, norms.NormShape(1056, 1e-6)),  # more than its warps compute at once
     (norms.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3)),
     (norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3)),
     (norms.ROTATE, ROTATED),
@@ -27,7 +27,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("operation", "shape"), SHAPES, ids=lambda each: getattr(each, "name", ""))
 def test_norms(emulated, operation, shape, caplog):
-    """Each agrees in both types, and a row's result does not depend on the others."""
+    """Each operation is right in both types, and a row's result does not depend on other rows."""
     assert operation.works(shape, mx.float32) and operation.works(shape, mx.bfloat16), caplog.text
     draw = np.random.default_rng(1)
     inputs = [
@@ -36,7 +36,7 @@ def test_norms(emulated, operation, shape, caplog):
     ]
 
     def of_row(arrays, sizes, row):
-        """The part of each array that belongs to a row of three."""
+        """Yields the part of each array that belongs to one row of three."""
         for a, alone in zip(arrays, sizes, strict=True):
             axis = next((i for i, (n, m) in enumerate(zip(a.shape, alone)) if n != m), None)
             yield a if axis is None else mx.split(a, 3, axis=axis)[row]
@@ -50,7 +50,7 @@ def test_norms(emulated, operation, shape, caplog):
 
 
 def test_a_sum_in_float32_is_rounded_once(emulated):
-    """The residual stream of a prompt's mixture, to which the shared expert has been added."""
+    """A prompt's float32 residual stream includes the shared expert, and is rounded once."""
     shape = norms.NormShape(64, 1e-6, chosen=2)
     x, weights = (mx.random.normal(size, key=mx.random.key(0)) for size in ((3, 64), (3, 2)))
     experts, weight = (mx.random.normal((n, 64), key=mx.random.key(n)) for n in (6, 1))
@@ -79,7 +79,7 @@ def test_only_queries_or_entries(emulated):
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_router(emulated, normalize, monkeypatch):
-    """Equal logits among them, and more pairs than a threadgroup has in its memory."""
+    """Some logits are equal, and there are more pairs than a threadgroup's memory can hold."""
     monkeypatch.setattr(topk, "_NEAR_PAIRS", 512)
     kind = Router(64, 5, normalize)
     assert topk.ROUTER.works(kind, mx.float32) and topk.ROUTER.works(kind, mx.bfloat16)
@@ -99,7 +99,7 @@ def test_router(emulated, normalize, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mixture(emulated, monkeypatch, ranks):
-    """The block that joins router, experts and sums, against mlx-lm's."""
+    """The block of router, experts and sums equals mlx-lm's."""
     monkeypatch.setattr(moe, "world", lambda: World(size=ranks))
     monkeypatch.setattr(moe, "all_reduce", lambda part: ranks * part)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}

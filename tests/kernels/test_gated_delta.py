@@ -16,7 +16,7 @@ from mlx_mtp.kernels.short_conv import convolve
 
 
 def written_out(q, window: GDNWindow, state, lengths=None):
-    """Token by token in float64: S = g S; S += beta (v - S k) k^T; y = S q / sqrt(Dk)."""
+    """Compute in float64 by token: S = g S; S += beta (v - S k) k^T; y = S q / sqrt(Dk)."""
     q, k, v, g, beta = (np.array(a, dtype=np.float64) for a in (q, *window))
     state = np.array(state, dtype=np.float64)
     batch, length, hv, _ = v.shape
@@ -74,9 +74,9 @@ def test_decays_that_underflow_and_keys_that_repeat():
     decay=st.sampled_from([0.0, 1e-6, 0.5, 1.0]),
 )
 def test_windows_with_rejected_tails_equal_token_by_token(seed, lengths, batch, known, decay):
-    """A chain of windows, each row keeping its own part, 0 included; the last one's is known.
+    """Rows keep their own parts, or nothing, of windows in a chain; the last part can be known.
 
-    What lies beyond a row's part changes nothing, whatever it is.
+    Tokens beyond a row's part change nothing.
     """
     cases, random = (
         RandomInputs(seed, GDNShape(2, 32, 4, 8), mx.float32),

@@ -1,4 +1,4 @@
-"""The gated delta rule of a prompt by matrix units: the real source on an emulated GPU."""
+"""The gated delta rule of prompts on matrix units: the real source on an emulated GPU."""
 
 import mlx.core as mx
 import pytest
@@ -22,14 +22,14 @@ FULL = [
     [(SMALL, mx.bfloat16, 65), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)],
 )
 def test_it_equals_the_portable_code(caplog, shape, dtype, length):
-    """Rows that keep all of a window, nothing and a part, and decays from 0 to 1."""
+    """Rows keep all of a window, nothing or a part, and decays range from 0 to 1."""
     cases = RandomInputs(1, shape, dtype)
     (q, window), state, kept = cases.window(3, length), cases.state(3), cases.counts(3, length)
     decay = mx.where(mx.arange(length)[:, None] % 7 == 3, window.g**40, window.g)
     decay[0, 5, 0], decay[0, 9:30, 1], decay[2, 3:] = 0.0, 1e-30, 1.0
     window = window._replace(g=decay)
     true_y, true_after, _ = portable.run_chunked(q, window.masked(kept), state)
-    # What is not kept may be anything.
+    # Tokens that are not kept can have any values.
     ours = (mx.arange(length) < kept[:, None])[..., None]
     q, k, v = (mx.where(ours[..., None], a, mx.nan).astype(dtype) for a in (q, *window[:2]))
     window = window._replace(k=k, v=v)

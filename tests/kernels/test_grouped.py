@@ -19,7 +19,7 @@ AFFINE4 = Format("affine", 4, 64)
 
 @pytest.mark.parametrize("spread", [0.0, full(1.0), 9.0])
 def test_experts_of_a_prompt(monkeypatch, spread):
-    """Evenly routed, to some more often, and nearly all to two."""
+    """Tokens are routed evenly, to some experts more often, or nearly all to two experts."""
     rows = MOST_ROWS + 2
     launched, real = [], grouped_gemm.swiglu
     monkeypatch.setattr(grouped_gemm, "swiglu", lambda *a: launched.append(len(a[0])) or real(*a))
@@ -69,7 +69,7 @@ def test_pairs_are_cut_into_blocks_of_an_expert(pairs, experts, spread):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_expanded_weights(bits):
-    """Of a width that is no multiple of a warp's."""
+    """The width is no multiple of a warp's."""
     weight = weight_of(linear(320, 7, Format("affine", bits, 64), seed=4))
     found = dequantize.expanded(*weight[:3], 64, bits)
     near(found, exact(mx.eye(320, dtype=BF16), weight).T)

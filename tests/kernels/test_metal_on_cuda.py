@@ -1,6 +1,6 @@
-"""The bodies of Metal's kernels for exact answers, as CUDA compiles them: right in real parallel.
+"""The bodies of Metal's kernels for exact answers are right on CUDA, in real parallel.
 
-Metal's compiler is another one, so this says nothing about a Mac's bits.
+Metal has another compiler, so this shows nothing about a Mac's bits.
 """
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.mark.parametrize(("mode", "bits", "group"), FORMS)
 def test_products_on_a_real_gpu(mode: str, bits: int, group: int) -> None:
-    """Of 2,048 inputs and 1,024 outputs, plain and with gate, up and SwiGLU."""
+    """Products are right, and a row's bits do not depend on the others, also with SwiGLU."""
     mx.random.seed(bits)
     layers = [nn.Linear(2048, 1024, bias=False) for _ in range(2)]
     for layer in layers:
@@ -47,5 +47,5 @@ def test_products_on_a_real_gpu(mode: str, bits: int, group: int) -> None:
 
 @pytest.mark.parametrize("heads", [(16, 2, 256), (24, 4, 256), (32, 8, 128), (4, 2, 64)])
 def test_attention_on_a_real_gpu(heads: tuple[int, int, int]) -> None:
-    """Windows of 1 to 17 tokens, by heads of queries and of KV and their dimension."""
+    """Windows of 1 to 17 tokens are right; `heads` are query heads, KV heads and dimension."""
     assert window_attention.BLOCK_ATTENTION.error(heads, mx.bfloat16) < gpu.TOLERANCE

@@ -1,4 +1,4 @@
-"""What the emulator runs and Metal's compiler would refuse is found."""
+"""Code that the emulator runs but Metal's compiler would refuse is found."""
 
 import mlx.core as mx
 import pytest

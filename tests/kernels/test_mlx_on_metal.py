@@ -1,6 +1,6 @@
-"""What a row's bits depend on in mlx's own Metal kernels, and in ours: the ledger's claims.
+"""What a row's bits depend on in mlx's Metal kernels and in ours: the table in docs/exact.md.
 
-Random shapes, each row alone and beside others, in the emulator. docs/exact.md has the table.
+Rows of random shapes are compared alone and beside others, in the emulator.
 """
 
 import itertools
@@ -30,7 +30,7 @@ BF16 = mx.bfloat16
 AFFINE = [Format("affine", *each) for each in itertools.product((4, 5, 6, 8), (32, 64, 128))]
 OURS = [Format("affine", *each) for each in itertools.product((2, 3), (32, 64, 128))]
 FP = [Format("mxfp4", 4, 32), Format("nvfp4", 4, 16), Format("mxfp8", 8, 32)]
-_CASES = {"cases": 0}  # rows that have been compared
+_CASES = {"cases": 0}  # number of rows that have been compared
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def product_of(
     headers, folder, form: Format, name: str, rows: int, dtype=BF16
 ) -> Callable[..., mx.array]:
-    """mlx's product by one of its functions; `rows` is that of a tile of `qmv_wide`."""
+    """Returns mlx's product by one of its functions; `rows` are those of a tile of `qmv_wide`."""
     own = "float" if dtype == mx.float32 else "bfloat16_t"
     is_affine = form.mode == "affine"
     text = (headers / ("quantized.h" if is_affine else "fp_quantized.h")).read_text()
@@ -64,7 +64,7 @@ def product_of(
     arrays = ["(const uint32_t*)inputs[0]"]
     kind = own if is_affine else "uint8_t"
     arrays += [f"(const {kind}*)inputs[{i}]" for i in ((1, 2) if is_affine else (1,))]
-    arrays += [] if is_affine or wide else ["nullptr"]  # a scale of all
+    arrays += [] if is_affine or wide else ["nullptr"]  # no global scale
     last = 3 if is_affine else 2
     arrays += [f"(const {own}*)inputs[{last}]", f"({own}*)outputs[0]"]
     numbers = ["number[4]", "number[5]"] + (["number[6]"] if wide else [])
@@ -101,7 +101,7 @@ def product_of(
 
 
 def compare(run: Callable[[mx.array], mx.array], x: mx.array, chance: random.Random) -> bool:
-    """Whether rows have the same bits alone and among others, at random places."""
+    """Returns True if rows have the same bits alone and among others, at random places."""
     alone = [run(row[None])[0] for row in x]
     same = True
     for _ in range(3):
@@ -121,7 +121,7 @@ def inputs_of(form: Format, chance: random.Random, aligned: bool, dtype=BF16):
 
 @pytest.mark.parametrize("form", [*AFFINE, *FP], ids=str)
 def test_products(headers, folder, form):
-    """mlx's qmv and each tile of its qmv_wide: a row is by itself, but they differ."""
+    """A row is independent of others in mlx's qmv and in qmv_wide, but these two differ."""
     chance, outputs = random.Random(str(form)), {}
     for name, rows in [("qmv_fast", 1), ("qmv", 1), *(("qmv_wide", n) for n in range(2, 6))]:
         run = product_of(headers, folder, form, name, rows)
@@ -142,7 +142,7 @@ def test_products(headers, folder, form):
 @pytest.mark.parametrize("emulated", ["metal"], indirect=True)
 @pytest.mark.parametrize("form", [*OURS, *AFFINE, *FP], ids=str)
 def test_our_products(emulated, form):
-    """In one order at all numbers of rows from 1 to 64, and right."""
+    """Our products are right, and have one order of sums at all numbers of rows from 1 to 64."""
     chance = random.Random(str(form))
     for turn in range(4):
         few, weight = inputs_of(form, random.Random(turn), aligned=False)
@@ -157,7 +157,7 @@ def test_our_products(emulated, form):
 
 @pytest.fixture(scope="module")
 def attention(headers, folder):
-    """mlx's attention of windows, in one pass or two with a number of blocks."""
+    """A function that runs mlx's attention of windows, in one pass or in two with blocks."""
     text = mlx_metal.as_cpp((headers / "sdpa_vector.h").read_text())
     one = (
         "has_mask = false, query_transposed = false, do_causal = true, bool_mask = float_mask = "
@@ -202,7 +202,7 @@ def attention(headers, folder):
         )
 
     def run(queries, keys, values, blocks=0):
-        """Queries [H, T, 64], which are the last of keys [KV, capacity, 64] up to N; causal."""
+        """Causal: queries [H, T, 64] belong to the last of N keys in [KV, capacity, 64]."""
         heads, length, _ = queries.shape
         kv_heads, capacity, _ = keys.shape
         group, count = heads // kv_heads, run.keys
@@ -234,7 +234,7 @@ def attention(headers, folder):
 
 
 def test_attention_of_windows(attention):
-    """A query is by itself within one function and number of blocks; between these it is not."""
+    """A query's bits depend on the function and its number of blocks, and not on other queries."""
     chance, differ = random.Random(3), 0
     for turn in range(30):
         heads, kv_heads, length = chance.choice([(2, 1, 3), (4, 2, 2), (2, 2, 4), (1, 1, 5)])
@@ -259,7 +259,7 @@ def test_attention_of_windows(attention):
     assert differ > 30, "the number of blocks, which follows from the pass, decides bits"
 
 
-# mlx's functions of rows [R, W], and how they are called; T is the rows' type.
+# mlx's functions of rows [R, W], and their calls; T is the rows' type.
 _PLACE = (
     "const uint lid = 32 * simd_gid + simd_lid, size = 32 * blockDim.y;"
     "int width = number[4]; const int rows = number[5]; const int64_t stride = width;"
@@ -287,7 +287,7 @@ _LANES = {
 
 @pytest.fixture(scope="module")
 def of_rows(headers, folder):
-    """`run(name, x, threads, operator)`: one of `_OF_ROWS`, so many threads to a threadgroup."""
+    """`run(name, x, threads, operator)` runs one of `_OF_ROWS`, with `threads` per threadgroup."""
     names = ("softmax", "logsumexp", "reduction/reduce_row", "reduction/reduce_all")
     texts = [(headers / f"{name}.h").read_text() for name in names]
     scan, utils = ((headers / f"{name}.h").read_text() for name in ("scan", "utils"))
@@ -338,7 +338,7 @@ def drawn(chance: random.Random, rows: int, width: int, dtype: mx.Dtype) -> mx.a
 
 
 def threads_for(width: int, reads: int = 4) -> int:
-    """What mlx launches for a row, of at most 1,024."""
+    """Returns the number of threads that mlx launches for a row, at most 1,024."""
     return min(1024, 32 * -(-width // (32 * reads)))
 
 
@@ -354,7 +354,7 @@ def threads_for(width: int, reads: int = 4) -> int:
     ids=str,
 )
 def test_operations_of_rows(of_rows, name, dtype):
-    """Softmax, log-sum-exp and running sums: a row is by itself."""
+    """Softmax, log-sum-exp and running sums of a row are independent of other rows."""
     chance = random.Random(f"{name}{dtype}")
     by_name = {"s": mx.softmax, "l": mx.logsumexp, "c": mx.cumsum}
     near = 1e-4 if dtype == mx.float32 else 0.05
@@ -373,10 +373,11 @@ def test_operations_of_rows(of_rows, name, dtype):
 
 @pytest.mark.parametrize("operator", ["Sum", "Max"])
 def test_reductions(of_rows, operator):
-    """A row is by itself in each function; sums may differ between these, and maxima do not.
+    """A row is independent of others in each function; sums can differ between the functions.
 
-    mlx takes `all_reduce` for one row, `row_reduce_looped` below 32 and `row_reduce_simple` from
-    there on. Up to 1,024 columns the first has other threads, so a sum depends on the rows' number.
+    mlx uses `all_reduce` for one row, `row_reduce_looped` below 32 rows and `row_reduce_simple`
+    from 32 rows on. Up to 1,024 columns, `all_reduce` has another number of threads, so that a sum
+    depends on the number of rows. Maxima do not.
     """
     chance, differ = random.Random(operator), 0
     for _ in range(20):
@@ -391,7 +392,7 @@ def test_reductions(of_rows, operator):
         reference = {"Sum": mx.sum, "Max": mx.max}[operator](x, axis=-1)
         np.testing.assert_allclose(looped, reference, rtol=1e-4, atol=1e-3)
         assert compare(run, x, chance)
-        # The last four rows are written by one threadgroup, at whatever place they are.
+        # A row's place among the four of a threadgroup does not matter.
         simple = run(x, "row_reduce_simple")
         for row, found in zip(x, simple):
             same = run(mx.broadcast_to(row, (4, width)), "row_reduce_simple")
@@ -403,6 +404,6 @@ def test_reductions(of_rows, operator):
 
 
 def test_enough_has_been_compared(request):
-    """In a process that has run all of the above."""
+    """A process that runs all the tests above compares at least 10,000 rows."""
     if request.session.testscollected > 30 and "PYTEST_XDIST_WORKER" not in os.environ:
         assert _CASES["cases"] >= 10_000, _CASES

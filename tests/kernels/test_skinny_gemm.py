@@ -1,4 +1,4 @@
-"""The products of few rows: the real source on an emulated GPU, against mlx's own products."""
+"""Products of few rows: the real source on an emulated GPU equals mlx's own products."""
 
 import time
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("matrix_units")
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch):
     monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
-    monkeypatch.setattr(measure, "_choose_expansion", lambda *_: None)  # takes long here
+    monkeypatch.setattr(measure, "_choose_expansion", lambda *_: None)  # too slow here
 
 
 AFFINE4, AFFINE8 = Format("affine", 4, 64), Format("affine", 8, 64)
@@ -49,7 +49,7 @@ def linear(inputs, outputs, form, seed, dtype=BF16):
 
 
 def exact(x, weight):
-    """In float64."""
+    """Returns the product in float64."""
     full, (mode, bits, group_size) = weight.codes, weight.form
     if bits < 16:
         parts = [a.astype(mx.float32) if mode == "affine" else a for a in weight[1:3]]
@@ -60,7 +60,7 @@ def exact(x, weight):
 
 
 def near(ours, true, lost=2e-4):
-    """Half a unit in the last place of bfloat16, and what sums in float32 lose."""
+    """Check up to half a unit in the last place of bfloat16, and the loss of sums in float32."""
     found = np.array(ours.astype(mx.float32))
     np.testing.assert_allclose(found, true, rtol=2**-8, atol=lost * np.abs(true).max())
 
@@ -89,7 +89,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(form, dtype):
 
 @pytest.mark.parametrize("form", [MX4, MX8])
 def test_scales_far_from_one(form):
-    """Also numbers without a leading digit, with the smallest scale and with large ones."""
+    """Products are exact for all numbers, subnormal ones too, and for scales far from one."""
     layer = linear(256, 16, form, seed=0)
     codes = mx.arange(256 * 16 * form.bits // 8, dtype=mx.uint32).astype(mx.uint8)
     if form.bits == 8:
@@ -106,8 +106,8 @@ def test_scales_far_from_one(form):
     ("form", "many"), [(AFFINE4, 256), (AFFINE4, 3), full(AFFINE8, 256), (NV4, 256), (PLAIN, 256)]
 )
 def test_experts(form, many, monkeypatch):
-    """Experts of no pair, of one, and of more pairs than a block takes; and each pair alone."""
-    monkeypatch.setattr(cuda_gemm, "_MANY_PAIRS", many)  # which have blocks of several experts
+    """Experts have no pair, one, or more than a block takes; a pair has the same bits alone."""
+    monkeypatch.setattr(cuda_gemm, "_MANY_PAIRS", many)  # with more, blocks of several experts
     block = SwitchGLU(256, 512, 5)
     for name, inner in (("gate_proj", 256), ("up_proj", 256), ("down_proj", 512)):
         each = [linear(inner, 768 - inner, form, seed) for seed in range(5)]
@@ -127,14 +127,14 @@ def test_experts(form, many, monkeypatch):
             )
             g, u = exact(x[row], gate), exact(x[row], up)
             inner = mx.array(g / (1 + np.exp(-g)) * u).astype(BF16)
-            # What is between the products may be rounded to the next number.
+            # The values between the products can be rounded to a neighbouring number.
             near(found[row, place], exact(inner, down), lost=2e-3)
     assert mx.array_equal(block(x[7:8], indices[7:8]), found[7:8])
 
 
 @pytest.mark.parametrize(("shared", "joins"), [(512, True), (256, False)])
 def test_a_shared_expert_is_one_of_the_experts(shared, joins, monkeypatch, caplog):
-    monkeypatch.setattr(measure, "_COMPARED", (13,))  # as more take too long here
+    monkeypatch.setattr(measure, "_COMPARED", (13,))  # more take too long here
     sizes = {"hidden_size": 256, "moe_intermediate_size": 512}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
     args = SimpleNamespace(**sizes, **how, shared_expert_intermediate_size=shared)
@@ -200,9 +200,9 @@ def test_what_fits_is_used_and_what_does_not_is_left(monkeypatch, caplog):
 
 @pytest.mark.parametrize(("where", "most"), [("cuda", cuda_gemm.WORTH), ("metal", 1)])
 def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
-    """Rows that don't depend on each other may take somewhat longer, shared reads not.
+    """CUDA's kernel can be somewhat slower, as its rows are independent; Metal's can't be.
 
-    Small weights on CUDA are always ours: they share a launch with others.
+    On CUDA our kernel always computes small weights, because they share a launch with others.
     """
     monkeypatch.setattr(measure, "SMALL", 0)
     clock, factor = [0.0], 1.0
@@ -232,7 +232,7 @@ def test_what_is_slower_is_not_used(where, most, monkeypatch, caplog):
 def test_an_embedding_that_is_lm_head(form, is_large, monkeypatch):
     if is_large:
         monkeypatch.setattr(cuda_gemm, "_MANY_FEATURES", 40)
-    inputs = 256 * (cuda_gemm._THEIR_WARPS + 1)  # a warp has two chunks, if there are so many
+    inputs = 256 * (cuda_gemm._THEIR_WARPS + 1)  # with so few warps, one has two chunks
     model = nn.Module()
     model.embed_tokens = nn.Embedding(40, inputs)
     model.embed_tokens.set_dtype(BF16)

@@ -1,4 +1,4 @@
-"""Metal's products of few rows, emulated: exact, each row by itself, and used where they serve."""
+"""Metal's products of few rows, emulated: right, independent of other rows, used where worth it."""
 
 from types import SimpleNamespace
 
@@ -36,7 +36,7 @@ BANDS = [(slice(0, 4), slice(1, 3)), (slice(0, 13), slice(4, 9))]
 
 @pytest.fixture(autouse=True)
 def metal_body(monkeypatch):
-    """On CUDA too."""
+    """Uses Metal's kernel on CUDA, too."""
     for module in (routes, measure, gemms):
         monkeypatch.setattr(module, "skinny_kernel", lambda: metal_gemm)
 
@@ -60,7 +60,7 @@ on_both = pytest.mark.parametrize(
     ],
 )
 def test_rows_are_exact_and_do_not_depend_on_others(emulated, form, dtype):
-    # Some lanes have less to do, and the last threadgroup has features too many.
+    # Some lanes have less to do, and the last threadgroup covers more features than there are.
     weight, other = (
         weight_of(linear(448 - 448 % form.group_size, 35, form, seed, dtype)) for seed in (1, 2)
     )
@@ -99,7 +99,7 @@ def test_many_features_have_wider_warps(emulated, monkeypatch):
 
 @on_both
 def test_pairs_are_computed_by_their_experts(emulated):
-    """Also those of the expert that has weights of its own, of no pair, and of several blocks."""
+    """One expert has weights of its own, one has no pair, and one has several blocks."""
     layers = [
         [linear(128, 10, AFFINE4, seed) for seed in range(start, 4 + start)] for start in (0, 9)
     ]
@@ -142,7 +142,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
     for worth, ours in [
         (every, {*range(2, 17)}),
         ((2, 4), {2, 3, 4}),
-        ((8, 16), {6, 7, 8, *range(13, 17)}),  # What lies between them stays refused.
+        ((8, 16), {6, 7, 8, *range(13, 17)}),  # Rows between them stay refused.
         ((5,), {5}),
     ]:
         used = layer(*worth)
@@ -177,7 +177,7 @@ def test_each_band_is_used_where_it_agrees_and_is_worth_it(emulated, monkeypatch
 @on_metal
 @pytest.mark.parametrize(("worth", "rows"), [((1, 2, 4, 5, 6, 8), 6), ((1, 2, 4), 4)])
 def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monkeypatch, caplog):
-    monkeypatch.setattr(metal_gemm, "_MOST_TOKENS", 6)  # as more take too long here
+    monkeypatch.setattr(metal_gemm, "_MOST_TOKENS", 6)  # more would take too long here
     monkeypatch.setattr(measure, "_is_worth_it", lambda *given: given[-1] in worth)
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64}
     how = {"num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": True}
@@ -210,14 +210,14 @@ def test_a_mixture_has_the_same_launches_as_on_cuda(emulated, worth, rows, monke
     ],
 )
 def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, caplog):
-    """Neither of few tokens nor of many, nor with a block that goes on into another expert."""
+    """Faults are found for few and many tokens, and for a block that continues into an expert."""
     monkeypatch.setattr(measure, "_is_worth_it", lambda *_: True)
     spoil(metal_gemm, "_PAIRS", right, wrong)
     block = SwitchGLU(128, 64, 9)
     block.set_dtype(BF16)
     nn.quantize(block, 64, 4)
     measure.choose_routes(block, BF16)
-    # A block of one pair does not go on.
+    # A block of one pair can't continue into another expert.
     assert not any(routes_of(block).serves(rows) for rows in (1, 9, 16, 64)[right[0] == "&" :])
     assert "not used" in caplog.text
 
@@ -227,7 +227,7 @@ def test_wrong_experts_are_not_used(emulated, right, wrong, spoil, monkeypatch, 
 def test_experts_that_are_wrong_at_some_number_of_rows_are_not_used_there(
     emulated, rows, fails, monkeypatch, caplog
 ):
-    """That which is timed, or the largest; without a number only the timing may fail."""
+    """`rows` is the number that is timed, or the largest; if None, only the timing can fail."""
     run, times = metal_gemm.run_kernel, iter(range(99))
 
     def experts(gemm):

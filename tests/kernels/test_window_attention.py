@@ -1,4 +1,4 @@
-"""The attention of exact windows on Metal, emulated: right, and the same bits in every pass."""
+"""Attention of exact windows on Metal, emulated: right, with the same bits in every pass."""
 
 import mlx.core as mx
 import numpy as np
@@ -27,14 +27,14 @@ on_metal = pytest.mark.parametrize("emulated", ["metal"], indirect=True)
 def test_it_is_right_and_a_position_does_not_depend_on_others(
     emulated, heads, kv_heads, dim, dtype, caplog
 ):
-    """Windows of several lengths, of rows in one to five buffers."""
+    """The windows have several lengths; rows are in one to five buffers."""
     check_that_it_fits(window_attention.BLOCK_ATTENTION, heads, kv_heads, dim, dtype, caplog)
 
 
 @on_metal
 @pytest.mark.parametrize("ends", [(514, 3), full((2051, 514)), full((16387, 9))])
 def test_a_window_across_the_border_of_a_split_has_the_bits_of_its_tokens_alone(emulated, ends):
-    """And of a buffer that has more room, so that more blocks are launched than have keys."""
+    """A larger buffer, for which more blocks are launched than have keys, gives the same bits."""
     found = {}
     for room in (0, 3000):
         for lengths in [(5, 1), (1, 3)]:
@@ -59,7 +59,7 @@ def test_a_window_across_the_border_of_a_split_has_the_bits_of_its_tokens_alone(
 
 @on_metal
 def test_ragged_rows_of_more_buffers_than_a_launch_has(emulated, monkeypatch):
-    """Through the cache, beside mlx's own: a row that keeps nothing, and one that is far longer."""
+    """The cache's result equals mlx's; one row has no window, and one is far longer."""
     monkeypatch.setattr(window_attention.BLOCK_ATTENTION, "_is_right", lambda *_: True)
     monkeypatch.setattr(window_attention, "_BUFFERS", (1, 2))
     lengths, starts = [2, 0, 1, 17, 1, 1, 3], [254, 3, 700, 239, 0, 1100, 511]

@@ -32,16 +32,16 @@ FLASH = KernelCase(flash_attention.FLASH_ATTENTION, (2, 1, flash_attention.DIM),
 BLOCKS = KernelCase(window_attention.BLOCK_ATTENTION, (4, 1, 128), BF16)
 SMALL = [GATED_DELTA, SHORT_CONV, CHUNKS, ROUTER, ADD_NORM, MIX_NORM, GATED_NORM, ROTATE]
 
-# Case, owner of a part of the source, the right text in it, and a wrong one.
+# Case, owner of a part of the source, a right text in it, and a wrong one.
 QUICK = [
-    # The previous window is not forgotten at its own rate.
+    # The state is not decayed.
     (GATED_DELTA, gated_delta.KERNEL, "(key[i], d, s[r][i] * decay)", "(key[i], d, s[r][i])"),
     (SHORT_CONV, short_conv.KERNEL, "+ num_kept[b]) * C", ") * C"),
-    # A missing barrier too.
+    # Missing barriers are found, too.
     (CHUNKS, gated_delta_chunks, "exp(last - sums[row])", "1.0f"),
     (CHUNKS, gated_delta_chunks, "__syncthreads();\n\n      float d[4]", "\n      float d[4]"),
     (CHUNKS, gated_delta_prepare, "__syncthreads();\n    T* const so", "\n    T* const so"),
-    # A prompt's router is not one group, and its norms have fewer warps a row.
+    # Wrong only for prompts: their router has several groups, and their norms fewer warps per row.
     (ROUTER, topk.KERNEL, "row = grid_x * warps + warp", "row = warp"),
     (ADD_NORM, norms.ADD_NORM.kernel, "squares / DIM", "squares / (WARPS == 8 ? 1 : DIM)"),
     (ROTATE, norms.ROTATE.kernel, "grid_x * v_strides[0]", "0"),
@@ -82,7 +82,7 @@ OTHERS = [
     [*QUICK, *(full(*row) for row in OTHERS)],
 )
 def test_a_wrong_body_is_found_and_not_used(matrix_units, spoil, caplog, case, owner, right, wrong):
-    """Also where the operation is compared within a step."""
+    """A wrong body is also found if the operation is compared within a decode step."""
     names = "body", "_BODY", "_PART", "_PIECES", "_ADD", "_LOAD", "MATRIX"
     spoil(owner, next(name for name in names if right in getattr(owner, name, "")), right, wrong)
     with gpu.decode_pass(case is ADD_NORM):
@@ -94,7 +94,7 @@ def test_a_wrong_body_is_found_and_not_used(matrix_units, spoil, caplog, case, o
     "case", [*SMALL, FLASH, *map(full, (WINDOWS, BLOCKS))], ids=lambda c: c.operation.name
 )
 def test_right_bodies_are_used(matrix_units, case, caplog):
-    """In both types, and the self-test shows the same; of attention there are tests by type."""
+    """Right bodies are used in each type, and pass the self-test; attention has its own tests."""
     others = {CHUNKS: (BF16, mx.float16), FLASH: (), WINDOWS: (), BLOCKS: ()}
     dtypes = others.get(case, (F32, BF16))
     (check,) = check_cases("small", [case])

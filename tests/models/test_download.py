@@ -1,4 +1,4 @@
-"""Interrupted and damaged downloads: nothing half is ever seen, and the next start goes on."""
+"""Interrupted and damaged downloads: no partial file is used, and the next start continues."""
 
 import os
 import shutil
@@ -41,7 +41,7 @@ def part_of(repository: Path, name: str) -> Path:
 
 
 def goes_on(hub: FakeHub, repository: Path, asked: dict[str, str | None]) -> None:
-    """The next start asks for these files from there on, and all is whole; then it asks nothing."""
+    """Check that the next start requests `asked`, ranges by file, and the one after it nothing."""
     assert cached_model(REPO) is None
     hub.log.clear()
     path = resolve_model(REPO)
@@ -80,7 +80,7 @@ def test_an_ended_process(hub: FakeHub, repository: Path, number: signal.Signals
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(number)
-        # A stalled connection is not waited for longer than its silence is tolerated.
+        # The process can wait for the stalled connection, which ends after a second here.
         gone.set() if number == signal.SIGKILL else threading.Timer(1.0, gone.set).start()
         assert process.wait(60) != 0
     hub.pieces = lambda _, content: (content,)
@@ -116,7 +116,7 @@ def test_a_content_without_its_hash(hub: FakeHub, repository: Path, name: str) -
         resolve_model(REPO)
     assert not part_of(repository, name).exists()
     assert not list(repository.glob(f"snapshots/*/{SHARD}"))
-    # A part of a file that was damaged on the disk is noticed as well.
+    # A partial file that was damaged on the disk is noticed, too.
     hub.damaged.clear()
     part = part_of(repository, SHARD)
     part.write_bytes(b"!" * 10)
@@ -150,7 +150,7 @@ def test_two_starts_at_once_download_once(hub: FakeHub, repository: Path) -> Non
 
     def pieces(name: str, content: bytes) -> Iterator[bytes]:
         yield content[:1000]
-        if name == SHARD:  # One has it when the other asks for it, too.
+        if name == SHARD:  # One start has the lock while the other waits.
             time.sleep(0.5)
         yield content[1000:]
 

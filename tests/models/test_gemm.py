@@ -1,4 +1,4 @@
-"""Products of layers: the operation for each number of rows, and from how many on it expands."""
+"""Products of layers: the operation for each number of rows, and where weights are expanded."""
 
 import math
 import sys
@@ -91,7 +91,7 @@ def test_a_step_sees_blocks_of_one_size_and_a_prompt_what_it_has(monkeypatch, ro
 
 
 def test_a_digest_tells_choices_apart(monkeypatch):
-    """A layer's kernel, from how many rows on it expands its weights, and kernels that fail."""
+    """A digest depends on layers' kernels, on where they expand weights, and on failing kernels."""
     model = Products()
     found = [digest(model)]
     for name, given in (("quantized", Routes(range(1, 129))), ("expanded", Routes(expand_from=9))):
@@ -123,7 +123,7 @@ def least_rows(*layers):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Expanding 48 outputs is faster from 512 rows on, 32 never; each length that was tried."""
+    """Expanding is faster only for 48 outputs and from 512 rows on; returns the tried shapes."""
     tried = []
 
     def timed(call):
@@ -150,8 +150,8 @@ def test_each_shape_expands_from_where_that_is_faster(measured):
     assert least_rows(*model.layers) == [512, 512]
     assert least_rows(model.other, model.lm_head) == [math.inf, math.inf]
     assert type(model.other) is nn.QuantizedLinear and type(model.plain) is nn.Linear
-    assert not kernel_takes_all_weights(model, mx.bfloat16)  # Nor before: 128 inputs are too few.
-    # A shape is measured once, and no fewer rows than those that were not faster.
+    assert not kernel_takes_all_weights(model, mx.bfloat16)  # 128 inputs are too few.
+    # A shape is measured once, and down to the first number of rows that was not faster.
     tried = [rows for outputs, rows, expands in measured if outputs == 48 and expands]
     assert tried == [2048, 1024, 512, 256]
     for layer, true in zip(model.layers, before):

@@ -25,7 +25,7 @@ PACKED = {"bits": 2, "group_size": 128, "mode": "affine"}
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory):
-    """A pack made of a tiny model, and the source that has its head."""
+    """A pack made from a tiny model, and the source that has its head."""
     root = tmp_path_factory.mktemp("hadamard")
     source, path = root / "source", root / "pack"
     write_source(source, LAYOUT)
@@ -55,7 +55,7 @@ def pack(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(pack):
-    """mlx-lm's model in float32."""
+    """mlx-lm's model of the pack, in float32."""
     model, _ = mlx_lm_load(pack)
     model.set_dtype(mx.float32)
     return model

@@ -1,4 +1,4 @@
-"""The head's logits equal an independent NumPy head; a draft vocabulary has rows of all logits."""
+"""The head's logits equal those of a NumPy head; a draft vocabulary's are some of all logits."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,7 @@ DEPTH = 3
 
 
 class RecordingSampler(Sampler):
-    """Keeps the draft logits on their way to the draw."""
+    """Records the draft logits and positions of each draw."""
 
     def __init__(self) -> None:
         super().__init__([greedy(1)], [()], VOCAB)
@@ -38,7 +38,7 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
     model = load_model(tmp_path, enable_mtp=True)
     tokens = np.random.default_rng(3).integers(2, VOCAB, 14)
 
-    # Trunk: its post-norm hidden states of the prompt, which both heads start from.
+    # Both heads start from the trunk's post-norm hidden states of the prompt.
     hidden = model.causal_lm.model(mx.array(tokens[None, :-1].astype(np.int32)))
 
     embed = next(k for k in tensors if k.endswith("embed_tokens.weight"))
@@ -62,7 +62,7 @@ def test_draft_logits_equal_the_reference(tmp_path, family):
         )
         drafter.propose(state, window, [DEPTH], sampler)
         start += kept
-    # Thirteen rows kept, so the next token is at 13 and the drafts, with its noise, follow it.
+    # Thirteen rows are kept, so the next token is at 13, and the drafts (and their noise) after it.
     assert sampler.positions[-DEPTH:] == [14, 15, 16]
     for ours, theirs in zip(sampler.seen[-DEPTH:], expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
@@ -100,7 +100,7 @@ def test_reduced_logits_are_rows_of_the_full_ones(tmp_path, tied, how):
     hidden = mx.random.normal((2, 3, 64), key=mx.random.key(1))
     reduced, full = model.logits(hidden, head.layer), model.logits(hidden)[..., head.ids]
     left, right = (np.array(a.astype(mx.float32)) for a in (reduced, full))
-    # The order of the sums may differ.
+    # The order of the sums can differ.
     absolute, relative = (0.05, 0.01) if how == "bfloat16" else (1e-5, 1e-5)
     np.testing.assert_allclose(left, right, atol=absolute, rtol=relative)
     assert model.row_nbytes() == row_nbytes

@@ -1,4 +1,4 @@
-"""A layer's compiled parts, and its joined form, compute what it does uncompiled."""
+"""A layer's compiled parts, and its joined form, give the results of the uncompiled layer."""
 
 import copy
 import threading
@@ -18,14 +18,14 @@ from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
 
 
 def compiled_model(path, monkeypatch):
-    """A tiny model whose layers are compiled, as on a GPU, and of which none has been yet."""
+    """Returns a tiny model whose layers are compiled as on a GPU; none has been compiled yet."""
     write_checkpoint(path, Layout(FAMILIES[0], seed=7))
     monkeypatch.setattr(layers, "backend", lambda: "cuda")
     monkeypatch.setattr(shared, "_compiled", {})
     return load_model(path, enable_mtp=False)
 
 
-# A compiler's run for each fused operation takes its time.
+# Compiling each fused operation takes time.
 @pytest.mark.parametrize(
     "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.full) for each in FAMILIES[1:])]
 )
@@ -50,10 +50,10 @@ def test_compiled_and_joined_layers_agree(tmp_path, monkeypatch, family):
             packing = cache.begin_window(lengths, kept and mx.array(kept))
             tokens = mx.arange(packing.num_tokens) * 7 % VOCAB
             every = model.logits(model.hidden(tokens, cache))
-            # What a row that keeps nothing computes means nothing.
+            # The logits of a row that keeps nothing are meaningless.
             found.append(every if 0 not in (kept or ()) else every[: kept.index(0)])
             cache.commit(mx.array(kept or [1, lengths[1] - 1]))
-        other = model.make_cache(1)  # of a prompt beside them
+        other = model.make_cache(1)  # of a prompt beside the rows
         other.reserve([150])
         both = (
             cache.begin_window([2, 3]).num_tokens
@@ -80,9 +80,9 @@ def test_compiled_and_joined_layers_agree(tmp_path, monkeypatch, family):
 
 
 def test_a_prompt_of_another_length_compiles_no_kernel(tmp_path, monkeypatch):
-    """mlx writes numbers of fused operations into a kernel's source: none may be a length."""
+    """mlx writes constants of fused operations into kernels' source, so none can be a length."""
     model = compiled_model(tmp_path, monkeypatch)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where mlx keeps what it compiles for a CPU
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where mlx keeps kernels for a CPU
 
     def new_kernels(rows, length):
         before = {*tmp_path.rglob("*.so")}
@@ -102,14 +102,14 @@ def test_a_prompt_of_another_length_compiles_no_kernel(tmp_path, monkeypatch):
 
 
 def test_a_step_and_a_prompt_of_as_many_tokens_are_not_traced_as_one(tmp_path, monkeypatch):
-    """Products of 65 to 128 tokens, and of more in a step, depend on which it is."""
+    """Products of more than 64 tokens are computed in other ways in a step and in a prompt."""
     model = compiled_model(tmp_path, monkeypatch)
     traced, add = [], layers.add_mlp
     monkeypatch.setattr(layers, "add_mlp", lambda *a: traced.append(gpu.few(len(a[0]))) or add(*a))
     monkeypatch.setitem(shared._MOST_TRACES, False, 1)
     step, prompt = (16, 6), (1, 96)
     cases = [(step, {True}), (prompt, {False}), (step, ()), (prompt, ())]
-    # Of prompts with many lengths old ones go, and none of a step's.
+    # Many lengths of prompts replace old traces of prompts, but none of a step.
     cases += [((1, 97), {False}), ((1, 98), {False}), (prompt, {False}), (step, ())]
     for (rows, length), kinds in cases:
         traced.clear()
@@ -121,7 +121,7 @@ def test_a_step_and_a_prompt_of_as_many_tokens_are_not_traced_as_one(tmp_path, m
 
 
 def test_engines_of_one_process_trace_one_after_the_other(tmp_path, monkeypatch):
-    """They share what layers are traced in, each in its own thread."""
+    """Engines on several threads share the compiled layers, so only one traces at a time."""
     model = compiled_model(tmp_path, monkeypatch)
     inside, add = [], layers.add_mlp
 
@@ -154,6 +154,6 @@ def test_a_product_in_blocks_is_the_product():
             x = mx.random.normal(shape)
             assert blocked(x).shape == layer(x).shape
             assert mx.allclose(blocked(x), layer(x), rtol=1e-5, atol=1e-5)
-        # As `DraftVocabulary` does with a copy.
+        # As `DraftVocabulary` replaces the weight of a copy.
         blocked = copy.copy(blocked)
         layer.weight = blocked.weight = layer.weight[256:]

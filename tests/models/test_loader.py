@@ -88,7 +88,7 @@ def test_sidecar_wins_and_its_header_decides_the_norms(tmp_path, convention):
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_mlx_checkpoint_with_and_without_a_head(tmp_path, bits):
-    """mlx-lm's conversion drops the head; a sidecar of any precision gives it back."""
+    """mlx-lm's conversion drops the head; a sidecar of any precision restores it."""
     source, target = tmp_path / "hf", tmp_path / "mlx"
     write_checkpoint(source, Layout("qwen3_next"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -107,7 +107,7 @@ def test_mlx_checkpoint_with_and_without_a_head(tmp_path, bits):
 
 @pytest.mark.parametrize(("bits", "mode", "group_size"), [(8, "affine", 64), (4, "mxfp4", 32)])
 def test_quantized_sidecar_includes_fc(tmp_path, bits, mode, group_size):
-    """`mtp.fc` is packed like any other Linear; on the CPU it is expanded again."""
+    """`mtp.fc` can be quantized like any other Linear; on the CPU it is expanded again."""
     write_checkpoint(tmp_path, Layout("qwen3_next"))
     head = load_model(tmp_path, enable_mtp=True).head
 
@@ -121,13 +121,13 @@ def test_quantized_sidecar_includes_fc(tmp_path, bits, mode, group_size):
     expected = mx.dequantize(*parts, group_size, bits, mode).astype(mx.float32)
     got = head_parameters(tmp_path)["fc.weight"]
     np.testing.assert_allclose(np.array(got), np.array(expected), atol=1e-6)
-    # Only where there is memory.
+    # It is expanded only if there is memory.
     tight = load_model(tmp_path, enable_mtp=True, memory=1000).head
     assert ("scales" in tight.fc) == (mx.default_device() == mx.cpu)
 
 
 def test_a_scaled_rope_decodes_on_another_thread_than_it_was_loaded_on(tmp_path):
-    """The frequencies are no parameters: what stays lazy can't be evaluated on another thread."""
+    """Frequencies are no parameters; left lazy, they couldn't be evaluated on another thread."""
     write_checkpoint(tmp_path, Layout("qwen3_next"))
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     change_json(tmp_path / "config.json", rope_scaling=scaling)
@@ -154,7 +154,7 @@ def _without(name: str):
 
 def _shaped(name: str, *shape: int):
     zeros = np.zeros(shape, np.float32)
-    # All experts alike, where it is one of them.
+    # If the tensor is one of an expert, all experts get it.
     names = [name.replace(".0.up", f".{i}.up") for i in range(6)]
     return lambda tensors: {**tensors, **dict.fromkeys(names, zeros)}
 
@@ -212,7 +212,7 @@ def test_wrong_files_are_named(tmp_path, file, content, words):
 
 
 def test_experts_on_the_cpu_are_float32_or_refused(tmp_path):
-    """mlx would fail in every step; a dense model may have any type."""
+    """Other types would fail in every step in mlx; a dense model can have any type."""
     write_checkpoint(tmp_path / "moe", Layout("qwen3_next"))
     write_checkpoint(tmp_path / "dense", Layout("qwen3_5"))
     if mx.default_device() == mx.cpu:

@@ -1,4 +1,4 @@
-"""A model cut for several ranks, which are threads here, computes what the whole one does."""
+"""A model sharded over several ranks, threads here, computes the same as the whole model."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from tests.support.tiny_models import Layout, write_checkpoint
 
 
 def outputs(model) -> list[np.ndarray]:
-    """Logits of two windows of two rows, and of the head after the second."""
+    """Returns the logits of two windows of two rows, and the head's after the second window."""
     cache, found = model.make_cache(2), []
     cache.head = RaggedKVCache()
     cache.reserve([16, 16])
@@ -41,7 +41,7 @@ def outputs(model) -> list[np.ndarray]:
     ("family", "size", "more"),
     [
         ("qwen3_next", 2, {}),
-        ("qwen3_next", 4, {}),  # more than there are KV heads
+        ("qwen3_next", 4, {}),  # more ranks than KV heads
         ("qwen3_5", 4, {"bits": 4}),
         ("qwen3_5", 2, {"tied": True}),
         ("qwen3_5_moe", 2, {"bits": 4}),

@@ -14,7 +14,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_store(folder: Path) -> Iterator[Callable[..., PrefixStore]]:
-    """Opens stores in `folder`, one after another, and closes them."""
+    """A function that opens a store in `folder`, after closing the one before it."""
     opened: list[PrefixStore] = []
 
     def open_one(

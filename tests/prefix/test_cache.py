@@ -1,6 +1,6 @@
-"""Warm equals cold: whatever comes from the prefix cache, or from its disk after a restart.
+"""Warm equals cold, with prefixes from the cache or, after a restart, from its disk.
 
-The tokens are those of plain decoding, and what goes wrong fails no request.
+The tokens are those of plain decoding, and faults of the cache fail no request.
 """
 
 import errno
@@ -50,7 +50,7 @@ from tests.support.tiny_models import FAMILIES, VOCAB
 
 @diagonal(family=FAMILIES, depth=(0, 3, "auto"), overlap=(True, False))
 def test_a_conversation_goes_on(tiny_models, ties, family, depth, overlap):
-    """Each turn begins where the last answer ended; then it is asked again, and edited."""
+    """Each turn reuses all up to the last answer's end; the last turn is repeated and edited."""
     model = tiny_models[family]
     warm = driver(model, depth, overlap=overlap)
     history = [*words(1, 21), EOS, *words(2, 9), EOS, 5]
@@ -73,12 +73,12 @@ def test_a_conversation_goes_on(tiny_models, ties, family, depth, overlap):
 
 
 def test_grammars_and_penalties_on_a_cached_prompt(tiny_models, ties):
-    """And the choices of one prompt, which is computed once."""
+    """Answers equal plain decoding, and the choices of one prompt compute it only once."""
     model, prompt = tiny_models["qwen3_next"], words(8, 35)
     grammar = compiled(GrammarSpec("regex", "[a-z]{4,9}[0-9]+"))
     warm = driver(model, 2)
     ask(warm, request("before", prompt, greedy(3)))
-    # An exact hit, and one that goes on beside it.
+    # An exact hit, and beside it a prompt that continues the cached one.
     constrained = request("grammar", prompt, greedy(9), grammar)
     longer = request("longer", [*prompt, 5, 6, 7], SAMPLED[3])
     ask(warm, constrained, longer)
@@ -94,12 +94,12 @@ def test_grammars_and_penalties_on_a_cached_prompt(tiny_models, ties):
 
 @pytest.mark.parametrize(("family", "depth"), [("qwen3_next", 3), ("qwen3_5", 0)])
 def test_the_heads_own_cache_is_complete_behind_a_prefix(tiny_models, family, depth):
-    """The row that joins the prefix to what follows it, too; in an exact hit as well."""
+    """This includes the head's row at the end of the prefix, also of an exact hit."""
     model = tiny_models[family]
     warm = driver(model, depth)
     prompt = words(12, 37)
     ask(warm, request("before", prompt, greedy(6, ignore_eos=True)))
-    # Where they part the head's row depends on the token that follows, so each has its own.
+    # Where the texts part, the head's row depends on the next token, so each has its own.
     branch = [*prompt[:20], *words(14, 25)]
     ask(warm, request("parting", branch, greedy(6, ignore_eos=True)))
     for name, text in (
@@ -117,7 +117,7 @@ def test_the_heads_own_cache_is_complete_behind_a_prefix(tiny_models, family, de
 
 @pytest.mark.parametrize("bits", [4, full(8)])
 def test_quantized_prefixes(demo_model, tmp_path, bits):
-    """Smaller, found all the same, drafted for as before, and the same from the disk."""
+    """Quantized prefixes are smaller, found as before, good for drafts, and equal from the disk."""
     tokens = [int(t) for t in np.random.default_rng(4).integers(2, 4000, 100)]
     runs, sizes = [], []
     for name, quantization in (("plain", None), ("quantized", bits), ("quantized", bits)):
@@ -125,7 +125,7 @@ def test_quantized_prefixes(demo_model, tmp_path, bits):
             more = {"vocab_size": 4096, "prefill_step_size": 32}
             run = driver(demo_model, store=store, kv_cache_quantization=quantization, **more)
             if len(runs) < 2:
-                # Saved in pieces, and split where the second parts from the first.
+                # The prefix is saved in pieces, and split where "other" parts from "before".
                 ask(run, request("first token", tokens[:1], greedy(1)))
                 ask(run, request("before", tokens, greedy(20)))
                 ask(run, request("other", [*tokens[:50], *tokens[:30]], greedy(20)))
@@ -135,7 +135,7 @@ def test_quantized_prefixes(demo_model, tmp_path, bits):
         assert run.reused("after") == (119 if len(runs) < 2 else 122)
         runs.append(run)
         sizes.append(sum(n.kv.nbytes for n in nodes(run.prefixes.tree)))
-    # A scale and a bias of 4 bytes each stand for 64 values.
+    # 64 values share a scale and a bias of 4 bytes each.
     assert sizes[1] / sizes[0] == pytest.approx(bits / 32 + 8 / 64 / 4, abs=0.01)
     accepted = [sum(o.num_accepted_tokens for o in run.outputs["after"]) for run in runs]
     assert accepted[1] > 0.6 * accepted[0]
@@ -168,7 +168,7 @@ def test_what_goes_wrong_with_the_cache_hits_no_request(tiny_models, ties, monke
         if name.startswith("take"):
             assert len(warm.prefixes.tree) == 0
     assert [warm.reused(r.request_id) for r in wanted] == [0, 0]
-    # What could not be restored was forgotten, and has been saved anew.
+    # Prefixes that could not be restored were dropped, and have been saved again.
     ask(warm, request("after", [*wanted[0].prompt_token_ids, 6], greedy(3)))
     assert warm.reused("after") == 81
     assert "could not be restored" in caplog.text
@@ -176,7 +176,7 @@ def test_what_goes_wrong_with_the_cache_hits_no_request(tiny_models, ties, monke
 
 @pytest.mark.parametrize("where", ["read", "launch"])
 def test_a_step_that_fails_saves_nothing(tiny_models, monkeypatch, where):
-    """Nor does the chunk behind it, which is planned and launched before that is read."""
+    """The next chunk, which is launched before the failed one is read, saves nothing either."""
     model = tiny_models["qwen3_5"]
     warm = driver(model, 2, min_gain=20)  # nothing is saved after the first chunk
     owner, name = (InFlightStep, "read") if where == "read" else (type(model), "hidden")
@@ -223,7 +223,7 @@ Start = Callable[..., Driver]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts servers, or rather their likes, one after another on one directory."""
+    """A function that starts drivers on one directory, one after another, as servers would."""
     stores: list[PrefixStore] = []
 
     def begin(model, **settings) -> Driver:
@@ -239,7 +239,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.mark.parametrize("family", [FAMILIES[0], *map(full, FAMILIES[1:])])
 def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, start, family):
-    """A conversation goes on, is asked again, and a branch leaves it; greedy and sampled."""
+    """A conversation is continued, repeated and branched; greedy and sampled."""
     model = tiny_models[family]
     history = [*words(1, SYSTEM - 1), EOS, *words(2, 30), EOS, 5]
     first = start(model)
@@ -268,8 +268,8 @@ def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, st
     expected = [32, len(history) + len(told) - 1, len(history), len(history) + 1, 0]
     assert [second.reused(each.request_id) for each in wanted] == expected
 
-    # What was added after the restart is there after the next one, all at once, though memory has
-    # room for about two of them: the others are read in their turns.
+    # Prefixes added after the restart are all found after the next one, although memory has room
+    # for only about two of them: the others are read when they are needed.
     entries = [node.entry() for node in second.prefixes.tree._entries]
     room = max(sum(segment.nbytes for segment in entry) for entry in entries)
     third = start(model, prefix_cache_size=int(2.5 * room))
@@ -282,7 +282,7 @@ def test_after_a_restart_it_is_warm_and_answers_as_if_cold(tiny_models, ties, st
         check(third, model, ties, *later)
         for each in later:
             assert third.reused(each.request_id) == len(each.prompt_token_ids)
-        # Want of memory doesn't touch the disk.
+        # Clearing the memory doesn't touch the disk.
         third.prefixes.clear()
         assert third.prefixes.tree.nbytes == 0
 
@@ -308,7 +308,7 @@ def test_other_settings_files_are_ignored_and_removed(demo_model, tmp_path):
 
 
 def test_a_start_that_chose_other_operations_restores_nothing(tiny_models, tmp_path):
-    """Where answers are exact; what the first start has written stays for others like it."""
+    """This holds for exact answers; prefixes of the first start stay for later starts like it."""
     model, prompt = tiny_models[FAMILIES[0]], words(1, 70)
     layer = model.causal_lm.model.layers[0].mlp
     kinds = type(layer), type("Other", (type(layer),), {})
@@ -341,7 +341,7 @@ def test_a_full_disk_hits_no_request(tiny_models, ties, start, tmp_path, monkeyp
             ask(run, each)
     check(run, model, ties, *wanted)
     assert sum("No space left" in record.message for record in caplog.records) == 1
-    # In memory the cache went on; with room again, what is used again is written.
+    # The cache continued in memory; with room again, prefixes that are used again are written.
     assert run.reused("2") >= 32
     run.store._refused_until = 0.0
     last = request("last", [*prompt, *words(60, 9)], greedy(5, ignore_eos=True))
@@ -357,16 +357,16 @@ LONGEST = 150
 TURNS = st.lists(
     st.fixed_dictionaries(
         {
-            # Which earlier conversation it goes on from, by number (0 is an empty one), and how
-            # much of that one's text it keeps; None: all, the answer too.
+            # The number of the earlier turn that it continues (0: none), and the share of that
+            # turn's text that it keeps (None: all, and the answer).
             "parent": st.integers(0, 6),
             "kept": st.one_of(st.none(), st.none(), st.floats(0.0, 1.0)),
-            # Tokens that it adds, and of which text; some are the same.
+            # Number of tokens that it adds, and the text they are from; some are the same.
             "message": st.integers(0, 40),
             "text": st.integers(0, 2),
             "sampling": st.integers(0, 9),  # 5 and above: greedy
             "salt": st.sampled_from(["", "", "", "other"]),
-            # Steps of the engine before the next one comes, and what happens then.
+            # Engine steps before the next turn, and what happens then.
             "steps": st.integers(0, 12),
             "then": st.sampled_from(["", "", "", "", "", "cancel", "clear"]),
         }
@@ -387,14 +387,14 @@ SHAPES = st.fixed_dictionaries(
 
 
 def text(number: int, count: int) -> list[int]:
-    """The beginning of one of a few texts; some of its tokens end a message."""
+    """Returns the beginning of one of a few texts; some of its tokens end a message."""
     return [int(t) for t in np.random.default_rng(number).integers(1, 40, count)]
 
 
 def play(
     model, turns: list[dict], shape: dict, ties: Ties, store: PrefixStore | None, reference
 ) -> Driver:
-    """Ask the turns as they come, and hold every answer against plain decoding's."""
+    """Run the turns as they arrive, and compare every answer with plain decoding."""
     warm = driver(model, store=store, **shape)
     asked: list[Request] = []
     left: set[str] = set()
@@ -402,7 +402,7 @@ def play(
         history: list[int] = []
         if parent := turn["parent"] % (number + 1):
             before = asked[parent - 1]
-            # Its answer may still be coming.
+            # Its answer can be incomplete.
             history = [*before.prompt_token_ids, *warm.tokens(before.request_id)]
         if turn["kept"] is not None:
             history = history[: int(turn["kept"] * len(history))]
@@ -440,7 +440,7 @@ def play(
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("count", [3, full(500)])
 def test_trees_of_conversations(tiny_models, count):
-    """Every second tree with a directory, and then again after a restart."""
+    """Half of the trees have a directory, and run again after a restart."""
     ties = Ties()
     queries, hits = [], []
 

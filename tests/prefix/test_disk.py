@@ -1,6 +1,6 @@
-"""The prefix cache's store on a real directory: what is kept comes back whole, or not at all.
+"""The prefix cache's store on a real directory: prefixes come back whole, or not at all.
 
-Also when the disk refuses, hangs or is slow, or the process is killed.
+This also holds if the disk fails, hangs or is slow, or the process is killed.
 """
 
 import errno
@@ -44,7 +44,7 @@ def files(folder: Path, pattern: str = "*.safetensors") -> list[Path]:
 
 
 def check_integrity(store: PrefixStore) -> None:
-    """What is on the disk is what the index says, within its limit, each with all its ancestors."""
+    """Check that the files are those of the index, within its limit, and have all ancestors."""
     assert flush(store)
     here = files(store.path)
     index = store._files.values()
@@ -66,7 +66,7 @@ def test_every_dtype_comes_back_bit_by_bit(open_store, folder):
     kv, states = Segment(0, 2, arrays, 4), Segment(2, 2, {"hidden": raw})
     open_store().keep(ROOT, (1, 2), [kv, states])
     assert all(map(same, fetch(open_store(), 1, 2), (kv, states)))
-    with safe_open(next(folder.glob("*-0-2.*")), "numpy") as opened:  # It is what its name says.
+    with safe_open(next(folder.glob("*-0-2.*")), "numpy") as opened:  # It is a safetensors file.
         assert set(opened.keys()) == set(arrays)
 
 
@@ -84,7 +84,7 @@ while reads.is_alive():
 
 
 def test_it_is_read_while_another_engine_clears_mlxs_cache():
-    """`mx.clear_cache` waits for the streams of all threads, and lets no Python run meanwhile."""
+    """`mx.clear_cache` waits for the streams of all threads, and no Python code runs meanwhile."""
     subprocess.run([sys.executable, "-c", READS_WHILE_CACHES_ARE_CLEARED], timeout=120, check=True)
 
 
@@ -104,7 +104,7 @@ def test_after_a_restart_prefixes_are_found_and_share_their_beginning(open_store
             assert is_whole(fetch(again, *path, start=start), *path, start=start)
     assert fetch(again, 1, 2) is Fetch.GONE, "there is KV of it, but nothing ends there"
     assert [again.longest(root_key(salt), (1, 2, 3)) for salt in ("mine", "other")] == [2, 0]
-    # What is here is not written again, and what goes on from it begins where it ends.
+    # A stored prefix is not written again, and a longer one begins where it ends.
     keep(again, 1, 2, 3)
     keep(again, 1, 2, 3, 4, 5)
     check_integrity(again)
@@ -119,7 +119,7 @@ def test_the_least_recently_used_goes_first_and_a_restart_remembers(open_store):
     store = open_store()
     keep(store, 1)
     check_integrity(store)
-    size = store.stats()["file_nbytes"] + 300  # of an entry, with longer numbers in its headers
+    size = store.stats()["file_nbytes"] + 300  # of an entry with longer numbers in its headers
     store = open_store(max_bytes=4 * size)
     for first in range(2, 20):
         keep(store, first)
@@ -174,7 +174,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(number=st.none() | st.integers(0, 99), at=st.integers(0, 500))
     def restart(self, number, at):
-        """And before that, a file may be damaged or cut short."""
+        """Close and open the store; in between, a file can be damaged or cut short."""
         self.store.close()
         here = [path for path in files(self.store.path) if path.stat().st_size]
         if here and number is not None:
@@ -201,7 +201,7 @@ def test_a_damaged_file_goes_with_all_that_builds_on_it(open_store, folder, how)
     for path in ((1,), (1, 2), (1, 2, 3), (9,)):
         keep(store, *path)
     check_integrity(store)
-    restarts = how in ("data", "longer", "link")  # Else it happens while the store is open.
+    restarts = how in ("data", "longer", "link")  # Else damage happens while it is open.
     if restarts:
         store.close()
     other, path = folder.parent / "other", next(folder.glob("*-1-2.safetensors"))
@@ -220,7 +220,7 @@ def test_a_damaged_file_goes_with_all_that_builds_on_it(open_store, folder, how)
     assert store.longest(ROOT, (1, 2, 3)) == 1
     check_integrity(store)
     assert other.exists(), "a link was followed"
-    # Its place is free again.
+    # The prefix can be stored again.
     keep(store, 1, 2, 3)
     check_integrity(store)
     assert is_whole(fetch(store, 1, 2, 3), 1, 2, 3)
@@ -248,7 +248,7 @@ def test_other_files_are_left_alone_and_unfit_ones_of_ours_removed(open_store, f
 
 
 def test_files_of_another_fingerprint_are_never_used(open_store, folder):
-    """Not even if their marks in the names are equal by chance."""
+    """This holds even if the marks in the files' names are equal by chance."""
     keep(open_store(), 1, 2)
     store = open_store(mark=FINGERPRINT[:-1] + "e")
     assert store.longest(ROOT, (1, 2)) == 2
@@ -296,7 +296,7 @@ def test_a_directory_that_is_not_safe_is_refused(open_store, folder):
 
 
 def test_one_server_at_a_time(open_store, monkeypatch):
-    """A lock is the descriptor's, so that a second store is like another process."""
+    """A lock belongs to a descriptor, so a second store is like another process."""
     monkeypatch.setattr(prefix_files, "_LOCK_SECONDS", 0.2)
     store = open_store()
     with pytest.raises(UsageError, match="is in use by another server"):
@@ -322,7 +322,7 @@ def test_keys_and_the_fingerprint_follow_all_they_are_made_of(tmp_path, monkeypa
 
     marks = [mark(), mark(config=2), *(mark(**{name: 8}) for name in facts)]
     monkeypatch.setattr(prefix_files, "_HASH_BLOCK", 1 << 20)
-    for place in (0, 1 << 20, (3 << 20) - 1, 1_234_567):  # Of the same size and time.
+    for place in (0, 1 << 20, (3 << 20) - 1, 1_234_567):  # Writes that keep size and time.
         marks.append(mark())
         assert mark() == marks[-1]
         with weights.open("r+b") as file:
@@ -346,9 +346,9 @@ def remove_under(store: PrefixStore, *tokens: int) -> None:
 
 @pytest.mark.parametrize("every", [5, full(1)])
 def test_killed_at_any_step(open_store, folder, monkeypatch, caplog, every):
-    """A kill leaves what is in the directory before one of the store's calls of the system.
+    """A kill leaves the directory as it is before one of the store's system calls.
 
-    Nothing half written bears a file's name, and what is there can be used.
+    No incomplete file has a final name, and all files there can be used.
     """
     left: list[Path] = []
     store = open_store()
@@ -357,7 +357,7 @@ def test_killed_at_any_step(open_store, folder, monkeypatch, caplog, every):
     def copied_before(real: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
             if own == [threading.current_thread()]:
-                own.clear()  # The copying makes such calls itself.
+                own.clear()  # Copying makes such calls, too.
                 left.append(folder.parent / f"left {len(left)}")
                 shutil.copytree(folder, left[-1])
                 own.append(store._thread)
@@ -392,7 +392,7 @@ def test_killed_at_any_step(open_store, folder, monkeypatch, caplog, every):
 @pytest.mark.parametrize("place", ["open", "write", "fsync", "replace", "unlink"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOENT])
 def test_every_refusal_of_the_disk(open_store, monkeypatch, caplog, place, number):
-    """It is logged once, nothing more is tried for a while, and then all is well again."""
+    """A failure is logged once, the store pauses for a while, and then it works again."""
     store = open_store()
     keep(store, 9)
     check_integrity(store)
@@ -406,7 +406,7 @@ def test_every_refusal_of_the_disk(open_store, monkeypatch, caplog, place, numbe
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patch:
         patch.setattr(prefix_files.os, place, refuse)
         if place == "unlink":
-            # One that is not there any more is no error.
+            # A file that no longer exists is no error.
             store.drop_snapshot(ROOT, (9,))
         else:
             keep(store, 1, 2)
@@ -438,7 +438,7 @@ def test_an_error_of_our_own_is_not_the_end(open_store, monkeypatch, name):
 
 @pytest.fixture
 def hang(monkeypatch):
-    """Makes a call of the system wait; returns what says that it does, and lets it go on."""
+    """Makes a system call wait; returns the event that it waits, and the event that ends it."""
     made: list[threading.Event] = []
 
     def make(name: str) -> tuple[threading.Event, threading.Event]:
@@ -463,7 +463,7 @@ def hang(monkeypatch):
 def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
     open_store, hang, monkeypatch, place
 ):
-    """What waits is bounded, and what is removed meanwhile never gets there."""
+    """Queued bytes are bounded, and prefixes removed while they wait are never written."""
     store = open_store(max_bytes=60_000, max_queued_bytes=30_000)
     for first in range(3):
         keep(store, first)
@@ -477,7 +477,7 @@ def test_a_disk_that_hangs_anywhere_does_not_hold_up_the_engine(
         keep(store, other)
     assert store.stats()["num_files_dropped"] > 10
     assert sum(len(file.content or b"") for file in [*store._files.values()]) <= 30_000
-    # What waits is found, and is read when the disk answers.
+    # Prefixes that wait are found, and are read when the disk answers.
     assert store.longest(ROOT, (10,)) == 1
     assert store.fetch(ROOT, (10,), 0, lambda nbytes: True) is Fetch.COMING
     with monkeypatch.context() as patch:
@@ -528,7 +528,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(open_store, hang, monkeypatc
     keep(store, 1)
     assert store.stats()["num_files_dropped"] == 1
     go_on.set()
-    # What it still does, and says, is not for the next test.
+    # The thread must not work or log during the next test.
     store._thread.join(PATIENCE)
     assert not store._thread.is_alive()
     store._directory.close()

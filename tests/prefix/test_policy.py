@@ -1,4 +1,4 @@
-"""Save points, and requests that wait for a prefix which another computes or the disk reads."""
+"""Save points, and requests that wait for a prefix that another computes or the disk reads."""
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ OTHER = [6] * 60
 
 
 class World:
-    """A scheduler with a prefix cache, and a runner that only saves what it should."""
+    """A scheduler with a prefix cache, and a runner that only saves the planned prefixes."""
 
     def __init__(self, rows: int = 8, step: int = STEP, limit: int = 100_000, usage=None) -> None:
         self.disk = FakeDisk()
@@ -34,7 +34,7 @@ class World:
         self.policy = Scheduler(config, FixedDrafts(2), self.reuse, usage)
         self.saves = True
         self.computed: dict[str, int] = {}  # prompt tokens that each request had computed
-        self.admitted: list[str] = []  # in the order in which their prompts began
+        self.admitted: list[str] = []  # requests, in the order of their prompts' start
 
     def add(self, name: str, prompt, salt: str = "", client: str = "") -> Sequence:
         sampling = SamplingParams(max_tokens=2)
@@ -46,7 +46,7 @@ class World:
         return sequence
 
     def on_disk(self, *prompts) -> None:
-        """These have been computed and are on the disk alone; reads take their time."""
+        """Compute prompts and keep them only on the disk, where reads take time."""
         for number, prompt in enumerate(prompts):
             self.add(f"before {number}", prompt)
             self.run()
@@ -85,7 +85,7 @@ class World:
         return plan
 
     def run(self, limit: int = 2000) -> None:
-        """Step until all requests have ended; nothing of theirs is left."""
+        """Step until all requests have ended, and check that they leave nothing behind."""
         for _ in range(limit):
             if self.policy.idle:
                 self.policy.schedule()
@@ -99,27 +99,27 @@ class World:
 
 
 def messages(*lengths: int) -> list[int]:
-    """Messages of so many tokens, each with its end."""
+    """Returns messages of these lengths in tokens, each with its end."""
     return [t for length in lengths for t in ([5] * (length - 1) + [END])]
 
 
 @pytest.mark.parametrize(
     ("prompt", "start", "step", "points"),
     [
-        # After the first and the last turns, and at the end; what is there already is not saved.
+        # After the first and the last turns, and at the end; nothing up to `start` is saved.
         ([*messages(100, 200, 300, 400), *[5] * 7], 0, 4096, [100, 600, 1000, 1007]),
         ([*messages(100, 200, 300, 400), *[5] * 7], 600, 4096, [1000, 1007]),
         ([*messages(100, 200, 300, 400), *[5] * 7], 1000, 4096, [1007]),
         ([*messages(100, 200, 300, 400), *[5] * 7], 1007, 4096, []),
-        # Near turns are not cut but the last; nothing within `MIN_GAIN` of the start.
+        # Of turns close together only the last is saved; nothing within `MIN_GAIN` of the start.
         ([*messages(*[10] * 100), *[5] * 3], 0, 4096, [1000, 1003]),
         (messages(20), 0, 4096, [20]),
         ([*[5] * (MIN_GAIN - 1), END, 5], 0, 4096, [MIN_GAIN, MIN_GAIN + 1]),
         ([*[5] * (MIN_GAIN - 2), END, 5], 0, 4096, [MIN_GAIN]),
-        # A system prompt is saved however short the question, and the next one finds all of it.
+        # A system prompt is saved even before a short question; the next one finds all of it.
         ([*messages(3000, 10), *[5] * 3], 0, 512, [512, 1024, 2048, 3000, 3013]),
         ([*messages(3000, 20), 5], 3000, 512, [3021]),
-        # Long texts at doubling distances, where chunks end anyway.
+        # Long texts are saved at doubling distances, where chunks end anyway.
         ([5] * 10_000, 0, 512, [512, 1024, 2048, 4096, 8192, 10_000]),
         ([5] * 10_000, 3000, 512, [4096, 8192, 10_000]),
     ],
@@ -160,7 +160,7 @@ def test_requests_that_share_a_prefix_wait_for_the_first_and_others_pass():
 
 
 def test_a_request_waits_only_for_those_before_it():
-    """However many come after it that it could learn from."""
+    """Later requests with a longer common prefix don't hold it up."""
     world = World()
     world.add("leader", [*[5] * 32, *[6] * 30])
     waiting = world.add("held", [*[5] * 32, *[7] * 60])
@@ -172,7 +172,7 @@ def test_a_request_waits_only_for_those_before_it():
 
 
 def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
-    """Those who want the same share one read, and find it in memory."""
+    """Requests for the same prefix share one read, and find the prefix in memory."""
     world = World()
     world.on_disk(LONG)
     for name in "abc":
@@ -196,7 +196,7 @@ def test_it_waits_while_others_pass_and_begins_when_its_prefix_is_here():
     ("how", "left"), [("broken", 61), ("late", 61), ("gone", 61), ("evicted", 29)]
 )
 def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
-    """Saved at 16, 32 and the end: where the last has gone, the disk still has what is before."""
+    """Prefixes are saved at 16, 32 and the end; if only the last is gone, the others are read."""
     world = World()
     world.on_disk(LONG, OTHER)
     world.disk.broken = how == "broken"
@@ -208,9 +208,9 @@ def test_a_read_that_fails_costs_the_prefix_and_no_request(how, left):
     world.disk.entries = {each for each in world.disk.entries if len(each[1]) <= most}
     world.disk.state = LATE if how == "late" else HERE
     world.step()
-    world.disk.state = HERE  # Those that waited have given up.
+    world.disk.state = HERE  # The requests have given up waiting.
     world.run()
-    # The third waits for the first one's prefill instead, as ever.
+    # The third waits for the first one's prefill instead, as without a disk.
     assert world.computed == {"wants": left, "waits": left, "again": 0}
 
 
@@ -251,7 +251,7 @@ def every_request_ends(earlier, prompts, rows, step, limit, data):
         world.disk.state = data.draw(st.sampled_from([HERE, COMING, COMING, LATE]))
         for _ in range(data.draw(st.integers(0, 3))):
             plan = world.step(fail=data.draw(st.integers(0, 9)) == 0)
-            # Nothing runs: then all that are here wait for a read, and one is under way.
+            # If nothing runs, all requests here wait for a read, and one is in progress.
             if not plan.live and world.policy.num_waiting:
                 assert world.reuse.disk_seconds_left > 0
                 assert world.disk.wanted

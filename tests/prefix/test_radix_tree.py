@@ -1,4 +1,4 @@
-"""The prefix cache's policy, with no arrays: what is found, shared, pinned and evicted."""
+"""The prefix cache's policy, without arrays: what is found, shared, pinned and evicted."""
 
 import pytest
 from hypothesis import settings
@@ -29,7 +29,7 @@ def test_the_least_recently_used_goes_first():
     tree.touch(tree.longest_prefix("", tuple(range(10))))
     put(tree, range(300, 310))
     assert [found(tree, range(s, s + 10)) for s in (0, 100)] == [10, 0]
-    put(tree, range(200, 210))  # It is here, and used again.
+    put(tree, range(200, 210))  # It is in the tree, so this is a use.
     put(tree, range(400, 410))
     assert [found(tree, range(s, s + 10)) for s in range(0, 500, 100)] == [0, 0, 10, 10, 10]
 
@@ -56,7 +56,7 @@ def test_a_growing_chain_keeps_few_snapshots_in_memory_and_on_the_disk():
     assert ends[:3] == [10, 30, 50], "the first, where a branch leaves, and the system prompt's"
     assert ends[-NUM_RECENT - 1 :] == [4990 - 10 * i for i in range(NUM_RECENT, -1, -1)]
     assert len(ends) <= NUM_RECENT + 2 * 10
-    # Wherever it is edited, at most half of what would have to be computed is lost.
+    # Wherever the text is edited, at most half of the tokens to compute were computed before.
     for place in range(50, 4990):
         best = max(e for e in ends if e <= place)
         assert place - best <= (4990 - best) / 2 + 10
@@ -67,9 +67,9 @@ salts = st.sampled_from("ab")
 
 
 class Life(RuleBasedStateMachine):
-    """Entries come, are used and go, in memory and on a disk that loses some of its own accord.
+    """Entries are added, used and removed, in memory and on a disk that also loses some itself.
 
-    At all times what matches is the longest entry that was inserted and is in the tree.
+    At all times a lookup finds the longest entry that was inserted and is still in the tree.
     """
 
     def __init__(self):
@@ -81,7 +81,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(tokens=tokens, salt=salts, back=st.integers(-1, 3))
     def insert(self, tokens, salt, back):
-        """More of it may have come since it was copied, or have gone."""
+        """Since the KV was copied, the tree can have got more of the prefix, or lost some."""
         covered = self.tree.covered(salt, tokens)
         start = min(max(covered - back, 0), len(tokens))
         if start > covered:
@@ -107,7 +107,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned)
     @rule(bad=st.booleans())
     def use(self, bad):
-        """Even one that is found to be bad keeps its KV until what restores it is done."""
+        """Unpin a node; even if it is found to be bad, it keeps its KV until then."""
         node = self.pinned.pop()
         if bad and node not in self.pinned:
             prefix = node.prefix()
@@ -118,7 +118,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(tokens=tokens, salt=salts, broken=st.booleans(), coming=st.booleans())
     def fetch(self, tokens, salt, broken, coming):
-        """What comes between two calls is up to the other rules."""
+        """Fetch an entry from the disk; between two calls, other rules can run."""
         length = self.disk.longest(salt, tokens)
         if length <= found(self.tree, tokens, salt):
             return

@@ -1,4 +1,4 @@
-"""An engine on its thread while a request waits for the disk, and others go on."""
+"""An engine on its thread, while a request waits for the disk and others continue."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ CONFIG = EngineConfig(num_draft_tokens=2, prefix_cache_size=64 << 20, prefill_st
 
 
 class SlowDisk(PrefixStore):
-    """A store whose reads wait until they may go on."""
+    """A store whose reads wait until `go_on` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, FINGERPRINT, 1 << 30)
@@ -41,8 +41,8 @@ class SlowDisk(PrefixStore):
 
 @pytest.fixture
 def begin(tiny_models, tmp_path, monkeypatch):
-    """Starts a server's like on a directory that has PROMPT's prefix."""
-    # Reads wait for the test, and that for a busy machine.
+    """A function that starts an engine on a directory that has PROMPT's prefix."""
+    # Reads wait for the test, which can be slow on a busy machine.
     monkeypatch.setattr(prefix_store, "READ_SECONDS", 10 * PATIENCE)
     made: list[tuple[Client, SlowDisk]] = []
 
@@ -77,7 +77,7 @@ def test_others_go_on_while_a_prefix_is_read_and_it_is_right_when_it_comes(begin
     with served.held_at(3, stream):
         served.engine.submit(wants)
     assert disk.began.wait(PATIENCE)
-    # Whatever the engine does from now on, it does while the disk is silent.
+    # From now on the engine works while the disk does not answer.
     served.wait_for_tokens("stream", min(len(served.tokens("stream")) + 30, 200))
     late = request("late", [11, 12], greedy(5, ignore_eos=True))
     served.engine.submit(late)
@@ -109,7 +109,7 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
     wait_until(lambda: served.engine.stats().num_requests_waiting == 2)
     before = len(steps)
     time.sleep(0.5)
-    # A request may have come while the first was looked at; a loop that spins takes thousands.
+    # The second request can arrive during a step; a loop that spins takes thousands of steps.
     assert len(steps) - before <= 2
     assert served.engine.hang_reason is None
     assert served.engine.unhealthy_reason is None
@@ -119,7 +119,7 @@ def test_with_nothing_else_to_do_the_engine_sleeps_and_is_well(begin, monkeypatc
 
 
 def test_a_read_that_takes_too_long_is_not_waited_for(begin, tiny_models, monkeypatch):
-    """Alone in the engine, which has to wake up by itself; the next finds what the first saved."""
+    """The engine has no other request, and wakes up by itself; the next finds the saved prefix."""
     monkeypatch.setattr(prefix_store, "READ_SECONDS", 0.2)
     served, disk = begin()
     for name in ("one", "two"):
@@ -151,7 +151,7 @@ def test_a_request_can_end_and_the_engine_too_while_a_read_hangs(begin, monkeypa
         served.wait("leaves", "also hit")
         assert served.outputs["leaves"][-1].finish_reason == "error"
         wait_until(lambda: served.engine.stats().num_restarts == 1)
-    # The gauges are those of the last step, and may still be those from before the request.
+    # The gauges are those of the last step, which can be from before the request.
     wait_until(lambda: not disk.reading)
     wait_until(lambda: served.engine.stats().num_requests_waiting == 0)
     disk.go_on.set()

@@ -23,7 +23,7 @@ from tests.vision import seeing
 
 
 def requests_of(kind):
-    """The requests of all tests, and one that branches off inside the longest prompt."""
+    """Returns the requests of all tests, and one that branches off inside the longest prompt."""
     if kind.endswith("images"):
         return seeing.make_requests(kind.split()[0])
     requests = make_requests(kind)
@@ -33,9 +33,9 @@ def requests_of(kind):
 
 
 def answers(model, depth, kind, *, links, few=False, cache=1 << 20, ids=None, pause=0.0):
-    """Two rounds of requests that come and go, the second with the prefixes of the first.
+    """Run two rounds of requests that come and go, the second with the prefixes of the first.
 
-    Returns the tokens by round and request, and how many of the prompts' were reused.
+    Returns the tokens by round and request, and the number of reused prompt tokens.
     """
     requests = requests_of(kind)[5 if few else 0 :]
     driver = Driver(

@@ -1,4 +1,4 @@
-"""Each rank has its part of a prefix on its own disk; a prefix is used only if all have theirs."""
+"""Each rank stores its part of a prefix on its own disk; a prefix is used only if all have it."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ FIRST = request("first", HISTORY, greedy(13, ignore_eos=True))
 
 @pytest.fixture
 def ranks(tmp_path):
-    """A model, and the two parts of it."""
+    """A model, and its parts for two ranks."""
     write_checkpoint(tmp_path / "model", Layout("qwen3_next"))
     load = partial(load_model, tmp_path / "model", enable_mtp=True)
     return load(), [load(part=(rank, 2)) for rank in range(2)]
@@ -81,7 +81,7 @@ def truncate(file: Path) -> None:
 
 
 def files(folder: Path, *, snapshot: bool) -> list[Path]:
-    """The files of a rank, that of the longest prefix first."""
+    """Returns the files of a rank, that of the longest prefix first."""
     ends = [(int(f.stem.rsplit("-", 1)[1]), f) for f in folder.glob("*.safetensors")]
     kind = [(end, f) for end, f in ends if (f.name.split("-")[4][-1] == "s") == snapshot]
     return [file for _, file in sorted(kind, reverse=True)]

@@ -63,7 +63,7 @@ def ranks(folder: Path, *commands: list[str]) -> Iterator[list[Rank]]:
 
 
 def stream(url: str, max_tokens: int, began: Callable[[], object]) -> list[str]:
-    """All events of a streamed answer; `began` is called at the fifth."""
+    """Returns all events of a streamed answer; `began` is called at the fifth."""
     fields = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     fields["stream_options"] = {"include_usage": True}
     messages, events = [{"role": "user", "content": "Tell me a story."}], []
@@ -96,7 +96,7 @@ def test_a_lost_rank_ends_requests_and_rank_zero(tmp_path, sig, why):
 
 
 def test_ranks_that_are_stopped_together_go_on(tmp_path):
-    """As by Ctrl-Z and `fg`, for longer than a rank may be silent."""
+    """Ranks can be stopped, as by Ctrl-Z and `fg`, for longer than a rank can be silent."""
     with ranks(tmp_path, SERVE, SERVE) as (lead, other):
         assert lead.ready.wait(120) and lead.url, lead.ended()
 
@@ -131,7 +131,7 @@ def test_a_port_that_is_taken_ends_all(tmp_path):
 
 
 def faulty(code: str) -> list[str]:
-    """The command of a server that runs `code` first."""
+    """Returns the command of a server that runs `code` first."""
     return [
         "-c",
         f"{code}\nimport sys\nfrom mlx_mtp.cli.main import main\nsys.exit(main())",
@@ -140,7 +140,7 @@ def faulty(code: str) -> list[str]:
 
 
 def test_a_slow_rank_is_waited_for(tmp_path):
-    """A rank whose steps take 50 ms longer is no fault."""
+    """A rank whose steps take 50 ms longer causes no error or warning."""
     slow = faulty("""
 import time
 from mlx_mtp.engine.runner import ModelRunner
@@ -161,7 +161,7 @@ ModelRunner.run = slowly
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_full_memory_on_one_rank_ends_all(tmp_path, rank):
-    """Raises the error of Metal and CUDA; on a CPU mlx would crash, and so end the rank."""
+    """The error is that of Metal and CUDA; on a CPU mlx would crash, which also ends the rank."""
     full = faulty("""
 from mlx_mtp.engine.runner import ModelRunner
 decode, steps = ModelRunner._decode, []

@@ -1,4 +1,4 @@
-"""Several ranks answer as one does, as threads of this process and as processes."""
+"""Several ranks, as threads of this process and as processes, answer as one rank does."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ CASES = [
 
 
 def by_threads(monkeypatch, models, *case, **more):
-    """Answers of rank 0, with a thread for each rank's model."""
+    """Returns the answers of rank 0, with a thread for each rank's model."""
     work = partial(answers, models[0], *case, **more)
     tokens, reused = led(monkeypatch, models, lambda together: work(links=together))
     assert reused > 20, "the second round reuses prefixes of the first"
@@ -84,7 +84,7 @@ def test_ranks_answer_as_one(
 
 @pytest.mark.parametrize("family", [FAMILIES[0], *(full(each) for each in FAMILIES[1:])])
 def test_optimistic_acceptance(tmp_path, monkeypatch, tiny_models, family):
-    """Each step is the rule on its drafts, which all ranks keep."""
+    """Each step follows the acceptance rule, and all ranks agree on it."""
     write_checkpoint(tmp_path, Layout(family, stacked_experts=family == "qwen3_5_moe"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     shares = itertools.cycle((0.5, 0.0, 1e-3))
@@ -110,11 +110,11 @@ def test_optimistic_acceptance(tmp_path, monkeypatch, tiny_models, family):
 )
 def test_the_bundled_model_and_its_sibling(tmp_path, monkeypatch, ties, name, size):
     path = DENSE_DEMO if name == "sibling" else DEMO
-    if name == "4 bits":  # in groups of which an expert has one for each of two ranks
+    if name == "4 bits":  # An expert has one group of 32 for each of two ranks.
         path = tmp_path / "model"
         mlx_lm_convert(str(DEMO), str(path), quantize=True, q_bits=4, q_group_size=32)
         add_head(str(path), str(DEMO))
-    load = partial(load_model, path, enable_mtp=True, memory=0)  # 0: quantized weights stay so
+    load = partial(load_model, path, enable_mtp=True, memory=0)  # 0: weights stay quantized
     kind, whole = "sampled grammars", load()
     expected = {r.request_id: plain(whole, r, VOCAB, (EOS,)) for r in requests_of(kind)}
     models = [load(part=(rank, size)) for rank in range(size)]
@@ -217,7 +217,7 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
     lead.send({"a": 1})
     assert follower.receive() == {"a": 1}
     wait_until(lambda: "rank 1 5" in lead.launched_steps())
-    # One that hangs as a whole: its heartbeat stops.
+    # The heartbeat of a rank that hangs as a whole stops.
     follower._closed.set()
     assert on_lead.get(timeout=60) == "rank 1 has not been heard of for 2 s"
     lead.fail("again")
@@ -231,7 +231,7 @@ def test_links_tell_what_differs_and_who_is_lost(monkeypatch):
 
 @pytest.fixture
 def start(monkeypatch):
-    """`start(size)`: what `connect` returns on each of `size` ranks, or the error's text."""
+    """`start(size)` returns the results of `connect` on `size` ranks, or the errors' texts."""
 
     def started(size, lost=lambda _: None):
         exchange = Exchange(size, monkeypatch)
@@ -255,7 +255,7 @@ def start(monkeypatch):
         (["127.0.0.1:4", "127.0.0.1:5"], ["127.0.0.1"]),
         (["127.0.0.1:4", "127.0.0.1:5", "127.0.0.1:6"], ["127.0.0.1"]),
         (["10.0.0.1:4", "10.0.0.2:4"], ["10.0.0.1"]),
-        # The first may belong to a cable to the last rank alone.
+        # The first address can belong to a cable that leads only to the last rank.
         (["10.0.0.1:4", "10.0.1.2:4", "10.0.2.1:4"], ["10.0.0.1", "192.168.1.5"]),
     ],
 )
@@ -285,7 +285,7 @@ def test_a_name_may_lead_elsewhere_on_its_own_machine(variable, value, expected,
 
 
 def test_strangers_take_no_ranks_place(start, monkeypatch, caplog):
-    """Neither silent ones, more than rank 0 keeps, nor some that send a false hello."""
+    """Neither silent strangers, more than rank 0 keeps, nor some that send a false hello."""
     strangers, listen, call = [], socket.create_server, socket.create_connection
 
     def called(*given, **more):
@@ -345,7 +345,7 @@ def test_a_silent_stranger_is_dropped_and_a_missing_rank_is_named(start, monkeyp
 
 
 def test_a_rank_that_is_hung_up_on_calls_again():
-    """Rank 0 hangs up on the oldest of many strangers, which may be a rank."""
+    """Rank 0 hangs up on the oldest of many strangers, which can be a rank."""
     key, challenge = b"key", bytes(links._RANDOM_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -363,7 +363,7 @@ def test_a_rank_that_is_hung_up_on_calls_again():
         links._reach([place], key, 1).close()
         thread.join()
     with pytest.raises(RankError, match="can't be reached"):
-        links._reach([place], key, 1)  # Nobody listens: at once.
+        links._reach([place], key, 1)  # Fails immediately, as nobody listens.
 
 
 def test_a_rank_that_is_lost_at_the_start_is_named(start, monkeypatch):
@@ -385,7 +385,7 @@ def test_a_rank_that_is_lost_at_the_start_is_named(start, monkeypatch):
 def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
     tmp_path, monkeypatch, caplog, factor
 ):
-    """Numbers that are only rounded differently are a warning."""
+    """Numbers that are only rounded differently cause a warning."""
     write_checkpoint(tmp_path, Layout("qwen3_5"))
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]
     norm = models[1].causal_lm.model.norm
@@ -406,7 +406,7 @@ def test_a_rank_that_computes_other_numbers_is_found_at_the_start(
 
 
 def test_a_lost_rank_ends_all_requests(tiny_models):
-    """Even while the engine's thread is stuck, as in a collective that never ends."""
+    """Requests end even if the engine's thread is stuck, as in a collective that never ends."""
     together = links.Links(lambda _: None)
     config = EngineConfig(num_draft_tokens=1)
     engine = build_engine(tiny_models["qwen3_5"], config, VOCAB, (), links=together)
@@ -463,7 +463,7 @@ def test_a_step_that_never_ends_ends_the_process(monkeypatch):
     ids=str,
 )
 def test_a_pickle_brings_nothing_but_messages(where):
-    """Nor attributes of messages that lead to other code."""
+    """Attributes of messages that lead to other code are refused, too."""
     names = b"".join(b"\x8c" + bytes([len(name)]) + name.encode() for name in where)
     with pytest.raises(pickle.UnpicklingError, match="is no message"):
         links._Loader(io.BytesIO(b"\x80\x04" + names + b"\x93.")).load()

@@ -1,4 +1,4 @@
-"""Bad words: a mask forbids what trying each token finds."""
+"""Bad words: a mask forbids the tokens that a search of every token finds."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ def forbidden(words: BadWords, tail: bytes) -> set[int]:
 
 
 def completing(words: list[str], text: bytes, vocabulary: tuple[bytes, ...]) -> set[int]:
-    """The tokens whose last bytes, or some before, are the end of a word."""
+    """Returns the tokens that complete a word, with their last byte or an earlier one."""
     found = set()
     for token, added in enumerate(vocabulary):
         ends = [(text + added)[: len(text) + n] for n in range(1, len(added) + 1)]

@@ -1,4 +1,4 @@
-"""What mlx compiles of a draw where there is a GPU has the bits that it has uncompiled."""
+"""The parts of a draw that are compiled on a GPU give the same bits as uncompiled."""
 
 import mlx.core as mx
 

@@ -34,14 +34,14 @@ def allowed(mask: mx.array | np.ndarray | None) -> set[int]:
 
 
 def window_masks(constraint: Constraint, drafts: list[int]) -> list[set[int]]:
-    """What may follow the last token and each draft."""
+    """Returns the tokens allowed after the last token and after each draft."""
     masks = GrammarMasks([constraint]).window_mask(mx.array([[0, *drafts]]))
     count = len(drafts) + 1
     return [allowed(None if masks is None else masks[0, j]) for j in range(count)]
 
 
 def draft(constraint: Constraint, tokens: list[int]) -> list[set[int]]:
-    """Masks of drafts, each consumed after its mask was made."""
+    """Returns the masks of drafts, each of which is consumed after its mask was made."""
     guide, masks = GrammarMasks([constraint]), []
     for token in tokens:
         masks.append(allowed(guide.draft_mask(1)))
@@ -50,7 +50,7 @@ def draft(constraint: Constraint, tokens: list[int]) -> list[set[int]]:
 
 
 def singly(spec: GrammarSpec, tokens: list[int]) -> set[int]:
-    """By llguidance, one token at a time."""
+    """Returns the tokens that llguidance allows after `tokens`, consumed one at a time."""
     plain = PlainMask(compiled(spec))
     for token in tokens:
         plain.consume(token)
@@ -60,12 +60,12 @@ def singly(spec: GrammarSpec, tokens: list[int]) -> set[int]:
 @settings(max_examples=100)
 @given(data=st.data(), spec=st.sampled_from(SPECS))
 def test_masks_of_windows_and_drafts_are_those_of_single_tokens(data, spec):
-    """Up to a draft that is not allowed; what is drafted or rejected leaves no trace."""
+    """This holds up to a draft that is not allowed; drafts and rejections leave no trace."""
     constraint, said = Constraint(compiled(spec)), []
     while EOS not in said and len(said) < 12 and constraint.active:
         drafts, true = [], [singly(spec, said)]
         for _ in range(data.draw(st.integers(0, 4))):
-            # Mostly an allowed one, else any; none after the answer's end.
+            # Mostly an allowed draft, else any; none after the answer's end.
             options = sorted(true[-1]) if data.draw(st.integers(0, 3)) else range(VOCAB)
             drafts.append(data.draw(st.sampled_from(options)))
             if drafts[-1] not in true[-1] or EOS in drafts:
@@ -101,7 +101,7 @@ def test_a_limit_met_by_a_draft_counts_only_if_the_answer_comes_there(drafts):
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), limit=st.integers(0, 6), length=st.integers(1, 3))
 def test_a_budgets_end_always_comes_in_time(data, limit, length):
-    """Whatever is said before it, its tokens are forced after `limit` tokens at the latest."""
+    """The end's tokens are forced after `limit` tokens at the latest, whatever came before."""
     end = tuple(range(length))
     state, said = ThinkingBudget(limit, end), []
     while not state.over:
@@ -128,7 +128,7 @@ def test_masks_are_applied_bit_by_bit():
 
 
 def test_cuts_choose_among_the_tokens_that_are_allowed():
-    """top_k of the best tokens would leave none, were the mask applied after it."""
+    """If the mask were applied after top_k, no token would be left."""
     logits = np.linspace(5, 0, VOCAB, dtype=np.float32)[None, None]
     may_come = np.zeros((1, 1, VOCAB), dtype=bool)
     may_come[..., 90:93] = True

@@ -1,4 +1,4 @@
-"""Compiling: what each kind accepts, where answers end, and what is refused."""
+"""Compilation: what each kind of grammar accepts, where answers end, and what is refused."""
 
 import json
 
@@ -30,7 +30,7 @@ def mask(matcher) -> set[int]:
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
-    """Each token is in its mask, and the end of sequence after the last; nowhere before it."""
+    """Returns True if each token is in its mask, and the end of sequence in the mask after them."""
     matcher = grammar.matcher.deep_copy()
     for token in ids(text):
         if token not in mask(matcher):
@@ -65,7 +65,7 @@ def test_each_kind_accepts_what_it_should(spec, right, wrong):
 
 
 def test_the_text_of_a_special_token_stays_text():
-    """llguidance's forced tokens would take the token itself, which no string matches."""
+    """llguidance's forced tokens would be the special token itself, which no string matches."""
     matcher = compiled(GrammarSpec("json_schema", '{"const": "</think>"}')).matcher.deep_copy()
     said = ""
     while EOS not in (allowed := mask(matcher)):

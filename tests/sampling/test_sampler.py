@@ -1,4 +1,4 @@
-"""Processing against NumPy, rows alike in any batch, draws from a reduced vocabulary, ranges."""
+"""Scores equal NumPy's in any batch; noise, joins of rows, reduced vocabularies, ranges."""
 
 import mlx.core as mx
 import numpy as np
@@ -43,11 +43,11 @@ def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
     outputs = [random.integers(0, VOCAB, 4).tolist() for _ in rows]
     drafts = random.integers(0, VOCAB, (len(rows), length - 1))
     logits = (3 * random.standard_normal((len(rows), length, VOCAB + 6))).astype(np.float32)
-    logits[..., VOCAB:] = 99.0  # padding of the vocabulary, never to be drawn
+    logits[..., VOCAB:] = 99.0  # padding of the vocabulary, which must not be drawn
     begin = np.array([[len(prompt)] for prompt in prompts])
 
     sampler = Sampler(rows, prompts, VOCAB, stops)
-    # Of what was drawn last only the first is kept.
+    # Only the first of the tokens drawn last is kept.
     drawn = np.concatenate([outputs, random.integers(0, VOCAB, (len(rows), 2))], axis=1)
     for first, last, kept in ((0, 3, 3), (3, 6, 1)):
         at = mx.array(begin + np.arange(first, last))
@@ -64,7 +64,7 @@ def test_a_window_of_a_mixed_batch_equals_each_position_alone(rows, seed):
 
 
 def test_noise_of_a_row_is_that_of_the_single_call():
-    """Bit for bit that of mlx's own generator, also for some of the tokens alone."""
+    """The noise equals that of mlx's generator bit for bit, also for only some of the tokens."""
     seeds, positions = mx.array([5, 2**32 - 1], dtype=mx.uint32), mx.array([[3, 4], [70000, 0]])
     for vocab in (7, 4096):
         noise = keyed_gumbel(seeds, positions, vocab)
@@ -107,7 +107,7 @@ def test_logprobs_are_of_the_unprocessed_distribution():
 
 @pytest.mark.parametrize("penalised", [0, 1, 2])
 def test_selecting_and_joining_rows_keeps_their_counts(penalised):
-    """Rows without penalties get zero tables when they join rows with them, and lose them after."""
+    """Rows without penalties get zero tables beside rows with tables, and drop them afterwards."""
     with_tables = SamplingParams(
         max_tokens=9,
         repetition_penalty=2.0,
@@ -162,13 +162,13 @@ def test_a_reduced_draw_is_that_from_all_had_the_others_no_chance(rows, seed, nu
     some = {"ids": mx.array(ids)}
     scores = np.array(sampler.scores(mx.array(logits), positions, window, **some))
     expected = np.array(sampler.scores(mx.array(wide), positions, window))[..., ids]
-    # The sums behind top_p have other lengths: a cut may fall on a rounding tie.
+    # The sums for top_p have other lengths, so that a cut can fall on a rounding tie.
     cut = np.isfinite(scores) != np.isfinite(expected)
     assert cut.sum() <= (num_ids < VOCAB)
     np.testing.assert_array_equal(scores[~cut], expected[~cut])
     drawn = sampler.draw(mx.array(logits), positions, window, **some)
     assert drawn.dtype == mx.int32
-    # Where none of them is allowed any draw will do: no draft can be accepted there.
+    # If no token of `ids` is allowed, any draw will do: no draft can be accepted there.
     if not cut.any() and np.isfinite(scores).any(axis=-1).all():
         assert mx.array_equal(drawn, sampler.draw(mx.array(wide), positions, window))
 

@@ -1,4 +1,4 @@
-"""The cheap cuts against the full sort: the same tokens, bit for bit, ties and masks included."""
+"""The cheap cuts keep the same tokens as a full sort, bit for bit, ties and masks included."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.sampling.truncation import Truncation, largest, largest_ids
 
-# Multiples of a block and not; below and above the least number that is put in order, 128.
+# Multiples of a block and others; below and above 128, the minimum number of sorted tokens.
 SIZES = [1, 5, 127, 129, 511, 512, 2049, 4096, 9001, 20_000]
 
 cuts = st.builds(
@@ -27,7 +27,7 @@ cuts = st.builds(
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> Iterator[None]:
-    """Where sums are made one after the other. A GPU's differ with the number of addends."""
+    """Runs tests on the CPU, whose sums are sequential; a GPU's depend on the number of addends."""
     device = mx.default_device()
     mx.set_default_device(mx.cpu)
     yield
@@ -36,12 +36,12 @@ def _on_the_cpu() -> Iterator[None]:
 
 KINDS = {
     "normal": lambda x, random: x,
-    # As a real model's, where many are equal.
+    # Like a real model's logits, many of which are equal.
     "bfloat16": lambda x, random: mx.array(x).astype(mx.bfloat16).astype(mx.float32),
     "a few values": lambda x, random: np.round(x / 3),
     "equal": lambda x, random: np.full_like(x, random.choice([0.0, -7.5])),
     "steep": lambda x, random: x * 40,
-    # A mask always allows something.
+    # A mask always allows some token.
     "masked": lambda x, random: np.where(
         (random.random(x.shape) < random.choice([0.1, 0.9, 0.999])) & (x != x.max(-1)[..., None]),
         -np.inf,
@@ -59,7 +59,7 @@ def make_logits(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
 
 
 def by_sorting(logits: mx.array, rows: list[SamplingParams]) -> mx.array:
-    """The cuts as they are defined, row by row; a greedy row is not cut."""
+    """Cut as the parameters are defined, row by row; a greedy row is not cut."""
     out = []
     for x, p in zip(logits, rows, strict=True):
         least = mx.full((x.shape[0], 1), -mx.inf)
@@ -107,7 +107,7 @@ def test_what_stays_of_five_tokens():
     for cut, kept in (
         ({"top_p": 0.3}, 1),
         ({"top_p": 0.45}, 3),  # the token that crosses top_p stays, and its tie
-        ({"top_k": 2}, 3),  # as do all that tie with the last one
+        ({"top_k": 2}, 3),  # all tokens that tie with the last one stay
         ({"top_k": 4, "top_p": 0.9}, 4),
         ({"top_k": 3, "min_p": 0.6}, 1),
         ({}, 5),

@@ -1,4 +1,4 @@
-"""Acceptance, and costs of steps: measured, inferred, with noise."""
+"""Acceptance rates, and costs of steps: measured, inferred, with noise."""
 
 import itertools
 import math
@@ -23,12 +23,12 @@ def even(size: int, depth: int) -> StepShape:
 
 
 def one_row(shape: StepShape) -> float:
-    """A machine that is known for equal numbers of drafts."""
+    """Returns the true seconds of a step whose rows have equal numbers of drafts."""
     return 0.01 * TRUE[shape.longest]
 
 
 def stay(costs: StepCosts, size: int, depth: int, seconds: float, steps: int = 9) -> None:
-    """Steps in use, between others whose time is not known."""
+    """Observe `steps` steps of one shape, and then one without a known time."""
     for _ in range(steps):
         costs.observe(even(size, depth), seconds)
     costs.observe(even(size, depth), None)
@@ -49,7 +49,7 @@ def calibrated(seconds: Seconds = one_row, cells=((MTP, 1, range(1, 5)),), times
 
 @pytest.fixture(autouse=True)
 def estimates(monkeypatch):
-    """Costs are compared as they are estimated, without what doubt adds."""
+    """Compares costs as they are estimated, without the addition for uncertainty."""
     monkeypatch.setattr(costs_module, "_CAUTION", 0.0)
 
 
@@ -76,7 +76,7 @@ CELLS = (
 
 @pytest.mark.parametrize("seed", range(6))
 def test_costs_of_shapes_that_were_not_measured_follow_from_their_tokens(seed):
-    """Machines of random parts: what drafts of 2, 8 and 32 rows cost follows from other steps."""
+    """On random machines, the costs of drafts of 2, 8 and 32 rows are inferred from other steps."""
     chance = random.Random(seed)
     weights, window, head, place = (
         chance.uniform(*x) for x in ((1, 20), (0, 2), (0.1, 2), (0, 0.2))
@@ -111,7 +111,7 @@ def test_a_slower_machine_changes_ratios_little_once_two_numbers_of_drafts_ran(f
 
 
 def test_work_of_the_host_in_each_step_makes_drafts_cheaper_and_is_kept():
-    """As over HTTP: 10 ms a step without drafts, and 6 ms beside the model."""
+    """As over HTTP, a step without drafts takes 10 ms, and the host's work 6 ms more."""
     costs = calibrated()
     for depth in (1, 0, 3) * 4:
         stay(costs, 1, depth, 0.01 * TRUE[depth] + 0.006, 17)
@@ -141,7 +141,7 @@ def test_late_steps_and_first_launches_change_nothing():
 
 
 def test_costs_are_still_learned_after_long_use():
-    """On a machine that other work disturbs; in the end drafts cost three times as much."""
+    """After long use with noisy times, drafts cost three times as much, which is learned."""
     costs, chance = calibrated(), random.Random(0)
     for number in range(20_000):
         rows, depth = chance.choice([1, 4, 16]), number % 3
@@ -175,7 +175,7 @@ def test_costs_are_numbers_whatever_is_seen_and_loaded(data):
 
 
 def test_the_cost_of_padding_is_learned_in_use():
-    """Windows of which one alone is long, in steps that no two are alike."""
+    """Only one window of a step is long, and the shapes of steps vary."""
 
     def seconds(shape: StepShape) -> float:
         return 0.001 * (6 + 0.5 * (shape.rows + shape.drafts) + 0.1 * shape.padding)
@@ -205,7 +205,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     rates = [chances[0], *(b / a for a, b in itertools.pairwise(chances))]
     assert min(rates[:2]) > 0.95
     assert rates[2] < 0.05
-    # Behind the one that failed nothing was tried, nor at all at the last.
+    # No position after the failed one was tried, and the last one was never drafted.
     assert rates[3:] == pytest.approx([0.95 * rates[2], 0.95**2 * rates[2]])
     for _ in range(5000):
         pool.fade(1)
@@ -218,7 +218,7 @@ def test_ngram_drafts_are_rated_by_the_length_of_the_match_before_them():
     assert first == sorted(first, reverse=True)
     assert row.cumulative_acceptance(40, 16, pool)[-1] > first[-1]
     for _ in range(50):
-        pool.observe(3, 0, missed=True)  # Short matches are chance,
-        pool.observe(20, 16, missed=False)  # long ones go on.
+        pool.observe(3, 0, missed=True)  # Short matches are accidental,
+        pool.observe(20, 16, missed=False)  # long ones continue.
     assert row.cumulative_acceptance(3, 1, pool)[0] < 0.1
     assert row.cumulative_acceptance(20, 16, pool)[-1] > 0.9

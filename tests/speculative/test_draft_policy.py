@@ -1,4 +1,4 @@
-"""The policy against machines made of numbers: never far from the best that could be chosen."""
+"""The policy on simulated machines: never far from the best possible choice."""
 
 import itertools
 import random
@@ -25,13 +25,13 @@ from tests.support.harness import curve
 from tests.support.quick import full
 
 Cost = Callable[[int, float], float]
-"""(rows, drafts a row) -> seconds of a step where all rows have so many."""
+"""(rows, drafts per row) -> seconds of a step in which all rows have this number of drafts."""
 Rates = Callable[[], Sequence[float]]
-"""The chance of each position's draft at present, given those before it."""
+"""() -> current acceptance probability of each position's draft, if those before are accepted."""
 
 
 class Window(NamedTuple):
-    """What a policy reads of a row of a step."""
+    """The fields of a step's row that a policy reads."""
 
     drafting: RowDrafting
     source: str
@@ -43,7 +43,7 @@ Observed = tuple[list[Window], StepShape, float | None]
 
 
 class Run:
-    """What a row may copy: tokens that are right with these chances."""
+    """Tokens that a row can copy, right with these probabilities."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self.rates = rates
@@ -54,22 +54,22 @@ class Run:
 
 @dataclass
 class Machine:
-    """Steps that take time and bring tokens.
+    """Simulates steps that take time and yield tokens.
 
-    The policy observes noisy times and drawn acceptance; `seconds` and `tokens` are what is
-    expected of them, so that the policy is judged without the noise.
+    The policy observes noisy times and randomly drawn acceptance; `seconds` and `tokens` are
+    expected values, so that the policy is judged without the noise.
     """
 
     cost: Cost
     rates: Rates
     noise: float = 0.03  # spread (sigma of the log) of a step's time
     late: float = 0.01  # share of the steps that take up to ten times as long
-    first: float = 1.0  # how many times as long the first step of a shape takes
-    draft_share: float = 0.4  # of the cost above depth 0, what is spent on proposing
-    padding: float = 0.0  # of a step without drafts, what a place in all rows' windows adds
-    host: float = 0.0  # seconds that each step takes beside the model
+    first: float = 1.0  # factor of the time of a shape's first step
+    draft_share: float = 0.4  # share of the cost above depth 0 that is spent on drafting
+    padding: float = 0.0  # cost of a place in all rows' windows, over a step without drafts
+    host: float = 0.0  # seconds of the host's work per step
     seed: int = 0
-    answers: Sequence[int] = (1 << 30,)  # tokens, drawn; behind its answer's end nothing counts
+    answers: Sequence[int] = (1 << 30,)  # lengths, drawn; tokens after an answer don't count
     seconds: float = 0.0
     tokens: float = 0.0
     seen: set[StepShape] = field(default_factory=set)
@@ -82,7 +82,7 @@ class Machine:
     def run(
         self, policy: DraftPolicy, size: int, num_steps: int, rows: list[RowDrafting] | None = None
     ):
-        """Steps of one unchanging batch; returns tokens per second."""
+        """Run steps of one unchanging batch; returns tokens per second."""
         rows = rows or [RowDrafting() for _ in range(size)]
         began, before = self.seconds, self.tokens
         window = policy.choose(rows, steady=False).head
@@ -103,7 +103,7 @@ class Machine:
         return (self.tokens - before) / (self.seconds - began)
 
     def price(self, shape: StepShape) -> float:
-        """What a step really takes."""
+        """Returns the true seconds of a step."""
         size, drafts, passes, _ = shape
         plain = self.cost(size, 0)
         verify = (1 - self.draft_share) * (self.cost(size, drafts / size) - plain)
@@ -120,7 +120,7 @@ class Machine:
         last: StepShape | None,
     ) -> Observed:
         self.seconds += self.price(shape)
-        # The host sees a part of the step before.
+        # The time that the host sees includes a part of the previous step.
         seconds = 0.7 * self.price(shape) + 0.3 * self.price(last or shape)
         seconds *= self.random.lognormvariate(0.0, self.noise)
         if self.random.random() < self.late:
@@ -147,12 +147,12 @@ class Machine:
 
 
 def best_fixed(cost: Cost, rates: Sequence[float], size: int) -> float:
-    """Tokens per second at the best depth where all rows have these rates."""
+    """Returns the tokens per second at the best fixed depth, if all rows have these rates."""
     return max(size * _expected(rates[:depth]) / cost(size, depth) for depth in range(K + 1))
 
 
 def _expected(rates: Sequence[float]) -> float:
-    """Tokens of a window."""
+    """Returns the expected number of tokens of a window."""
     tokens = reached = 1.0
     for rate in rates:
         reached *= rate
@@ -161,8 +161,8 @@ def _expected(rates: Sequence[float]) -> float:
 
 
 K = 8
-# Costs of a step over a plain one. The first table was measured on two cores of a CPU, the second
-# on one H200 (up to depth 3; the rest is made up, and the dip at 3 is not).
+# Costs of a step by depth, over those of a plain step. The first table was measured on two cores of
+# a CPU, the second on one H200 up to depth 3 (the dip at 3 is real); its rest is made up.
 CPU = {
     1: (1, 1.4, 1.78, 2.08, 2.43, 2.7, 2.97, 3.25, 3.53),
     4: (1, 1.52, 2.03, 2.25, 2.63, 3.0, 3.43, 3.8, 4.2),
@@ -181,13 +181,13 @@ LOW = [0.3, 0.2, *[0.1] * 6]
 CLIFF = [0.98, 0.98, 0.98, 0.1, 0, 0, 0, 0]
 SPOILED = [0.0] * K
 PLACES = [(table, size) for table in (CPU, GPU) for size in table]
-# The quick run has one row and sixteen, on both.
+# The quick run has one row and sixteen rows, on both machines.
 QUICK_PLACES = [p if p[1] in (1, 16) else full(*p) for p in PLACES]
 QUICK_NUMBERS = [n if p[1] in (1, 16) else full(n) for n, p in enumerate(PLACES)]
 
 
 def cost_of(table: dict[int, tuple[float, ...]], scale: float = 0.01) -> Cost:
-    """Between the measured depths linear, and beyond them with the last slope."""
+    """Returns costs that are linear between measured depths, and have the last slope beyond."""
 
     def cost(size: int, drafts: float) -> float:
         known = table[size]
@@ -211,7 +211,7 @@ def calibrated(table: dict[int, tuple[float, ...]], size: int) -> AdaptiveDrafts
 @pytest.mark.parametrize("number", QUICK_NUMBERS)
 @pytest.mark.parametrize("shift", [0, 2])
 def test_near_the_best_fixed_depth(number, shift):
-    """With costs that were calibrated, and from nothing; the first step of a shape compiles."""
+    """With calibrated costs, and with none; the first step of a shape is slow, as it compiles."""
     table, size = PLACES[number]
     rates = (GOOD, REAL, MIDDLING, LOW, CLIFF)[(number + shift) % 5]
     for policy, share in ((calibrated(table, size), 0.89), (worth(), 0.93)):
@@ -224,7 +224,7 @@ def test_near_the_best_fixed_depth(number, shift):
 @pytest.mark.parametrize("rates", [SPOILED, LOW], ids=["spoiled", "low"])
 @pytest.mark.parametrize(("table", "size"), QUICK_PLACES)
 def test_a_first_start_is_as_fast_as_plain_decoding(table, size, rates):
-    """Nothing is known, and drafts bring nothing."""
+    """No costs are known, and drafts gain nothing."""
     machine = Machine(cost_of(table), lambda: rates, noise=0.05)
     assert machine.run(worth(), size, 300) > 0.97 * size / table[size][0] * 100
 
@@ -234,14 +234,14 @@ def test_a_spoiled_head_costs_at_most_2_percent(table, size):
     machine = Machine(cost_of(table), lambda: SPOILED, noise=0.05, first=20)
     policy = calibrated(table, size)
     plain = size / table[size][0] * 100
-    assert machine.run(policy, size, 300) > 0.94 * plain  # while that is found out
+    assert machine.run(policy, size, 300) > 0.94 * plain  # while it learns that
     assert machine.run(policy, size, 1500) > 0.98 * plain
     assert policy.choices == {size: 0}
 
 
 @pytest.mark.parametrize("number", QUICK_NUMBERS)
 def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
-    """In the same rows, or with new ones all the time."""
+    """The rows stay the same, or are new all the time."""
     (table, size), same_rows = PLACES[number], bool(number % 2)
     phase = [REAL]
     machine = Machine(cost_of(table), lambda: phase[0], noise=0.05)
@@ -257,7 +257,7 @@ def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
         assert (machine.tokens - tokens) / (machine.seconds - seconds) > least * best
         choice = policy.choices[size]
         if rates is SPOILED:
-            assert cost_of(table, 1.0)(size, choice) < 1.06  # parked, or as good as that
+            assert cost_of(table, 1.0)(size, choice) < 1.06  # no drafts, or almost as cheap
         else:
             assert choice > 0 or best < 1.05 * size / machine.cost(size, 0)
 
@@ -291,7 +291,7 @@ def test_any_machine_and_any_head(data):
 
 @pytest.mark.parametrize("table", [CPU, GPU], ids=["cpu", "gpu"])
 def test_answers_of_few_tokens(table):
-    """All drafts are right, but those behind an answer's end bring nothing."""
+    """All drafts are right, but those after an answer's end gain nothing."""
 
     def speed(policy: DraftPolicy) -> float:
         machine = Machine(cost_of(table), lambda: [1.0] * K, answers=range(4, 17))
@@ -324,7 +324,7 @@ def test_batches_that_change_all_the_time():
 
 
 def drive(policy, rows: list[RowDrafting], accepted: int, steps: int, steady=True) -> set[int]:
-    """Steps in which each row gets so many of its drafts accepted; the numbers of row 1."""
+    """Run steps that accept up to `accepted` drafts of each row; returns row 1's depths."""
     seen = set()
     for _ in range(steps):
         head = policy.choose(rows, steady=steady).head
@@ -341,7 +341,7 @@ def test_requests_with_a_number_of_their_own_get_it():
     assert 0 in drive(policy, rows, 0, 300)
     assert policy.choose(rows, steady=True).head[::2] == (4, 1)
     assert policy.choose([RowDrafting(3)], steady=True).head == (3,)
-    # One of eight would gain from drafts, but the others wait for a pass of the head.
+    # One row of eight would gain from drafts, but the others have to wait for the head's pass.
     for slope, pays in ((3.0, False), (0.02, True)):
         machine = Parts(lambda n, slope=slope: 8 + slope * n, head=(slope, 0.0))
         costs = StepCosts()
@@ -366,7 +366,7 @@ def test_a_run_that_pays_is_copied_at_once_though_the_head_drafts(length):
 
 
 def speed_of(price: Callable[[StepShape], float], head, copies, num_passes: int) -> float:
-    """Of windows with these cumulative acceptances, in each row the host's or the head's."""
+    """Returns the speed of windows with these cumulative acceptances; copies replace the head's."""
     windows = [c or h for h, c in zip(head, copies)]
     tokens = len(head) + sum(map(sum, windows))
     counts = [*map(len, windows)]
@@ -374,14 +374,14 @@ def speed_of(price: Callable[[StepShape], float], head, copies, num_passes: int)
 
 
 def cuts(rows: Sequence[Sequence[float]]) -> Iterator[tuple[Sequence[float], ...]]:
-    """All ways to cut each row's drafts."""
+    """Yields all ways to cut each row's drafts."""
     return itertools.product(*([row[:n] for n in range(len(row) + 1)] for row in rows))
 
 
 @pytest.mark.parametrize("padding", [0.0, 0.1])
 @pytest.mark.parametrize("table", [CPU, GPU], ids=["cpu", "gpu"])
 def test_the_greedy_windows_are_the_best_of_all(table, padding):
-    """Of random rows, some of which may copy, at the true prices."""
+    """For random rows, some of which can copy, at the true prices."""
     chance = random.Random(5)
     machine, gained = Machine(cost_of(table), list, padding=padding), []
     for _ in range(40):
@@ -402,7 +402,7 @@ def test_the_greedy_windows_are_the_best_of_all(table, padding):
 
 
 class Mix(Machine):
-    """Rows of which every other one copies well, and whose heads differ."""
+    """A machine on which the head's rates differ from row to row."""
 
     def rates_of(self, row: RowDrafting) -> Sequence[float]:
         return row.true  # type: ignore[attr-defined]
@@ -416,7 +416,7 @@ class MixedRow(RowDrafting):
 
 @pytest.mark.parametrize(("table", "size"), [(CPU, 4), (CPU, 16), (GPU, 1), (GPU, 16)])
 def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
-    """Against the best choice at the true prices and rates, and far above one number for all."""
+    """Near the best choice at the true prices and rates, and far better than one depth for all."""
     rows = []
     for number in range(size):
         row = MixedRow()
@@ -436,7 +436,7 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
         counts = best_windows(prices, waiting, runs) if any(runs) else [0] * size
         copied = [run[:n] for run, n in zip(runs, counts)]
         best = max(best, speed_of(machine.price, waiting, copied, depth))
-    # One row alone has a head whose drafts bring little, where costs dip at three.
+    # The drafts of a single row's head gain little, while costs dip at depth 3.
     assert speed > (0.92 if size == 1 else 0.96) * best
     even = [[own[:depth] for own in head] for depth in range(K + 1)]
     fixed = max(
@@ -456,7 +456,7 @@ def true_prices(machine: Machine, rows: int) -> BatchCosts:
 
 
 class Changing:
-    """What a row may copy: runs of some length and chance begin now and then."""
+    """Tokens that a row can copy: runs of random length and acceptance begin now and then."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance, self.left, self.rates = chance, 0, [0.0]
@@ -473,13 +473,13 @@ class Changing:
 
 
 class Parts(NamedTuple):
-    """A machine whose steps take milliseconds for their tokens, and for other parts."""
+    """A machine: the milliseconds that the tokens and the other parts of a step take."""
 
     of_tokens: Callable[[int], float]
-    window: float = 0.0  # any drafts
-    head: tuple[float, float] = (0.6, 0.03)  # a pass, and each of its rows
-    padding: float = 0.0  # a place
-    host: float = 0.0  # a step in use, beside the model
+    window: float = 0.0  # if there are drafts
+    head: tuple[float, float] = (0.6, 0.03)  # per pass, and per row of a pass
+    padding: float = 0.0  # per padded place
+    host: float = 0.0  # the host's work per step in use
 
     def seconds(self, shape: StepShape) -> float:
         window = self.window * (shape.longest > 0) + self.padding * shape.padding
@@ -488,7 +488,7 @@ class Parts(NamedTuple):
 
 
 def staircase(tokens: int) -> float:
-    """As on Apple's M3 and later: few rows of a product read the weights once, more twice."""
+    """As on Apple's M3 and later: a product of few rows reads the weights once, of more twice."""
     return 20 + 0.6 * tokens + 7 * (tokens >= 5) + 7 * (tokens >= 10) + 8 * (tokens >= 13)
 
 
@@ -508,14 +508,14 @@ def machine_of(parts: Parts, rates: Sequence[float], noise: float = 0.05) -> Mac
 
 
 def calibrate(parts: Parts, costs: StepCosts) -> None:
-    """As `Calibrator` does while no request runs, so without what the host does in use."""
+    """Learn costs as `Calibrator` does while no request runs: without the host's work in use."""
     chance = random.Random(0)
     for cell in steps_to_measure({}, 32, (MTP, HOST)):
         costs.learn(cell, parts.seconds(cell.shape) * chance.lognormvariate(0.0, 0.02))
 
 
 def changing_rows(policy: AdaptiveDrafts, size: int, chance: random.Random) -> list[RowDrafting]:
-    """Rows that may copy; their runs go on with each choice of the policy."""
+    """Returns rows that can copy; their runs advance with each choice of the policy."""
     rows = [RowDrafting() for _ in range(size)]
     for row in rows:
         row.host["copy"] = Changing(chance)
@@ -535,10 +535,10 @@ def changing_rows(policy: AdaptiveDrafts, size: int, chance: random.Random) -> l
     [(1, False), (16, True), full(1, True), full(4, False), full(4, True), full(16, False)],
 )
 def test_never_slower_than_any_fixed_choice(size, copies):
-    """With the first steps after the start, in batches that change every 50 steps.
+    """The first steps after the start count, and batches change every 50 steps.
 
-    The best fixed choice is known only here: none, or a number of the head's drafts. Bounds are for
-    one machine, and for the mean of all.
+    Only the test knows the best fixed choice: no drafts, or a number of the head's drafts. The
+    bounds are for each machine, and for the mean of all.
     """
     shares = []
     for parts, rates in itertools.product(MACHINES.values(), (REAL, MIDDLING, LOW)):
@@ -561,7 +561,7 @@ def test_never_slower_than_any_fixed_choice(size, copies):
 
 @pytest.mark.parametrize("size", [1, 4, 16])
 def test_what_a_wrong_calibration_loses_is_bounded(size):
-    """Tokens, places in long windows and the head's passes cost seven times what was measured."""
+    """Tokens, places in long windows and the head's passes cost seven times as much as measured."""
     costs = StepCosts()
     calibrate(Parts(lambda n: 9 + 0.15 * n), costs)
     dear = Parts(lambda n: 9 + 0.15 * size + 1.0 * (n - size), head=(4.0, 0.2), padding=0.3)

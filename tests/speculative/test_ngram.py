@@ -1,4 +1,4 @@
-"""N-gram drafts: the index against a slow search, what is offered, the memory of answers."""
+"""N-gram drafts: the index compared with a slow search, offered runs, the memory of answers."""
 
 import random
 
@@ -11,7 +11,7 @@ FILE = random.Random(1).sample(range(10, 5000), 200)
 
 
 def slow(text: list[int]) -> int:
-    """The longest end of a text that occurred in it before."""
+    """Returns the length of the longest end of a text that occurred in it before."""
     lengths = [0]
     for place in range(1, len(text)):
         length = 0
@@ -34,14 +34,14 @@ def test_the_longest_match_is_found_however_the_text_came(seed):
     length, place = index.find(index.tokens)
     assert length == slow(text)
     assert text[place - length : place] == text[len(text) - length :]
-    # The same by arrays at once, within the memory that the formula says.
+    # An index built at once finds the same, within the memory that the formula gives.
     assert NgramIndex(text).find(index.tokens) == (length, place)
     assert index.nbytes <= OBJECTS + 4 * (2 * len(text) + max(2 * len(text), 256))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_choices_of_a_prompt_share_its_index_while_one_of_them_is_left(seed, monkeypatch):
-    """Their matches are those of prompt and answer as one text."""
+    """A choice's matches are those of its prompt and answer as one text."""
     chance, source, built, build = random.Random(seed), NgramSource(0), [], NgramIndex._build
     prompt = tuple(chance.randrange(30) for _ in range(chance.choice([1, 100, 127, 128, 700])))
     monkeypatch.setattr(
@@ -77,7 +77,7 @@ def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not(
     assert (drafter.match, list(drafter.next_run), drafter.cumulative_acceptance(0)) == (0, [], [])
     drafter.extend(FILE[42:46])
     assert list(drafter.next_run) == FILE[46:79]
-    for number in range(60):  # Short matches that lead nowhere are soon offered no more.
+    for number in range(60):  # Short matches with wrong drafts are soon no longer offered.
         drafter.extend([6000 + number, *FILE[70:73]])
     assert drafter.match == 3
     assert drafter.cumulative_acceptance(0) == []
@@ -101,7 +101,7 @@ def test_a_long_answer_is_added_to_earlier_ones_without_indexing_them_again(monk
     )
     for number in range(40):
         source.keep(None, [1000 * number + n for n in range(300)])
-    assert len(built) <= 10  # as the table of entries grows
+    assert len(built) <= 10  # only when the table of entries grows
     drafter = source.drafter((1, 2, 3), None)
     drafter.extend([25_100, 25_101, 25_102])
     assert list(drafter.next_run) == [25_103 + n for n in range(MAX_RUN)]

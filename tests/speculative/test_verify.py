@@ -8,7 +8,7 @@ from mlx_mtp.speculative.verify import verify_window
 
 
 def reference(targets, window, stop_ids, remaining, finished, num_drafts):
-    """One row's `AcceptResult`."""
+    """Returns one row's `AcceptResult`."""
     window = window[: num_drafts + 1]
     if finished:
         return 0, 0, True, remaining, window[0], 0
@@ -33,7 +33,7 @@ def test_equals_a_loop(data, length, batch):
 
     token, width = st.integers(0, 4), data.draw(st.integers(0, 2))
     targets, firsts = draw(token), draw(token, 1)
-    # Drafts that often agree, so that long prefixes are seen too.
+    # Drafts often agree, so that long accepted prefixes occur, too.
     window = [
         [first, *((t if flip else (t + 1) % 5) for t, flip in zip(target[:-1], flips))]
         for (first,), target, flips in zip(firsts, targets, draw(st.integers(0, 3)))

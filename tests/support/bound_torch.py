@@ -1,4 +1,4 @@
-"""PyTorch beside our OpenBLAS in one process."""
+"""PyTorch and our OpenBLAS in one process."""
 
 import importlib.util
 import os
@@ -6,10 +6,10 @@ import sys
 
 
 def load_torch() -> None:
-    """Import PyTorch, if it is installed, so that it calls the OpenBLAS that it has within.
+    """Import PyTorch, if it is installed, so that it calls its own OpenBLAS.
 
-    Ours is loaded with global symbols, which mlx needs; PyTorch's calls would find these and crash.
-    mlx_lm imports transformers, which imports PyTorch: so this comes before.
+    Our OpenBLAS is loaded with global symbols, which mlx needs; PyTorch's calls would resolve to
+    them and crash. mlx_lm imports transformers, which imports PyTorch, so call this before.
     """
     if importlib.util.find_spec("torch") is None or not hasattr(os, "RTLD_DEEPBIND"):
         return

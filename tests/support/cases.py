@@ -1,4 +1,4 @@
-"""Requests that equality is tested with, acceptance of their drafts, depths, prefix caches."""
+"""Requests, drafters and policies for tests that compare answers with plain decoding."""
 
 import json
 import random
@@ -56,9 +56,9 @@ SPECS = (
 
 
 def make_requests(kind: str) -> list[Request]:
-    """Prompts from one token to several chunks; a length of k + 1 for every k among them.
+    """Returns requests with prompts from one token to several chunks, and k + 1 for every k.
 
-    With grammars there are more: one request for each grammar, and three free ones in their midst.
+    With grammars there are more: one request for each grammar, mixed with three free ones.
     """
     generator = np.random.default_rng(11)
     lengths = (1, 2, 3, 4, 6, 17, 50, 16)
@@ -80,7 +80,7 @@ def make_requests(kind: str) -> list[Request]:
 def drafter_for(
     drafts: str, model: LoadedModel, references: dict[str, Plain], requests: list[Request]
 ):
-    """The model's own head, over all tokens or half of them, or drafts of a known acceptance."""
+    """Returns the model's own head, with all or half of the tokens, or drafts of a known rate."""
     if drafts == "head":
         return MTPDrafter(model)
     if drafts == "half":
@@ -92,9 +92,9 @@ def drafter_for(
 
 
 class Erratic:
-    """A policy: other drafts at every step and for each row, often none, now and then the host's.
+    """A policy with random drafts at every step and row: often none, sometimes the host's.
 
-    These are the row's own run, or nonsense if it has none.
+    The host's drafts are the row's own run, or nonsense if it has none.
     """
 
     def __init__(self, seed: int) -> None:
@@ -127,7 +127,7 @@ class Erratic:
 
 
 class RandomChunks(PrefillScheduler):
-    """Chunks of any length up to a step's."""
+    """Plans chunks of random lengths, up to the prefill step size."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -138,7 +138,7 @@ class RandomChunks(PrefillScheduler):
 
 
 def check_head_cache(driver: Driver, model: LoadedModel, name: str) -> None:
-    """The head's KV of a running row is as if written in one go; the driver is run to its end."""
+    """Check a running row's head KV against that of one pass; runs the driver to its end."""
     batch = driver.runner.batches.decoding
     batch.settle()
     row = [s.request_id for s in batch.sequences].index(name)
@@ -164,7 +164,7 @@ ROOM = 64 << 20
 
 
 def words(seed: int, count: int) -> list[int]:
-    """Random tokens that are no turn end."""
+    """Returns `count` random tokens, none of which ends a turn."""
     return [int(t) for t in np.random.default_rng(seed).integers(2, VOCAB, count)]
 
 
@@ -193,7 +193,7 @@ def driver(
 
 
 def ask(run: Driver, *wanted: Request) -> None:
-    """Run requests to their ends, together; what they save is on the disk then."""
+    """Run requests together to their ends, and wait until their prefixes are on the disk."""
     for each in wanted:
         run.add(each)
     run.run()

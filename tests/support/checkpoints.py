@@ -1,4 +1,4 @@
-"""Sources and targets for the converter, and the head that it should make of a source."""
+"""Sources and targets for the converter, and the head that it should make from a source."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.support.tiny_models import Layout, config_json, hf_tensors
 
-BLOCK = (24, 40)  # Of FP8; neither divides all matrices.
+BLOCK = (24, 40)  # rows and columns of an FP8 block; neither divides all matrices
 PT = {"format": "pt"}
 TYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32, "FP8": mx.bfloat16}
 _NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight")
@@ -25,7 +25,7 @@ def is_norm(name: str) -> bool:
 
 
 def to_fp8(values: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
-    """Codes, BF16 scales of blocks of rows and columns, and the float32 values they stand for."""
+    """Returns FP8 codes, a BF16 scale for each block, and the float32 values that they encode."""
     *lead, rows, columns = values.shape
     shape = (*lead, -(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
     scales = mx.array(0.01 + 0.003 * (np.arange(np.prod(shape)) % 7).reshape(shape))
@@ -37,9 +37,9 @@ def to_fp8(values: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def write_file(path: Path, tensors: Tensors, metadata: Mapping[str, str] = PT) -> None:
-    """A safetensors file; bytes are FP8, but for the scales of some of mlx's modes."""
+    """Write a safetensors file; uint8 tensors are FP8, except scales of some of mlx's modes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    data = bytearray()  # which grows in place
+    data = bytearray()  # a bytearray grows in place
     for name, value in tensors.items():
         is_fp8 = value.dtype == mx.uint8 and not name.endswith(".scales")
         dtype = "F8_E4M3" if is_fp8 else _NAMES[value.dtype]
@@ -60,10 +60,10 @@ def read_file(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
 def encode_all(
     tensors: Mapping[str, np.ndarray], storage: str = "BF16", bf16: tuple[str, ...] = ()
 ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """A checkpoint's tensors as a file has them, and the float32 values that they stand for.
+    """Returns a checkpoint's tensors as stored in a file, and the float32 values they encode.
 
-    With `storage` "FP8" (else "BF16", "F16", "F32"), norms and routers are BF16 as published, and
-    so are names that end with one of `bf16`.
+    `storage` is "BF16", "F16", "F32" or "FP8". With "FP8", norms and routers are BF16 as in
+    published checkpoints, and so are names that end with one of `bf16`.
     """
     stored: dict[str, mx.array] = {}
     meant: dict[str, mx.array] = {}
@@ -86,9 +86,10 @@ def write_source(
     bf16: tuple[str, ...] = (),
     **change: Any,
 ) -> dict[str, mx.array]:
-    """A Hugging Face checkpoint; returns what its tensors stand for, in float32.
+    """Write a Hugging Face checkpoint; returns the values that its tensors encode, in float32.
 
-    With several shards there is an index, and the head is in the last two; `change` config.json.
+    With several shards there is an index, and the head is in the last two; `change` updates
+    config.json.
     """
     config = {**config_json(layout), **change}
     if storage == "FP8":
@@ -108,7 +109,7 @@ def write_source(
 
 
 def split_sidecar(directory: Path) -> None:
-    """A sidecar of two files and an index, in the place of one."""
+    """Replace a directory's sidecar by one of two files and an index."""
     tensors, metadata = read_file(directory / "mtp.safetensors")
     (directory / "mtp.safetensors").unlink()
     names = [f"mtp-0123abcd-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -127,7 +128,7 @@ def _write_groups(path, groups, stored, metadata, stem) -> None:
 def write_target(
     path: Path, layout: Layout, quantization: Mapping[str, Any] | None = None, **change: Any
 ) -> Path:
-    """An MLX model's directory as far as the converter looks at it: config.json."""
+    """Write what the converter reads of an MLX model's directory: config.json."""
     path.mkdir(parents=True, exist_ok=True)
     config = config_json(layout)
     config.get("text_config", config).update(change)
@@ -138,7 +139,7 @@ def write_target(
 
 
 def expected_head(meant: Tensors, prefix: str = "mtp.") -> dict[str, mx.array]:
-    """The head in MLX's layout, float32, with 1 + w in the norms: the reference."""
+    """Returns the reference head: in MLX's layout and float32, with 1 + w in the norms."""
     own = {k.removeprefix(prefix): v for k, v in meant.items() if k.startswith(prefix)}
     experts, switch = "layers.0.mlp.experts.", "layers.0.mlp.switch_mlp."
     out = {k: v + 1 if is_norm(k) else v for k, v in own.items() if experts not in k}

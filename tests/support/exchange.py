@@ -23,7 +23,7 @@ from mlx_mtp.sampling import sampler
 
 
 class Exchange:
-    """Replaces the collectives: the ranks are threads of this process."""
+    """Replaces the collective operations: the ranks are threads of this process."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -101,9 +101,9 @@ def led(
     monkeypatch: pytest.MonkeyPatch,
     models: Many[LoadedModel],
     work: Callable[[Links], Any],
-    stores: Many[PrefixStore] = (),  # of the other ranks
+    stores: Many[PrefixStore] = (),  # of ranks 1 and up
 ) -> Any:
-    """Run `work(links)` as rank 0, with a thread that follows for each other model."""
+    """Run `work(links)` as rank 0, and a follower thread for each other rank's model."""
     together, ends = Links(pytest.fail), [Queue() for _ in models[1:]]
     together.all = ends
 

@@ -12,7 +12,7 @@ from mlx_mtp.vision.images import ImageSizes
 EOS = 4089
 
 Output = RequestOutput | None
-"""What a script yields: a step's output (its request id is filled in), or None for silence."""
+"""A script's item: a step's output, whose request id is filled in, or None for no output."""
 Script = Callable[[Request], Iterator[Output]]
 
 
@@ -33,12 +33,12 @@ class FakeInfo:
 
 
 def out(*token_ids: int, finish: str | None = None, **more: object) -> RequestOutput:
-    """One step's output."""
+    """Returns one step's output."""
     return RequestOutput("", token_ids=token_ids, finish_reason=finish, **more)
 
 
 def answer(tokens: Sequence[int], sizes: Iterable[int] = (1, 2, 3)) -> Script:
-    """Give these tokens, so many a step in turn, then the end; heed max_tokens."""
+    """Returns a script of `tokens`, `sizes` per step in turn, up to the end or max_tokens."""
 
     def script(request: Request) -> Iterator[Output]:
         ids, rounds = [*tokens, EOS], list(sizes)
@@ -65,13 +65,13 @@ def answer(tokens: Sequence[int], sizes: Iterable[int] = (1, 2, 3)) -> Script:
 
 
 def fake_logprobs(token: int, request: Request) -> TokenLogprobs:
-    """Recognizable numbers: the token's own, then as many ids after it as were asked for."""
+    """Returns recognizable logprobs: of the token, and as top ids of it and the ids after it."""
     top = tuple((token + i, -0.25 * (i + 1)) for i in range(request.sampling.top_logprobs or 0))
     return TokenLogprobs(logprob=-0.25, top=top)
 
 
 def fake_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
-    """The token itself is the second, at the double of the first one's logprob."""
+    """Returns logprobs in which each prompt token has rank 2 and twice the first one's logprob."""
     top = request.sampling.prompt_logprobs
     if top is None:
         return ()
@@ -82,7 +82,7 @@ def fake_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
 
 
 def endless(token: int) -> Script:
-    """The same token for ever."""
+    """Returns a script that repeats a token forever."""
 
     def script(request: Request) -> Iterator[Output]:
         while True:
@@ -92,7 +92,7 @@ def endless(token: int) -> Script:
 
 
 class FakeEngine:
-    """Plays `script` for each request. Waiting for it is bounded: a test that hangs fails."""
+    """Plays `script` for each request. Its waits are bounded, so that a test that hangs fails."""
 
     measuring = False
 
@@ -146,7 +146,7 @@ class FakeEngine:
         return not self._thread.is_alive()
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
-        """Wait until `condition` holds, looking after each change."""
+        """Wait until `condition` holds, checked after each change; False after 30 seconds."""
         with self._changed:
             return self._changed.wait_for(condition, timeout=30)
 
@@ -163,7 +163,7 @@ class FakeEngine:
                     self._deliver([replace(ended, request_id=name) for name in self._running])
                     return
                 outputs = self._step()
-                # A breath between steps; without it an endless script floods the event loop.
+                # A pause between steps, so that an endless script doesn't flood the event loop.
                 self._changed.wait(0.001)
             if outputs:
                 self._deliver(outputs)

@@ -1,4 +1,4 @@
-"""A hub on loopback: repositories' files by HEAD and (ranged) GET, and a log of the requests."""
+"""A hub on loopback: serves repositories' files to HEAD and (ranged) GET, and logs the requests."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """What is served (`files`), how it fails, and what was asked for."""
+    """Serves `files`, fails as configured, and records the requests."""
 
     def __init__(self, repo_id: str, files: dict[str, bytes]) -> None:
         self.repo_id, self.files, self.commit = repo_id, files, COMMIT
         self.trouble: dict[str, tuple[int, str]] = {}  # Status and code by file or repository.
-        self.log: list[tuple[str, str, str | None]] = []  # Method, file and range, but of listings.
-        self.num_requests = 0  # with the listings
+        self.log: list[tuple[str, str, str | None]] = []  # Method, file and range; no listings.
+        self.num_requests = 0  # Listings included.
         self.others: dict[str, dict[str, bytes]] = {}  # Files of further repositories.
-        self.damaged: dict[str, bytes] = {}  # What is sent in a file's place, with its hash.
-        # Called with a file's name and its content, from where it was asked for: the pieces that
-        # are sent of it before the connection ends.
+        self.damaged: dict[str, bytes] = {}  # Sent in place of a file's content, with its hash.
+        # Called with a file's name and its content from the requested offset on; returns the pieces
+        # that are sent before the connection ends.
         self.pieces: Callable[[str, bytes], Iterable[bytes]] = lambda _, content: (content,)
 
     @classmethod
@@ -38,7 +38,7 @@ class FakeHub:
 
     @property
     def downloaded(self) -> set[str]:
-        """Files whose contents were asked for."""
+        """The files whose contents were requested."""
         return {name for method, name, _ in self.log if method == "GET"}
 
     @contextlib.contextmanager
@@ -53,13 +53,13 @@ class FakeHub:
 
     @contextlib.contextmanager
     def serve_here(self, cache: Path) -> Iterator[FakeHub]:
-        """Serve it as the hub of this process, with an empty cache."""
+        """Serve this hub as the one that this process uses, with an empty cache."""
         with self.serve(), pytest.MonkeyPatch.context() as patch:
             template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
             patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
             patch.setattr(constants, "ENDPOINT", self.url)
             patch.setattr(constants, "HF_HUB_CACHE", str(cache))
-            # What an earlier test of this process has found out about the real hub.
+            # Reset what an earlier test in this process found out about the real hub.
             patch.setattr(constants, "HF_HUB_OFFLINE", False)
             patch.setattr("mlx_mtp.models.hub._unreachable", "")
             yield self
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def content_hash(name: str, content: bytes) -> str:
-    """The hash by which the hub names a content: git's, but for weights."""
+    """Returns the hash by which the hub identifies a file's content: git's, except for weights."""
     if name.endswith(".safetensors"):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -1,4 +1,4 @@
-"""Documents with one value replaced, as a damaged file or another program may have them."""
+"""Documents with one value replaced, as in a damaged file or one of another program."""
 
 import copy
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ ODD = (None, True, -1, 1e400, 10**400, "", STEERING, [], {}, [None], {STEERING: 
 
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of the document and of each value in it; of a list the first entry's."""
+    """Yields the path of the document and of each value in it; of a list, only the first entry."""
     yield path
     if isinstance(document, dict):
         for key, value in document.items():
@@ -19,7 +19,7 @@ def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value at a path."""
+    """Returns a copy with another value at a path."""
     if not path:
         return value
     found = copy.deepcopy(document)
@@ -31,7 +31,7 @@ def replaced(document: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def odd_versions(document: Any, values: tuple[Any, ...] = ODD) -> Iterator[Any]:
-    """The document with each of these values, or none, in each place."""
+    """Yields the document with each of `values` in each place, and with each key left out."""
     for path in places(document):
         for value in values:
             yield replaced(document, path, value)
@@ -45,5 +45,5 @@ def odd_versions(document: Any, values: tuple[Any, ...] = ODD) -> Iterator[Any]:
 
 
 def steers(text: str) -> bool:
-    """Whether a text has what `STEERING` would do to a terminal."""
+    """Returns True if a text has one of the control sequences in `STEERING`."""
     return any(each in text for each in ("\x1b]", "\x07", "\x9b", "\u202e", "\x1b[2J", "\ud800"))

@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny models: 96 tokens, JSON's characters and a few longer pieces."""
+"""Grammars, and a tokenizer for the tiny models: 96 tokens, most of them JSON's characters."""
 
 import json
 from functools import cache
@@ -18,7 +18,7 @@ _SINGLE = f'{_LETTERS}{_SPACE}{_NEWLINE}{{}}[]":,.-_+*/\\()<>=!?%#&|'
 
 
 def tokenizer_json() -> str:
-    """In the form of tokenizer.json: 96 tokens, of which 0 to 3 are special."""
+    """Returns a tokenizer.json with 96 tokens; tokens 0 to 3 are special."""
     pieces = [*_SINGLE, *(merge.replace(" ", "") for merge in _MERGES)]
     special = ["<|pad|>", "<|end|>", "</think>", "<tool_call>"]
     pieces += [chr(0x100 + i) for i in range(96 - len(special) - len(pieces))]
@@ -58,7 +58,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def texts() -> tuple[bytes, ...]:
-    """The bytes of each token."""
+    """Returns the bytes of each token."""
     pieces = map(tokenizer().id_to_token, range(96))
     return tuple(bytes(ord(character) % 256 for character in piece) for piece in pieces)
 
@@ -68,7 +68,7 @@ def bad_words(*words: str) -> BadWords:
 
 
 def ids(text: str) -> list[int]:
-    """Special tokens by their text; the rest in the tokenizer's own pieces."""
+    """Tokenize a text; special tokens are recognized by their text."""
     return tokenizer().encode(text).ids
 
 
@@ -81,4 +81,4 @@ TOO_WIDE_WITHIN = GrammarSpec(
     f'{{"type": "array", "minItems": 1, "items": {{"anyOf": [{{"const": 1}}, '
     f"{optional_properties(600)}]}}}}",
 )
-"""Compiles; an answer that begins with `[{` meets a limit, one that begins with `[1` does not."""
+"""Compiles, but an answer that begins with `[{` hits a limit; one that begins with `[1` doesn't."""

@@ -38,8 +38,8 @@ from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from mlx_mtp.speculative.host_sources import HostSources
 from mlx_mtp.vision.placed import MAX_EMBEDDED_BYTES
 
-MEASURED: list[str] = []  # what pytest prints after its summary
-TIE = 1e-4  # two candidates closer than this may change places when shapes change
+MEASURED: list[str] = []  # lines that pytest prints after its summary
+TIE = 1e-4  # scores closer than this can swap their order when shapes change
 
 
 greedy = partial(SamplingParams, temperature=0.0)
@@ -54,7 +54,7 @@ def request(
 
 
 class Plain(NamedTuple):
-    """A reference answer: its tokens, and how far the runner-up was behind at each."""
+    """A reference answer: its tokens, and at each the score's lead over the runner-up."""
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
@@ -69,7 +69,10 @@ def slow_scores(
     banned: Many[int] = (),
     noise: bool = True,
 ) -> np.ndarray:
-    """`Sampler.scores` for one row and position, in NumPy; `test_truncation.py` has the cuts."""
+    """Computes `Sampler.scores` for one row and position, in NumPy.
+
+    `Truncation` is called as it is: test_truncation.py tests it.
+    """
     x = logits.astype(np.float64)
     counts = np.bincount(np.array(output, dtype=int), minlength=len(x))
     for token in {*[*prompt, *output][-p.repetition_context_size :]}:
@@ -92,7 +95,7 @@ def slow_scores(
 
 
 class PlainMask:
-    """A grammar and its budget, one token at a time, straight by llguidance."""
+    """A grammar and its budget, one token at a time, with llguidance alone."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.matcher = grammar.matcher.deep_copy() if grammar.matcher else None
@@ -117,7 +120,7 @@ class PlainMask:
 
 
 def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[int] = ()) -> Plain:
-    """One token at a time through mlx-lm's modules and caches, with the same keyed noise."""
+    """Decode one token at a time with mlx-lm's modules and caches, and the same keyed noise."""
     masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
     cache = make_prompt_cache(model.model)
     sampler = Sampler([wanted.sampling], [wanted.prompt_token_ids], vocab_size, [stop_ids])
@@ -143,14 +146,14 @@ def plain(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Many[i
 
 @dataclass
 class Ties:
-    """Places where an answer left the reference at a rounding tie, which is allowed and listed."""
+    """Places where answers differ from the reference at a rounding tie: allowed, but listed."""
 
     places: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_accepted: Counter[str] = field(default_factory=Counter)  # drafts by source
 
     def check(self, name: str, got: Many[int], reference: Plain) -> None:
-        """Equal token for token, or parted at a tie."""
+        """Check that an answer equals the reference, or first differs from it at a tie."""
         self.num_tokens += len(reference.tokens)
         if tuple(got) == reference.tokens:
             return
@@ -164,7 +167,7 @@ class Ties:
         self.places.append(f"{name} at token {first}, gap {gap:.2e}")
 
     def report(self, what: str) -> None:
-        """List them at the end of the run; more than one in a thousand would not be rounding."""
+        """List the ties at the end of the run; more than one in a thousand tokens is a failure."""
         MEASURED.append(f"{what}: {len(self.places)} rounding ties in {self.num_tokens} tokens")
         if self.num_accepted:
             told = ", ".join(f"{source} {n}" for source, n in self.num_accepted.items())
@@ -174,21 +177,21 @@ class Ties:
 
 
 def cheap_drafts() -> AdaptiveDrafts:
-    """A policy that begins with drafts: one takes a third of a step."""
+    """Returns a policy that drafts from the first step on: one draft costs a third of a step."""
     costs = StepCosts()
     costs.load_table(curve(MTP, 1, {0: 0.03, 1: 0.04, 4: 0.07}))
     return AdaptiveDrafts(costs)
 
 
 def curve(kind: str, rows: int, costs: Mapping[float, float]) -> Table:
-    """Costs of so many rows by drafts per row, or of chunks by length."""
+    """Returns a cost table: of `rows` rows by drafts per row, or of chunks by length."""
     return {CostKey(kind, rows, size): cost for size, cost in costs.items()}
 
 
 class Driver:
     """An `EngineCore` stepped by hand. The model's head drafts unless another drafter is given.
 
-    `stop_ids` end every request that doesn't ignore them, and messages in prompts.
+    `stop_ids` end every request that doesn't ignore them, and the messages in prompts.
     """
 
     def __init__(
@@ -262,7 +265,7 @@ class Driver:
         return outputs
 
     def run(self, limit: int = 10_000) -> dict[str, list[int]]:
-        """Step until idle; tokens by request."""
+        """Step until idle; returns the tokens by request."""
         for _ in range(limit):
             if self.core.idle:
                 return {name: self.tokens(name) for name in self.outputs}
@@ -275,7 +278,7 @@ class Driver:
     def run_arrivals(
         self, arrivals: Mapping[int, Many[Request]], cancels: Mapping[int, Many[str]] | None = None
     ) -> dict[str, list[int]]:
-        """Requests join, and are cancelled, before the given steps."""
+        """Run requests that arrive, and are cancelled, before the given steps."""
         cancels = cancels or {}
         for number in range(max([*arrivals, *cancels, 0]) + 1):
             for wanted in arrivals.get(number, ()):
@@ -296,7 +299,7 @@ class Driver:
 
 
 def tell_rows(runner: ModelRunner) -> None:
-    """Before each `make_state`, give the drafter the ids of the requests in `new_rows`."""
+    """Make the runner set the drafter's `new_rows`, the request ids, before each `make_state`."""
     original = runner._prefill
 
     def prefill(chunk):
@@ -307,7 +310,7 @@ def tell_rows(runner: ModelRunner) -> None:
 
 
 class OracleState:
-    """The known continuation of each row: int32 [B, L], the token at each absolute position."""
+    """The known text of each row: int32 [B, L], the token at each absolute position."""
 
     def __init__(self, known: mx.array) -> None:
         self.known = known
@@ -326,7 +329,7 @@ class OracleState:
 
 
 class OracleDrafter:
-    """Drafts are prompt and answer by request id, right at a share `rate` of the positions."""
+    """Drafts the known text of each request, with right tokens at a share `rate` of positions."""
 
     def __init__(
         self, answers: Mapping[str, Many[int]], vocab_size: int, rate: float, length: int = 256

@@ -1,4 +1,4 @@
-"""An import-linter contract: no module imports more than so many of the package's others."""
+"""An import-linter contract: a module imports a limited number of the package's modules."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class FanOutContract(Contract):
-    """At most `limit` imports of the package's own modules; those in `exempt` may have more."""
+    """Allows at most `limit` imports of the package's modules, except in the modules `exempt`."""
 
     limit = fields.IntegerField()
     exempt = fields.SetField(subfield=fields.StringField(), required=False, default=set())

@@ -1,4 +1,4 @@
-"""An application without sockets: `httpx.ASGITransport` behind an ordinary, blocking client."""
+"""An application without sockets: a blocking client on top of `httpx.ASGITransport`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ OLLAMA_CHAT, OLLAMA_TEXT = "/api/chat", "/api/generate"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 IGNORED = "x-mlx-mtp-ignored"
 HI = [{"role": "user", "content": "hi"}]
-# A good body for each route that takes one.
+# A valid body for each route that takes one.
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": HI},
     TEXT: {"model": MODEL, "prompt": "hi"},
@@ -56,7 +56,7 @@ class _Bridge(httpx.BaseTransport):
 def in_process(
     engine: FakeEngine | None = None, *, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> Iterator[httpx.Client]:
-    """A client for an application with these settings; a response comes as a whole."""
+    """Yields a client for an application with these settings; it gets each response as a whole."""
     engine = engine or FakeEngine(answer([300]))
     tokenizer = tokenizer or Tokenizer(library_tokenizer(), "the test's model")
     config = ServerConfig(**({"model_name": MODEL, "seed": 1} | settings))

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class LoopbackServer(ThreadingHTTPServer):
-    """Many connections at once on a loopback port; says nothing of clients that leave."""
+    """Serves many concurrent connections on a loopback port; ignores clients that disconnect."""
 
     request_queue_size = 128
 
@@ -14,8 +14,8 @@ class LoopbackServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # No fault, and told on the standard error of whichever test runs by then: a connection's
-        # thread may learn of it when its own test has ended.
+        # A disconnect is no fault, and its message could appear in another test's stderr, because a
+        # connection's thread can notice it after its own test has ended.
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -1,4 +1,4 @@
-"""Prefixes with a content that follows from their tokens, and a disk that answers when it may."""
+"""Prefixes whose content is derived from their tokens, and a fake disk that tests control."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE = 50
 
 
 def segment(tokens: Sequence[int], start: int = 0) -> Segment:
-    """KV of tokens from a place on: a row of the trunk says its token, one of the head the next."""
+    """Returns KV from `start` on: a trunk's row holds its token, a head's row the next token."""
     rows = {"layers.0.keys": tokens[start:], "mtp.keys": tokens[max(start, 1) :]}
     arrays = {
         name: mx.array(np.tile(np.reshape(values, (1, -1, 1)), (2, 1, 32))).astype(mx.bfloat16)
@@ -42,7 +42,7 @@ def keep(store: PrefixStore, *tokens: int, salt: str = ROOT) -> None:
 
 
 def fetch(store: PrefixStore, *tokens: int, start: int = 0, salt: str = ROOT):
-    """What a store has of a prefix, when it has been read."""
+    """Returns a store's result for a prefix, after it has been read."""
     done = threading.Event()
     store.on_read = done.set
     while (found := store.fetch(salt, tokens, start, lambda nbytes: True)) is Fetch.COMING:
@@ -53,7 +53,7 @@ def fetch(store: PrefixStore, *tokens: int, start: int = 0, salt: str = ROOT):
 
 
 def same(one: Segment, other: Segment) -> bool:
-    """Bit by bit."""
+    """Returns True if two segments are equal, bit by bit."""
 
     def bits(array: mx.array) -> tuple:
         return array.dtype, array.shape, memoryview(array).tobytes()
@@ -64,7 +64,7 @@ def same(one: Segment, other: Segment) -> bool:
 
 
 def is_whole(found: object, *tokens: int, start: int = 0) -> bool:
-    """It is all of the prefix."""
+    """Returns True if a store's result is the whole prefix."""
     if isinstance(found, Fetch):
         return False
     *segments, states = found
@@ -73,7 +73,7 @@ def is_whole(found: object, *tokens: int, start: int = 0) -> bool:
 
 
 def nodes(tree: PrefixTree) -> list[Node]:
-    """All nodes but the root, parents first."""
+    """Returns all nodes except the root, parents first."""
     found = [tree._root]
     for node in found:
         found += node.children.values()
@@ -82,7 +82,7 @@ def nodes(tree: PrefixTree) -> list[Node]:
 
 @dataclass(frozen=True)
 class FakeKV:
-    """One byte a token."""
+    """KV of one byte per token."""
 
     start: int
     tokens: tuple[int, ...]
@@ -111,13 +111,13 @@ class FakeState:
 
 
 class FakeDisk:
-    """Holds what it is given, and forgets or breaks what a test says."""
+    """Holds saved prefixes, and forgets or breaks them when a test says so."""
 
     def __init__(self) -> None:
         self.entries: set[tuple[str, tuple[int, ...]]] = set()  # salts and tokens of prefixes
-        self.state = Fetch.HERE  # what `fetch` answers; HERE: a prefix, unless it is broken
+        self.state = Fetch.HERE  # result of `fetch`; HERE: the prefix, unless it is broken
         self.broken = False
-        self.asked: list[int] = []  # lengths of what was asked for, each once for each read
+        self.asked: list[int] = []  # length of the requested prefix, once per read
         self.reading: list[SimpleNamespace] = []
         self.seconds_left = 30.0
         self.wanted: tuple | None = None
@@ -155,7 +155,7 @@ class FakeDisk:
         self.forget()
         if self.broken or (salt, tokens) not in self.entries:
             return Fetch.GONE
-        # In two files, one of which may begin before.
+        # In two parts, as of two files; the first can begin before `start`.
         middle, before = (start + len(tokens)) // 2, max(start - 1, 0)
         parts = [FakeKV(before, tokens[before:middle]), FakeKV(middle, tokens[middle:])]
         return [*(p for p in parts if p.tokens and p.end > start), FakeState(tokens)]
@@ -165,7 +165,7 @@ class FakeDisk:
 
 
 def put(tree: PrefixTree, tokens, salt: str = "", start: int | None = None, **more: bool) -> bool:
-    """Insert an entry, with the KV that is missing or from a place on."""
+    """Insert an entry, with its KV from `start` on (None: the KV that the tree lacks)."""
     tokens = tuple(tokens)
     start = tree.covered(salt, tokens) if start is None else start
     kv = [FakeKV(start, tokens[start:])] if start < len(tokens) else []
@@ -173,7 +173,7 @@ def put(tree: PrefixTree, tokens, salt: str = "", start: int | None = None, **mo
 
 
 def check_tree(tree: PrefixTree) -> None:
-    """Every byte is counted once, every node is needed, and holds what its place says."""
+    """Check that each byte is counted once, and that each node is needed and has its place's KV."""
     total, entries = 0, set()
     for node in nodes(tree):
         prefix = node.prefix()
@@ -192,6 +192,6 @@ def check_tree(tree: PrefixTree) -> None:
 
 
 def flush(store: PrefixStore) -> bool:
-    """Wait until its thread has nothing left to do; False if that takes too long."""
+    """Wait until a store's thread has nothing left to do; returns False after `PATIENCE`."""
     with store._lock:
         return store._lock.wait_for(lambda: not (store._began or store._tasks), PATIENCE)

@@ -36,7 +36,7 @@ class Server:
 
     @cached_property
     def http(self) -> httpx.Client:
-        # None is kept, which the server's end would break; verifying would read certificates.
+        # The server's end would break a kept connection; verifying would read certificates.
         limits = httpx.Limits(max_keepalive_connections=0)
         return httpx.Client(base_url=self.url, timeout=120, limits=limits, verify=False)
 
@@ -58,7 +58,7 @@ class Server:
         raise AssertionError(f"rows are left over: {gauges}")
 
     def gauges(self) -> dict[str, float]:
-        """Each gauge of /metrics, by its name and labels."""
+        """Returns each gauge of /metrics, by its name and labels."""
         text = self.http.get("/metrics").text
         names = set(re.findall(r"^# TYPE (\S+) gauge$", text, re.MULTILINE))
         samples = re.findall(r"^(([^\s{#]+)\S*) (\S+)$", text, re.MULTILINE)
@@ -72,20 +72,21 @@ class Server:
 
 
 def with_log(path: Path) -> str:
-    """Code for `running`: the process writes its log to a file."""
+    """Returns code for `running` by which the process writes its log to a file."""
     return f"import os\nos.dup2(os.open({str(path)!r}, os.O_WRONLY | os.O_CREAT), 2)\n"
 
 
 def with_files(number: int) -> str:
-    """Code for `running`: the process may have at most `number` open files (`ulimit -n`)."""
+    """Returns code for `running` that allows at most `number` open files (`ulimit -n`)."""
     return f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, {(number, number)})\n"
 
 
 @contextlib.contextmanager
 def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Server]:
-    """A server with these flags, killed in the end if it still lives.
+    """Yields a server with these flags, and kills it at the end if it still runs.
 
-    `code` runs in the process before it, to break something. A log that is not read fills its pipe.
+    `code` runs first in the server's process, to break something. Without `read_log` nobody reads
+    the log, which fills its pipe.
     """
     arguments = ["serve", *([] if "--port" in flags else ["--port", "0"]), *flags]
     run = f"{code}\nimport sys\nfrom mlx_mtp.__main__ import main\nsys.exit(main({arguments!r}))"
@@ -120,7 +121,7 @@ def running(*flags: str, code: str = "", read_log: bool = True) -> Iterator[Serv
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nothing listens on now."""
+    """Returns loopback ports that nothing listens on now."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [sock.getsockname()[1] for sock in socks]

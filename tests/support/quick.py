@@ -1,4 +1,4 @@
-"""Which cases the quick run has; the full run has all."""
+"""The choice of cases for the quick run; the full run has all."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -11,14 +11,14 @@ full = partial(pytest.param, marks=pytest.mark.full)
 
 
 def diagonal(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize by a product, of which the quick run has each value of each factor."""
+    """Parametrize by a product; the quick run covers each value of each factor."""
     longest = max(map(len, factors.values()))
     quick = [tuple(values[i % len(values)] for values in factors.values()) for i in range(longest)]
     return _parametrize(factors, quick)
 
 
 def pairwise(**factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize by a product, of which the quick run has any two values of different factors."""
+    """Parametrize by a product; the quick run covers all pairs of values of different factors."""
     return _parametrize(factors, [tuple(case.values()) for case in covering(factors)])
 
 
@@ -30,7 +30,7 @@ def _parametrize(
 
 
 def covering(factors: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Few cases in which any two values of different factors meet."""
+    """Returns a few cases that cover all pairs of values of different factors."""
     left = {
         frozenset([(a, x), (b, y)]): None
         for a, b in combinations(factors, 2)

@@ -1,4 +1,4 @@
-"""HTTP as bytes, for what no client library would send; and the shape of every error."""
+"""HTTP as bytes, for requests that no client library would send; and checks of error bodies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.server.conftest import Served
 def request_bytes(
     method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b""
 ) -> bytes:
-    """A request as a careful client writes it, but for what `headers` say."""
+    """Returns a well-formed request, except for the fields in `headers`."""
     fields = {"Host": "localhost", "Content-Type": "application/json"}
     if body and "Transfer-Encoding" not in (headers or {}):
         fields["Content-Length"] = str(len(body))
@@ -24,17 +24,17 @@ def request_bytes(
 
 
 class _Kept(io.BufferedReader):
-    """What was read ahead is of the next answer, so it is not thrown away."""
+    """Stays open after an answer: bytes that were read ahead belong to the next answer."""
 
     def close(self) -> None:
-        """Its socket is closed by whoever made that."""
+        """Do nothing: the owner of the socket closes it."""
 
     def makefile(self, _: str) -> _Kept:
         return self
 
 
 def incoming(sock: socket.socket) -> _Kept:
-    """A connection's bytes, for several answers in a row."""
+    """Returns a connection's reader, for several answers in a row."""
     return _Kept(sock.makefile("rb", buffering=0))
 
 
@@ -53,7 +53,7 @@ class Answer:
 
 
 def exchange(client: Served, sent: bytes, *, end: bool = False) -> Answer:
-    """Send bytes on a new connection and read one answer; `end`: say that no more will come."""
+    """Send bytes on a new connection and read one answer; `end` shuts the sending side down."""
     with socket.create_connection(client.address, timeout=30) as sock:
         sock.sendall(sent)
         if end:
@@ -63,7 +63,7 @@ def exchange(client: Served, sent: bytes, *, end: bool = False) -> Answer:
 
 
 def error_of(answer: Any, path: str, status: int | None = None) -> str:
-    """The message of an error in the shape of the API that was called; all of it is checked."""
+    """Returns an error's message, after checking the whole error against the API's format."""
     assert status in (None, getattr(answer, "status_code", None)), (path, answer)
     body = answer.json()
     error = body.pop("error")

@@ -1,4 +1,4 @@
-"""The MTP head in NumPy, float64, written from its description and from nothing in the package."""
+"""The MTP head in NumPy, float64, written from its description without the package's code."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class ReferenceHead:
-    """Runs on published tensors, by name: zero-centred norms, experts one by one."""
+    """Runs on tensors as published: zero-centred norms, and one tensor per expert."""
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: dict[str, Any], prefix: str, embed: str
@@ -18,7 +18,7 @@ class ReferenceHead:
         self.lm_head = tensors.get("lm_head.weight", tensors[embed]).astype(np.float64)
 
     def drafts(self, hidden: np.ndarray, tokens: list[int], depth: int) -> list[np.ndarray]:
-        """Logits of `depth` drafts after post-norm hidden states [n, H] and their next tokens."""
+        """Returns logits of `depth` drafts after post-norm hidden states [n, H] and next tokens."""
         rows = [self.join(h, t) for h, t in zip(hidden, tokens)]
         out = []
         for _ in range(depth):

@@ -1,4 +1,4 @@
-"""Chat templates written anew: what published ones of Qwen's line test for, and little more."""
+"""Chat templates written for tests: the variables of Qwen's published ones, and little more."""
 
 _SYSTEM = """
 {%- set system = messages[0].content if messages[0].role == 'system' else '' %}
@@ -98,7 +98,7 @@ TEMPLATES = {
     Q38: _template(
         _efforts("low", "medium", "high", "xhigh", default="high"), _LAST_USER, kept=_PRESERVED
     ),
-    # Of the community.
+    # As published by the community.
     TWO_EFFORTS: _template(_efforts("low", "high", default="low"), _LAST_USER, xml=False),
     NO_VARIABLES: _template(xml=False, kept="true", think="{{- '<think>\\n' }}"),
     LAST_ASKS: _template(

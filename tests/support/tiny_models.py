@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, in the layout of the published ones."""
+"""Tiny random checkpoints of every family, in the layout of published checkpoints."""
 
 import json
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-# A token is 8 x 8 pixels.
+# One image token covers 8 x 8 pixels.
 TOWER: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,
@@ -62,10 +62,10 @@ IMAGE_IDS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint is written."""
+    """The layout of a checkpoint's files."""
 
     family: str  # model_type
-    stacked_experts: bool = False  # as `gate_up_proj` and `down_proj`, not one by one
+    stacked_experts: bool = False  # all experts in `gate_up_proj` and `down_proj`
     with_head: bool = True  # with mtp.* tensors
     dtype: mx.Dtype = mx.float32
     head_prefix: str = "mtp."
@@ -107,7 +107,7 @@ def change_json(file: Path, **values: object) -> None:
 
 
 def write_checkpoint(path: Path, layout: Layout) -> dict[str, np.ndarray]:
-    """Write config.json and model.safetensors; returns the tensors as they were rounded."""
+    """Write config.json and model.safetensors; returns the tensors after rounding to `dtype`."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config_json(layout)))
     arrays = {k: mx.array(v).astype(layout.dtype) for k, v in hf_tensors(layout).items()}
@@ -116,7 +116,7 @@ def write_checkpoint(path: Path, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def hf_tensors(layout: Layout) -> dict[str, np.ndarray]:
-    """The checkpoint as float32 NumPy arrays, under the published names."""
+    """Returns the checkpoint as float32 NumPy arrays, under the published names."""
     c = text_config(layout)
     size, dim = c["hidden_size"], c["head_dim"]
     random = np.random.default_rng(layout.seed)
@@ -177,7 +177,7 @@ def hf_tensors(layout: Layout) -> dict[str, np.ndarray]:
             {name: draw(*shape) / np.sqrt(shape[1]) for name, shape in shapes.items()}
             for _ in range(c["num_experts"])
         ]
-        # mlx-lm knows one expert layout for the trunk of each family; the head may have either.
+        # mlx-lm knows one expert layout for the trunk of each family; the head can have either.
         in_trunk = layout.family == "qwen3_next" and not prefix.startswith("mtp")
         if layout.stacked_experts and not in_trunk:
             joined = [np.concatenate([e["gate_proj"], e["up_proj"]]) for e in experts]
@@ -214,7 +214,7 @@ def hf_tensors(layout: Layout) -> dict[str, np.ndarray]:
 def tower_tensors(
     prefix: str, sizes: dict[str, Any], random: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """A vision tower as the originals have it: the patch convolution has channels first."""
+    """Returns a vision tower as published: the patch convolution has channels first."""
     size, patch, out = sizes["hidden_size"], sizes["patch_size"], dict[str, np.ndarray]()
     merged = size * sizes["spatial_merge_size"] ** 2
 

@@ -1,4 +1,4 @@
-"""Asking a served application, and reading its streams."""
+"""Requests to a served application, and parsing of its streams."""
 
 import json
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ ARGUMENTS = '{"city": "Rome"}'
 
 
 def saying(tokenizer: Tokenizer, text: str, sizes: Iterable[int] = (1, 2, 3)) -> FakeEngine:
-    """An engine whose model always says this."""
+    """Returns an engine that always answers `text`, in steps of `sizes` tokens in turn."""
     return FakeEngine(answer(tokenizer.encode(text), sizes))
 
 
@@ -34,7 +34,7 @@ def chat_body(**fields: Any) -> dict[str, Any]:
 
 
 def ask(client: httpx.Client, path: str = CHAT, **fields: Any) -> dict[str, Any]:
-    """A whole answer; chats need only what differs from saying hi."""
+    """Returns a whole answer; a chat needs only the fields that differ from saying hi."""
     body = chat_body(**fields) if path == CHAT else {"model": MODEL, **fields}
     response = client.post(path, json=body)
     assert response.status_code == 200, response.text
@@ -42,7 +42,7 @@ def ask(client: httpx.Client, path: str = CHAT, **fields: Any) -> dict[str, Any]
 
 
 def events(client: httpx.Client, path: str = CHAT, **fields: Any) -> list[dict[str, Any]]:
-    """A stream's events, as the JSON of their data; comments and [DONE] left out."""
+    """Returns a stream's events, as the JSON of their data, without comments and [DONE]."""
     body = chat_body(**fields) if path == CHAT else {"model": MODEL, **fields}
     response = client.post(path, json={**body, "stream": True})
     assert response.status_code == 200, response.text
@@ -58,7 +58,7 @@ def events(client: httpx.Client, path: str = CHAT, **fields: Any) -> list[dict[s
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """A chat stream's message, put together as clients do."""
+    """Returns a chat stream's message, assembled as clients do."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -84,5 +84,5 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
 
 
 def prompt_of(engine: FakeEngine, tokenizer: Tokenizer) -> str:
-    """The latest request's prompt as text, with special tokens."""
+    """Returns the latest request's prompt as text, with special tokens."""
     return tokenizer.text_of(engine.submitted[-1].prompt_token_ids)

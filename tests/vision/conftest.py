@@ -8,7 +8,7 @@ from tests.vision.seeing import slow
 
 @pytest.fixture(scope="session")
 def seeing_models(tmp_path_factory):
-    """A tiny model of each family with a tower."""
+    """A tiny model of each family that has a vision tower."""
     root = tmp_path_factory.mktemp("seeing")
     for family in ("qwen3_5", "qwen3_5_moe"):
         stacked = family == "qwen3_5_moe"
@@ -20,7 +20,7 @@ def seeing_models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def slowly(seeing_models):
-    """`of(family, request)`: the slow reference's answer, each computed once."""
+    """`of(family, request)` returns the slow reference's answer; each is computed once."""
     known = {}
 
     def of(family, wanted):

@@ -1,6 +1,6 @@
-"""What mlx-vlm and transformers compute for a job of `test_references`: JOB.npz RESULT.npz.
+"""Computes a job of `test_references` with mlx-vlm and transformers: peer.py JOB.npz RESULT.npz.
 
-Run with mlx-vlm on the path; nothing of this project is imported.
+mlx-vlm must be on the path; nothing of this project is imported.
 """
 
 import json

@@ -27,7 +27,7 @@ Item = int | Pixels
 
 
 def picture(rows: int, columns: int, seed: int) -> Pixels:
-    """Noise of so many tokens."""
+    """Returns an image of noise with `rows` x `columns` tokens."""
     shape = rows * SIDE, columns * SIDE, 3
     rgb = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8).tobytes()
     return Pixels.of(shape[0], shape[1], rgb)
@@ -37,7 +37,7 @@ A, B, C = picture(3, 4, 1), picture(5, 2, 2), picture(1, 1, 3)
 
 
 def seeing(name: str, items: Sequence[Item], sampling: SamplingParams, **more) -> Request:
-    """A request whose prompt is ids and images."""
+    """Returns a request whose prompt consists of ids and images."""
     prompt: list[int] = []
     placed = []
     for item in items:
@@ -52,7 +52,7 @@ def seeing(name: str, items: Sequence[Item], sampling: SamplingParams, **more) -
 
 
 def make_requests(kind: str):
-    """Texts and images: one, several, adjacent, repeated, at the beginning, of one token."""
+    """Returns requests with images: one, several, adjacent, repeated, at the start, or tiny."""
     random = np.random.default_rng(3)
 
     def words(count):
@@ -78,7 +78,7 @@ def seeing_driver(model: LoadedModel, config: EngineConfig, **more) -> Driver:
 
 
 def slow_positions(wanted: Request) -> list[tuple[int, int, int]]:
-    """Time, row and column of each token, one at a time."""
+    """Returns the time, row and column of each token, computed one token at a time."""
     inside = {}
     for image in wanted.images.images if wanted.images else ():
         for number in range(image.rows * image.columns):
@@ -98,7 +98,7 @@ def slow_positions(wanted: Request) -> list[tuple[int, int, int]]:
 
 @dataclass
 class SlowRope:
-    """Turns [B, heads, T, D] by three positions of each token, frequency by frequency."""
+    """Rotates [B, heads, T, D] by the three positions of each token, frequency by frequency."""
 
     positions: list[tuple[int, int, int]]
     dims: int
@@ -120,7 +120,7 @@ class SlowRope:
 
 @contextlib.contextmanager
 def turning(model: LoadedModel, wanted: Request, length: int):
-    """mlx-lm's attention turns by the positions of a request."""
+    """Makes mlx-lm's attention rotate by the positions of a request."""
     positions = slow_positions(wanted)
     first = max(max(p) for p in positions) + 1
     positions += [(first + n,) * 3 for n in range(length)]
@@ -136,13 +136,13 @@ def turning(model: LoadedModel, wanted: Request, length: int):
 
 
 def rows_of(tower: VisionTower, rgb: np.ndarray) -> mx.array:
-    """The tower's rows [tokens, H] of an image, uint8 [height, width, 3]."""
+    """Returns the tower's rows [tokens, H] of an image, uint8 [height, width, 3]."""
     *_, last = tower.parts(rgb)
     return last[0]
 
 
 def embedded(model: LoadedModel, wanted: Request) -> mx.array:
-    """The prompt's embeddings, with the tower's rows in them."""
+    """Returns the prompt's embeddings, with the tower's rows in the images' places."""
     inputs = model.causal_lm.model.embed_tokens(mx.array([wanted.prompt_token_ids]))
     for image in wanted.images.images if wanted.images else ():
         pixels = image.pixels
@@ -152,14 +152,14 @@ def embedded(model: LoadedModel, wanted: Request) -> mx.array:
 
 
 def slow_logits(model: LoadedModel, wanted: Request) -> mx.array:
-    """Logits after the prompt, [V]."""
+    """Returns the logits after the prompt, [V]."""
     ids = mx.array([wanted.prompt_token_ids])
     with turning(model, wanted, 0):
         return model.causal_lm(ids, input_embeddings=embedded(model, wanted))[0, -1]
 
 
 def slow_logprobs(model: LoadedModel, wanted: Request, answer: Sequence[int]) -> np.ndarray:
-    """Of the token after each place of the prompt and its answer, in one piece: float32 [N, V]."""
+    """Returns logprobs after each token of prompt and answer, from one pass: float32 [N, V]."""
     inputs = embedded(model, wanted)
     if answer:
         after = model.causal_lm.model.embed_tokens(mx.array([answer]))
@@ -171,7 +171,7 @@ def slow_logprobs(model: LoadedModel, wanted: Request, answer: Sequence[int]) ->
 
 
 def check_logprobs(model: LoadedModel, wanted: Request, outputs: Sequence[RequestOutput]) -> int:
-    """Those of the answer, and of the prompt if they were asked for; returns how many."""
+    """Check logprobs of the answer, and of the prompt if requested; returns their number."""
     tokens = [token for each in outputs for token in each.token_ids]
     expected = slow_logprobs(model, wanted, tokens)
     start = len(wanted.prompt_token_ids)
@@ -189,9 +189,9 @@ def check_logprobs(model: LoadedModel, wanted: Request, outputs: Sequence[Reques
 
 
 def slow(model: LoadedModel, wanted: Request, vocab_size: int, stop_ids: Sequence[int]) -> Plain:
-    """mlx-lm's modules: the prompt in one piece, then one token at a time, with `Sampler`'s noise.
+    """Decode with mlx-lm's modules, the prompt in one pass and the rest token by token.
 
-    Ids that stand for images never come.
+    The noise is that of `Sampler`. Ids that stand for images are never drawn.
     """
     masks = PlainMask(wanted.grammar) if wanted.grammar is not None else None
     prompt, most = wanted.prompt_token_ids, wanted.sampling.max_tokens

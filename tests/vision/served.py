@@ -1,4 +1,4 @@
-"""A tiny model that sees, with the bundled tokenizer, as a directory that `serve` takes."""
+"""A tiny model with a vision tower and the bundled tokenizer, as a directory for `serve`."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ TEMPLATE = """\
 
 
 def seeing_library_tokenizer() -> Any:
-    """transformers' tokenizer, with the names of images and a template that has places for them."""
+    """Returns transformers' tokenizer with image tokens, and a template that places images."""
     from transformers import AutoTokenizer
 
     inner = AutoTokenizer.from_pretrained(str(BUNDLED_MODEL))

@@ -1,4 +1,4 @@
-"""Images through the APIs: the same prompt from each, and a 400 that says what is wrong."""
+"""Images through the APIs: each gives the same prompt, or a 400 that says what is wrong."""
 
 import base64
 import contextlib
@@ -61,7 +61,7 @@ def seeing_tokenizer():
 
 @pytest.fixture(scope="module")
 def seen(seeing_tokenizer):
-    """`with seen() as (client, requests)`: an application whose model sees, and what it asks."""
+    """`with seen() as (client, requests)`: an application that takes images, and its requests."""
 
     @contextlib.contextmanager
     def made(sees: bool = True, tokenizer: Tokenizer = seeing_tokenizer, **settings):

@@ -1,4 +1,4 @@
-"""Towers of checkpoints: both layouts, quantized or not, and brought back to a conversion."""
+"""Towers of checkpoints: both layouts, quantized or not, and restored in a conversion."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def original(tmp_path_factory):
 def test_a_conversion_keeps_the_tower(original, tmp_path, bits, monkeypatch):
     expected = np.array(rows_of(load_model(original, enable_mtp=True).tower, rgb()))
 
-    def mlx_lm_convert(source, mlx_path, **_):  # needs a tokenizer; it drops tower and head
+    def mlx_lm_convert(source, mlx_path, **_):  # drops tower and head, as mlx-lm does
         write_checkpoint(tmp_path / "made", Layout("qwen3_5", with_head=False, dtype=mx.bfloat16))
         (tmp_path / "made").rename(mlx_path)
 
@@ -43,12 +43,12 @@ def test_a_conversion_keeps_the_tower(original, tmp_path, bits, monkeypatch):
     model = load_model(tmp_path / "out", enable_mtp=True)
     assert model.image_token_ids == (90, 91, 92, 93)
     assert model.config["preprocessor_config"] == {"size": {"shortest_edge": 64}}
-    # Of this tower the merger alone is packed: groups of 64 don't divide the other matrices' rows.
+    # Only this tower's merger is quantized: groups of 64 don't divide other matrices' rows.
     assert np.abs(np.array(rows_of(model.tower, rgb())) - expected).max() < (
         1e-6 if bits is None else 0.1
     )
     assert load_model(tmp_path / "out", enable_mtp=True, see=False).tower is None
-    # A second run finds all in place, and one without the file brings it back.
+    # A run without the file restores it, and a second run finds it in place.
     (tmp_path / "out" / SIDECAR).unlink()
     for _ in range(2):
         add_head(str(tmp_path / "out"), str(original))
@@ -59,7 +59,7 @@ def test_a_conversion_keeps_the_tower(original, tmp_path, bits, monkeypatch):
 
 
 def test_layouts_and_quantized_towers(original, tmp_path):
-    """As mlx-vlm's conversions have it: other names, channels last, packed matrices."""
+    """mlx-vlm's conversions have other names, channels last, and quantized matrices."""
     expected = np.array(rows_of(load_model(original, enable_mtp=True).tower, rgb()))
     tensors = mx.load(str(original / "model.safetensors"))
     renamed = {}

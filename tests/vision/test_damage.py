@@ -1,4 +1,4 @@
-"""Damaged images: each is read or refused, in a process that a bad one may end."""
+"""Damaged images: each is read or refused, in a process that a bad image can end."""
 
 import base64
 import io
@@ -53,7 +53,7 @@ def test_damaged_images_are_read_or_refused(count):
 
 @pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_helper_process_reads_as_this_one_does(tmp_path, monkeypatch, hangs):
-    """One that takes too long is ended, and the next image is read."""
+    """A helper process that takes too long is ended, and the next image is read."""
     write_served_model(tmp_path)
     monkeypatch.setattr(text_worker, "NUM_WORKERS", 1)
     workers = TextWorkers(tmp_path, 10.0)
@@ -76,7 +76,7 @@ def test_the_helper_process_reads_as_this_one_does(tmp_path, monkeypatch, hangs)
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_damaged_images_through_a_server(tmp_path):
-    """10,000, four at a time: each is answered or refused, and the server's memory stays."""
+    """Each of 10,000 images is answered or refused, and the server's memory does not grow."""
     write_served_model(tmp_path)
     draw, statuses, held = random.Random(7), [], []
     flags = ("--dtype", "float32", "--calibration-seconds", "0", "--prefix-cache-size", "0")

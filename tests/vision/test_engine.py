@@ -41,7 +41,7 @@ FACTORS = {
     "chunks": ("whole", "random"),
 }
 CASES = [
-    # Few slow references serve all of these.
+    # All these cases need only a few slow references.
     case | {"requests": "sampled" if case["family"] == "qwen3_5" else "greedy"}
     for case in covering({name: values[-2:] for name, values in FACTORS.items()})[:4]
 ]
@@ -84,7 +84,7 @@ def test_tokens_equal_the_slow_reference(seeing_models, slowly, ties, case):
 
 
 class EveryChunk(PrefillScheduler):
-    """Chunks of one length."""
+    """Plans chunks of one length."""
 
     length = 1
 
@@ -119,7 +119,7 @@ def vary(prefills, length):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_prefixes(seeing_models, slowly, ties, exact):
-    """A cached prefix that ends in, before or behind an image; other images behind one text."""
+    """Cached prefixes end in, before or after an image; other images follow the same text."""
     text, more = [5, 9, 14, 7], [11, 12, 13]
     other, wide = picture(3, 4, 8), picture(4, 3, 1)
     prompts = {
@@ -149,7 +149,7 @@ def test_prefixes(seeing_models, slowly, ties, exact):
 
 
 def test_grammars_choices_and_logprobs(seeing_models, slowly, ties):
-    """Several answers to one image in a batch."""
+    """Several answers to one image run in a batch."""
     driver = seeing_driver(
         seeing_models["qwen3_5"],
         config=EngineConfig(num_draft_tokens=3, prefill_step_size=8),
@@ -174,7 +174,7 @@ def test_grammars_choices_and_logprobs(seeing_models, slowly, ties):
 
 
 def test_copied_drafts_have_no_image_tokens(seeing_models, slowly, ties):
-    """The answer repeats what stands before an image: drafts end there, and none is an image id."""
+    """If an answer repeats the text before an image, drafts end there, and have no image ids."""
     wanted = seeing("copy", [5, 6, 7, 8, A, 5, 6, 7, 8], greedy(20))
     wanted = dataclasses.replace(wanted, options=RequestOptions(trace=True))
     driver = seeing_driver(
@@ -192,9 +192,9 @@ def test_copied_drafts_have_no_image_tokens(seeing_models, slowly, ties):
 
 @pytest.mark.parametrize("limit", [0, pytest.param(1 << 20, marks=pytest.mark.full)])
 def test_a_tower_in_parts(seeing_models, slowly, ties, monkeypatch, limit):
-    """A step takes as much of the tower as the pause allows, and no chunk then.
+    """A step runs as many parts of the tower as the pause allows, and then no chunk.
 
-    The clock counts parts; those of a layer's keys take as long as two others.
+    The clock counts parts; a part of a layer's keys takes as long as two others.
     """
     pause, now, costs = 9, [0.0], {}
     parts, async_eval = tower.VisionTower.parts, mx.async_eval
@@ -242,7 +242,7 @@ def test_a_tower_in_parts(seeing_models, slowly, ties, monkeypatch, limit):
     for each in requests:
         ties.check(each.request_id, driver.tokens(each.request_id), slowly("qwen3_5", each))
     assert max(spent) <= pause + 1
-    # Two steps together take more, unless an image ends.
+    # Two steps together take more than the pause, unless an image ends.
     assert len(spent) <= 9 + 2 * sum(spent) / pause
     assert len(driver.prompts._rows) == (3 if limit else 1)
 

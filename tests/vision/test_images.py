@@ -1,4 +1,4 @@
-"""Images of any kind become the pixels that a viewer shows; what is none is refused by name."""
+"""Images of any kind become the pixels that a viewer shows; other files are refused by name."""
 
 import io
 import struct
@@ -11,7 +11,7 @@ from PIL import Image
 from mlx_mtp.errors import InvalidRequestError, ModelError
 from mlx_mtp.vision.images import ImageSizes, read_image
 
-# A token is 8 x 8 pixels; no image below is scaled but where a test is about that.
+# A token covers 8 x 8 pixels; images are scaled only in tests of scaling.
 SIZES = ImageSizes(patch=4, merge=2, least_pixels=64, most_pixels=1 << 20, most_tokens=64)
 RGB = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
 
@@ -70,7 +70,7 @@ def test_modes(data, expected):
 
 
 def test_cmyk_and_jpeg():
-    """As PIL decodes them."""
+    """JPEGs in CMYK, RGB and gray are decoded as PIL does."""
     for mode in ("CMYK", "RGB", "L"):
         data = saved(Image.fromarray(RGB).convert(mode), "JPEG", quality=90)
         assert np.array_equal(pixels(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
@@ -95,7 +95,7 @@ def test_exif_orientation(orientation):
 
 
 def test_sizes():
-    """Multiples of a token within the limits, about as wide as high as before."""
+    """Fitted sizes are multiples of a token, within the limits."""
     published = ImageSizes()
     for height, width in ((1, 1), (17, 13), (480, 640), (3000, 4000), (1, 200), (9, 1700)):
         rows, columns = published.fitted(height, width)
@@ -106,7 +106,7 @@ def test_sizes():
 
 
 def header_of(width: int, height: int) -> bytes:
-    """The beginning of a PNG."""
+    """Returns the beginning of a PNG."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     begun = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk
     return begun + struct.pack(">I", zlib.crc32(chunk)) + struct.pack(">I", 9) + b"IDAT"

@@ -1,4 +1,4 @@
-"""20,000 tokens of the engine beside images, each equal to the slow reference."""
+"""20,000 tokens of answers to images and texts, each equal to the slow reference."""
 
 import itertools
 from dataclasses import replace
@@ -19,7 +19,7 @@ DEPTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, "erratic")
 
 
 def drawn_requests(number: int):
-    """Texts of one to four images anywhere but at the end, and without; of all kinds."""
+    """Returns requests of all kinds, with up to four images anywhere except at the end."""
     random = np.random.default_rng(number)
     pictures = [picture(*random.integers(1, 6, 2).tolist(), seed) for seed in range(4)]
     requests = []
@@ -48,7 +48,7 @@ def drawn_requests(number: int):
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_twenty_thousand_tokens(seeing_models, slowly, ties):
-    """Each depth with joins, leaves, copies, chunks of any length, cold and then warm prefixes."""
+    """Each depth runs with joins, leaves, copies, chunks of any length, cold and warm prefixes."""
     total = logprobs = reused = number = 0
     used = set()
     depths, families = itertools.cycle(DEPTHS), itertools.cycle(seeing_models)

@@ -1,4 +1,4 @@
-"""Images on two ranks: the same tokens as on one."""
+"""Images on two ranks give the same tokens as on one."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from tests.vision.seeing import make_requests
     ],
 )
 def test_two_ranks_see_as_one(tmp_path, monkeypatch, slowly, ties, family, depth, kind):
-    """In two rounds, the second with the prefixes of the first; the other rank runs no clock."""
+    """Two rounds run, the second with prefixes of the first; only rank 0 reads a clock."""
     layout = Layout(family, stacked_experts=family == "qwen3_5_moe", sees=True)
     write_checkpoint(tmp_path, layout)
     models = [load_model(tmp_path, enable_mtp=True, part=(rank, 2)) for rank in range(2)]

@@ -1,6 +1,6 @@
-"""Equal to mlx-vlm 0.7.10 and to transformers' image processor on PIL.
+"""Results equal those of mlx-vlm 0.7.10 and of transformers' image processor on PIL.
 
-A small job's results are recorded: `python -m tests.vision.test_references` makes them anew.
+Results of a small job are recorded; `python -m tests.vision.test_references` records them again.
 """
 
 import io
@@ -54,7 +54,7 @@ def drawn(height: int, width: int) -> np.ndarray:
 
 
 def random_prompts(count: int) -> list[tuple[list[int], list[list[int]]]]:
-    """Ids, and time, rows and columns in patches, of prompts of one to four images."""
+    """Returns prompts of 1 to 4 images: ids, and each image's [time, rows, columns] in patches."""
     random = np.random.default_rng(5)
     prompts = []
     for _ in range(count):
@@ -94,7 +94,7 @@ def job(sizes, num_prompts: int, every: int = 1, shape=SIZES) -> dict:
 
 
 def peer(given: dict, path: str) -> dict[str, np.ndarray]:
-    """mlx-vlm's results for a job; `path` has it."""
+    """Returns mlx-vlm's results for a job; `path` is the directory with mlx-vlm."""
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder) / name) for name in ("job.npz", "result.npz")]
         np.savez(files[0], **(given | {"told": json.dumps(given["told"])}))
@@ -137,7 +137,7 @@ def check(given: dict, expected: dict[str, np.ndarray], shape: ImageSizes = SIZE
 
 
 class _Shape:
-    """As much of a `TowerShape` as `patches_of` reads."""
+    """The attributes of a `TowerShape` that `patches_of` reads."""
 
     spatial_merge_size = temporal_patch_size = 2
 
@@ -155,7 +155,7 @@ def test_recorded_results():
 
 
 def test_the_recorded_logits(seeing_models):
-    """The whole model, as mlx-vlm has it, beside the reference of the engine's tests."""
+    """mlx-vlm's logits of the whole model equal those of the engine tests' slow reference."""
     with np.load(RECORDED) as recorded:
         expected = recorded["logits"]
     items = [7, 8]
@@ -174,7 +174,7 @@ def test_the_recorded_logits(seeing_models):
     ids=["patches", "keys", "scores"],
 )
 def test_the_planned_scratch_is_what_is_taken(hidden, heads, patch):
-    """On the CPU, where mlx's attention makes all scores; each time another part takes most."""
+    """On the CPU, where mlx's attention stores all scores; each case has another largest part."""
     sizes = TowerShape(2, hidden, 2 * hidden, heads, 64, 36, patch_size=patch)
     tower = VisionTower(sizes)
     mx.eval(tower.parameters())
