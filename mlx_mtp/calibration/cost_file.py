@@ -15,7 +15,7 @@ from typing import Annotated
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from mlx_mtp import __version__
 from mlx_mtp.models.model import LoadedModel
@@ -23,38 +23,35 @@ from mlx_mtp.speculative.costs import LEAST_COST, CostKey, Table
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 6
+_FORMAT = 7
 _LARGEST = 1 << 22  # bytes of a file
 _FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
 _Size = Annotated[float, Field(ge=0, le=1 << 20)]
 _Cost = Annotated[float, Field(ge=LEAST_COST, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
+_COSTS = TypeAdapter(list[tuple[str, _Count, _Size, _Cost]])
 
 
 class CostFile:
-    """A table of costs in a file in `folder`; without a folder nothing is kept."""
+    """A table of costs in a file in `folder`, by its fingerprint; without a folder none is kept."""
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
-        self.path = None if folder is None else folder / f"step-costs-{fingerprint[:32]}.json"
-        self._fingerprint = fingerprint
-        self._saved: Table = {}
+        name = f"step-costs-{_FORMAT}-{fingerprint[:32]}.json"
+        self.path = None if folder is None else folder / name
         self._warned = False
 
     def save(self, table: Table) -> None:
-        """Replace the file atomically if anything is new; a failure is logged once."""
+        """Replace the file atomically; a failure is logged once."""
         path = self.path
-        if path is None or table == self._saved:
+        if path is None:
             return
-        costs = [(*key, cost) for key, cost in table.items()]
-        mark = {"format": _FORMAT, "fingerprint": self._fingerprint, "saved_at": time.time()}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A temporary folder is removed with its content, whatever fails.
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=".step-costs-") as beside:
                 temporary = Path(beside) / path.name
-                temporary.write_text(json.dumps(mark | {"costs": costs}))
+                temporary.write_text(json.dumps([(*key, cost) for key, cost in table.items()]))
                 os.replace(temporary, path)
-            self._saved = table
         except OSError as error:
             if not self._warned:
                 logger.warning("Step costs are not kept for the next run: %s", error)
@@ -68,11 +65,9 @@ class CostFile:
             status = self.path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
                 raise ValueError(f"it is not a file of at most {_LARGEST:,} bytes")
-            file = _File.model_validate_json(self.path.read_bytes())
-            if (file.format, file.fingerprint) != (_FORMAT, self._fingerprint):
-                raise ValueError("it is of another version, model or machine")
-            if not 0 <= time.time() - file.saved_at < _FRESH_SECONDS:
+            if abs(time.time() - status.st_mtime) > _FRESH_SECONDS:
                 raise ValueError("it is too old")
+            costs = _COSTS.validate_json(self.path.read_bytes())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
@@ -80,15 +75,7 @@ class CostFile:
             why = "it is damaged" if isinstance(error, ValidationError) else error
             logger.warning("%s is not used: %s", self.path, why)
             return {}
-        self._saved = {CostKey(kind, rows, size): cost for kind, rows, size, cost in file.costs}
-        return self._saved
-
-
-class _File(BaseModel):
-    format: int
-    fingerprint: str
-    saved_at: float
-    costs: list[tuple[str, _Count, _Size, _Cost]] = []  # an earlier format has none
+        return {CostKey(kind, rows, size): cost for kind, rows, size, cost in costs}
 
 
 def fingerprint(model: LoadedModel, num_draft_ids: int | None, sources: Sequence[str]) -> str:

@@ -236,7 +236,7 @@ def test_costs_learned_in_use_are_kept_and_a_bad_folder_or_file_hurts_nobody(
     assert {cell.rows for cell in CostFile(tmp_path, mark).load()} == {1}
     kept.write_text("{")
     serve()
-    assert json.loads(kept.read_text())["costs"]
+    assert json.loads(kept.read_text())
     serve(folder=kept / "folder")
     assert "Step costs are not kept" in caplog.text
 
@@ -268,18 +268,17 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
     assert kept.file.load() == table
     again = Calibration(folder=folder)
     assert again.steps.table() == STEPS and again.chunks.table() == CHUNKS
-    assert CostFile(folder, MARK[:-1] + "b").load() == {}
-    good = path.read_text()
-    damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0"]
-    costs = [3, {}, [3], [["mtp", 1, 0]], [["mtp", "one", 0, 1.0]], [["mtp", 0, 0, 1.0]]]
-    costs += [[["mtp", 1, -1, 1.0]], [["mtp", 10**400, 0, 1.0]]]  # more than a float holds
+    assert CostFile(folder, "b" + MARK[1:]).load() == {}
+    good, month = path.read_text(), 30 * 24 * 3600.0
+    for age, count in ((0.9 * month, len(table)), (1.1 * month, 0), (-1.1 * month, 0)):
+        os.utime(path, (0.0, time.time() - age))
+        assert len(kept.file.load()) == count
+    damaged = [good[: len(good) // 2], "", "[1, 2]", "[" * 100_000, "null", "{}", "\0", "3", "[3]"]
+    costs = [["mtp", 1, 0], ["mtp", "one", 0, 1.0], ["mtp", 0, 0, 1.0], ["mtp", 1, -1, 1.0]]
+    costs += [["mtp", 10**400, 0, 1.0]]  # more than a float holds
     bad = (0.0, 1e-300, 1e300, float("nan"), float("inf"), "fast")
-    costs += [[[kind, 1, 16, value]] for kind in (MTP, CHUNK, CONTEXT) for value in bad]
-    changes = [{"format": 0}, {"fingerprint": "c" * 64}, {"saved_at": "yesterday"}]
-    changes += [{"saved_at": 0.0}, {"saved_at": 1e12}, *({"costs": each} for each in costs)]
-    damaged += [json.dumps(json.loads(good) | change) for change in changes]
-    old = {"format": 3, "steps": {"1": {"mtp": {"0": 1.0}}}, "chunks": {}, "per_context": 0.0}
-    damaged.append(json.dumps({"fingerprint": MARK, "saved_at": time.time()} | old))
+    costs += [[kind, 1, 16, value] for kind in (MTP, CHUNK, CONTEXT) for value in bad]
+    damaged += [json.dumps([*json.loads(good), each]) for each in costs]
     damaged.append(good + " " * cost_file._LARGEST)
     path.unlink()
     for content in (None, *(text.encode() for text in damaged), b"\xff\xfe\x00"):
@@ -290,4 +289,4 @@ def test_files_are_replaced_whole_now_and_then_and_damaged_or_foreign_ones_are_i
             path.write_bytes(content)
         caplog.clear()
         assert not kept.file.load(), content and content[:80]
-        assert str(path) in caplog.text and "_File" not in caplog.text
+        assert str(path) in caplog.text and "pydantic" not in caplog.text
