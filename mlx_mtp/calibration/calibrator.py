@@ -159,8 +159,7 @@ class Calibrator:
         began = self._clock()
         if self._core is None:
             self._work = self._measure(runner, self._cells[0])
-        has_ended = next(self._work, self) is self
-        if has_ended:
+        if next(self._work, self) is self:  # The cell has ended.
             del self._cells[0]
             self.pause()
         self._seconds_left -= self._clock() - began
@@ -193,32 +192,26 @@ class Calibrator:
         self._saved_at = self._clock()
         self.file.save({**self._steps.table(), **self._chunks.table()})
 
-    def _is_wanted(self, cell: CostKey) -> bool:
-        if cell.kind != CHUNK:
-            return True
+    def _has_time_for(self, chunk: CostKey) -> bool:
         seconds_left = self._seconds_left - (1 - _CHUNK_SHARE) * self._config.calibration_seconds
-        return seconds_left > 0 and cell.size in self._chunks.to_measure(self._config.decode_pause)
+        return seconds_left > 0 and chunk.size in self._chunks.to_measure(self._config.decode_pause)
 
     def _measure(self, runner: ModelRunner, cell: CostKey) -> Iterator[None]:
-        drafts, config = _CellDrafts(cell), self._config
+        drafts, config, prefills = _CellDrafts(cell), self._config, None
         is_chunk = cell.kind == CHUNK
-        prefills = None
         if is_chunk:
             length = int(cell.size)
             config = replace(config, prefill_step_size=length, max_decode_pause=0.0, overlap=False)
             prefills = WholeChunks(config, self._chunks)
-        core = self._core = EngineCore(
-            Scheduler(config, drafts, prefills=prefills),
-            runner,
-            overlap=config.overlap,
-            clock=self._clock,
-        )
-        for sequence in () if is_chunk else _decoding(cell, runner.vocab_size):
-            core.scheduler.add(sequence)
-        for _ in range(_MOST_STEPS):
-            if is_chunk and self._is_wanted(cell):
-                core.scheduler.cancel()
-                core.scheduler.add(_prefilling(cell, runner.vocab_size))
+        scheduler = Scheduler(config, drafts, prefills=prefills)
+        core = EngineCore(scheduler, runner, overlap=config.overlap, clock=self._clock)
+        self._core = core
+        for number in range(_MOST_STEPS):
+            # A chunk is measured with another prompt at each step.
+            if self._has_time_for(cell) if is_chunk else number == 0:
+                scheduler.cancel()
+                for sequence in _requests(cell, runner.vocab_size):
+                    scheduler.add(sequence)
             if len(drafts.seconds) == _TIMED_STEPS or core.idle:
                 if times := drafts.seconds[2:]:
                     # A step may be late but never early.
@@ -231,25 +224,20 @@ class Calibrator:
             yield
 
 
-def _prefilling(cell: CostKey, vocab_size: int) -> Sequence:
-    """A request whose first chunk the cell measures: no token is sampled after it."""
-    prompt = _spread(vocab_size, int(cell.size) + 1)
-    return Sequence(Request("calibration", prompt, SamplingParams(max_tokens=1)), (), 1)
-
-
-def _decoding(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
+def _requests(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
+    """The rows of a cell. After a chunk's tokens the prompt has one more: none is sampled."""
+    length, most = _PROMPT_TOKENS, _MOST_STEPS * (MAX_HOST_DRAFTS + 1)
+    if cell.kind == CHUNK:
+        length, most = int(cell.size) + 1, 1
+    # Tokens from everywhere in the vocabulary: equal ones would share their experts.
+    count = cell.rows * (length + MAX_RUN)
+    text = tuple(n * vocab_size // count for n in range(count))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    text = _spread(vocab_size, cell.rows * (_PROMPT_TOKENS + MAX_RUN))
     for row in range(cell.rows):
         tokens = text[row :: cell.rows]
-        request = Request(f"calibration-{row}", tokens[:_PROMPT_TOKENS], sampling)
-        sequence = Sequence(request, (), _MOST_STEPS * (MAX_HOST_DRAFTS + 1))
+        request = Request(f"calibration-{row}", tokens[:length], sampling)
+        sequence = Sequence(request, (), most)
         if cell.kind in (HOST, RAGGED):
-            sequence.drafting.host = {HOST: _Run(tokens[_PROMPT_TOKENS:])}
+            sequence.drafting.host = {HOST: _Run(tokens[length:])}
             sequence.drafting.source = HOST
         yield sequence
-
-
-def _spread(vocab_size: int, count: int) -> tuple[int, ...]:
-    """Tokens from everywhere in the vocabulary: equal ones would share their experts."""
-    return tuple(n * vocab_size // count for n in range(count))
