@@ -8,8 +8,10 @@ Indexing takes about a microsecond per token.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from itertools import takewhile
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, takewhile
+from operator import eq, mul
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,8 +25,7 @@ _GOOD_MATCH = 16  # tokens: while such a match goes on, no other is looked for
 _LEAST_ACCEPTANCE = 0.3  # of the first token: below it nothing is offered
 _FIRST_ENTRIES = 256
 OBJECTS = 640  # bytes of an index and of its key, without the index's arrays
-_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)  # odd
-_WORD = (1 << 64) - 1
+_FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _SEPARATOR = -1  # between answers; not a token's id
 _PRIOR_TRIALS = 2.0  # weight of the prior in the rate of all requests,
 _POOL_TRIALS = 16.0  # and of that rate in the rate of one
@@ -73,60 +74,45 @@ class NgramIndex:
         token follows it.
         """
         best = at = 0
-        if len(text) < GRAM:
-            return best, at
-        place = self._heads[self._entry(text, len(text))]
+        place = self._heads[self._entry(text, len(text))] if len(text) >= GRAM else 0
         for _ in range(_MOST_TRIED):
             if place == 0 or best == MOST_MATCH:
                 break
-            length = self._match(text, place)
-            if length > best:
+            before = self.tokens[max(place - MOST_MATCH, 0) : place]
+            if (length := _num_equal(reversed(before), reversed(text))) > best:
                 best, at = length, place
             place = self._before[place]
         return (best, at) if best >= GRAM else (0, 0)
 
-    def _match(self, text: Sequence[int], place: int) -> int:
-        length, step, end = 0, (MOST_MATCH + 1) // 2, len(text)
-        while step:
-            more = length + step
-            if more <= min(place, end) and (
-                self.tokens[place - more : place - length] == text[end - more : end - length]
-            ):
-                length = more
-            step //= 2
-        return length
-
     def _entry(self, tokens: Sequence[int], place: int) -> int:
         """Entry of the table for the `GRAM` tokens before a place."""
-        a, b, c = tokens[place - GRAM : place]
-        value = (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2]) & _WORD
-        return (value >> 32) & (len(self._heads) - 1)
+        entry: int = _hash(*tokens[place - GRAM : place]) & (len(self._heads) - 1)
+        return entry
 
     def _build(self) -> None:
         """Index all tokens at once, with NumPy: about 0.1 microseconds per token."""
         count = len(self.tokens)
-        size = max(_FIRST_ENTRIES, 1 << count.bit_length())
+        size = 1 << count.bit_length()
         tokens = np.frombuffer(self.tokens, np.int32).astype(np.uint64)
+        # Entry and place are packed into one number, as sorting these is several times as fast as
+        # sorting places by entry.
+        keys = _hash(tokens[:-3], tokens[1:-2], tokens[2:-1]) & (size - 1)
+        keys = np.sort(keys << 32 | np.arange(GRAM, count, dtype=np.uint64))
+        entries, places = keys >> 32, keys.astype(np.uint32).astype(np.int32)
         heads, before = np.zeros(size, np.int32), np.zeros(count, np.int32)
-        if count > GRAM:
-            # Entry and place are packed into one number, as sorting these is several times as fast
-            # as sorting places by entry. In place, as the process keeps what NumPy once allocated.
-            keys = np.zeros(count - GRAM, np.uint64)
-            for i, factor in enumerate(_FACTORS):
-                keys += tokens[i : i + count - GRAM] * np.uint64(factor)
-            del tokens
-            keys >>= np.uint64(32)
-            keys &= np.uint64(size - 1)
-            keys <<= np.uint64(32)
-            keys |= np.arange(GRAM, count, dtype=np.uint64)
-            keys.sort()
-            places = keys.astype(np.uint32).astype(np.int32)
-            keys >>= np.uint64(32)
-            before[places[1:]] = np.where(keys[1:] == keys[:-1], places[:-1], 0)
-            heads[keys] = places  # Of equal keys the last one stays.
-        self._heads, self._before = array("i"), array("i")
-        self._heads.frombytes(heads.data.cast("B"))
-        self._before.frombytes(before.data.cast("B"))
+        before[places[1:]] = np.where(entries[1:] == entries[:-1], places[:-1], 0)
+        heads[entries] = places  # Of equal entries the last one stays.
+        self._heads, self._before = array("i", heads.tobytes()), array("i", before.tobytes())
+
+
+def _hash(a: Any, b: Any, c: Any) -> Any:
+    """Of three tokens, or of as many arrays of them, uint64 [N]: 32 bits."""
+    return (((a * _FACTOR + b) * _FACTOR + c) * _FACTOR & _WORD) >> 32
+
+
+def _num_equal(some: Iterable[int], others: Iterable[int]) -> int:
+    """How many tokens are equal before the first that differ."""
+    return sum(takewhile(bool, map(eq, some, others)))
 
 
 class NgramRates:
@@ -148,14 +134,12 @@ class NgramRates:
 
     def cumulative_acceptance(self, match: int, count: int, pool: "NgramRates") -> list[float]:
         """Of the first, second, .. of `count` tokens after a match; `pool`: of all requests."""
-        cumulative, product, last, rate = [], 1.0, -1, 0.0
-        for index in _CLASSES[match : match + count]:
-            if index != last:
-                prior = pool.rate(index, _PRIORS[index], _PRIOR_TRIALS)
-                last, rate = index, self.rate(index, prior, _POOL_TRIALS)
-            product *= rate
-            cumulative.append(product)
-        return cumulative
+        classes = _CLASSES[match : match + count]
+        rates = dict[int, float]()
+        for index in set(classes):
+            prior = pool.rate(index, _PRIORS[index], _PRIOR_TRIALS)
+            rates[index] = self.rate(index, prior, _POOL_TRIALS)
+        return list(accumulate((rates[index] for index in classes), mul))
 
 
 class NgramSource:
@@ -228,10 +212,10 @@ class NgramDrafter:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Count how far the run was right, and look for the next one."""
-        pairs = list(zip(self.next_run, tokens))
-        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num_right = _num_equal(self.next_run, tokens)
+        is_miss = num_right < min(len(self.next_run), len(tokens))
         for rates in (self._rates, self._pool):
-            rates.observe(self.match, num_right, missed=num_right < len(pairs))
+            rates.observe(self.match, num_right, missed=is_miss)
         goes_on = 0 < num_right == len(tokens)
         self._text.extend(tokens)
         self._at, self.match = self._at + num_right, min(self.match + num_right, MOST_MATCH)
