@@ -43,38 +43,35 @@ class DeferredWrites:
 
     def __init__(self, write: Write = lambda *_: None) -> None:
         self._write = write
-        self._deferred: list[tuple[mx.array, mx.array]] = []
-        self._start: mx.array | None = None
+        # By window: first positions, hidden states, targets.
+        self._deferred: list[tuple[mx.array, mx.array, mx.array]] = []
 
     def defer(self, window: Computed) -> None:
-        if self._start is None:
-            self._start = window.packing.positions
-        self._deferred.append((window.hidden, window.targets))
+        self._deferred.append((window.packing.positions, window.hidden, window.targets))
         if len(self._deferred) == _MOST_DEFERRED:
             self.settle(window.cache)
 
     def settle(self, cache: BatchCache) -> None:
         """Write what is deferred to the head's KV: before rows come, go, or are copied."""
-        if self._start is not None:
-            count, rows = len(self._deferred), self._start.shape[0]
-            deferred = (mx.stack(list(each), axis=1) for each in zip(*self._deferred))
-            hidden, targets = (each.flatten(0, 1) for each in deferred)
-            self._write(cache, cache.packing(self._start, [count] * rows), hidden, targets)
-        self._deferred, self._start = [], None
+        if self._deferred:
+            starts, *tokens = zip(*self._deferred)
+            packing = cache.packing(starts[0], [len(starts)] * starts[0].shape[0])
+            hidden, targets = (mx.stack([*each], axis=1).flatten(0, 1) for each in tokens)
+            self._write(cache, packing, hidden, targets)
+        self._deferred = []
 
     def select(self, rows: mx.array) -> DeferredWrites:
         """The state of these rows, int32 [B'], after `settle`; this one stays valid."""
-        assert self._start is None
+        assert not self._deferred
         return DeferredWrites(self._write)
 
     def extend(self, other: DeferredWrites) -> None:
         """Append the other's rows; both are settled."""
-        assert self._start is None and other._start is None
+        assert not (self._deferred or other._deferred)
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated with a step."""
-        deferred = [a for position in self._deferred for a in position]
-        return [*deferred, *([] if self._start is None else [self._start])]
+        return [array for window in self._deferred for array in window]
 
 
 class MTPDrafter:
