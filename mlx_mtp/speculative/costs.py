@@ -49,7 +49,6 @@ _PRIOR = (
 _SPEED_CHANGES, _SPEED_IN_USE = 0.015, 0.1
 _CHANGES = 0.001  # share of the prior's variance that each measurement in use adds
 _NOISE = 0.04  # of a measurement, relative
-_SURPRISE = 0.2  # share by which a measurement in use differs from what was expected
 _FARTHEST = 0.5, 2.0  # shares by which a measurement counts as less or more than expected
 _BLOCK, _FEWEST_STEPS = 8, 3  # steps of a measurement in use, and the fewest
 _KEPT = 3  # measurements of a cell, of which the median is kept for the next run
@@ -126,7 +125,6 @@ class StepCosts:
         self._changes = _CHANGES * np.diag(np.diag(self._covariance))
         self._cells: dict[CostKey, deque[float]] = {}  # their latest seconds
         self._in_use = False  # a step in use was measured
-        self.num_surprises = 0  # measurements in use far from what was expected
         self._steps: list[tuple[StepShape, float]] = []  # of the block that is not complete
         # The first launch of a shape compiles kernels and fills buffer pools.
         self._seen = set[tuple[int, ...]]()
@@ -193,13 +191,12 @@ class StepCosts:
             self._in_use = True
             self._covariance[0, 0] += _SPEED_IN_USE**2
         self._covariance += self._changes
-        self.num_surprises += self._learn(features, seconds) > _SURPRISE
+        self._learn(features, seconds)
         rows, depth = self._kind
         if depth is not None:
             self._keep(CostKey(USE, rows, depth), seconds)
 
-    def _learn(self, features: Vector, seconds: float) -> float:
-        """Returns by what share the seconds were more or less than expected."""
+    def _learn(self, features: Vector, seconds: float) -> None:
         speed, coefficients = self._mean[0], self._mean[1:]
         expected = max(float(coefficients @ features), _LEAST_PLAIN)
         if np.isnan(speed):  # It is the first measurement.
@@ -217,7 +214,6 @@ class StepCosts:
         if scale > _MOST_SCALE:
             self._rescale(scale)
         self._batch_costs.clear()
-        return abs(off)
 
     def _rescale(self, scale: float) -> None:
         """Divide all coefficients, and multiply the speed: the same costs.

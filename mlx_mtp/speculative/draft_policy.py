@@ -9,11 +9,11 @@ estimates, so a new one must promise more than the current one.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul, truediv
+from itertools import accumulate, product
+from operator import mul
 from typing import NamedTuple, Protocol
 
-from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS
+from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.host_sources import HostDrafter
 
@@ -21,17 +21,15 @@ from mlx_mtp.speculative.host_sources import HostDrafter
 # (_PLAIN), and one that copies nothing (_PAYS).
 _STAY, _PLAIN, _PAYS = 1.02, 1.02, 1.03
 _AS_GOOD = 1.01  # a smaller number of drafts is chosen if the best is at most this times as fast
-_COPY_GAIN = 0.05  # weight of a window in the share of runs that go on in the next window
 # The head's acceptance rates: the prior of the first position (_FIRST_RATE); the prior of a later
 # one as a share of the rate before it (_DECLINE); the weight of these priors, in trials
 # (_PRIOR_TRIALS); and the share of the counts that stays with each step (_FADE).
 _FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.99
-_LEAST_USEFUL = 0.05  # cumulative acceptance of a draft that is offered
-_LIMITS = (1, 2, 4, 8)  # lengths that a run may be cut to, so that no window is longer
+# What a copied draft must bring, in tokens, and lengths of runs that are compared.
+_PRICES, _LIMITS = (0.1, 0.3, 0.6), (1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
 _STEPS_PER_REVIEW = 8  # without copies
 # A probe is _PROBE_STEPS without drafts, or with one draft of the head more in each row. Between
-# two are _LONG_REST steps, or _REST where one draft more was not measured, or drafts took other
-# times than expected (see `StepCosts`).
+# two are _LONG_REST steps, or _REST where one draft more was not measured.
 _REST, _LONG_REST, _PROBE_STEPS = 48, 1024, 5
 
 
@@ -43,24 +41,20 @@ class RowDrafting:
     host: dict[str, HostDrafter] = field(default_factory=dict)  # by source
     source: str = ""  # of the run that `offer` returned last
     waiting: int = 0  # drafts of the head for its next window
-    on_host: bool = False  # its last window has the host's drafts
     ahead: int = 0  # most tokens that its window in flight may emit
 
     def offer(self) -> list[float]:
         """Cumulative acceptance of the host's best run, or []; notes its source."""
-        best: list[float] = []
-        for source, drafter in self.host.items() if self.fixed is None else ():
-            acceptance = drafter.cumulative_acceptance(self.ahead)
-            if sum(acceptance) > sum(best):
-                self.source, best = source, acceptance
-        return best
+        if self.fixed is not None or not self.host:
+            return []
+        offers = {name: each.cumulative_acceptance(self.ahead) for name, each in self.host.items()}
+        self.source = max(offers, key=lambda name: sum(offers[name]))
+        return offers[self.source]
 
 
 class VerifiedRow(Protocol):
     """What a policy reads of one row of a decode step (see `engine.step.StepRow`)."""
 
-    @property
-    def drafting(self) -> RowDrafting: ...
     @property
     def source(self) -> str: ...
     @property
@@ -74,12 +68,6 @@ class Choice(NamedTuple):
 
     head: tuple[int, ...]  # of the head, for the next window
     host: tuple[int, ...]  # of the host in place of the head's, for the window that is planned
-
-    @property
-    def shape(self) -> StepShape:
-        """Of the steps while the choice stays."""
-        windows = [host or head for head, host in zip(self.head, self.host)]
-        return StepShape(len(windows), sum(windows), max(self.head), max(windows))
 
 
 class ChoiceReason(NamedTuple):
@@ -103,25 +91,19 @@ class HeadRates:
 
     def __init__(self, size: int) -> None:
         self._tried, self._accepted = [0.0] * size, [0.0] * size
-        self._memory = 1.0
 
-    def observe(self, num_drafts: int, num_gained: int) -> None:
-        """Count a row's window, which emitted `num_gained` tokens more than without drafts.
+    def observe(self, windows: Sequence[tuple[int, int]]) -> None:
+        """Count a step's windows: drafts of each, and how many tokens more it brought by these.
 
-        A draft after an answer's end counts as a miss.
+        A draft after an answer's end counts as a miss. With many rows more trials are remembered.
+        All counts fade a little, as a position that is not tried any more may have changed.
         """
-        for position in range(min(num_gained + 1, num_drafts)):
-            self._tried[position] = self._tried[position] * self._memory + 1.0
-            is_accepted = position < num_gained
-            self._accepted[position] = self._accepted[position] * self._memory + is_accepted
-
-    def fade(self, num_rows: int) -> None:
-        """Call when the rows of a step have been counted.
-
-        With many rows more trials are remembered. All counts fade a little, as a position that is
-        not tried any more may have changed.
-        """
-        self._memory = 1.0 - 0.02 / math.sqrt(num_rows)
+        memory = 1.0 - 0.02 / math.sqrt(max(len(windows), 1))
+        for num_drafts, num_gained in windows:
+            for position in range(min(num_gained + 1, num_drafts)):
+                is_accepted = position < num_gained
+                self._tried[position] = self._tried[position] * memory + 1.0
+                self._accepted[position] = self._accepted[position] * memory + is_accepted
         self._tried = [_FADE * tried for tried in self._tried]
         self._accepted = [_FADE * accepted for accepted in self._accepted]
 
@@ -150,6 +132,15 @@ class FixedDrafts:
         pass
 
 
+def _expected(
+    costs: BatchCosts, windows: Sequence[Sequence[float]], passes: int = 0
+) -> tuple[float, float]:
+    """Tokens and cost of a step with windows of these cumulative acceptances."""
+    counts = [*map(len, windows)]
+    shape = StepShape(len(counts), sum(counts), passes, max(counts))
+    return len(counts) + sum(map(sum, windows)), costs.cost(shape)
+
+
 def best_windows(
     costs: BatchCosts,
     waiting: Sequence[Sequence[float]],
@@ -157,58 +148,26 @@ def best_windows(
 ) -> tuple[int, ...]:
     """Numbers of the host's drafts to verify now, in place of those of the head that wait.
 
-    `waiting` and `host` are the cumulative acceptance of each row's drafts. Greedy: for each limit
-    of the host's windows, a row copies if that gains more after the cost of verifying; then the
-    host's drafts are taken in order of acceptance, as in `best_proposals`.
+    `waiting` and `host` are the cumulative acceptance of each row's drafts. For each price of a
+    draft, in tokens, and each limit of the host's windows, a row's run is cut where its drafts
+    bring less than the price, and copied if it brings more than the drafts that wait, all prices
+    paid. Of these windows the fastest are chosen.
     """
-    rows = len(host)
-    per_draft = (costs.verify[rows] - 1.0) / rows
-    least = [sum(each) - per_draft * len(each) for each in waiting]
-    longest_run = max(map(len, host))
-    best_speed, best = 0.0, (0,) * rows
-    for limit in (0, *(n for n in _LIMITS if n < longest_run), longest_run):
-        runs = [run[:limit] for run in host]
-        on_host = [bool(run) and _gain(run, per_draft) > gain for run, gain in zip(runs, least)]
-        kept = [() if copies else each for each, copies in zip(waiting, on_host)]
-        offers = [
-            (-each, n, row)
-            for row, (run, copies) in enumerate(zip(runs, on_host))
-            for n, each in enumerate(run if copies else (), 1)
+
+    def speed(windows: Sequence[Sequence[float]]) -> float:
+        tokens, cost = _expected(costs, windows)
+        return tokens / cost
+
+    best, best_speed = (0,) * len(host), _PAYS * speed(waiting)
+    for price, limit in product(_PRICES, _LIMITS):
+        copied = [[each for each in run[:limit] if each > price] for run in host]
+        copied = [
+            run if sum(run) - price * len(run) > sum(own) - price * len(own) else []
+            for run, own in zip(copied, waiting)
         ]
-        speed, counts = _fastest(costs, kept, offers)
-        if speed > best_speed * (1.0 if any(best) else _PAYS):
-            best_speed, best = speed, counts
+        if (faster := speed([run or own for run, own in zip(copied, waiting)])) > best_speed:
+            best, best_speed = tuple(map(len, copied)), faster
     return best
-
-
-def _fastest(
-    costs: BatchCosts,
-    waiting: Sequence[Sequence[float]],
-    offers: list[tuple[float, int, int]],
-) -> tuple[float, tuple[int, ...]]:
-    """Most expected tokens per time with the first of these offers, and drafts by row then.
-
-    An offer is its acceptance, negative; its place in the window; and its row.
-    """
-    offers.sort()
-    lengths = [*map(len, waiting)]
-    rows, drafts, longest = len(lengths), sum(lengths), max(lengths)
-    tokens = rows + sum(map(sum, waiting))
-    best = tokens / costs.cost(StepShape(rows, drafts, 0, longest))
-    taken, verify, padding = 0, costs.verify, costs.padding
-    for number, (minus, place, _) in enumerate(offers, 1):
-        tokens -= minus
-        drafts += 1
-        if place > longest:
-            longest = place
-        # As `BatchCosts.cost`, which takes twice as long.
-        speed = tokens / (verify[drafts] + padding * (rows * longest - drafts))
-        if speed > best:
-            best, taken = speed, number
-    counts = [0] * rows
-    for _, place, row in offers[:taken]:
-        counts[row] = place
-    return best, tuple(counts)
 
 
 class AdaptiveDrafts:
@@ -219,32 +178,27 @@ class AdaptiveDrafts:
         self._head_rates = HeadRates(most)
         self.choices: dict[int, float] = {}  # last drafts per row, by number of rows
         self.reason: ChoiceReason | None = None  # of the last choice; None before the first
-        self._goes_on = 0.5  # share of the rows that copy and do so in their next window too
         self._depth = self._num_rows = 0  # of the current choice
-        self._speeds, self._costs_of, self._tokens_of = [1.0], [1.0], [0.0]  # by depth
+        self._expected = [(0.0, 1.0)]  # tokens and cost, by depth
         self._since_review = self._since_probe = 0  # steps
-        self._num_surprises = 0  # before the last probe
 
     def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
         """Choose for rows; `steady`: nothing is prefilled beside them."""
         head = self._head_rates.cumulative_acceptance()
-        head = head[: sum(each > _LEAST_USEFUL for each in head)]
         host = [row.offer() for row in rows]
         windows = (0,) * len(rows)
         if any(host):
             waiting = [head[: row.waiting] for row in rows]
             windows = best_windows(self._costs.of_batch(len(rows)), waiting, host)
+        copied = [run[:count] for run, count in zip(host, windows)]
         self._since_review += 1
         changed = not steady or len(rows) != self._num_rows
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
-            copied = [run[:count] for run, count in zip(host, windows)]
             self._review([row.fixed for row in rows], head, copied)
         choice = even_choice(rows, self._depth_or_probe(len(rows), changed), windows)
-        for row, count, num_copied in zip(rows, choice.head, windows):
-            if row.on_host:
-                self._goes_on += _COPY_GAIN * ((num_copied > 0) - self._goes_on)
-            row.waiting, row.on_host = count, num_copied > 0
-        self._note(rows, choice)
+        for row, count in zip(rows, choice.head):
+            row.waiting = count
+        self._note(rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
         return choice
 
     def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
@@ -252,10 +206,8 @@ class AdaptiveDrafts:
 
         `seconds` are its cost, or None if that is not known (see `StepClock`).
         """
-        for row in rows:
-            if row.source == MTP and row.num_cached:
-                self._head_rates.observe(row.num_verified, row.num_cached - 1)
-        self._head_rates.fade(shape.rows)
+        of_head = [row for row in rows if row.source == MTP and row.num_cached]
+        self._head_rates.observe([(row.num_verified, row.num_cached - 1) for row in of_head])
         self._costs.observe(shape, seconds)
 
     def _review(
@@ -264,54 +216,45 @@ class AdaptiveDrafts:
         head: Sequence[float],
         copied: Sequence[Sequence[float]],
     ) -> None:
-        """Choose the head's drafts for the next windows, of which some rows may copy again."""
-        rows, goes_on = len(fixed), self._goes_on
-        costs = self._costs.of_batch(rows)
-        num_copied, longest = sum(map(len, copied)), max(map(len, copied))
-        base = rows + goes_on * sum(map(sum, copied))
-        drafting = 1.0 - goes_on * sum(map(bool, copied)) / rows  # share of the rows
-        self._costs_of, self._tokens_of = [], []
+        """Choose the head's drafts for the next windows; rows that copy are taken to go on."""
+        costs = self._costs.of_batch(len(fixed))
+        self._expected = []
         for depth in range(len(head) + 1):
             depths = [depth if each is None else each for each in fixed]
-            drafts = round(goes_on * num_copied + drafting * sum(depths))
-            # Copying rows may not copy on, and then no window is as long.
-            passes = max(depths)
-            reach = passes + round(goes_on * max(longest - passes, 0))
-            self._costs_of.append(costs.cost(StepShape(rows, drafts, passes, reach)))
-            self._tokens_of.append(base + drafting * sum(sum(head[:each]) for each in depths))
-        self._speeds = list(map(truediv, self._tokens_of, self._costs_of))
-        scores = self._speeds[:]
-        if self._depth < len(scores):
-            scores[self._depth] *= _STAY
+            windows = [run or head[:each] for run, each in zip(copied, depths)]
+            self._expected.append(_expected(costs, windows, max(depths)))
+        scores = [tokens / cost for tokens, cost in self._expected]
+        scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
         # Of numbers that are as good, the fewest: later drafts are known less well.
         self._depth = next(n for n, x in enumerate(scores) if x * _AS_GOOD >= max(scores))
-        self._num_rows, self._since_review = rows, 0
+        self._num_rows, self._since_review = len(fixed), 0
 
     def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
         """The chosen depth, or now and then another: what is said of its cost may be wrong."""
         self._since_probe += 1
         more = min(self._depth + 1, self._most)
         is_unknown = not self._costs.has_measured(num_rows, more)
-        is_surprised = self._depth > 0 and self._costs.num_surprises > self._num_surprises
-        rest = _REST if is_unknown or is_surprised else _LONG_REST
+        rest = _REST if is_unknown else _LONG_REST
         if self._since_probe <= rest:
             return self._depth
         if changed or self._since_probe > rest + _PROBE_STEPS:
-            self._since_probe, self._num_surprises = 0, self._costs.num_surprises
+            self._since_probe = 0
             return self._depth
         return more if is_unknown or not self._depth else 0
 
-    def _note(self, rows: Sequence[RowDrafting], choice: Choice) -> None:
-        """Set `choices` and `reason`."""
+    def _note(
+        self, rows: Sequence[RowDrafting], choice: Choice, windows: Sequence[Sequence[float]]
+    ) -> None:
+        """Set `choices` and `reason`; `windows` are those of the steps while the choice stays."""
         drafts = dict.fromkeys((MTP, *HOST_DRAFTS), 0)
         for row, count, num_proposed in zip(rows, choice.host, choice.head):
             drafts[row.source if count else MTP] += count or num_proposed
-        self.choices[len(rows)] = choice.shape.drafts / len(rows)
-        cost = self._costs.of_batch(len(rows)).cost(choice.shape)
-        brought = self._speeds[self._depth] * cost
-        figures = tuple(self._costs_of), tuple(self._tokens_of)
-        self.reason = ChoiceReason(len(rows), drafts, cost, brought, *figures)
+        self.choices[len(rows)] = sum(drafts.values()) / len(rows)
+        costs = self._costs.of_batch(len(rows))
+        tokens, cost = _expected(costs, windows, max(choice.head))
+        by_depth = tuple(zip(*self._expected))
+        self.reason = ChoiceReason(len(rows), drafts, cost, tokens, by_depth[1], by_depth[0])
 
 
 DraftPolicy = FixedDrafts | AdaptiveDrafts
@@ -321,7 +264,3 @@ def even_choice(rows: Sequence[RowDrafting], depth: int, host: tuple[int, ...] =
     """`depth` drafts of the head for each row whose request does not set a number."""
     head = tuple(depth if row.fixed is None else row.fixed for row in rows)
     return Choice(head, host or (0,) * len(rows))
-
-
-def _gain(acceptance: Sequence[float], cost: float) -> float:
-    return sum(each - cost for each in acceptance if each > cost)

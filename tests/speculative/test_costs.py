@@ -199,8 +199,7 @@ def test_the_cost_of_padding_is_learned_in_use():
 def test_a_position_counts_only_where_those_before_it_were_right():
     pool = HeadRates(5)
     for accepted in [0] * 300 + [2] * 300:
-        pool.observe(4, accepted)
-        pool.fade(1)
+        pool.observe([(4, accepted)])
     chances = pool.cumulative_acceptance()
     rates = [chances[0], *(b / a for a, b in itertools.pairwise(chances))]
     assert min(rates[:2]) > 0.95
@@ -208,7 +207,7 @@ def test_a_position_counts_only_where_those_before_it_were_right():
     # No position after the failed one was tried, and the last one was never drafted.
     assert rates[3:] == pytest.approx([0.95 * rates[2], 0.95**2 * rates[2]])
     for _ in range(5000):
-        pool.fade(1)
+        pool.observe([])
     assert pool.cumulative_acceptance()[2] > 0.4 > chances[2]
 
 
