@@ -31,20 +31,22 @@ class Answer:
     """One response."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+        self._writer, self._head = writer, b""
 
     def head(self, status: int, kind: str, length: int | None) -> None:
         size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
         head = f"HTTP/1.1 {status} Fake\r\nContent-Type: {kind}\r\nX-Request-Id: id-{NAME}\r\n"
-        self._writer.write(f"{head}{size}\r\nConnection: close\r\n\r\n".encode())
+        # It is sent with the first piece of the body, as our servers do.
+        self._head = f"{head}{size}\r\nConnection: close\r\n\r\n".encode()
 
     def whole(self, fields: Any, status: int = 200, kind: str = "application/json") -> None:
         body = fields.encode() if isinstance(fields, str) else json.dumps(fields).encode()
         self.head(status, kind, len(body))
-        self._writer.write(body)
+        self._writer.write(self._head + body)
 
     async def chunk(self, data: bytes) -> None:
-        self._writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._writer.write(b"%b%x\r\n%b\r\n" % (self._head, len(data), data))
+        self._head = b""
         await self._writer.drain()
 
 

@@ -1,123 +1,164 @@
-"""Unix sockets: a directory for them, and a client of HTTP/1.1 that streams responses."""
+"""Unix sockets: where they are, and a client of HTTP/1.1 on them, with answers as they come."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import socket
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from mlx_mtp.errors import UsageError
 
-BROKEN = (OSError, asyncio.IncompleteReadError)
-"""Errors raised by a request to a process that has ended."""
 _PIECE = 1 << 16
-_PATH_BYTES = 100  # maximum length of a socket's path on a Mac
+_PATH_BYTES = 100  # that a socket's path may have on a Mac
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade".split()
 )
-"""Headers that apply to one connection, and so are not passed on."""
+"""Headers that are of one connection."""
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class SocketAnswer:
-    """A response of one of our own servers, whose body is read as it arrives."""
+    """A response of one of our own servers, whose body is read as it comes."""
 
-    def __init__(self, reader: asyncio.StreamReader, method: str) -> None:
-        self._reader, self._method = reader, method
+    def __init__(self, sock: socket.socket, method: str) -> None:
+        self._sock, self._method = sock, method
         self.status, self.headers = 0, list[tuple[bytes, bytes]]()
+        self._data = b""  # that is not used yet: of the head, or of the line of a chunk's size
+        self._left = 0  # bytes of the body, or of the current chunk with the line's end behind it
+        self._is_chunked = self._is_complete = False
 
     async def begin(self) -> None:
-        """Read the status line and the headers; raises the errors that `BROKEN` lists."""
-        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
+        """Read the head; raises OSError."""
+
+        def has_head(data: bytes) -> bool:
+            self._data += data
+            return b"\r\n\r\n" in self._data
+
+        await self._read(has_head)
+        head, _, self._data = self._data.partition(b"\r\n\r\n")
+        first, *lines = head.split(b"\r\n")
         self.status = int(first.split(b" ", 2)[1])
         for line in lines:
             name, _, value = line.partition(b":")
             self.headers.append((name.lower(), value.strip()))
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yields pieces of the body as they arrive; raises the errors that `BROKEN` lists."""
         headers = dict(self.headers)
-        if self._method == "HEAD" or self.status in (204, 304):
-            return
-        if b"transfer-encoding" in headers:
-            async for piece in self._chunks():
-                yield piece
-            return
-        left = int(headers.get(b"content-length", 0))
-        while left:
-            piece = (await self._more())[:left]
-            left -= len(piece)
-            yield piece
+        self._is_chunked = b"transfer-encoding" in headers
+        self._left = 0 if self._is_chunked else int(headers.get(b"content-length", 0))
+        self._is_complete = self._method == "HEAD" or self.status in (204, 304)
+        self._is_complete |= not (self._is_chunked or self._left)
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
-        """Yields the data of all chunks that have arrived, joined."""
-        data, left = b"", 0  # bytes of the current chunk that are missing, with its line end
-        while True:
-            data += await self._more()
-            at, taken = 0, list[bytes]()
-            while at < len(data):
-                if not left:
-                    if (end := data.find(b"\r\n", at)) < 0:
-                        break
-                    left = int(data[at:end].partition(b";")[0], 16) + 2
-                    at = end + 2
-                    if left == 2:
-                        if taken:
-                            yield b"".join(taken)
-                        return
-                here = min(left, len(data) - at)
-                taken.append(data[at : at + min(here, max(left - 2, 0))])
-                at, left = at + here, left - here
-            if taken:
-                yield b"".join(taken)
-            data = data[at:]
+    async def pieces(self, take: Callable[[bytes], bool] = lambda _: False) -> AsyncIterator[bytes]:
+        """Yield what comes, as soon as it comes; raises OSError.
+
+        `take` gets each piece first, and those for which it returns True are not yielded: they cost
+        no switch to the caller's task.
+        """
+        piece = b"" if self._is_complete else self._body_of(b"")
+
+        def is_due(data: bytes) -> bool:
+            nonlocal piece
+            piece = self._body_of(data)
+            if piece and take(piece):
+                piece = b""
+            return bool(piece) or self._is_complete
+
+        if piece:
+            yield piece
+        while not self._is_complete:
+            await self._read(is_due)
+            if piece:
+                yield piece
+
+    async def _read(self, is_due: Callable[[bytes], bool]) -> None:
+        """Call `is_due` with what comes until it returns True; raises OSError."""
+        loop = asyncio.get_running_loop()
+        due = loop.create_future()
+
+        def read() -> None:
+            if due.done():  # The caller was cancelled a moment ago.
+                return
+            try:
+                if not (data := self._sock.recv(_PIECE)):
+                    raise ConnectionResetError("The server ended within its answer.")
+                if is_due(data):
+                    due.set_result(None)
+            except BlockingIOError:
+                pass
+            except Exception as error:
+                due.set_exception(error)
+
+        loop.add_reader(self._sock.fileno(), read)
+        try:
+            await due
+        finally:
+            loop.remove_reader(self._sock.fileno())
+
+    def _body_of(self, data: bytes) -> bytes:
+        """Return what the next bytes have of the body."""
+        data, self._data = self._data + data, b""
+        if not self._is_chunked:
+            piece = data[: self._left]
+            self._left -= len(piece)
+            self._is_complete = not self._left
+            return piece
+        at, taken = 0, list[bytes]()
+        while at < len(data) and not self._is_complete:
+            if not self._left:
+                if (end := data.find(b"\r\n", at)) < 0:
+                    self._data = data[at:]
+                    break
+                self._left = int(data[at:end].partition(b";")[0], 16) + 2
+                self._is_complete = self._left == 2
+                at = end + 2
+            here = min(self._left, len(data) - at)
+            taken.append(data[at : at + min(here, max(self._left - 2, 0))])
+            at, self._left = at + here, self._left - here
+        return b"".join(taken)
 
     async def body(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
-
-    async def _more(self) -> bytes:
-        if not (data := await self._reader.read(_PIECE)):
-            raise ConnectionResetError("The server ended within its answer.")
-        return data
 
 
 @contextlib.asynccontextmanager
 async def ask(
     path: Path, method: str, target: bytes | str, headers: Headers = (), body: bytes = b""
 ) -> AsyncIterator[SocketAnswer]:
-    """Send a request on a new connection, which is closed at the end of the block.
+    """Send a request on a connection of its own, which is closed with the block.
 
-    Closing the connection cancels the answer. Raises the errors that `BROKEN` lists.
+    Closing it cancels the answer. Raises OSError.
     """
-    reader, writer = await asyncio.open_unix_connection(os.fspath(path))
+    # Without asyncio's streams and transports, which take longer and switch tasks more often.
+    loop, sock = asyncio.get_running_loop(), socket.socket(socket.AF_UNIX)
     try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, os.fspath(path))
         fixed = [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         host = [] if any(name == b"host" for name, _ in headers) else [(b"host", b"localhost")]
         target = target if isinstance(target, bytes) else target.encode()
         lines = [b"%b: %b\r\n" % each for each in (*headers, *host, *fixed)]
         head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method.encode(), target, b"".join(lines))
-        writer.write(head + body[:_PIECE])  # in one write, so the process is woken once
-        if len(body) > _PIECE:
-            writer.write(memoryview(body)[_PIECE:])
-        with contextlib.suppress(OSError):  # It can answer before it has read the whole body.
-            await writer.drain()
-        answer = SocketAnswer(reader, method)
+        with contextlib.suppress(OSError):  # It may have answered before it read everything.
+            # The beginning at once, so that the process is woken once.
+            await loop.sock_sendall(sock, head + body[:_PIECE])
+            if len(body) > _PIECE:
+                await loop.sock_sendall(sock, memoryview(body)[_PIECE:])
+        del body  # It may be large, and the answer may take long.
+        answer = SocketAnswer(sock, method)
         await answer.begin()
         yield answer
     finally:
-        writer.transport.abort()
+        loop.remove_writer(sock.fileno())  # of a cancelled call, which would do it too late
+        sock.close()
 
 
 def private_folder() -> Path:
-    """Make a directory for sockets that only this user can enter.
-
-    Raises UsageError if it can't be made, or its path is too long for sockets.
-    """
+    """Make a directory for sockets that only this user can enter; raises UsageError."""
     fault = ""
-    # `tempfile.gettempdir` writes a file, which fails on a full disk; a socket takes no space.
+    # Not `tempfile.gettempdir`, which writes a file: a socket fits on a full disk.
     for base in (os.environ.get("TMPDIR"), "/tmp"):
         try:
             folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base or "/tmp"))  # of mode 0700

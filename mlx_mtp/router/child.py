@@ -16,7 +16,7 @@ from mlx_mtp.flags import PREFIX
 from mlx_mtp.logs import log_again
 from mlx_mtp.server.adopted import PARENT
 from mlx_mtp.settings import VARIABLE
-from mlx_mtp.unix_http import BROKEN, ask
+from mlx_mtp.unix_http import ask
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Child:
         try:
             async with asyncio.timeout(seconds), ask(self.path, "GET", "/health") as answer:
                 return answer.status == 200
-        except BROKEN:  # TimeoutError is among them.
+        except OSError:  # TimeoutError is among them.
             return False
 
     async def _read_log(self) -> None:

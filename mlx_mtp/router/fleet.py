@@ -20,7 +20,7 @@ from mlx_mtp.console import size_text
 from mlx_mtp.router import policy
 from mlx_mtp.router.child import Child
 from mlx_mtp.router.policy import ModelState, Resident
-from mlx_mtp.unix_http import BROKEN, ask, private_folder
+from mlx_mtp.unix_http import ask, private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class Fleet:
             async with asyncio.timeout(self.config.model_timeout):
                 while not await child.is_healthy():
                     await asyncio.sleep(0.1)
-                with contextlib.suppress(*BROKEN, *errors.UNEXPECTED):
+                with contextlib.suppress(OSError, *errors.UNEXPECTED):
                     async with ask(child.path, "GET", "/v1/models") as answer:
                         model.card = json.loads(await answer.body())["data"][0]
         except TimeoutError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -19,8 +18,9 @@ from mlx_mtp.server.http.access import CLIENT, client_header
 from mlx_mtp.server.http.body import RoutedBody, read_body, until_disconnect
 from mlx_mtp.server.http.errors import StreamForm, public
 from mlx_mtp.server.http.middleware import REQUEST_ID, refuse
+from mlx_mtp.server.http.protocol import WRITE
 from mlx_mtp.server.http.record import record_of
-from mlx_mtp.unix_http import BROKEN, HOP_BY_HOP, SocketAnswer, ask
+from mlx_mtp.unix_http import HOP_BY_HOP, SocketAnswer, ask
 
 if TYPE_CHECKING:
     from mlx_mtp.router.app import RouterState
@@ -40,8 +40,7 @@ async def forward(request: Request) -> Response:
         raise wrong_kind(model.name, embeds=not route.embeds)
     form = StreamForm(request.url.path, route.error_body)
     if form.is_ollama:
-        seconds = body.seconds()
-        state.fleet.keep(model, seconds)
+        state.fleet.keep(model, seconds := body.seconds())
         if seconds == 0 and not (body.messages or body.prompt or body.input):  # To end it.
             return JSONResponse(ollama_unloaded(body.model))
     state.limiter.reserve(request.scope, 1)
@@ -68,7 +67,7 @@ class Forwarded(Response):
         route = record.route
         try:
             error = await self._pass_on(scope, send)
-        except (MlxMtpError, *BROKEN) as fault:
+        except (MlxMtpError, OSError) as fault:
             if not isinstance(fault, MlxMtpError):
                 lost = "ended before its answer was complete"
                 fault = UnavailableError(f"The process of the model {self._model.name!r} {lost}.")
@@ -82,15 +81,14 @@ class Forwarded(Response):
             await send({"type": "http.response.body", "body": end, "more_body": False})
         # Otherwise the connection is closed in the middle of what was sent.
 
-    async def _pass_on(self, scope: Scope, send: Send) -> Mapping[str, Any] | None:
+    async def _pass_on(self, scope: Scope, send: Send) -> dict[str, Any] | None:
         """Have the process answer; return its error if that comes too late for a status."""
         while True:
             try:
                 async with self._using(send) as child:
-                    asked = scope["method"], *child_request(scope), self._content
-                    async with ask(child.path, *asked) as answer:
-                        del asked  # Nothing is kept of the body from here on.
-                        self._content = b""
+                    request = child_request(scope)
+                    async with ask(child.path, *request, self._content) as answer:
+                        self._content = b""  # Nothing is kept of the body from here on.
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)
             except ConnectionRefusedError:  # It has ended: the request waits for the next one.
@@ -118,9 +116,7 @@ class Forwarded(Response):
         self._last = piece
         await send({"type": "http.response.body", "body": piece, "more_body": True})
 
-    async def _copy(
-        self, scope: Scope, send: Send, answer: SocketAnswer
-    ) -> Mapping[str, Any] | None:
+    async def _copy(self, scope: Scope, send: Send, answer: SocketAnswer) -> dict[str, Any] | None:
         """Send what the process answers; return its error if that comes too late for a status."""
         if self._begun and answer.status != 200:
             with contextlib.suppress(*UNEXPECTED):
@@ -131,13 +127,18 @@ class Forwarded(Response):
         record.id = dict(answer.headers).get(REQUEST_ID.encode(), record.id.encode()).decode()
         headers = [each for each in answer.headers if each[0] not in _OF_ANSWER]
         await self._begin(send, answer.status, headers)
-        async for piece in answer.pieces():
+
+        def take(piece: bytes) -> bool:
+            self._last = piece
+            return bool(scope["state"][WRITE](piece))
+
+        async for piece in answer.pieces(take):
             await self._send(send, piece)
         return None
 
 
-def child_request(scope: Scope) -> tuple[bytes, list[tuple[bytes, bytes]]]:
-    """The target and the headers of a request as the process gets them."""
+def child_request(scope: Scope) -> tuple[str, bytes, list[tuple[bytes, bytes]]]:
+    """The method, the target and the headers of a request as the process gets them."""
     query = b"?" + scope["query_string"] if scope["query_string"] else b""
     kept = [each for each in scope["headers"] if each[0] not in _OWN]
-    return scope["raw_path"] + query, [*kept, client_header(scope)]
+    return scope["method"], scope["raw_path"] + query, [*kept, client_header(scope)]

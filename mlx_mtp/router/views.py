@@ -20,7 +20,7 @@ from mlx_mtp.router.forward import child_request
 from mlx_mtp.server import cards
 from mlx_mtp.server.http.body import RoutedBody, read_body, read_bytes
 from mlx_mtp.server.merged import merged_metrics, merged_stream
-from mlx_mtp.unix_http import BROKEN, ask
+from mlx_mtp.unix_http import ask
 
 if TYPE_CHECKING:
     from mlx_mtp.router.app import RouterState
@@ -96,7 +96,7 @@ async def of_one(request: Request) -> Response:
     content = await read_bytes(request, state.config, state.held)
     answer = None
     for each in state.fleet.running:
-        with contextlib.suppress(*BROKEN):
+        with contextlib.suppress(OSError):
             answer = await _answer_of(request, each, content)
             if answer.status_code != NotFoundError.status:
                 return answer
@@ -121,8 +121,7 @@ async def _answer_of(request: Request, model: ServedModel, content: bytes) -> Re
     scope, child = request.scope, model.child
     if child is None:
         raise ConnectionRefusedError("The model's process has ended a moment ago.")
-    asked = scope["method"], *child_request(scope), content
-    async with ask(child.path, *asked) as answer:
+    async with ask(child.path, *child_request(scope), content) as answer:
         kind = dict(answer.headers).get(b"content-type", b"application/json").decode()
         return Response(await answer.body(), answer.status, media_type=kind)
 
@@ -131,7 +130,7 @@ async def metrics_of_all(request: Request) -> Response:
     """GET /metrics: those of this process and of all others, with the label `model`."""
     state, texts = _state(request), {}
     for each in state.fleet.running:
-        with contextlib.suppress(*BROKEN):
+        with contextlib.suppress(OSError):
             texts[each.name] = bytes((await _answer_of(request, each, b"")).body).decode()
     return Response(merged_metrics(state.metrics.render(), texts), media_type=CONTENT_TYPE_LATEST)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_mtp.errors import UNEXPECTED
-from mlx_mtp.unix_http import BROKEN, ask
+from mlx_mtp.unix_http import ask
 
 SECONDS = 0.5  # between two messages
 
@@ -38,7 +38,7 @@ async def merged_stream(
 
     async def read(name: str, path: Path) -> None:
         rest = b""
-        with contextlib.suppress(*BROKEN, *UNEXPECTED):
+        with contextlib.suppress(OSError, *UNEXPECTED):
             async with ask(path, "GET", "/live") as answer:
                 async for piece in answer.pieces():
                     *events, rest = (rest + piece).split(b"\n\n")

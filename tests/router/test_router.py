@@ -72,6 +72,9 @@ def test_a_stream_comes_as_it_is_sent_and_its_end_reaches_the_process(plain: Rou
         text = client.chat("a", stream=True, chunks=50).text
         assert text.count("data: {") == 51
         assert text.endswith("data: [DONE]\n\n")
+        short = json.dumps({"model": "a", "stream": True, "chunks": 50}).encode()
+        old = request_bytes("POST", CHAT, body=short).replace(b"HTTP/1.1", b"HTTP/1.0")
+        assert exchange(client, old).body.count(b"data: {") == 51  # though it knows no chunks
         body = {"model": "a", "stream": True, "chunks": 1000, "pause": 0.05}
         with client.stream("POST", CHAT, json=body) as answer:
             pieces = answer.iter_text()
