@@ -33,12 +33,8 @@ class SocketAnswer:
 
     async def begin(self) -> None:
         """Read the head; raises OSError."""
-
-        def has_head(data: bytes) -> bool:
-            self._data += data
-            return b"\r\n\r\n" in self._data
-
-        await self._read(has_head)
+        while b"\r\n\r\n" not in self._data:
+            self._data += await self._read()
         head, _, self._data = self._data.partition(b"\r\n\r\n")
         first, *lines = head.split(b"\r\n")
         self.status = int(first.split(b" ", 2)[1])
@@ -54,46 +50,44 @@ class SocketAnswer:
     async def pieces(self, take: Callable[[bytes], bool] = lambda _: False) -> AsyncIterator[bytes]:
         """Yield what comes, as soon as it comes; raises OSError.
 
-        `take` gets each piece first, and those for which it returns True are not yielded: they cost
-        no switch to the caller's task.
+        Pieces for which `take` returns True are not yielded: they cost no switch to the caller's
+        task. The last one is not offered to it.
         """
         piece = b"" if self._is_complete else self._body_of(b"")
 
-        def is_due(data: bytes) -> bool:
+        def is_taken(data: bytes) -> bool:
             nonlocal piece
             piece = self._body_of(data)
-            if piece and take(piece):
-                piece = b""
-            return bool(piece) or self._is_complete
+            return not self._is_complete and (not piece or take(piece))
 
         if piece:
             yield piece
         while not self._is_complete:
-            await self._read(is_due)
+            await self._read(is_taken)
             if piece:
                 yield piece
 
-    async def _read(self, is_due: Callable[[bytes], bool]) -> None:
-        """Call `is_due` with what comes until it returns True; raises OSError."""
+    async def _read(self, take: Callable[[bytes], bool] = lambda _: False) -> bytes:
+        """Return the next bytes for which `take` is not True; raises OSError."""
         loop = asyncio.get_running_loop()
-        due = loop.create_future()
+        got: asyncio.Future[bytes] = loop.create_future()
 
         def read() -> None:
-            if due.done():  # The caller was cancelled a moment ago.
+            if got.done():  # The caller was cancelled a moment ago.
                 return
             try:
                 if not (data := self._sock.recv(_PIECE)):
                     raise ConnectionResetError("The server ended within its answer.")
-                if is_due(data):
-                    due.set_result(None)
+                if not take(data):
+                    got.set_result(data)
             except BlockingIOError:
                 pass
             except Exception as error:
-                due.set_exception(error)
+                got.set_exception(error)
 
         loop.add_reader(self._sock.fileno(), read)
         try:
-            await due
+            return await got
         finally:
             loop.remove_reader(self._sock.fileno())
 

@@ -164,11 +164,9 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer("stall")
 
     def write_now(self, piece: bytes) -> bool:
-        """Write a piece of a body that has begun, and return whether that was done.
+        """Write a piece of a chunked body that has begun, past h11; return whether that was done.
 
-        It is not if the client must read first or has left, or if the body isn't chunked; the
-        application's `send` is for that. Neither h11 nor a task takes part, as a stream has
-        hundreds of pieces: that halves their cost.
+        It is not if the client must read first or has left: the application's `send` waits for it.
         """
         is_open = self.conn.our_state is h11.SEND_BODY and self.conn.sends_chunks
         if self.flow.write_paused or not (is_open and piece):
