@@ -112,8 +112,10 @@ async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     left = asyncio.ensure_future(reader.read(1))
     await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
     with contextlib.suppress(ConnectionError):
-        counts["finished" if work.done() else "cancelled"] += path not in ("/health", "/metrics")
-        if work.done() and not work.exception():
+        # Work that has failed could not write any more.
+        is_finished = work.done() and not work.exception()
+        counts["finished" if is_finished else "cancelled"] += path not in ("/health", "/metrics")
+        if is_finished:
             await writer.drain()
     for each in (work, left):
         each.cancel()
