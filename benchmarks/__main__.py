@@ -167,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
         print_error(f"{fault} (python -m benchmarks lists all)", "benchmarks")
         return 2
     if name not in known:
-        listed = "\n".join(f"{each:15} {line}" for each, (_, line) in sorted(known.items()))
+        listed = "\n".join(f"{each:18} {line}" for each, (_, line) in sorted(known.items()))
         print(f"{__doc__}\n{listed}")
         return 0
     try:

@@ -113,7 +113,7 @@ def _model(name: str, layers: int) -> LoadedModel:
     return build(config, 4)[0]
 
 
-def _measured(core: EngineCore, steps: int, parts: bool, line: Row) -> Rows:
+def _measured(core: EngineCore, steps: int, parts: bool, line: Row) -> Iterator[Row]:
     laps, process = [], []
     for _ in range(steps):
         watch, began = _Parts(), time.process_time()
