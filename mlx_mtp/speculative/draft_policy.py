@@ -9,7 +9,7 @@ estimates, so a new one must promise more than the current one.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, product
+from itertools import accumulate
 from operator import mul
 from typing import NamedTuple, Protocol
 
@@ -154,19 +154,27 @@ def best_windows(
     paid. Of these windows the fastest are chosen.
     """
 
-    def speed(windows: Sequence[Sequence[float]]) -> float:
-        tokens, cost = _expected(costs, windows)
-        return tokens / cost
-
-    best, best_speed = (0,) * len(host), _PAYS * speed(waiting)
-    for price, limit in product(_PRICES, _LIMITS):
-        copied = [[each for each in run[:limit] if each > price] for run in host]
-        copied = [
-            run if sum(run) - price * len(run) > sum(own) - price * len(own) else []
-            for run, own in zip(copied, waiting)
-        ]
-        if (faster := speed([run or own for run, own in zip(copied, waiting)])) > best_speed:
-            best, best_speed = tuple(map(len, copied)), faster
+    own, lengths = [*map(sum, waiting)], [*map(len, waiting)]
+    gains = [(row, [0.0, *accumulate(run)]) for row, run in enumerate(host) if run]
+    tokens = len(own) + sum(own)
+    shape = StepShape(len(own), sum(lengths), 0, max(lengths))
+    best, best_speed = (0,) * len(host), _PAYS * tokens / costs.cost(shape)
+    for price in _PRICES:
+        cuts = [(row, gain, sum(each > price for each in host[row])) for row, gain in gains]
+        longest = max(count for *_, count in cuts)
+        for limit in _LIMITS:
+            counts, windows, brought = [0] * len(host), lengths.copy(), tokens
+            for row, gain, count in cuts:
+                count = min(count, limit)
+                more = gain[count] - own[row]
+                if count and more > price * (count - lengths[row]):
+                    counts[row] = windows[row] = count
+                    brought += more
+            shape = StepShape(len(own), sum(windows), 0, max(windows))
+            if (speed := brought / costs.cost(shape)) > best_speed:
+                best, best_speed = tuple(counts), speed
+            if limit >= longest:
+                break
     return best
 
 
