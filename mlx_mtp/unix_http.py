@@ -1,4 +1,4 @@
-"""Unix sockets: where they are, and a client of HTTP/1.1 on them, with answers as they come."""
+"""A private directory for Unix sockets, and an HTTP/1.1 client that streams answers from them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 
 from mlx_mtp.errors import UsageError
 
-_PIECE = 1 << 16
-_PATH_BYTES = 100  # that a socket's path may have on a Mac
+_PIECE = 1 << 16  # bytes per read, and of the body in a request's first write
+_PATH_BYTES = 100  # maximum length of a socket's path; macOS allows 103
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade".split()
 )
-"""Headers that are of one connection."""
+"""Headers that concern a single connection and are not forwarded (RFC 9110, 7.6.1)."""
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class SocketAnswer:
-    """A response of one of our own servers, whose body is read as it comes."""
+    """A response of one of our own servers, with a body that can be read as it arrives."""
 
     def __init__(self, sock: socket.socket, method: str) -> None:
         self._sock, self._method = sock, method
         self.status, self.headers = 0, list[tuple[bytes, bytes]]()
-        self._data = b""  # that is not used yet: of the head, or of the line of a chunk's size
-        self._left = 0  # bytes of the body, or of the current chunk with the line's end behind it
+        self._data = b""  # received but not parsed yet: part of the head or of a chunk-size line
+        self._left = 0  # bytes to come of the body, or of the current chunk and its CRLF
         self._is_chunked = self._is_complete = False
 
     async def begin(self) -> None:
@@ -48,10 +48,10 @@ class SocketAnswer:
         self._is_complete |= not (self._is_chunked or self._left)
 
     async def pieces(self, take: Callable[[bytes], bool] = lambda _: False) -> AsyncIterator[bytes]:
-        """Yield what comes, as soon as it comes; raises OSError.
+        """Yields the pieces of the body as they arrive; raises OSError.
 
-        Pieces for which `take` returns True are not yielded: they cost no switch to the caller's
-        task. The last one is not offered to it.
+        Pieces for which `take` returns True are not yielded, which saves a switch to the caller's
+        task. What arrived with the head, and the last piece, are always yielded.
         """
         piece = b"" if self._is_complete else self._body_of(b"")
 
@@ -68,12 +68,12 @@ class SocketAnswer:
                 yield piece
 
     async def _read(self, take: Callable[[bytes], bool] = lambda _: False) -> bytes:
-        """Return the next bytes for which `take` is not True; raises OSError."""
+        """Returns the next received bytes for which `take` returns False; raises OSError."""
         loop = asyncio.get_running_loop()
         got: asyncio.Future[bytes] = loop.create_future()
 
         def read() -> None:
-            if got.done():  # The caller was cancelled a moment ago.
+            if got.done():  # The caller has just been cancelled.
                 return
             try:
                 if not (data := self._sock.recv(_PIECE)):
@@ -92,7 +92,7 @@ class SocketAnswer:
             loop.remove_reader(self._sock.fileno())
 
     def _body_of(self, data: bytes) -> bytes:
-        """Return what the next bytes have of the body."""
+        """Returns the part of the body that `data`, the next received bytes, contains."""
         data, self._data = self._data + data, b""
         if not self._is_chunked:
             piece = data[: self._left]
@@ -121,11 +121,11 @@ class SocketAnswer:
 async def ask(
     path: Path, method: str, target: bytes | str, headers: Headers = (), body: bytes = b""
 ) -> AsyncIterator[SocketAnswer]:
-    """Send a request on a connection of its own, which is closed with the block.
+    """Send a request on a new connection, which is closed at the end of the block.
 
-    Closing it cancels the answer. Raises OSError.
+    Closing it early cancels the answer. Raises OSError.
     """
-    # Without asyncio's streams and transports, which take longer and switch tasks more often.
+    # asyncio's streams and transports would take longer and switch tasks more often.
     loop, sock = asyncio.get_running_loop(), socket.socket(socket.AF_UNIX)
     try:
         sock.setblocking(False)
@@ -135,8 +135,8 @@ async def ask(
         target = target if isinstance(target, bytes) else target.encode()
         lines = [b"%b: %b\r\n" % each for each in (*headers, *host, *fixed)]
         head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method.encode(), target, b"".join(lines))
-        with contextlib.suppress(OSError):  # It may have answered before it read everything.
-            # The beginning at once, so that the process is woken once.
+        with contextlib.suppress(OSError):  # The server may answer before it has read all.
+            # One write for the head and the first piece, so that the process wakes only once.
             await loop.sock_sendall(sock, head + body[:_PIECE])
             if len(body) > _PIECE:
                 await loop.sock_sendall(sock, memoryview(body)[_PIECE:])
@@ -145,17 +145,17 @@ async def ask(
         await answer.begin()
         yield answer
     finally:
-        loop.remove_writer(sock.fileno())  # of a cancelled call, which would do it too late
+        loop.remove_writer(sock.fileno())  # A cancelled call does so only after `close`.
         sock.close()
 
 
 def private_folder() -> Path:
     """Make a directory for sockets that only this user can enter; raises UsageError."""
     fault = ""
-    # Not `tempfile.gettempdir`, which writes a file: a socket fits on a full disk.
+    # Not `tempfile.gettempdir`: it writes a file, which fails on a full disk.
     for base in (os.environ.get("TMPDIR"), "/tmp"):
         try:
-            folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base or "/tmp"))  # of mode 0700
+            folder = Path(tempfile.mkdtemp(prefix="mlx-mtp-", dir=base or "/tmp"))  # mode 0700
         except OSError as error:
             fault = f"a directory for sockets can't be made: {error}"
             continue

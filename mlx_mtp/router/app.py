@@ -1,4 +1,4 @@
-"""The application of the parent: the routes of a model's server, most of them passed on."""
+"""The parent's application: it has a model server's routes, and forwards most requests to one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _OWN = "health live clients page_file root ollama_version"
 _ANSWERED = dict.fromkeys(_OF_ONE.split(), views.of_one)
 _ANSWERED |= {name: getattr(views, f"{name}_of_all") for name in _OF_ALL.split()}
 _ANSWERED |= {name: getattr(page, name) for name in _OWN.split()}
-# The bodies of all others name the model.
+# All other routes are forwarded to the model that the request's body names.
 ROUTES = route_table(defaultdict(lambda: forward, _ANSWERED))
 
 
 class RouterMetrics:
-    """What the parent counts; the processes have the rest."""
+    """The parent's own metrics; the models' processes have the others."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._requests = fleet, Counter[tuple[str, ...]]()
@@ -45,10 +45,10 @@ class RouterMetrics:
             self._requests[labels] += 1
 
     def count_ignored(self, names: Iterable[str]) -> None:
-        """The processes do that."""
+        """Do nothing: the models' processes count ignored parameters."""
 
     def render(self) -> str:
-        registry: Any = self  # `collect` is all that is asked of it.
+        registry: Any = self  # `generate_latest` calls only `collect`.
         return generate_latest(registry).decode()
 
     def collect(self) -> Iterator[Metric]:
@@ -67,13 +67,13 @@ class RouterMetrics:
 
 
 class RouterState:
-    """The parts of the application: what `serving.ServerState` asks for, and the models."""
+    """The application's state: that of every server (`serving.ServerState`), and the models."""
 
-    fault = None  # A process that fails is started again.
+    fault = None  # always: a process that fails is started again
 
     def __init__(self, config: ServerConfig, fleet: Fleet) -> None:
         self.config, self.fleet = config, fleet
-        info = SimpleNamespace(max_num_seqs=config.max_connections)  # They are the bound here.
+        info = SimpleNamespace(max_num_seqs=config.max_connections)  # in place of batch rows
         engine: Any = SimpleNamespace(info=info, unhealthy_reason=None, hang_reason=None)
         self.limiter = RequestLimiter(engine, config.max_queue)
         self.held = HeldBytes(config.max_held_bytes, self.limiter.rejected)
@@ -82,7 +82,7 @@ class RouterState:
         self.end_all = fleet.end_all
 
     def resume(self) -> None:
-        """The processes have terminals of their own: none was stopped."""
+        """Do nothing: the processes are in other sessions, so Ctrl-Z has not suspended them."""
 
     @property
     def model_names(self) -> tuple[str, ...]:

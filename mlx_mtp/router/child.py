@@ -1,4 +1,4 @@
-"""A model's process: a server on a Unix socket that only this process can reach, and its log."""
+"""A model's process: a server on a Unix socket in a private directory, and its log."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 
 
 class Child:
-    """One process. It exits by itself when this process ends, as its standard input does then."""
+    """A model's process. It exits when the parent ends, because that closes its standard input."""
 
     def __init__(self, name: str, path: Path, process: asyncio.subprocess.Process) -> None:
         self.name, self.path, self._process = name, path, process
-        self.last_lines: deque[str] = deque(maxlen=10)  # of its log
+        self.last_lines: deque[str] = deque(maxlen=10)  # of the process's log
         self._num_signals = 0
         self._log = asyncio.create_task(self._read_log())
 
     @classmethod
     async def start(cls, name: str, path: Path, command: Sequence[str], num_keys: int) -> Child:
-        """Start a process that listens on the path; raises OSError."""
-        # What variables and the settings file say, the command says for that process.
+        """Start `command` as a process that serves on a Unix socket at `path`; raises OSError."""
+        # The command already has the settings of the variables and of the settings file.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(os.fspath(path))
-            # Requests can be sent from now on: they wait until it is ready.
+            # Requests can be sent from now on; they wait until the process is ready.
             sock.listen(2048)
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -47,15 +47,15 @@ class Child:
                 pass_fds=[sock.fileno()],
                 env={**kept, VARIABLE: "", PARENT: f"{sock.fileno()} {num_keys}"},
                 cwd=path.parent,
-                limit=1 << 24,  # bytes of a line of the log
-                start_new_session=True,  # Ctrl-C is for this process, which passes it on.
+                limit=1 << 24,  # maximum bytes of a log line
+                start_new_session=True,  # Ctrl-C reaches only the parent, which ends its processes.
             )
         return cls(name, path, process)
 
     async def wait(self) -> str:
         """Wait for the end of the process and of its log; return how it ended, in words."""
         status = await self._process.wait()
-        with contextlib.suppress(TimeoutError):  # A process of its own may still have the pipe.
+        with contextlib.suppress(TimeoutError):  # A descendant may hold the pipe open.
             await asyncio.wait_for(self._log, 1.0)
         self.path.unlink(missing_ok=True)
         if status < 0:
@@ -63,9 +63,10 @@ class Child:
         return f"has ended with status {status}"
 
     def terminate(self, most: int) -> None:
-        """Send one signal more, of at most so many.
+        """Send SIGTERM, unless `most` signals have been sent.
 
-        By the first it finishes its answers, by the second it ends them with an error.
+        After the first signal the process finishes its answers and exits; after the second it ends
+        them with an error.
         """
         if self._num_signals < most:
             self._num_signals += 1
@@ -75,24 +76,24 @@ class Child:
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
-        # asyncio's own methods may take the exit status from the thread that waits for it.
+        # Not `Process.send_signal`: it may take the exit status from asyncio's waiting thread.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     async def is_healthy(self, seconds: float | None = None) -> bool:
-        """Ask it, and wait so long for the answer."""
+        """Returns True if /health answers 200 within `seconds` (None: without a time limit)."""
         try:
             async with asyncio.timeout(seconds), ask(self.path, "GET", "/health") as answer:
                 return answer.status == 200
-        except OSError:  # TimeoutError is among them.
+        except OSError:  # including TimeoutError
             return False
 
     async def _read_log(self) -> None:
         assert self._process.stderr is not None
         line = b"-"
         while line:
-            with contextlib.suppress(ValueError):  # A line that is longer is lost.
+            with contextlib.suppress(ValueError):  # A line longer than `limit` is dropped.
                 line = await self._process.stderr.readline()
                 text = log_again(logger, line.decode(errors="replace"), self.name)
                 self.last_lines += [text] if text else []

@@ -1,4 +1,4 @@
-"""The models and their processes: requests wait here for a model, and `policy` decides."""
+"""The models and their processes. Requests wait here; `policy` decides which models load."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from mlx_mtp.unix_http import ask, private_folder
 
 logger = logging.getLogger(__name__)
 
-HEALTH_SECONDS = 30.0  # A process that is not healthy for so long is killed.
-_PROBES = 3  # in that time, all of which must fail
-_STOP_SECONDS = 30.0  # for an idle process to write its prefixes and end; then it is killed
+HEALTH_SECONDS = 30.0  # A process that is unhealthy for this time is killed.
+_PROBES = 3  # health checks within `HEALTH_SECONDS`; all must fail
+_STOP_SECONDS = 30.0  # for an idle process to write its prefixes and end, before it is killed
 EVENTS = ("loads", "unloads", "deaths")
-Wait = Callable[[asyncio.Future[Any]], Awaitable[None]]  # until it is done
+Wait = Callable[[asyncio.Future[Any]], Awaitable[None]]  # waits until the future is done
 Plans = AsyncIterator[dict[str, Any]]  # the lines of `mlx_mtp.inspect.needs`
 
 
 @dataclass(eq=False)
 class ServedModel(Resident):
-    """A model with its names, what is known of it, and its process if there is one."""
+    """A model: its names, its plan and card, and its process if it has one."""
 
-    names: tuple[str, ...] = ()  # that requests may give; the first is `name`
+    names: tuple[str, ...] = ()  # accepted in requests; the first is `name`
     source: str | None = None  # a directory or a hub id; None: the bundled model
-    given: str = ""  # as the user wrote it
-    is_found: bool = False  # on the disk, not named by the user
+    given: str = ""  # `source` as the user wrote it
+    is_found: bool = False  # in the cache (--all), not named by the user
     plan: dict[str, Any] = field(default_factory=dict)  # its line of `Plans`
-    card: dict[str, Any] = field(default_factory=dict)  # its own, in /v1/models
+    card: dict[str, Any] = field(default_factory=dict)  # its process's entry in /v1/models
     child: Child | None = None
-    last_lines: list[str] = field(default_factory=list)  # of the log of its last process
+    last_lines: list[str] = field(default_factory=list)  # of its last process's log
 
     @property
     def is_ready(self) -> bool:
@@ -55,12 +55,12 @@ class ServedModel(Resident):
 
     @property
     def last_words(self) -> str:
-        """What the last process wrote to its log in the end."""
+        """The last lines of the last process's log, in a sentence."""
         lines = [shortened(line) for line in self.last_lines[-3:]]
         return f"The last lines of its log: {' | '.join(lines)}" if lines else "Its log is empty."
 
     def take_waiting(self) -> list[asyncio.Future[Child]]:
-        """Return the requests that wait for the model, which do so no longer."""
+        """Remove and return the futures of the requests that wait for the model."""
         waiting, self.waiting = self.waiting, {}
         return [begins for begins in waiting if not begins.done()]
 
@@ -77,14 +77,14 @@ class Fleet:
         models: Sequence[ServedModel],
         config: RouterConfig,
         *,
-        command: Callable[[ServedModel], Sequence[str]],  # of a model's process; its share is set
+        command: Callable[[ServedModel], Sequence[str]],  # of the process, once `share` is set
         plans: Callable[[Sequence[ServedModel]], Plans],
         num_keys: int = 0,
         max_queue: int = 256,
         any_name: bool = False,
     ) -> None:
         self.models, self.config = list(models), config
-        self.counts: Counter[tuple[str, str]] = Counter()  # of `EVENTS`, by model
+        self.counts: Counter[tuple[str, str]] = Counter()  # by event (of `EVENTS`) and model
         self._limit: int | None = None  # bytes for all models; None: not known yet
         self._command, self._plans = command, plans
         self._num_keys, self._max_queue, self._any_name = num_keys, max_queue, any_name
@@ -98,7 +98,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """End all processes; those that don't end are killed."""
-        self._limit = None  # Nothing is decided any more.
+        self._limit = None  # From now on `_decide` does nothing.
         self.end_all()
         children = [model.child for model in self.models if model.child is not None]
         for model in self.models:
@@ -116,16 +116,16 @@ class Fleet:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def end_all(self) -> None:
-        """End all requests with an error; the processes do that for theirs."""
+        """End all requests with an error; each process ends those that it answers."""
         for model in self.models:
             model.fail_waiting(errors.EngineStoppedError("The server is shutting down."))
             if model.busy and model.child is not None:
                 model.child.terminate(2)
 
     def find(self, name: str) -> ServedModel:
-        """Return the model of this name, the first one for ""; raises ModelNotFoundError."""
+        """Returns the model named `name`, or the first for ""; raises ModelNotFoundError."""
         for model in self.models:
-            # Ollama's clients add the tag to names without one.
+            # Ollama's clients add the tag :latest to names without a tag.
             if not name or name in model.names or name.removesuffix(":latest") in model.names:
                 return model
         if self._any_name and self.models:
@@ -136,24 +136,24 @@ class Fleet:
 
     @property
     def running(self) -> list[ServedModel]:
-        """The models whose processes answer."""
+        """The models whose processes are ready."""
         return [model for model in self.models if model.is_ready]
 
     def seconds_left(self, model: ServedModel) -> float:
-        """How long a model stays if nobody asks for it, unless another one needs its room."""
+        """Returns the seconds until an unused model is unloaded, if no other needs its memory."""
         if model.pinned or not model.is_ready:
             return math.inf
         idle = 0.0 if model.busy else self._loop.time() - model.idle_since
         return max(0.0, model.keep_alive - idle)
 
     def keep(self, model: ServedModel, seconds: float | None) -> None:
-        """Set how long the model stays when it is idle; None: as the flag says."""
+        """Set the seconds that the model stays loaded while idle; None: the --keep-alive flag's."""
         model.keep_alive = self.config.keep_alive if seconds is None else seconds
         self._decide()
 
     @contextlib.asynccontextmanager
     async def using(self, model: ServedModel, seconds: float, wait: Wait) -> AsyncIterator[Child]:
-        """Wait until the model takes a request, at most so long; it is busy during the block.
+        """Wait at most `seconds` until the model takes a request; it is busy during the block.
 
         Raises UnavailableError, RequestTimeoutError or EngineStoppedError.
         """
@@ -169,7 +169,7 @@ class Fleet:
             self._release(model)
 
     async def _admission(self, model: ServedModel, seconds: float, wait: Wait) -> Child:
-        """Wait for the model's process; the request counts as busy then."""
+        """Wait for the model's process; then the request counts in `busy`."""
         self._check_waiting(model)
         begins: asyncio.Future[Child] = self._loop.create_future()
         model.waiting[begins] = model.asked
@@ -181,7 +181,7 @@ class Fleet:
         except BaseException as error:
             model.waiting.pop(begins, None)
             if begins.done() and begins.exception() is None:
-                self._release(model)  # The client left at the moment at which it was admitted.
+                self._release(model)  # The client left just after it was admitted.
             else:
                 self._decide()
             if isinstance(error, TimeoutError):
@@ -197,7 +197,7 @@ class Fleet:
         self._decide()
 
     def _check_waiting(self, model: ServedModel) -> None:
-        """Raise UnavailableError if it would be of no use to wait for the model."""
+        """Raise UnavailableError if the model can't be loaded, or if the queue is full."""
         name, retry, total = f"The model {model.name!r}", None, self._limit or 0
         left, room = model.refused_until - model.asked, policy.most_room(model, self.models, total)
         waiting, need = sum(len(each.waiting) for each in self.models), model.need or 0
@@ -219,7 +219,7 @@ class Fleet:
         raise errors.UnavailableError(reason, retry_after=retry)
 
     def _decide(self) -> None:
-        """Do what follows from a change."""
+        """Apply the policy's decision, and admit the requests that wait for a ready model."""
         if self._limit is None:
             return
         if self._timer is not None:
@@ -246,12 +246,12 @@ class Fleet:
         """Run the model's process from its start to its end."""
         self.counts["loads", model.name] += 1
         logger.info("%s: loading, with %s of memory", model.name, size_text(model.share))
-        # No other process has had this total.
+        # The total grows with each load, so the path is a new one.
         path, model.last_lines = self._folder / str(self.counts.total()), []
         try:
             child = await Child.start(model.name, path, self._command(model), self._num_keys)
             model.child = child
-            if model.state is ModelState.STOPPING:  # Since a moment ago.
+            if model.state is ModelState.STOPPING:  # It was stopped meanwhile.
                 child.kill()
             watch = asyncio.create_task(self._watch(model, child))
             end = await child.wait()
@@ -304,7 +304,7 @@ class Fleet:
         child.kill()
 
     async def _plan(self) -> None:
-        """Learn what the models need. Those that can't be served and weren't named are left out."""
+        """Read what the models need; drop those that can't be served and that nobody named."""
         fault, unknown = "its memory could not be planned", dict(enumerate([*self.models]))
         try:
             async for line in self._plans([*self.models]):

@@ -1,4 +1,4 @@
-"""Passes a request on to its model's process, and the answer back as it comes."""
+"""Forwards a request to its model's process, and the answer to the client as it arrives."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from mlx_mtp.router.app import RouterState
     from mlx_mtp.router.fleet import ServedModel
 
-# Headers that are not passed on: a connection's own, keys, and what a process would believe.
+# Headers that are not forwarded: hop-by-hop ones, keys, and one that a process would trust.
 _OWN = {*HOP_BY_HOP, b"content-length", b"expect", b"authorization", b"x-api-key", CLIENT.encode()}
 _OF_ANSWER = {*HOP_BY_HOP, b"date", REQUEST_ID.encode()}
 
 
 async def forward(request: Request) -> Response:
-    """Pass a request with a body on to the model that it names."""
+    """Forward a request to the model that its body names."""
     state: RouterState = request.app.state.context
     content, body = await read_body(request, state, RoutedBody)
     model, route = state.fleet.find(body.model), record_of(request.scope).route
@@ -41,14 +41,14 @@ async def forward(request: Request) -> Response:
     form = StreamForm(request.url.path, route.error_body)
     if form.is_ollama:
         state.fleet.keep(model, seconds := body.seconds())
-        if seconds == 0 and not (body.messages or body.prompt or body.input):  # To end it.
+        if seconds == 0 and not (body.messages or body.prompt or body.input):  # Unload it.
             return JSONResponse(ollama_unloaded(body.model))
     state.limiter.reserve(request.scope, 1)
     return Forwarded(state, form, model, content, form.wants_stream(body.stream))
 
 
 class Forwarded(Response):
-    """A model's answer, whoever makes it: the process, or errors of having none."""
+    """The answer to a forwarded request: the process's, or an error if no process answers."""
 
     def __init__(
         self, state: RouterState, form: StreamForm, model: ServedModel, body: bytes, streams: bool
@@ -56,7 +56,7 @@ class Forwarded(Response):
         super().__init__()
         self._state, self._form, self._model = state, form, model
         self._content, self._streams = body, streams
-        self._begun, self._last = False, b""  # of what the client gets
+        self._begun, self._last = False, b""  # True if the response has begun; last piece sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnect):
@@ -79,23 +79,23 @@ class Forwarded(Response):
         end = b"" if error is None else self._form.failure(error, self._last)
         if error is None or (end and self._streams):
             await send({"type": "http.response.body", "body": end, "more_body": False})
-        # Otherwise the connection is closed in the middle of what was sent.
+        # Otherwise uvicorn closes the connection in the middle of the response.
 
     async def _pass_on(self, scope: Scope, send: Send) -> dict[str, Any] | None:
-        """Have the process answer; return its error if that comes too late for a status."""
+        """Forward the request; return the process's error if the response had already begun."""
         while True:
             try:
                 async with self._using(send) as child:
                     request = child_request(scope)
                     async with ask(child.path, *request, self._content) as answer:
-                        self._content = b""  # Nothing is kept of the body from here on.
+                        self._content = b""  # It may be large, and the answer may take long.
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)
-            except ConnectionRefusedError:  # It has ended: the request waits for the next one.
+            except ConnectionRefusedError:  # It has ended: wait for the next process.
                 await asyncio.sleep(0.05)  # until its end is noticed
 
     def _using(self, send: Send) -> contextlib.AbstractAsyncContextManager[Child]:
-        """Wait for the model's process; a stream gets signs of life meanwhile."""
+        """Wait for the model's process; meanwhile a stream gets keep-alives."""
         config, fleet = self._state.config, self._state.fleet
         patience = config.keep_alive_seconds if self._streams else None
 
@@ -117,13 +117,13 @@ class Forwarded(Response):
         await send({"type": "http.response.body", "body": piece, "more_body": True})
 
     async def _copy(self, scope: Scope, send: Send, answer: SocketAnswer) -> dict[str, Any] | None:
-        """Send what the process answers; return its error if that comes too late for a status."""
+        """Send the process's answer; return its error if the response had already begun."""
         if self._begun and answer.status != 200:
             with contextlib.suppress(*UNEXPECTED):
                 return dict(json.loads(await answer.body()))
             return self._form.body(UnavailableError("The model's process gave no answer."))
         record = record_of(scope)
-        record.route = record.route._replace(is_logged=False)  # The process writes the line.
+        record.route = record.route._replace(is_logged=False)  # The process logs it.
         record.id = dict(answer.headers).get(REQUEST_ID.encode(), record.id.encode()).decode()
         headers = [each for each in answer.headers if each[0] not in _OF_ANSWER]
         await self._begin(send, answer.status, headers)
@@ -138,7 +138,7 @@ class Forwarded(Response):
 
 
 def child_request(scope: Scope) -> tuple[str, bytes, list[tuple[bytes, bytes]]]:
-    """The method, the target and the headers of a request as the process gets them."""
+    """Returns the method, the target and the headers that the process gets."""
     query = b"?" + scope["query_string"] if scope["query_string"] else b""
     kept = [each for each in scope["headers"] if each[0] not in _OWN]
     return scope["method"], scope["raw_path"] + query, [*kept, client_header(scope)]

@@ -1,9 +1,8 @@
-"""Which models are in memory, by what is asked for; without processes, requests and clocks.
+"""Decides which models are in memory; knows no processes, HTTP requests or clocks.
 
-Memory is a number of bytes that is shared out. A model is started when a request waits for it and
-there is room for its least need. Idle models make room, the least recently asked first; models that
-answer do so when a request has waited for `switch_after` seconds: they take no more requests then,
-and become idle.
+The models share a limit in bytes. A model starts when a request waits for it and `need` is free.
+Idle models are stopped to make room, the least recently used first. Once a request has waited for
+`switch_after` seconds, busy models drain to make room: they take no more requests and become idle.
 """
 
 import math
@@ -12,11 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-DEATHS, DEATHS_SECONDS = 3, 60.0  # so many deaths within so long refuse a model for as long
+DEATHS, DEATHS_SECONDS = 3, 60.0  # A model that dies 3 times within 60 s is refused for 60 s.
 
 
 class ModelState(StrEnum):
-    """Where a model is; in memory in all states but the first."""
+    """The state of a model, which takes memory in all states except `ON_DISK`."""
 
     ON_DISK = "on disk"
     LOADING = "loading"
@@ -32,51 +31,51 @@ class Resident:
     """A model that may be in memory. Times are seconds of one clock, sizes are bytes."""
 
     name: str
-    keep_alive: float  # seconds that it stays while it is idle
-    pinned: bool = False  # is started at once, and never ended
-    need: int | None = None  # the least memory that it is started with; None: not known yet
+    keep_alive: float  # seconds that it stays loaded while it is idle
+    pinned: bool = False  # started immediately and never stopped
+    need: int | None = None  # minimum memory to start it with; None: not known yet
     state: ModelState = ModelState.ON_DISK
-    share: int = 0  # memory that it has; 0 on disk
-    busy: int = 0  # requests that it answers
-    waiting: dict[Any, float] = field(default_factory=dict)  # requests, with their arrival
+    share: int = 0  # memory assigned to it; 0 on disk
+    busy: int = 0  # number of requests that it is answering
+    waiting: dict[Any, float] = field(default_factory=dict)  # arrival time by request
     asked: float = 0.0  # when the last request came
     idle_since: float = 0.0
-    draining: bool = False  # takes no more requests, so that another model gets its room
+    draining: bool = False  # takes no more requests, to make room for another model
     deaths: list[float] = field(default_factory=list)
     refused_until: float = -math.inf  # after too many deaths
 
     @property
     def idle(self) -> bool:
-        """Whether nobody loses anything if it is ended."""
+        """True if the model can be stopped without failing a request."""
         return self.state in _IN_MEMORY and not self.busy and (not self.waiting or self.draining)
 
     @property
     def since(self) -> float:
-        """When the request came that has waited for longest."""
+        """Arrival of the request that has waited longest; -inf if none waits."""
         return min(self.waiting.values(), default=-math.inf)
 
     def is_wanted(self, now: float) -> bool:
-        """Whether it should be started."""
+        """Returns True if the model should be started as soon as there is room."""
         on_disk = self.state is ModelState.ON_DISK and self.need is not None
         return on_disk and now >= self.refused_until and bool(self.waiting or self.pinned)
 
     def count_death(self, now: float) -> None:
-        """Note that the process ended by itself, which may refuse the model for a while."""
+        """Record that the process ended unexpectedly; refuse the model after `DEATHS` of these."""
         self.deaths = [*(at for at in self.deaths if now - at < DEATHS_SECONDS), now]
         if len(self.deaths) >= DEATHS:
             self.deaths, self.refused_until = [], now + DEATHS_SECONDS
 
 
 class Decision(NamedTuple):
-    """What is to be done now, and when to decide again at the latest (`inf`: no time is set)."""
+    """What to do now, and the time by which to decide again (`inf`: only after a change)."""
 
-    starts: list[Resident]  # their states and shares are set
+    starts: list[Resident]  # `state` and `share` are already set
     stops: list[Resident]
     again: float
 
 
 def decide(models: Sequence[Resident], limit: int, now: float, switch_after: float) -> Decision:
-    """Decide after any change; changes the states, the shares and who is draining."""
+    """Decide after any change; sets `state`, `share` and `draining` of the models."""
     starts: list[Resident] = []
     stops: list[Resident] = []
     drained: list[Resident] = []
@@ -107,11 +106,11 @@ def decide(models: Sequence[Resident], limit: int, now: float, switch_after: flo
                 room += other.share
         if room >= need:
             stops += spared
-            break  # Nobody else may take the room.
+            break  # No later request may take the room.
         if now < (due := model.since + switch_after):
             again = min(again, due)
             continue
-        # One that drains goes on with it, whoever is asked meanwhile.
+        # A model that has drained takes no requests until it makes room, even if some wait for it.
         drained += [other for other in spared if other.draining]
         answering = [m for m in movable if m.busy]
         for other in sorted(answering, key=lambda m: (not m.draining, m.asked)):
@@ -127,15 +126,15 @@ def decide(models: Sequence[Resident], limit: int, now: float, switch_after: flo
 
 
 def most_room(model: Resident, models: Iterable[Resident], limit: int) -> int:
-    """The most memory that there will ever be for a model, beside those that are pinned."""
+    """Returns the maximum number of bytes that a model can ever get beside the pinned models."""
     pinned = (m.share or m.need or 0 for m in models if m.pinned and m is not model)
     return limit - sum(pinned)
 
 
 def _fair_share(model: Resident, models: Iterable[Resident], limit: int) -> int:
-    """The model's part of all memory if it is shared with the largest others that fit beside it.
+    """Returns the model's part of `limit`, shared with the largest others that fit beside its need.
 
-    So each other model that fits beside its need fits beside its share, too.
+    Every other model that fits beside its need therefore fits beside its share, too.
     """
     total = need = model.need or 0
     others = sorted((m.need or 0 for m in models if m is not model), reverse=True)

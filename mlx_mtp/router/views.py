@@ -1,4 +1,4 @@
-"""What is asked of all models at once: their list, their state, metrics, and stored answers."""
+"""Handlers that ask several models: their list, state, metrics and stored answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _card(state: RouterState, model: ServedModel) -> dict[str, Any]:
     own |= {"embeddings": True} if plan.get("able") == cards.EMBEDS else {}
     made = cards.model_card(model.name, state.created, plan.get("context", 0), draft_sources=[])
     made |= model.card | {"id": model.name, "display_name": model.name} | own
-    sizes = ("max_model_len", "max_input_tokens", "size")  # not known before it is planned for
+    sizes = ("max_model_len", "max_input_tokens", "size")  # unknown until the model is planned
     return {key: value for key, value in made.items() if value or key not in sizes}
 
 
@@ -70,7 +70,7 @@ async def processes_of_all(request: Request) -> Response:
     state, listed = _state(request), []
     for each in state.fleet.models:
         if each.share:
-            left = min(state.fleet.seconds_left(each), 1e10)  # within the years of a date
+            left = min(state.fleet.seconds_left(each), 1e10)  # kept in the range of dates
             until = datetime.fromtimestamp(time.time() + left, UTC).isoformat()
             length = _card(state, each).get("max_model_len", 0)
             more = {"expires_at": until, "size_vram": each.share, "context_length": length}
@@ -79,7 +79,7 @@ async def processes_of_all(request: Request) -> Response:
 
 
 async def show_of_all(request: Request) -> Response:
-    """POST /api/show; no model is loaded for it, as clients ask it of each."""
+    """POST /api/show. It loads no model, as clients request it for every model."""
     state = _state(request)
     content, body = await read_body(request, state, RoutedBody)
     each = state.fleet.find(body.model or body.name)
@@ -91,7 +91,7 @@ async def show_of_all(request: Request) -> Response:
 
 
 async def of_one(request: Request) -> Response:
-    """Ask the processes one after the other for what only one of them has."""
+    """Ask each process in turn; return the first answer other than 404, or the last 404."""
     state = _state(request)
     content = await read_bytes(request, state.config, state.held)
     answer = None
@@ -106,7 +106,7 @@ async def of_one(request: Request) -> Response:
 
 
 async def list_chats_of_all(request: Request) -> Response:
-    """GET /v1/chat/completions, of one model."""
+    """GET /v1/chat/completions: the stored chats of one model."""
     fleet, name = _state(request).fleet, request.query_params.get("model", "")
     asked = [each for each in fleet.running if not name or each is fleet.find(name)]
     if len(asked) == 1:
@@ -127,7 +127,7 @@ async def _answer_of(request: Request, model: ServedModel, content: bytes) -> Re
 
 
 async def metrics_of_all(request: Request) -> Response:
-    """GET /metrics: those of this process and of all others, with the label `model`."""
+    """GET /metrics: the parent's own, and those of each process with the label `model`."""
     state, texts = _state(request), {}
     for each in state.fleet.running:
         with contextlib.suppress(OSError):
@@ -138,13 +138,13 @@ async def metrics_of_all(request: Request) -> Response:
 class LiveFeed:
     """The state of all models in one message, as the page and `mlx-mtp top` show it."""
 
-    watching = contextlib.nullcontext  # The processes bound the number of watchers.
+    watching = contextlib.nullcontext  # Each process limits its watchers.
 
     def __init__(self, state: RouterState) -> None:
         self._state = state
 
     async def event_stream(self) -> AsyncIterator[bytes]:
-        """Yield server-sent events, made of those of the processes."""
+        """Yields server-sent events that merge those of the processes."""
         state, limiter = self._state, self._state.limiter
 
         def paths() -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""What every server has: the layers around its routes, and uvicorn on a socket that is bound."""
+"""What a model's server and a parent share: the middleware, the listening socket and uvicorn."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ logger = logging.getLogger(__name__)
 _STOPPING = "Stopping: up to %(seconds)g s for %(answers)d unfinished; Ctrl-C again ends it now."
 _NO_ROOM = "No connection is accepted for %(seconds)g s: %(reason)s."
 _NO_ROOM_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-STOP_SECONDS = 10.0  # for the engine's thread to end
-FLUSH_SECONDS = 5  # for clients to read the error that ended their response
-# The event loop needs the interpreter's lock several times per token: with Python's default of 5 ms
-# clients would wait until the engine's thread has built a step.
+STOP_SECONDS = 10.0  # maximum, for the engine's thread to end
+FLUSH_SECONDS = 5  # maximum, for clients to read the error that ended their response
+# The event loop needs the GIL several times per token: with Python's default of 5 ms, clients would
+# wait until the engine's thread has built a step.
 SWITCH_SECONDS = 0.001
-_SPARE_FILES = 64  # open beside the clients' connections
-_MIN_CONNECTIONS = 16  # With fewer, clients that keep theirs open would lock out the others.
-_PAUSE_SECONDS = 1.0  # without accepting, when the process or the system has no room
+_SPARE_FILES = 64  # open files other than the clients' connections
+_MIN_CONNECTIONS = 16  # With fewer, a few keep-alive clients would lock out all others.
+_PAUSE_SECONDS = 1.0  # without accepting, if the process or the system is out of resources
 
 
 class ServerState(Protocol):
-    """What a server needs of the application that it runs, in `app.state.context`."""
+    """What `Server` needs from its application, which has it in `app.state.context`."""
 
     config: ServerConfig
     limiter: RequestLimiter
@@ -70,7 +70,7 @@ class ServerState(Protocol):
         """End all open requests with an error."""
 
     def resume(self) -> None:
-        """Go on after the process was stopped and continued."""
+        """Recover after the process was suspended (Ctrl-Z) and continued."""
 
 
 def make_app(
@@ -79,13 +79,13 @@ def make_app(
     find_route: Callable[[str], Route],
     lifespan: Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]],
 ) -> FastAPI:
-    """Build an application of these routes, with the log, the limits and the checks of access."""
+    """Build an application with these routes, the request log, the limits and the access checks."""
     # No OpenAPI schema: the handlers read the bodies themselves, so FastAPI can't describe them.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.context = context
     for route in routes:
         for path in route.paths:
-            # FastAPI's own routes would look for parameters to read. GET has HEAD with it.
+            # Not FastAPI's routes, which inspect the handler for parameters. GET includes HEAD.
             methods = route.methods.split()
             app.router.add_route(path, route.handler, methods=methods)
     for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
@@ -102,8 +102,8 @@ def _add_checks(app: FastAPI, config: ServerConfig, limiter: RequestLimiter) -> 
         checks = [access.take_client, limiter.check_connection, *inner]
         app.add_middleware(CheckMiddleware, checks=checks)
         return
-    # Host and origin are checked before CORS: a foreign page gets none of its headers. The key
-    # comes after it, as a browser's preflight has none.
+    # Host and origin are checked before CORS, so that a foreign page gets no CORS headers. The key
+    # is checked after it, as a browser's preflight has none.
     origins = config.cors_origins
     names = access.known_names(config.host, config.allowed_hosts)
     outer: list[Check] = [
@@ -121,7 +121,7 @@ def _add_checks(app: FastAPI, config: ServerConfig, limiter: RequestLimiter) -> 
             CORSMiddleware,
             allow_origins=list(origins),
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
-            allow_headers=["*"],  # SDKs in browsers send a dozen of their own.
+            allow_headers=["*"],  # SDKs in browsers send a dozen extra headers.
             expose_headers=["Retry-After", IGNORED, REQUEST_ID],
             # Some versions of Chrome ask before a page from the internet calls this machine.
             allow_private_network=True,
@@ -145,7 +145,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        # Now: with SO_REUSEADDR an address counts as in use only once a socket listens on it.
+        # Listen here, as with SO_REUSEADDR an address is in use only once a socket listens on it.
         sock.listen(2048)
     except OSError as error:
         sock.close()
@@ -158,8 +158,8 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """A uvicorn server that drains when a signal stops it, for at most `drain_timeout` seconds.
 
-    A second signal ends the open requests with an error; a third doesn't wait for clients to read
-    it.
+    A second signal ends the open requests with an error; a third exits without waiting until
+    clients have read it.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ class Server(uvicorn.Server):
     async def _accept(self, sock: socket.socket) -> None:
         """Accept connections one at a time, so that `LimitedProtocol` can close some in between.
 
-        asyncio's own listener accepts the whole backlog at once, and when the process has no more
-        files it goes on, with an error per connection.
+        asyncio's own listener accepts the whole backlog in one go. When the process has no more
+        file descriptors, it keeps trying and logs an error per connection.
         """
         loop, config = asyncio.get_running_loop(), self.config
         sock.setblocking(False)
@@ -202,7 +202,7 @@ class Server(uvicorn.Server):
             try:
                 connection, _ = await loop.sock_accept(sock)
             except OSError as error:
-                # Any other error is of this connection alone: its client has left.
+                # Any other error concerns only this connection: its client has left.
                 if error.errno in _NO_ROOM_ERRORS:
                     fields = {"reason": error.strerror, "seconds": _PAUSE_SECONDS}
                     logger.warning(_NO_ROOM, fields)
@@ -211,7 +211,7 @@ class Server(uvicorn.Server):
             try:
                 await loop.connect_accepted_socket(protocol, connection)
             except Exception as error:
-                if not isinstance(error, OSError):  # Those are caused by the client.
+                if not isinstance(error, OSError):  # The client causes an OSError.
                     logger.exception("a connection could not be served")
                 connection.close()
 
@@ -235,7 +235,7 @@ class Server(uvicorn.Server):
             logger.info("Ending what is unfinished: %(answers)d.", {"answers": held})
 
         async def end_requests() -> None:
-            while True:  # Again and again: requests may be about to be submitted.
+            while True:  # Repeatedly, as requests may still be submitted.
                 self.context.end_all()
                 await asyncio.sleep(0.05)
 
@@ -261,8 +261,9 @@ def make_server(
         http=protocol,
         ws="none",
         proxy_headers=False,  # Any client on this machine could write X-Forwarded-For.
-        log_level="warning" if log_level == "info" else log_level,  # The banner replaces its infos.
-        # Longer than clients keep theirs (mostly 5 s): one may send on what is just being closed.
+        log_level="warning" if log_level == "info" else log_level,  # The banner replaces uvicorn's.
+        # Longer than clients keep idle connections (mostly 5 s): a request that is sent while the
+        # server closes the connection is lost.
         timeout_keep_alive=math.ceil(settings.head_timeout),
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
@@ -272,11 +273,11 @@ def make_server(
 
 
 def run_server(server: Server, sock: socket.socket, stop_engine: Callable[[float], bool]) -> bool:
-    """Serve until a signal, then stop the engine; return whether its thread has ended."""
+    """Serve until a signal, then stop the engine; return True if its thread has ended."""
     sys.setswitchinterval(SWITCH_SECONDS)
     if threading.current_thread() is threading.main_thread():
-        # uvicorn handles SIGINT and SIGTERM. Tools send the two user signals to have logs reopened
-        # or states shown; by default they end a process. nohup has SIGHUP ignored: it stays so.
+        # uvicorn handles SIGINT and SIGTERM. Tools send SIGUSR1 and SIGUSR2 to reopen logs or to
+        # show states; by default they end a process. Under nohup, SIGHUP stays ignored.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGHUP, signal.SIGQUIT):
@@ -303,7 +304,7 @@ def give_up(reason: str) -> NoReturn:
 
 
 def _file_limit(needed: int) -> int:
-    """Raise the limit of open files, 256 on a Mac, to `needed`; return what of it was possible."""
+    """Raise the limit of open files, 256 on a Mac, up to `needed`; return min(limit, needed)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if soft == resource.RLIM_INFINITY or soft >= limit:

@@ -1,4 +1,4 @@
-"""A router whose models are processes that only send (benchmarks/fake_child.py)."""
+"""A router with fake model processes, which send what a request describes (fake_child.py)."""
 
 import contextlib
 import logging
@@ -20,7 +20,7 @@ FAKE = str(Path(fake_child.__file__).resolve())
 
 
 class Routed(Served):
-    """A client for a router, whose parts a test may look at."""
+    """A client for a router, with access to the router's fleet."""
 
     fleet: Fleet
 
@@ -38,7 +38,7 @@ class Routed(Served):
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; whoever inherits it may not have asked for its status."""
+    """Returns True if a process has ended, even if it has not been reaped yet."""
     shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
     return shown.stdout.strip() in ("", "Z", "Zs")
 
@@ -48,14 +48,14 @@ def routed(
     *names: str,
     limit: int = 2,
     needs: dict[str, int] | None = None,
-    how: dict[str, str] | None = None,  # the fake's second argument
+    how: dict[str, str] | None = None,  # the fake's second argument, by model
     pinned: str = "",
-    embeds: str = "",  # the model that makes embeddings
-    settings: dict[str, Any] | None = None,  # of `ServerConfig`
+    embeds: str = "",  # name of the model that makes embeddings
+    settings: dict[str, Any] | None = None,  # fields of `ServerConfig`
     max_queue: int = 256,
     **config: Any,
 ) -> Iterator[Routed]:
-    """A router of these models; each needs one byte of memory unless `needs` says otherwise."""
+    """Yields a client of a router; each model needs one byte unless `needs` says otherwise."""
     of_router = RouterConfig(**config)
     keep = of_router.keep_alive
     models = [ServedModel(n, keep, n == pinned, names=(n, n.upper())) for n in names]

@@ -1,4 +1,4 @@
-"""The command line of several models: their names, what a process gets, and what is refused."""
+"""The command line for several models: names, the processes' settings, and refused flags."""
 
 import argparse
 import asyncio

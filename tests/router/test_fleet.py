@@ -1,4 +1,4 @@
-"""The fleet with processes that are objects: what happens when is up to the test."""
+"""The fleet with stub processes, so that the test controls the order of events."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from mlx_mtp.router.policy import ModelState
 
 
 class StubChild:
-    """A process that is healthy until the test says otherwise, and ends when the test says so."""
+    """A process that is healthy until the test clears `healthy` and ends when it sets `ended`."""
 
     started: list["StubChild"]
 
@@ -53,7 +53,7 @@ async def until_done(begins: asyncio.Future[Any]) -> None:
 def test_requests_wait_for_the_successor_of_a_process_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They get neither an error nor the process that is being killed."""
+    """The requests get neither an error nor the process that is being killed."""
     monkeypatch.setattr(fleet_module, "HEALTH_SECONDS", 0.003)
     monkeypatch.setattr(fleet_module, "Child", StubChild)
     StubChild.started = []
@@ -74,7 +74,7 @@ def test_requests_wait_for_the_successor_of_a_process_that_hangs(
         late = [asyncio.create_task(asked()) for _ in range(3)]
         await asyncio.sleep(0.02)
         assert not any(each.done() for each in late)
-        first.ended.set()  # The system takes its time.
+        first.ended.set()  # A killed process may take a while to end.
         assert {await each for each in late} == {StubChild.started[1]} != {first}
         assert (fleet.counts["deaths", "a"], fleet.counts["loads", "a"]) == (1, 2)
         await fleet.stop()

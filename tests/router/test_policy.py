@@ -1,4 +1,4 @@
-"""Which models are in memory: the decisions alone, without processes."""
+"""The policy for which models are in memory, without processes."""
 
 import itertools
 import math
@@ -25,9 +25,9 @@ def names(models: list[Resident]) -> str:
 @pytest.mark.parametrize(
     ("needs", "limit", "shares"),
     [
-        ((10, 10, 10), 25, (12, 12, 12)),  # Two fit, whichever they are.
+        ((10, 10, 10), 25, (12, 12, 12)),  # Any two fit together.
         ((10, 10, 10), 40, (13, 13, 13)),
-        ((60, 30, 20), 100, (66, 33, 25)),  # The largest that fits beside it gets room.
+        ((60, 30, 20), 100, (66, 33, 25)),  # Room is left for the largest other that fits.
         ((60, 60, 5), 100, (92, 92, 7)),
         ((100,), 100, (100,)),
     ],
@@ -54,7 +54,7 @@ def test_random_requests_are_all_served_and_no_busy_model_ends() -> None:
         for model in models:
             model.keep_alive = draw.choice([0.0, 5.0, math.inf])
         models[0].pinned = seed % 3 == 0
-        later: list[tuple[float, int, str, Resident, int]] = []  # time, order, what happens
+        later: list[tuple[float, int, str, Resident, int]] = []  # time, order, event, model, ID
         arrivals = iter(sorted(draw.uniform(0, 300) for _ in range(60)))
         arrived, served, left, longest, order = 0, 0, 0, 0.0, itertools.count()
         next_arrival, now = next(arrivals), 0.0
@@ -101,7 +101,7 @@ def test_random_requests_are_all_served_and_no_busy_model_ends() -> None:
                     of.state, of.idle_since = READY, now
         assert served + left == arrived > 20
         assert not any(each.waiting or each.busy for each in models)
-        # Each other model may have its turn before, with its longest answer and its load.
+        # Every other model may get a turn first, with its longest answer, stop and load.
         assert longest <= len(models) * (switch_after + 60 + 3 + 20)
 
 
@@ -118,13 +118,13 @@ def test_only_as_many_idle_models_leave_as_are_needed_and_none_for_nothing() -> 
     assert decided(10, loaded("a", 1), loaded("b", 2), loaded("c", 3)) == "w-"
     assert decided(11, loaded("a", 3), loaded("b", 1), loaded("c", 2)) == "-b"
     assert decided(70, loaded("a", 3), loaded("b", 1), loaded("c", 2)) == "-bc"
-    # The idle ones would not do: they stay, and a busy one drains later.
+    # Stopping the idle models frees too little: they stay, and later the busy one drains.
     busy = loaded("c", 2, busy=1)
     assert decided(80, loaded("a", 3), loaded("b", 1), busy) == "-"
     assert not busy.draining
     assert decided(80, loaded("a", 3), loaded("b", 1), busy, now=31.0) == "-"
     assert busy.draining
-    # Nobody waits for it any more.
+    # No request waits for room any more.
     decide([busy], 100, 32.0, 30.0)
     assert not busy.draining
 

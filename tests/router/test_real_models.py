@@ -1,4 +1,4 @@
-"""The parent with real models: answers are those of each model alone, whatever is killed."""
+"""The parent with real models: answers equal each model's own, whatever is killed."""
 
 import contextlib
 import os
@@ -38,14 +38,14 @@ WORDS = ("fox", "lamp", "river", "tower")
 SDKS = ("openai", "anthropic", "ollama")
 FAILURES = (openai.APIError, anthropic.APIError, ollama.ResponseError, httpx.HTTPError)
 FLAGS = ("--dtype", "float32", "--calibration-seconds", "0", "--max-model-len", "2048")
-# Of the drill with many clients.
+# duration and clients of the test with random cancels
 SECONDS = float(os.environ.get("DRILL_SECONDS", "60"))
 NUM_CLIENTS = 32
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model, its 8-bit form, and its dense sibling."""
+    """Directories of the bundled model, its 8-bit form, and its dense sibling."""
     root = tmp_path_factory.mktemp("models")
     found = {name: root / name for name in ("one", "two", "three")}
     shutil.copytree(DEMO, found["one"])
@@ -64,7 +64,7 @@ def text_of(answer: Any) -> str:
 
 
 class Clients:
-    """The SDKs, each with connections of its own; a thread has one of these."""
+    """A client of each SDK, with its own connections; each thread has one `Clients`."""
 
     def __init__(self, url: str) -> None:
         given: dict[str, Any] = {"api_key": "x", "max_retries": 0, "timeout": 600}
@@ -77,7 +77,7 @@ class Clients:
             each.close()
 
     def pieces(self, sdk: str, model: str, word: str, *, streams: bool) -> Iterator[str]:
-        """The parts of an answer's text, as they come."""
+        """Yields the parts of an answer's text as they arrive."""
         asked = body(word, model=model)
         if sdk == "openai":
             made: Any = self.openai.chat.completions.create(**asked, stream=streams)
@@ -100,7 +100,7 @@ class Clients:
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[tuple[str, str], str]:
-    """What each model answers when it is served alone, to each SDK."""
+    """Each model's answers when it is served alone; they are the same for all SDKs."""
     answers = {}
     for name, folder in folders.items():
         with running(str(folder), *FLAGS) as server, contextlib.closing(Clients(server.url)) as of:
@@ -119,7 +119,7 @@ def children(parent: int) -> list[int]:
 @contextlib.contextmanager
 def router(folders: dict[str, Path], *flags: str) -> Iterator[Any]:
     named = [f"{name}={folder}" for name, folder in folders.items()]
-    # One needs 163 MB at least: there is room for two.
+    # Each needs at least 163 MB: two fit.
     with running(*named, *FLAGS, "--memory-limit", "400MB", *flags) as server:
         server.http.timeout = httpx.Timeout(600)  # A busy machine loads models slowly.
         yield server
@@ -127,7 +127,7 @@ def router(folders: dict[str, Path], *flags: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def watched(parent: int) -> Iterator[set[int]]:
-    """The numbers of processes of models that there are meanwhile."""
+    """Yields a set that collects the numbers of models' processes seen during the block."""
     seen, done = set[int](), threading.Event()
 
     def watch() -> None:
@@ -147,7 +147,7 @@ def watched(parent: int) -> Iterator[set[int]]:
 def test_clients_of_three_sdks_at_random_models_with_random_cancels(
     folders: dict[str, Path], alone: dict[tuple[str, str], str]
 ) -> None:
-    """Each finished answer is that of the model alone, and never are there more than two."""
+    """Each finished answer is that of the model alone; at most two models run at a time."""
     with router(folders, "--switch-after", "2") as server, watched(server.process.pid) as seen:
         end, count = time.monotonic() + SECONDS, Counter[str]()
 
@@ -160,7 +160,7 @@ def test_clients_of_three_sdks_at_random_models_with_random_cancels(
                 try:
                     if streams and draw.random() < 0.5:
                         next(pieces)
-                        pieces.close()  # Some SDKs close the connection now, all with `clients`.
+                        pieces.close()  # Some SDKs close the connection only with `clients`.
                         clients.close()
                         clients = Clients(server.url)
                         count["cancelled"] += 1
@@ -168,7 +168,7 @@ def test_clients_of_three_sdks_at_random_models_with_random_cancels(
                         assert "".join(pieces) == alone[name, word], (name, word, sdk)
                         count["finished"] += 1
                 except FAILURES as error:
-                    # Without a status it came within a stream, or the request was lost.
+                    # An error without a status came within a stream, or the request was lost.
                     status = getattr(error, "status_code", None)
                     count[f"{status or repr(error)}"] += 1
             clients.close()
@@ -192,7 +192,7 @@ def test_clients_of_three_sdks_at_random_models_with_random_cancels(
             cards = server.http.get("/v1/models").json()["data"]
             return {card["state"] for card in cards} <= {"ready", "on disk"}
 
-        wait_until(is_idle)  # Nothing is left of what was cancelled.
+        wait_until(is_idle)  # No cancelled request keeps a model busy.
     assert max(seen) == 2
 
 
@@ -230,15 +230,15 @@ def test_a_model_that_is_killed_or_stopped_at_any_moment_answers_again(
                     if len(lines) == 3:
                         os.kill(children(pid)[0], signal.SIGSTOP)
             assert "ended before" in "".join(lines)  # after 30 s
-            # It hasn't ended perhaps: the request waits for the next process.
+            # The process may not have ended yet: the request waits for the next one.
             assert text_of(asked().json()) == alone["one", "fox"]
 
 
 def test_a_full_disk_stops_no_model(
     folders: dict[str, Path], alone: dict[tuple[str, str], str], tmp_path: Path
 ) -> None:
-    """No file of more than 16 bytes can be written, of the prefix cache or of the log."""
-    # Python looks for a temporary directory by writing 4 bytes.
+    """Neither the prefix cache nor the log can write more than 16 bytes to a file."""
+    # Not 0: Python looks for a temporary directory by writing 4 bytes.
     full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))"
     named = [f"{name}={folder}" for name, folder in folders.items()]
     flags = ("--memory-limit", "400MB", "--prefix-cache-dir", str(tmp_path / "prefixes"))
@@ -277,7 +277,7 @@ def test_a_process_ends_within_seconds_when_the_parent_is_killed(
         (child,) = children(server.process.pid)
         time.sleep(0.0 if moment == "start" else 1.0)
         server.process.kill()
-        # It is to take 5 s at most; a busy machine has other things to do.
+        # It should take at most 5 s; a busy machine needs longer.
         wait_until(lambda: is_gone(child), seconds=15.0)
 
 

@@ -1,4 +1,4 @@
-"""The parent of several models, with processes that only send."""
+"""The parent of several models, with fake processes."""
 
 import asyncio
 import contextlib
@@ -36,13 +36,13 @@ GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES, OLLAMA)
 
 
 def live_state(live: httpx.Response) -> dict[str, Any]:
-    """The first message of /live."""
+    """Returns the first message of /live."""
     return dict(json.loads(next(live.iter_lines()).removeprefix("data: ")))
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Routed]:
-    """For tests that leave models loaded, and don't mind others that do."""
+    """A router for tests that leave models loaded and don't depend on which are loaded."""
     with routed("a", "b") as client:
         yield client
 
@@ -58,7 +58,7 @@ def test_what_a_client_sends_and_gets_passes_through_unchanged(plain: Routed) ->
         assert (seen["headers"]["user-agent"], seen["headers"]["x-other"]) == ("me", "1")
         assert seen["headers"]["host"] == client.base_url.netloc.decode()
         assert seen["headers"]["x-mlx-mtp-client"].startswith("/127.0.0.1/")
-        # By another name, without one, and with the tag that Ollama's clients add.
+        # by another name, without a name, and with the tag that Ollama's clients add
         for name, served in (("B", "b"), ("", "a"), ("a:latest", "a")):
             assert client.chat(name).json()["model"] == served
         assert client.chat("b", status=418).status_code == 418
@@ -74,11 +74,11 @@ def test_a_stream_comes_as_it_is_sent_and_its_end_reaches_the_process(plain: Rou
         assert text.endswith("data: [DONE]\n\n")
         short = json.dumps({"model": "a", "stream": True, "chunks": 50}).encode()
         old = request_bytes("POST", CHAT, body=short).replace(b"HTTP/1.1", b"HTTP/1.0")
-        assert exchange(client, old).body.count(b"data: {") == 51  # though it knows no chunks
+        assert exchange(client, old).body.count(b"data: {") == 51  # although HTTP/1.0 has no chunks
         body = {"model": "a", "stream": True, "chunks": 1000, "pause": 0.05}
         with client.stream("POST", CHAT, json=body) as answer:
             pieces = answer.iter_text()
-            for number in range(3):  # Long before the end is sent.
+            for number in range(3):  # long before the end is sent
                 assert next(pieces).count("data: ") == 1, number
             assert client.states()["a"] == "busy"
         wait_until(lambda: client.states()["a"] == "ready")
@@ -250,10 +250,10 @@ def test_when_a_process_dies_its_requests_end_with_an_error_and_the_next_starts_
         wait_until(lambda: client.states() == {"a": "on disk"})
         lost = [each for each in log.records if "ended before its answer" in each.getMessage()]
         assert [each.levelname for each in lost] == ["WARNING"] * 3
-        for line, path in zip(lost[1:], (CHAT, MESSAGES)):  # of streams that had begun
+        for line, path in zip(lost[1:], (CHAT, MESSAGES)):  # streams that had begun
             assert line.getMessage().startswith(f"{path} 200 ")
             assert "id-a: The process of the model 'a'" in line.getMessage()
-        # After three deaths within a minute it is refused.
+        # After three deaths within a minute the model is refused.
         assert client.chat("a").status_code == 503
         assert client.count("deaths", "a") == 3
 
@@ -382,7 +382,7 @@ def test_the_parent_drains_and_then_ends_what_is_open() -> None:
 
 
 def test_a_process_watches_its_parent_before_it_does_anything_else(tmp_path: Path) -> None:
-    """It waits for an end of its standard input, which takes no time; here it has come already."""
+    """The parent's end closes standard input; here it is closed from the start."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "1"))
         done = subprocess.run(
@@ -394,7 +394,7 @@ def test_a_process_watches_its_parent_before_it_does_anything_else(tmp_path: Pat
             cwd=tmp_path.parent,
             timeout=60,
         )
-    # It has not come to its command line, and has tidied up.
+    # It ended before it parsed its command line, and removed the socket's directory.
     assert (done.returncode, done.stderr) == (1, b"")
     assert not tmp_path.exists()
 
@@ -480,4 +480,4 @@ def test_clients_that_stall_or_close_their_half_hold_nothing_up() -> None:
             raw.sendall(request_bytes("POST", CHAT, body=flood.encode()))
             wait_until(lambda: client.states()["a"] == "busy")
             assert client.chat("a").status_code == 200
-            wait_until(lambda: client.states()["a"] == "ready")  # It was cut off.
+            wait_until(lambda: client.states()["a"] == "ready")  # The stalled client was cut off.

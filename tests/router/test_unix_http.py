@@ -1,4 +1,4 @@
-"""Bodies as they come on a Unix socket, cut anywhere."""
+"""Bodies that arrive on a Unix socket in arbitrary pieces."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ from mlx_mtp.unix_http import ask, private_folder
 
 
 async def answered(sent: bytes, cuts: list[int], method: str = "GET") -> tuple[int, list[bytes]]:
-    """What a server answers that sends these bytes in pieces, and then hangs up.
+    """Returns status and pieces of an answer that a server sends cut at `cuts`, and then closes.
 
-    Pieces of an odd length are taken as they come.
+    `take` takes the pieces of odd length.
     """
     folder, got = private_folder(), list[bytes]()
 
@@ -62,7 +62,7 @@ def test_a_chunked_body_is_whole_wherever_it_is_cut(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=8)))
     status, pieces = asyncio.run(answered(sent, cuts))
     assert (status, b"".join(pieces)) == (200, b"".join(chunks))
-    cut = data.draw(st.integers(1, len(sent) - 3))  # Before the last chunk's size.
+    cut = data.draw(st.integers(1, len(sent) - 3))  # in the last size line at the latest
     with pytest.raises(ConnectionResetError):
         asyncio.run(answered(sent[:cut], []))
 

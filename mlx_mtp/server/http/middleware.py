@@ -1,4 +1,4 @@
-"""The middleware: a request's log line, its checks and its writing; and how errors are answered."""
+"""The middleware (log of requests, checks, writing of responses), and the handler of errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LEFT = 499  # nginx's status for a client that did not wait for the answer
 IGNORED, REQUEST_ID = "x-mlx-mtp-ignored", "x-request-id"  # headers of responses
-# The parts of a line, by field; those of unknown fields are left out. JSON has all fields by name.
+# The parts of a log line, by field; a field without a value has no part. JSON has all by name.
 _PARTS = {
     "client": "%(client)s ",
     "method": "%(method)s ",
@@ -37,10 +37,10 @@ _PARTS = {
     "ignored": ", ignored: %(ignored)s",
     "reason": ", %(id)s: %(reason)s",
 }
-# What a line doesn't say, as it is so for most.
+# Usual values, which a line leaves out
 _USUAL = {"method": ("POST",), "client": ("127.0.0.1", "::1")}
-# Routes of OpenAI's, Cohere's and Ollama's APIs that are no 404, as LiteLLM's proxy takes a server
-# out of service on that.
+# First parts of routes of OpenAI's, Cohere's and Ollama's APIs that are not offered. They don't get
+# a 404, which makes LiteLLM's proxy take a server out of service.
 _NOT_OFFERED = {
     *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals"),
     *("files", "fine_tuning", "images", "moderations", "ocr", "realtime", "rerank", "responses"),
@@ -50,7 +50,7 @@ _NOT_OFFERED = {
 
 
 class RequestCounts(Protocol):
-    """What counts requests: the server's metrics."""
+    """The metrics, as far as they count requests."""
 
     def count(self, name: str, *labels: str) -> None: ...
 
@@ -58,11 +58,11 @@ class RequestCounts(Protocol):
 
 
 Check = Callable[[Scope], None]
-"""Raises the MlxMtpError of a request that is refused."""
+"""Raises an MlxMtpError if the request must be refused."""
 
 
 class RequestLog:
-    """The outermost middleware: finds each request's route, names, counts and logs it."""
+    """The outermost middleware: finds a request's route, sends its ID, counts it and logs it."""
 
     def __init__(
         self, app: ASGIApp, metrics: RequestCounts, find_route: Callable[[str], Route]
@@ -87,24 +87,24 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_headers)
         except Exception as error:
-            record.status = record.status or 500  # FastAPI's outermost layer will answer it.
+            record.status = record.status or 500  # Starlette's outermost layer will answer.
             record.reason = record.reason or type(error).__name__
             raise
         finally:
-            # The label is the row's path: a client's own would make as many series as it likes.
+            # The label is the route's path: with clients' paths, series would grow without bound.
             self._metrics.count("http_requests", record.route.path, str(record.status or LEFT))
             if record.route.is_logged:
                 log_request(scope, time.perf_counter() - record.began)
 
 
 def log_request(scope: Scope, seconds: float | None = None) -> None:
-    """Write the line of a request; the log's handler formats it."""
+    """Log a request that took `seconds`, if known; the log's handler formats the line."""
     record = record_of(scope)
     generation, status, reason = record.generation, record.status or LEFT, record.reason
     fields: dict[str, Any] = {
         "client": scope["client"][0] if scope.get("client") else "-",
         "method": scope["method"],
-        # Without the query, in which some clients send their key.
+        # without the query, in which some clients send their key
         "path": shortened(scope["path"]),
         "status": status,
         "seconds": seconds,
@@ -142,14 +142,14 @@ def log_request(scope: Scope, seconds: float | None = None) -> None:
 
 
 def refuse(scope: Scope, error: Exception, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the response to an error in the form of the API that was called, and note why."""
+    """Returns an error's response in the form of the API that was called; records the reason."""
     record = record_of(scope)
     record.reason = str(public(error))
     return error_response(error, record.route.error_body, headers)
 
 
 class CheckMiddleware:
-    """Refuses a request with the first error that one of the checks raises."""
+    """Refuses a request with the first error that a check raises."""
 
     def __init__(self, app: ASGIApp, checks: Sequence[Check]) -> None:
         self._app, self._checks = app, checks
@@ -166,7 +166,7 @@ class CheckMiddleware:
 
 
 class WriteInPieces:
-    """Writes responses piece by piece as clients read them, and counts the bytes that wait.
+    """Writes responses piece by piece as clients read them, and counts their bytes as held.
 
     At the end of a response it frees the slots and bytes that the request has reserved.
     """
@@ -183,13 +183,13 @@ class WriteInPieces:
         async def send_in_pieces(message: Message) -> None:
             nonlocal start, refusal
             if message["type"] != "http.response.body":
-                start = message  # It waits for the body's size.
+                start = message  # held back until the body's size is known
                 return
             body, more = memoryview(message.get("body", b"")), message.get("more_body", False)
             if start is not None:
                 begin, start = start, None
                 try:
-                    # What was generated for an answer is not thrown away.
+                    # A generated answer is never thrown away.
                     always = record_of(scope).generation is not None
                     self._held.reserve(scope, len(body), always=always)
                 except errors.BytesLimitError as error:
@@ -203,7 +203,7 @@ class WriteInPieces:
                     piece = bytes(body[at : at + PIECE])
                     await send({**message, "body": piece, "more_body": more or not is_last})
                     if not is_last:
-                        await asyncio.sleep(0)  # Meanwhile the loop may learn that the client left.
+                        await asyncio.sleep(0)  # The loop may notice that the client left.
 
         try:
             await self._app(scope, receive, send_in_pieces)

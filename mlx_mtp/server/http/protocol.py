@@ -1,4 +1,4 @@
-"""HTTP/1.1 by uvicorn and h11, with limits that these lack, and with errors as JSON."""
+"""HTTP/1.1 by uvicorn and h11, with limits that they lack, and with errors as JSON."""
 
 import asyncio
 import re
@@ -26,25 +26,25 @@ MAX_HEADERS = 100
 # as each takes 15 us of the event loop.
 FREE_CHUNKS = 1024
 CHUNK_BYTES = 256
-# After a refusal so much of the request is still read: closing at once would reset the connection
-# before the client has read the response.
+# After a refusal, the rest of the request is read up to these limits: closing immediately would
+# reset the connection before the client has read the response.
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 16 << 20
-WRITE = "mlx_mtp.write"  # In the state of a request: `LimitedProtocol.write_now`.
+WRITE = "mlx_mtp.write"  # key of `LimitedProtocol.write_now` in a request's state
 _PIECE = 16 << 10
 _CHUNKED = b"\r\nTransfer-Encoding: chunked\r\n"  # as h11 writes it
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]*)([/?].*)?")
-# Seconds between probes, see `_probe`; each interval is four times the last.
+# Seconds between probes (`_probe`); each interval is four times the one before.
 _FIRST_PROBE, _LAST_PROBE = 0.02, 10.0
 
 
 class BoundedConnection(h11.Connection):
-    """h11's state machine, with limits of headers and chunks; raises RemoteProtocolError."""
+    """h11's state machine with limits on headers and chunks; raises RemoteProtocolError."""
 
     _num_chunks = _num_bytes = 0  # of the current body
-    _head = b""  # of a response; it is written together with the body's first piece
-    sends_chunks = False  # The current response is chunked, and its body has begun.
+    _head = b""  # of a response, to be written together with the body's first piece
+    sends_chunks = False  # True while the current response is chunked and its body has begun
 
     def send(self, event: Any) -> Any:
         output = super().send(event)
@@ -71,7 +71,7 @@ class BoundedConnection(h11.Connection):
                 raise h11.RemoteProtocolError("the chunks of the body are too small", 400)
         if not isinstance(event, h11.Request):
             return event
-        # A proxy must not be able to read the request's length otherwise.
+        # Refuse headers from which a proxy could read another length (request smuggling).
         names = [name for name, _ in event.headers]
         if event.http_version not in (b"1.0", b"1.1"):
             raise h11.RemoteProtocolError("its version is neither HTTP/1.0 nor HTTP/1.1", 400)
@@ -83,8 +83,8 @@ class BoundedConnection(h11.Connection):
                 raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding", 400)
         if (absolute := _ABSOLUTE.fullmatch(event.target)) is None:
             return event
-        # RFC 9112, 3.2.2: the host of the target replaces that of the Host header. The target that
-        # is passed on begins with the path.
+        # RFC 9112, 3.2.2: the target's host replaces the Host header. The application gets a target
+        # that begins with the path.
         host, target = absolute[1], absolute[2] or b"/"
         return h11.Request(
             method=event.method,
@@ -95,10 +95,10 @@ class BoundedConnection(h11.Connection):
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection, with limits of time and of the number of connections.
+    """One connection, with time limits and a limit on the number of connections.
 
-    Of too many, the one that has been idle for longest is closed, or requests of the new one get
-    503.
+    Beyond `max_connections` an idle or unread connection is closed (`_make_room`); if there is
+    none, requests on the new connection get 503.
     """
 
     def __init__(self, settings: ServerConfig, max_connections: int, **of_uvicorn: Any) -> None:
@@ -107,14 +107,14 @@ class LimitedProtocol(H11Protocol):
         self.app_state = {**self.app_state, WRITE: self.write_now}
         self._settings, self._max_connections = settings, max_connections
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._discarded: int | None = None  # bytes read after the last response, a refusal
-        self._half_closed = False  # the client sends no more
+        self._discarded: int | None = None  # bytes read since a refusal; None: no refusal
+        self._half_closed = False  # the client has closed its sending side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         if len(self.connections) > self._max_connections and not self._make_room():
-            # uvicorn copies this to the scope of each request.
+            # uvicorn copies `app_state` to the scope of each request.
             self.app_state = {**self.app_state, FULL: self._max_connections}
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -123,7 +123,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # In pieces: h11 checks the length of an incomplete head only between two calls.
+        # In pieces: h11 checks the length of an incomplete head only once per call.
         for start in range(0, len(data), _PIECE):
             if self._discarded is not None:
                 self._discarded += len(data) - start
@@ -135,11 +135,11 @@ class LimitedProtocol(H11Protocol):
             self._stop_timer("idle")
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the connection stays open: the client may still wait for its answer."""
+        """Returns True if the connection stays open, because the client may wait for an answer."""
         self._half_closed = True
         if self._discarded is not None:
             return False
-        # An incomplete request behind this one is refused when this one has been answered.
+        # An incomplete request after this one is refused when this one has been answered.
         if self._busy and self.conn.their_state is not h11.SEND_BODY:
             self._probe(_FIRST_PROBE)
             return True
@@ -149,7 +149,7 @@ class LimitedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         super().on_response_complete()
-        if self._busy:  # The next request had arrived already.
+        if self._busy:  # The next request has already arrived.
             self._stop_timer("idle")
         elif self._half_closed and self._discarded is None:
             self._refuse_incomplete()
@@ -164,9 +164,9 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer("stall")
 
     def write_now(self, piece: bytes) -> bool:
-        """Write a piece of a chunked body that has begun, past h11; return whether that was done.
+        """Write a piece of a chunked body that has begun, past h11; return True if it was written.
 
-        It is not if the client must read first or has left: the application's `send` waits for it.
+        Returns False if the client must read first or has left; the application must then `send`.
         """
         is_open = self.conn.our_state is h11.SEND_BODY and self.conn.sends_chunks
         if self.flow.write_paused or not (is_open and piece):
@@ -178,7 +178,7 @@ class LimitedProtocol(H11Protocol):
         cause = sys.exc_info()[1]
         error: errors.RequestError = errors.InvalidRequestError(msg)
         if isinstance(cause, h11.RemoteProtocolError):
-            # h11 quotes the client's line, which may hold its key.
+            # h11 quotes the client's line, which may contain its API key.
             fault = str(cause).partition(": bytearray")[0]
             error = errors.InvalidRequestError(f"This is not valid HTTP: {fault}.")
             if cause.error_status_hint == errors.HeadersTooLargeError.status:
@@ -193,16 +193,16 @@ class LimitedProtocol(H11Protocol):
             self._refuse_and_close(error)
 
     def _probe(self, after: float) -> None:
-        """Find out whether a client that sends no more has left: write what clients skip.
+        """Find out if a half-closed client has left: send 100 Continue, which clients skip.
 
-        If the client has closed its socket, its system answers with a reset, on which the
-        connection is lost.
+        If the client has closed its socket, its system answers with a reset, which ends the
+        connection.
         """
         cycle = self.cycle
         answered = not self._busy or cycle.response_started or self._discarded is not None
         if answered or after > _LAST_PROBE:
             return
-        if cycle.scope["http_version"] == "1.0":  # It has no informational responses.
+        if cycle.scope["http_version"] == "1.0":  # without informational responses
             self.transport.abort()
             return
         going_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
@@ -210,7 +210,7 @@ class LimitedProtocol(H11Protocol):
         self._start_timer("probe", after, partial(self._probe, 4 * after))
 
     def _should_upgrade(self) -> bool:
-        return False  # There are no web sockets; the request is answered as if it asked for none.
+        return False  # There are no WebSockets; the server ignores the Upgrade header.
 
     @property
     def _head_begun(self) -> bool:
@@ -230,11 +230,11 @@ class LimitedProtocol(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> bool:
-        """Close another connection if necessary; return whether there is room for this one.
+        """Close another connection if necessary; return True if there is room for this one.
 
-        The one that has been idle for longest goes; if none is idle, the one whose client has not
-        read for longest. An answer that is being generated is never cut off for this, but the
-        page's files, for which nobody needs a key, are.
+        Closes the one that has been idle for longest, or else the one whose client has not read
+        for longest. Responses with a `generation` are never cut off for this, but others are, such
+        as the page's files, which need no key.
         """
         others = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         others = [each for each in others if not (each is self or each.transport.is_closing())]
@@ -263,12 +263,12 @@ class LimitedProtocol(H11Protocol):
             for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         except h11.LocalProtocolError:
-            self.transport.close()  # A response had begun: what follows would be a part of it.
+            self.transport.close()  # A response has begun: the error would become a part of it.
             return
         record.status, record.reason = error.status, str(error)
         if cycle is None:
             log_request(scope)
-        else:  # The application, which waits for the body, ends and writes the log's line.
+        else:  # Wake the application, which waits for the body: it ends and logs the request.
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False
             cycle.message_event.set()
