@@ -1,4 +1,4 @@
-"""Measures what steps and chunks cost while no request runs, and keeps it between runs."""
+"""Measures the costs of steps and chunks while no request runs, and keeps them between runs."""
 
 import logging
 import math
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 def _beside_plain(kind: str, rows: int, *drafts: int) -> Iterator[CostKey]:
-    """Plain steps before and after each: one reading alone may come from a busy moment."""
+    """Yields cells, with plain steps before and after each: a single reading can be disturbed."""
     yield CostKey(MTP, rows, 0)
     for number in drafts:
         yield from (CostKey(kind, rows, number), CostKey(MTP, rows, 0))
 
 
-# The most useful ones first: time may run out. Others are inferred from these.
+# The most useful cells first, as time can run out. Other cells' costs are inferred from these.
 _STEPS = (
     *_beside_plain(MTP, 1, 1, 2, 3),
     *_beside_plain(MTP, 4, 1, 3),
@@ -57,35 +57,35 @@ _STEPS = (
     *_beside_plain(MTP, 32, 1),
     *_beside_plain(MTP, 16, 5),
 )
-# Measured at every start: the machine may have been busy at an earlier one.
+# Cells measured at every start, as the machine may have been busy at an earlier one.
 _CHECKED = frozenset(_beside_plain(MTP, 1, 1, 2, 3))
-_TIMES = 3  # that a cell of steps is measured: readings of a busy moment are outvoted
+_TIMES = 3  # measurements of each cell of steps, to outvote one from a busy moment
 _PROMPT_TOKENS = 8
-_TIMED_STEPS = 7  # of a cell; the first compiles kernels, the second may have a part of it
-_MOST_STEPS = 40  # of a cell, timed or not
-_CHUNK_SHARE = 0.25  # of the time for calibration; the rest is for decode steps
+_TIMED_STEPS = 7  # timed steps per cell; the first two are not used, as they can compile kernels
+_MOST_STEPS = 40  # maximum number of steps per cell, timed or not
+_CHUNK_SHARE = 0.25  # share of the calibration time for chunks; the rest is for decode steps
 _SAVE_SECONDS = 300.0
 
 
 def steps_to_measure(known: Table, most_rows: int, kinds: Collection[str]) -> list[CostKey]:
-    """Cells of decode steps that an earlier run has not measured, or that are checked again."""
+    """Returns the cells of decode steps that are not in `known`, or are measured at every start."""
     kinds = {*kinds, RAGGED} if HOST in kinds else kinds
     possible = [c for c in _STEPS if c.rows <= most_rows and (c.size == 0 or c.kind in kinds)]
-    # If a number of rows lacks one, all are measured: only what ran side by side can be compared.
+    # All cells with the rows of a missing one are measured: only nearby times can be compared.
     partial = {cell.rows for cell in possible if cell not in known}
     missing = [cell for cell in possible if cell.rows in partial]
     first = (cell for cell in possible if cell.rows in partial or cell in _CHECKED)
     cells = (*first, *missing * (_TIMES - 1))
-    return [cell for cell, _ in groupby(cells)]  # Plain steps follow plain ones.
+    return [cell for cell, _ in groupby(cells)]  # Drops repeated plain steps.
 
 
 class _CellDrafts(FixedDrafts):
-    """The drafts of a cell; the acceptance of random tokens says nothing about real ones."""
+    """A policy with a cell's drafts; learns no acceptance, as its tokens are arbitrary."""
 
     def __init__(self, cell: CostKey) -> None:
         super().__init__(0)
         self._cell = cell
-        self.seconds: list[float] = []  # of the cell's steps
+        self.seconds: list[float] = []  # duration of each of the cell's steps
 
     def choose(self, rows: Many[RowDrafting], *, steady: bool) -> Choice:
         first, none = int(self._cell.size), (0,) * len(rows)
@@ -99,7 +99,7 @@ class _CellDrafts(FixedDrafts):
 
 
 class _Run(NamedTuple):
-    """A `HostDrafter` of random tokens."""
+    """A `HostDrafter` that offers arbitrary tokens."""
 
     next_run: Many[int]
     of_others: bool = False
@@ -112,16 +112,16 @@ class _Run(NamedTuple):
 
 
 class Calibrator:
-    """Loads costs at the start, measures while no request runs, and saves them in `folder`, if any.
+    """Loads costs, measures them while no request runs, and saves them in `folder`, if any.
 
-    It measures a list of cells, a step at a time. A cell is the first chunk of a prompt, of some
-    length, or decode steps of some number of rows and drafts. If a request comes, the cell is
-    paused after the step that runs, and begun anew later. Chunks come first, the shorter before the
-    longer: behind the first two lengths none is measured that is expected to take longer than
-    `--max-decode-pause`, as a request waits for it; without that limit their costs are not used.
+    It measures a list of cells, one step at a time. A cell is either chunks of one length or decode
+    steps with one number of rows and of drafts. If a request arrives, the current step is completed
+    and the cell is restarted later. Chunks come first, from short to long. After the first two
+    lengths, those expected to take longer than `--max-decode-pause` are skipped, as an arriving
+    request would wait for them. Without that limit chunk costs are not used, nor measured.
 
-    Cells run through a scheduler and a core of their own, so that the server's counters and
-    acceptance rates are not touched.
+    Cells have a scheduler and a core of their own, so the server's counters and acceptance rates
+    don't change.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Calibrator:
         config: EngineConfig,
         folder: Path | None,
         fingerprint: str,
-        kinds: Collection[str] = (MTP, HOST),  # of drafts
+        kinds: Collection[str] = (MTP, HOST),  # kinds of drafts in use
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.file = CostFile(folder, fingerprint)
@@ -139,7 +139,7 @@ class Calibrator:
         self._saved_at = clock()
         self._seconds_left = config.calibration_seconds
         self._work: Iterator[None] = iter(())
-        self._core: EngineCore | None = None  # that runs the first cell
+        self._core: EngineCore | None = None  # runs the first cell; None: paused
         known = self.file.load()
         if known:
             steps.load_table(known)
@@ -151,11 +151,11 @@ class Calibrator:
 
     @property
     def busy(self) -> bool:
-        """True while there is something to measure when no request runs."""
+        """True while there are cells left to measure, and time for them."""
         return bool(self._cells) and self._seconds_left > 0
 
     def step(self, runner: ModelRunner) -> None:
-        """Run one step, and what ends a cell."""
+        """Run one step of the first cell; saves the costs when no cell or no time is left."""
         began = self._clock()
         if self._core is None:
             self._work = self._measure(runner, self._cells[0])
@@ -170,7 +170,7 @@ class Calibrator:
             self.save()
 
     def pause(self) -> None:
-        """Leave the current cell, for a request or because it has ended; waits for its step."""
+        """Stop the current cell, which has ended or will be restarted; waits for its steps."""
         if self._core is not None:
             self._core.scheduler.cancel()
             while not self._core.idle:
@@ -179,7 +179,7 @@ class Calibrator:
             self._core = None
 
     def reset(self) -> None:
-        """Call when the engine's thread (re)starts: measures no more if it died in a cell."""
+        """Call when the engine's thread (re)starts; ends calibration if it died in a cell."""
         if self._core is not None:
             self._cells.clear()
             self._core = None
@@ -207,14 +207,14 @@ class Calibrator:
         core = EngineCore(scheduler, runner, overlap=config.overlap, clock=self._clock)
         self._core = core
         for number in range(_MOST_STEPS):
-            # A chunk is measured with another prompt at each step.
+            # Each step of a chunk's cell computes the first chunk of a new request.
             if self._has_time_for(cell) if is_chunk else number == 0:
                 scheduler.cancel()
                 for sequence in _requests(cell, runner.vocab_size):
                     scheduler.add(sequence)
             if len(drafts.seconds) == _TIMED_STEPS or core.idle:
                 if times := drafts.seconds[2:]:
-                    # A step may be late but never early.
+                    # Other work can delay a step but never shorten it.
                     self._steps.learn(cell, statistics.median_low(times))
                 return
             if any(output.error is not None for output in core.step()):
@@ -225,11 +225,11 @@ class Calibrator:
 
 
 def _requests(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
-    """The rows of a cell. After a chunk's tokens the prompt has one more: none is sampled."""
+    """Yields a cell's sequences. After a chunk the prompt has one more token: none is sampled."""
     length, most = _PROMPT_TOKENS, _MOST_STEPS * (MAX_HOST_DRAFTS + 1)
     if cell.kind == CHUNK:
         length, most = int(cell.size) + 1, 1
-    # Tokens from everywhere in the vocabulary: equal ones would share their experts.
+    # The tokens are spread over the vocabulary: equal ones would be routed to the same experts.
     count = cell.rows * (length + MAX_RUN)
     text = tuple(n * vocab_size // count for n in range(count))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)

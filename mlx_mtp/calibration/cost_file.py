@@ -1,4 +1,4 @@
-"""The file that keeps what steps and chunks cost between runs."""
+"""The file that keeps the costs of steps and chunks between runs."""
 
 import hashlib
 import json
@@ -24,8 +24,8 @@ from mlx_mtp.speculative.costs import LEAST_COST, CostKey, Table
 logger = logging.getLogger(__name__)
 
 _FORMAT = 7
-_LARGEST = 1 << 22  # bytes of a file
-_FRESH_SECONDS = 30 * 24 * 3600.0  # drivers and systems change without a new fingerprint
+_LARGEST = 1 << 22  # maximum size of a file, in bytes
+_FRESH_SECONDS = 30 * 24 * 3600.0  # maximum age: the fingerprint does not cover drivers
 _Size = Annotated[float, Field(ge=0, le=1 << 20)]
 _Cost = Annotated[float, Field(ge=LEAST_COST, le=1e6)]
 _Count = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -33,7 +33,7 @@ _COSTS = TypeAdapter(list[tuple[str, _Count, _Size, _Cost]])
 
 
 class CostFile:
-    """A table of costs in a file in `folder`, by its fingerprint; without a folder none is kept."""
+    """Keeps a table of costs in a file in `folder`, named by `fingerprint`; no folder: no file."""
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
         name = f"step-costs-{_FORMAT}-{fingerprint[:32]}.json"
@@ -58,7 +58,7 @@ class CostFile:
             self._warned = True
 
     def load(self) -> Table:
-        """The costs that an earlier run saved; none if they can't be used."""
+        """Returns the costs that an earlier run saved, or {} if they can't be used."""
         if self.path is None:
             return {}
         try:
@@ -71,7 +71,7 @@ class CostFile:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            # It will be replaced by what this run measures.
+            # `save` will replace the file with the costs that this run measures.
             why = "it is damaged" if isinstance(error, ValidationError) else error
             logger.warning("%s is not used: %s", self.path, why)
             return {}
@@ -79,7 +79,7 @@ class CostFile:
 
 
 def fingerprint(model: LoadedModel, num_draft_ids: int | None, sources: Sequence[str]) -> str:
-    """A hash of all that costs depend on: the loaded model, its drafts, mlx, the device."""
+    """Returns a hash of everything costs depend on: model, draft ids, sources, mlx, device."""
     parameters = tree_flatten(model.model.parameters())
     device = mx.device_info()
     parts = [

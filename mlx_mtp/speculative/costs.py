@@ -1,9 +1,9 @@
 """What decode steps cost by their shape: a linear model of a step's seconds, learned online.
 
-A product takes what its number of tokens takes, wherever they come from, so the costs of windows
-follow from steps of any number of rows. Steps are measured in use, and while no request runs
-(`mlx_mtp/calibration`). `table` and `load_table` carry what the latter found from one run to the
-next.
+A matrix product's time depends only on its number of tokens, not on which rows they belong to, so
+the costs of windows can be inferred from steps with other numbers of rows. Steps are measured in
+use, and while no request runs (`mlx_mtp/calibration`). `table` and `load_table` carry measurements
+from one run of the server to the next.
 """
 
 import math
@@ -18,88 +18,88 @@ from numpy.typing import NDArray
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 
-# Kinds of measured steps: drafts of the MTP head, or of the host (so without passes of the head),
-# or of the host for one row alone; and those with drafts of the head in use.
+# Kinds of measured steps. In calibration: drafts of the MTP head, drafts of the host (no passes of
+# the head), and drafts of the host for one row only. In use: drafts of the head.
 MTP, HOST, RAGGED, USE = "mtp", "host", "ragged", "use"
 
-LEAST_COST = 1e-15  # in a table
+LEAST_COST = 1e-15  # minimum cost in a table
 
-# Numbers of tokens between which a step's cost is linear: products take steps at some of them.
+# Numbers of tokens between which a step's cost is linear: at some of them a product's time jumps.
 _KNOTS = np.array(
     [*range(1, 7), 8, 9, 10, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 256, 1024], float
 )
-# The prior of what a token more takes, relative to a step of one token: about as much as a draft
-# brings, until something was measured. Its mean, the standard deviation of all slopes together and
-# that of each, and the distance (of logarithms of tokens) at which slopes differ.
+# The prior of the slopes: the cost of one more token, relative to a step of one token. The mean is
+# about the gain of a draft. Then the standard deviation that all slopes share, that of each slope,
+# and the distance, in logarithms of tokens, over which the latter's correlation falls to 1/e.
 _SLOPE, _ALL_SLOPES, _EACH_SLOPE, _ALIKE = 0.4, 0.35, 0.25, 0.7
-# Mean and standard deviation of all else.
+# Prior mean and standard deviation of the other coefficients, in the same unit.
 _PRIOR = (
-    (1.0, 0.1),  # what one token takes
-    (0.0, 0.1),  # what any drafts take more,
-    (0.0, 0.02),  # and for each row
-    (0.15, 0.1),  # what a pass of the head takes,
-    (0.01, 0.03),  # and for each row
-    (0.04, 0.05),  # what a place does by which a window is shorter than the longest
-    (0.0, 0.05),  # what a row more takes, beside its token
-    (0.0, 0.3),  # what a step in use takes more,
-    (0.0, 0.01),  # and for each row
+    (1.0, 0.1),  # a step of one token
+    (0.0, 0.1),  # extra cost if a step has any drafts
+    (0.0, 0.02),  # extra cost per row if a step has any drafts
+    (0.15, 0.1),  # a pass of the head
+    (0.01, 0.03),  # extra cost of a pass of the head per row
+    (0.04, 0.05),  # a place of padding (see `StepShape.padding`)
+    (0.0, 0.05),  # each row after the first, besides the row's token
+    (0.0, 0.3),  # extra cost of a step in use
+    (0.0, 0.01),  # extra cost of a step in use per row
 )
-# By how much the logarithm of the speed changes from one measurement to the next, and when requests
-# come to a machine that was calibrated: standard deviations.
+# Standard deviations of the change of `speed` (see `StepCosts`) between two measurements, and
+# between calibration and the first measurement in use.
 _SPEED_CHANGES, _SPEED_IN_USE = 0.015, 0.1
 _CHANGES = 0.001  # share of the prior's variance that each measurement in use adds
-_NOISE = 0.04  # of a measurement, relative
-_FARTHEST = 0.5, 2.0  # shares by which a measurement counts as less or more than expected
-_BLOCK, _FEWEST_STEPS = 8, 3  # steps of a measurement in use, and the fewest
-_KEPT = 3  # measurements of a cell, of which the median is kept for the next run
-_LATE = 1.3  # times the usual seconds: a step of a block counts as no more
-_MOST_SCALE = 4.0  # times the prior's seconds, by coefficients alone
-_LEAST_PLAIN = 0.1  # seconds that a step is taken to have at least, relative to one token's
-# Of windows, over a step without drafts: what they take more at least, with a draft in each row;
-# and the standard deviations by which they are taken to cost more than estimated.
+_NOISE = 0.04  # relative standard deviation of a measurement
+_FARTHEST = 0.5, 2.0  # limits of a measurement's relative deviation below and above the expected
+_BLOCK, _FEWEST_STEPS = 8, 3  # maximum and minimum number of steps in a measurement in use
+_KEPT = 3  # latest measurements of a cell, the median of which is saved for the next run
+_LATE = 1.3  # times the median of a block: longer steps are cut to this
+_MOST_SCALE = 4.0  # times the prior's cost: beyond it the coefficients are rescaled
+_LEAST_PLAIN = 0.1  # minimum cost of a step, relative to one of one token
+# Limits of the costs of windows, relative to a step without drafts: the minimum extra cost; the
+# minimum extra cost of one draft in each row; the standard deviations added to the estimate.
 _LEAST_MORE, _LEAST_SLOPE, _CAUTION = -0.5, 0.01, 0.5
 
 Vector = NDArray[np.float64]
 
 
 class StepShape(NamedTuple):
-    """All that the cost of a decode step depends on here."""
+    """The numbers that determine the cost of a decode step in this model."""
 
     rows: int
-    drafts: int  # verified, of all rows
-    passes: int  # of the MTP head
-    longest: int  # drafts of the row with the most
+    drafts: int  # verified drafts of all rows
+    passes: int  # passes of the MTP head
+    longest: int  # drafts in the longest window
 
     @property
     def padding(self) -> int:
-        """Places by which the rows' windows are shorter than the longest."""
+        """Number of places by which all windows together are shorter than the longest one."""
         return self.rows * self.longest - self.drafts
 
 
 class CostKey(NamedTuple):
-    """What a cost is kept for."""
+    """The key of a cost in a `Table`: a cell of decode steps, or a chunk's length or context."""
 
     kind: str
     rows: int
-    size: float  # of steps: drafts per row; of a chunk (see `engine.chunk_costs`): its tokens
+    size: float  # decode steps: drafts per row that has drafts; chunks: tokens
 
     @property
     def shape(self) -> StepShape:
-        """Of steps that have this cost."""
+        """The shape of the decode steps that have this cost."""
         size = int(self.size)
         drafts = size if self.kind == RAGGED else self.rows * size
         return StepShape(self.rows, drafts, size if self.kind in (MTP, USE) else 0, size)
 
 
 Table = Mapping[CostKey, float]
-"""Costs to keep: of steps in seconds, of chunks in seconds per token."""
+"""Saved costs: seconds of decode steps; for chunks see `engine.chunk_costs`."""
 
 
 class BatchCosts(NamedTuple):
-    """Costs of steps of one number of rows, relative to its step without drafts.
+    """Costs of steps with one number of rows, relative to a step of these rows without drafts.
 
-    `verify` are those of windows with 0, 1, 2, .. drafts of all rows, `passes` those of 0, 1, 2, ..
-    passes of the head, and `padding` that of each place (see `StepShape.padding`).
+    `verify[n]` is the cost of a step with n drafts in all rows together, `passes[n]` the extra cost
+    of n passes of the head, and `padding` that of each place (see `StepShape.padding`).
     """
 
     verify: Sequence[float]
@@ -112,23 +112,23 @@ class BatchCosts(NamedTuple):
 
 
 class StepCosts:
-    """A linear model of the seconds of decode steps, beside the machine's speed.
+    """A model of the seconds of decode steps: a linear function, scaled by the machine's speed.
 
-    The seconds of a step are `exp(speed) * features @ coefficients`. All are estimated by an
-    extended Kalman filter. The speed may change with each measurement: other work on the machine
-    slows all steps alike.
+    A step takes `exp(speed) * features @ coefficients` seconds: a higher `speed` is slower. An
+    extended Kalman filter estimates `speed` and the coefficients. `speed` can change with each
+    measurement, because other work on the machine slows all steps alike.
     """
 
     def __init__(self) -> None:
-        self._prior, self._covariance = _prior()  # of speed and coefficients
+        self._prior, self._covariance = _prior()  # of [speed, *coefficients]
         self._mean = self._prior.copy()
         self._changes = _CHANGES * np.diag(np.diag(self._covariance))
-        self._cells: dict[CostKey, deque[float]] = {}  # their latest seconds
-        self._in_use = False  # a step in use was measured
-        self._steps: list[tuple[StepShape, float]] = []  # of the block that is not complete
-        # The first launch of a shape compiles kernels and fills buffer pools.
+        self._cells: dict[CostKey, deque[float]] = {}  # latest seconds of each cell
+        self._in_use = False  # True once a step in use was measured
+        self._steps: list[tuple[StepShape, float]] = []  # steps of the incomplete block
+        # The first launch of a shape is not measured: it compiles kernels and fills buffer pools.
         self._seen = set[tuple[int, ...]]()
-        # Of the last step: rows, and the number of drafts of each; None: they differ.
+        # Rows of the last step, and the head's drafts in each row; None: unequal, or from the host.
         self._kind: tuple[int, int | None] = 0, None
         self._batch_costs: dict[int, BatchCosts] = {}
 
@@ -138,7 +138,7 @@ class StepCosts:
         self._learn(_features_of(cell.shape, in_use=cell.kind == USE), seconds)
 
     def observe(self, shape: StepShape, seconds: float | None) -> None:
-        """Learn from a step in use; None: its time is not known."""
+        """Learn from a step in use; `seconds` is None if its time is not known."""
         rows, drafts, passes, longest = shape
         is_even = drafts == rows * passes == rows * longest
         kind = rows, longest if is_even else None
@@ -158,7 +158,7 @@ class StepCosts:
         return self._batch_costs[rows]
 
     def has_measured(self, rows: int, depth: int) -> bool:
-        """Whether about as many rows, with at least as many drafts each, were measured twice."""
+        """Returns True if two measurements had about `rows` rows with `depth` or more drafts."""
         alike = (
             len(seconds)
             for cell, seconds in self._cells.items()
@@ -170,7 +170,7 @@ class StepCosts:
         return {cell: median_low(seconds) for cell, seconds in sorted(self._cells.items())}
 
     def load_table(self, table: Table) -> None:
-        """Take over what an earlier run has measured of decode steps."""
+        """Learn from the decode steps that an earlier run measured."""
         for cell, seconds in sorted(table.items(), key=lambda each: each[0][1:]):
             if cell.kind in (MTP, HOST, RAGGED, USE):
                 self.learn(cell, seconds)
@@ -179,12 +179,12 @@ class StepCosts:
         self._cells.setdefault(cell, deque(maxlen=_KEPT)).append(seconds)
 
     def _end_block(self) -> None:
-        """Learn from steps of one kind, as the host can't see where a single one ends."""
+        """Learn from a block's mean time, as the host can't see where a single step ends."""
         steps, self._steps = self._steps, []
         if len(steps) < _FEWEST_STEPS:
             return
         shapes, times = zip(*steps)
-        usual = _LATE * median_low(times)  # Some steps are late.
+        usual = _LATE * median_low(times)  # Some steps are delayed.
         seconds = statistics.mean(min(each, usual) for each in times)
         features = np.mean([_features_of(shape, in_use=True) for shape in shapes], axis=0)
         if not self._in_use:
@@ -199,12 +199,12 @@ class StepCosts:
     def _learn(self, features: Vector, seconds: float) -> None:
         speed, coefficients = self._mean[0], self._mean[1:]
         expected = max(float(coefficients @ features), _LEAST_PLAIN)
-        if np.isnan(speed):  # It is the first measurement.
+        if np.isnan(speed):  # This is the first measurement.
             self._mean[0] = speed = np.log(seconds / expected)
         self._covariance[0, 0] += _SPEED_CHANGES**2
         low, high = _FARTHEST
         off = min(max(float(seconds / np.exp(speed) / expected - 1.0), -low), high)
-        # What a change of the speed, and of each coefficient, changes of this.
+        # The derivative of the relative seconds by `speed` and by each coefficient.
         gradient = np.concatenate([[1.0], features / expected])
         spread = self._covariance @ gradient
         gain = spread / (gradient @ spread + _NOISE**2)
@@ -216,10 +216,10 @@ class StepCosts:
         self._batch_costs.clear()
 
     def _rescale(self, scale: float) -> None:
-        """Divide all coefficients, and multiply the speed: the same costs.
+        """Divide all coefficients by `scale` and add its logarithm to `speed`: costs don't change.
 
-        Only ratios of costs are known well. So coefficients could grow for ever while the speed
-        falls, and what is added to their covariance would be nothing beside them.
+        Measurements determine ratios of costs much better than `speed`. The coefficients could
+        therefore grow without limit, and `_changes`, which is constant, would become negligible.
         """
         self._mean[0] += math.log(scale)
         self._mean[1:] /= scale
@@ -232,12 +232,12 @@ class StepCosts:
         plain = max(float(mean @ none), _LEAST_PLAIN)
 
         def more(drafts: int = 0, passes: int = 0, padding: int = 0) -> float:
-            """What this costs beyond a step without drafts."""
+            """Returns the extra cost, relative to a step without drafts."""
             share = mean @ (_features(rows, drafts, passes, padding, in_use=True) - none) / plain
             return float(share)
 
         def doubt(drafts: int) -> float:
-            """The standard deviation of what even windows cost, with the head's passes."""
+            """Returns the standard deviation of the cost of windows of equal length."""
             even = _features(rows, drafts, min(drafts // rows, MAX_DRAFT_TOKENS), 0, in_use=True)
             off = (even - mean @ even / plain * none) / plain
             return math.sqrt(max(float(off @ covariance @ off), 0.0))
@@ -260,7 +260,7 @@ def _features_of(shape: StepShape, *, in_use: bool) -> Vector:
 
 
 def _features(rows: int, drafts: int, passes: int, padding: int, *, in_use: bool) -> Vector:
-    """What each coefficient is multiplied by: those of `_PRIOR`, then slopes between `_KNOTS`."""
+    """Returns the features: one per coefficient of `_PRIOR`, then one per interval of `_KNOTS`."""
     any_drafts, used = drafts > 0, float(in_use)
     others = (
         1.0,
@@ -278,7 +278,7 @@ def _features(rows: int, drafts: int, passes: int, padding: int, *, in_use: bool
 
 
 def _prior() -> tuple[Vector, Vector]:
-    """Mean and covariance of the speed, which is not known (nan), and of all coefficients."""
+    """Returns mean and covariance of `speed` (nan: not known yet) and of all coefficients."""
     means, deviations = zip(*_PRIOR)
     places = np.log(_KNOTS[:-1])
     distances = np.abs(places[:, None] - places) / _ALIKE

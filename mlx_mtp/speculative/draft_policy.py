@@ -1,9 +1,9 @@
-"""How many drafts each row gets, and from which source: those that gain more than they cost.
+"""Decides how many drafts each row gets, and from which source, by their gain and their cost.
 
-A step decides twice. `best_windows`: which drafts each row verifies now, those of the head that
-wait for it or a run of the host. `AdaptiveDrafts._review`: how many drafts the head makes for the
-next windows, the same number for all rows. Both compare expected tokens per second. Choices rest on
-estimates, so a new one must promise more than the current one.
+Each step makes two decisions. `best_windows`: whether each row verifies the head's drafts that wait
+for it, or a run of the host. `AdaptiveDrafts._review`: how many drafts the head makes for the next
+windows, the same number for all rows. Both compare expected tokens per second. Because these are
+estimates, a new choice must be faster than the current one by a margin.
 """
 
 import math
@@ -17,34 +17,34 @@ from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.host_sources import HostDrafter
 
-# How many times as fast a choice must be to replace the current one (_STAY), one without drafts
-# (_PLAIN), and one that copies nothing (_PAYS).
+# Factors by which a choice must be faster than the current one (_STAY), than no drafts (_PLAIN),
+# and than copying nothing (_PAYS).
 _STAY, _PLAIN, _PAYS = 1.02, 1.02, 1.03
-_AS_GOOD = 1.01  # a smaller number of drafts is chosen if the best is at most this times as fast
+_AS_GOOD = 1.01  # fewer drafts are chosen if the best number is faster by at most this factor
 # The head's acceptance rates: the prior of the first position (_FIRST_RATE); the prior of a later
 # one as a share of the rate before it (_DECLINE); the weight of these priors, in trials
-# (_PRIOR_TRIALS); and the share of the counts that stays with each step (_FADE).
+# (_PRIOR_TRIALS); and the factor by which each step multiplies the counts (_FADE).
 _FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.99
-# What a copied draft must bring, in tokens, and lengths of runs that are compared.
+# `best_windows` tries these minimum gains of a copied draft, in tokens, and maximum run lengths.
 _PRICES, _LIMITS = (0.1, 0.3, 0.6), (1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
-_STEPS_PER_REVIEW = 8  # without copies
-# A probe is _PROBE_STEPS without drafts, or with one draft of the head more in each row. Between
-# two are _LONG_REST steps, or _REST where one draft more was not measured.
+_STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number of rows is unchanged
+# A probe is _PROBE_STEPS steps without drafts, or with one more draft of the head per row. Between
+# two probes are _LONG_REST steps, or _REST if one more draft per row has not been measured.
 _REST, _LONG_REST, _PROBE_STEPS = 48, 1024, 5
 
 
 @dataclass(eq=False, slots=True)
 class RowDrafting:
-    """What a policy knows of one row."""
+    """The state of one row that a policy uses."""
 
     fixed: int | None = None  # number of the head's drafts per step, if its request sets it
     host: dict[str, HostDrafter] = field(default_factory=dict)  # by source
-    source: str = ""  # of the run that `offer` returned last
-    waiting: int = 0  # drafts of the head for its next window
-    ahead: int = 0  # most tokens that its window in flight may emit
+    source: str = ""  # source of the run that `offer` returned last
+    waiting: int = 0  # drafts of the head for the row's next window
+    ahead: int = 0  # maximum number of tokens that the row's window in flight can emit
 
     def offer(self) -> list[float]:
-        """Cumulative acceptance of the host's best run, or []; notes its source."""
+        """Returns the cumulative acceptance of the host's best run, or []; sets `source`."""
         if self.fixed is not None or not self.host:
             return []
         offers = {name: each.cumulative_acceptance(self.ahead) for name, each in self.host.items()}
@@ -53,50 +53,50 @@ class RowDrafting:
 
 
 class VerifiedRow(Protocol):
-    """What a policy reads of one row of a decode step (see `engine.step.StepRow`)."""
+    """The part of a decode step's row that a policy reads (see `engine.step.StepRow`)."""
 
     @property
     def source(self) -> str: ...
     @property
-    def num_verified(self) -> int: ...  # drafts of its window
+    def num_verified(self) -> int: ...  # drafts in the row's window
     @property
-    def num_cached(self) -> int: ...  # tokens that the window brought; 0: the row had ended before
+    def num_cached(self) -> int: ...  # tokens the window emitted; 0 if the row had ended before
 
 
 class Choice(NamedTuple):
     """Numbers of drafts, by row."""
 
-    head: tuple[int, ...]  # of the head, for the next window
-    host: tuple[int, ...]  # of the host in place of the head's, for the window that is planned
+    head: tuple[int, ...]  # drafts of the head for the next window
+    host: tuple[int, ...]  # drafts of the host for this window; 0: the head's are verified
 
 
 class ChoiceReason(NamedTuple):
-    """Reasons of a choice, and what 0, 1, 2, .. drafts of the head for each row would gain."""
+    """The estimates behind a choice, and those for 0, 1, 2, .. drafts of the head per row."""
 
     num_rows: int
-    drafts: dict[str, int]  # chosen, of all rows, by source
-    cost: float  # of such a step, relative to one without drafts
-    num_tokens: float  # expected of such a step
-    costs: tuple[float, ...]  # by the number of the head's drafts per row
-    tokens: tuple[float, ...]  # likewise
+    drafts: dict[str, int]  # chosen drafts of all rows, by source
+    cost: float  # cost of a step with these drafts, relative to one without drafts
+    num_tokens: float  # expected tokens of such a step
+    costs: tuple[float, ...]  # cost of a step by the number of the head's drafts per row
+    tokens: tuple[float, ...]  # expected tokens, likewise
 
 
 class HeadRates:
     """Acceptance rates of the MTP head's drafts in all rows, by position in the window.
 
-    A draft is tried only if those before it were accepted, so rates are conditional, and their
-    running product is the cumulative acceptance: the probability that a window is accepted up to a
-    draft.
+    A draft is tried only if all drafts before it were accepted, so the rates are conditional. Their
+    running product is the cumulative acceptance: the probability that a window is accepted up to
+    and including a draft.
     """
 
     def __init__(self, size: int) -> None:
         self._tried, self._accepted = [0.0] * size, [0.0] * size
 
     def observe(self, windows: Sequence[tuple[int, int]]) -> None:
-        """Count a step's windows: drafts of each, and how many tokens more it brought by these.
+        """Count a step's windows, each given as (number of drafts, tokens emitted minus one).
 
-        A draft after an answer's end counts as a miss. With many rows more trials are remembered.
-        All counts fade a little, as a position that is not tried any more may have changed.
+        The draft after an answer's end counts as rejected. With more windows, trials fade more
+        slowly. Each step fades all counts, as the rate of an untried position can change, too.
         """
         memory = 1.0 - 0.02 / math.sqrt(max(len(windows), 1))
         for num_drafts, num_gained in windows:
@@ -108,7 +108,7 @@ class HeadRates:
         self._accepted = [_FADE * accepted for accepted in self._accepted]
 
     def cumulative_acceptance(self) -> list[float]:
-        """Of the first, second, .. draft of a window."""
+        """Returns the cumulative acceptance of the first, second, .. draft of a window."""
         rate, rates = _FIRST_RATE / _DECLINE, list[float]()
         for tried, accepted in zip(self._tried, self._accepted):
             rate = (accepted + _PRIOR_TRIALS * _DECLINE * rate) / (tried + _PRIOR_TRIALS)
@@ -117,7 +117,7 @@ class HeadRates:
 
 
 class FixedDrafts:
-    """A policy: k drafts of the head for each row whose request does not set a number."""
+    """A policy: `num_draft_tokens` drafts of the head, unless a row's request sets a number."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self._num_draft_tokens = num_draft_tokens
@@ -135,7 +135,7 @@ class FixedDrafts:
 def _expected(
     costs: BatchCosts, windows: Sequence[Sequence[float]], passes: int = 0
 ) -> tuple[float, float]:
-    """Tokens and cost of a step with windows of these cumulative acceptances."""
+    """Returns expected tokens and cost of a step, given its windows' cumulative acceptances."""
     counts = [*map(len, windows)]
     shape = StepShape(len(counts), sum(counts), passes, max(counts))
     return len(counts) + sum(map(sum, windows)), costs.cost(shape)
@@ -146,12 +146,12 @@ def best_windows(
     waiting: Sequence[Sequence[float]],
     host: Sequence[Sequence[float]],
 ) -> tuple[int, ...]:
-    """Numbers of the host's drafts to verify now, in place of those of the head that wait.
+    """Returns how many of the host's drafts each row verifies now; 0: it verifies the head's.
 
-    `waiting` and `host` are the cumulative acceptance of each row's drafts. For each price of a
-    draft, in tokens, and each limit of the host's windows, a row's run is cut where its drafts
-    bring less than the price, and copied if it brings more than the drafts that wait, all prices
-    paid. Of these windows the fastest are chosen.
+    `waiting` and `host` are the cumulative acceptances of each row's drafts from the head and from
+    the host. For each pair of a price per draft, in tokens, and a limit of a run's length, a row's
+    run is cut at the limit and where a draft gains no more than the price. The row copies the run
+    if it gains more than the waiting drafts, both net of the price. The fastest pair is chosen.
     """
 
     own, lengths = [*map(sum, waiting)], [*map(len, waiting)]
@@ -182,16 +182,16 @@ class AdaptiveDrafts:
     """A policy that follows measured costs (`costs`, which it updates) and acceptance."""
 
     def __init__(self, costs: StepCosts, most: int = MAX_DRAFT_TOKENS) -> None:
-        self._costs, self._most = costs, most  # drafts of the head per row; 0: no head
+        self._costs, self._most = costs, most  # maximum drafts of the head per row; 0: no head
         self._head_rates = HeadRates(most)
-        self.choices: dict[int, float] = {}  # last drafts per row, by number of rows
+        self.choices: dict[int, float] = {}  # last mean drafts per row, by number of rows
         self.reason: ChoiceReason | None = None  # of the last choice; None before the first
-        self._depth = self._num_rows = 0  # of the current choice
-        self._expected = [(0.0, 1.0)]  # tokens and cost, by depth
-        self._since_review = self._since_probe = 0  # steps
+        self._depth = self._num_rows = 0  # the head's drafts per row, and rows, of the last review
+        self._expected = [(0.0, 1.0)]  # tokens and cost of a step, by the head's drafts per row
+        self._since_review = self._since_probe = 0  # steps since the last review and the last probe
 
     def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
-        """Choose for rows; `steady`: nothing is prefilled beside them."""
+        """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
         head = self._head_rates.cumulative_acceptance()
         host = [row.offer() for row in rows]
         windows = (0,) * len(rows)
@@ -212,7 +212,7 @@ class AdaptiveDrafts:
     def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
         """Learn from a decode step, one or two steps after it was planned.
 
-        `seconds` are its cost, or None if that is not known (see `StepClock`).
+        `seconds` is the step's duration, or None if it is not known (see `StepClock`).
         """
         of_head = [row for row in rows if row.source == MTP and row.num_cached]
         self._head_rates.observe([(row.num_verified, row.num_cached - 1) for row in of_head])
@@ -224,7 +224,7 @@ class AdaptiveDrafts:
         head: Sequence[float],
         copied: Sequence[Sequence[float]],
     ) -> None:
-        """Choose the head's drafts for the next windows; rows that copy are taken to go on."""
+        """Choose the head's drafts for the next windows; rows that copy are assumed to go on."""
         costs = self._costs.of_batch(len(fixed))
         self._expected = []
         for depth in range(len(head) + 1):
@@ -234,12 +234,12 @@ class AdaptiveDrafts:
         scores = [tokens / cost for tokens, cost in self._expected]
         scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
-        # Of numbers that are as good, the fewest: later drafts are known less well.
+        # Among numbers that are about as fast, the smallest: later drafts' rates are less certain.
         self._depth = next(n for n, x in enumerate(scores) if x * _AS_GOOD >= max(scores))
         self._num_rows, self._since_review = len(fixed), 0
 
     def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
-        """The chosen depth, or now and then another: what is said of its cost may be wrong."""
+        """Returns the chosen depth or, during a probe, another one, to measure its cost."""
         self._since_probe += 1
         more = min(self._depth + 1, self._most)
         is_unknown = not self._costs.has_measured(num_rows, more)
@@ -254,7 +254,7 @@ class AdaptiveDrafts:
     def _note(
         self, rows: Sequence[RowDrafting], choice: Choice, windows: Sequence[Sequence[float]]
     ) -> None:
-        """Set `choices` and `reason`; `windows` are those of the steps while the choice stays."""
+        """Set `choices` and `reason`; `windows`: acceptances of windows while the choice stays."""
         drafts = dict.fromkeys((MTP, *HOST_DRAFTS), 0)
         for row, count, num_proposed in zip(rows, choice.host, choice.head):
             drafts[row.source if count else MTP] += count or num_proposed
@@ -269,6 +269,6 @@ DraftPolicy = FixedDrafts | AdaptiveDrafts
 
 
 def even_choice(rows: Sequence[RowDrafting], depth: int, host: tuple[int, ...] = ()) -> Choice:
-    """`depth` drafts of the head for each row whose request does not set a number."""
+    """Returns a choice of `depth` drafts of the head for rows whose request sets no number."""
     head = tuple(depth if row.fixed is None else row.fixed for row in rows)
     return Choice(head, host or (0,) * len(rows))

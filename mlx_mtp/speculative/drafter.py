@@ -1,4 +1,4 @@
-"""Drafts of the model's multi-token-prediction (MTP) head: after a window, for the next one."""
+"""Drafts of the model's multi-token-prediction (MTP) head, made after a window for the next."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from mlx_mtp.sampling.grammar_masks import TokenSampler
 
 logger = logging.getLogger(__name__)
 
-_MOST_DEFERRED = 16  # positions per row that the head's KV may lack while nothing is drafted
+_MOST_DEFERRED = 16  # maximum number of positions per row that are not in the head's KV yet
 
 
 class Computed(NamedTuple):
-    """A prefill chunk or a verify window that was just computed: N tokens of B rows."""
+    """A prefill chunk or a verify window after its forward pass: N tokens of B rows."""
 
     hidden: mx.array  # [N, H], the target model's hidden states after its last norm
-    targets: mx.array  # int32 [N], the token after each of the N
-    last: Index  # [B], which of the N is the last one that a row keeps; its first if it has ended
+    targets: mx.array  # int32 [N], the token after each of the N tokens
+    last: Index  # [B], the index of each row's last kept token, or of its first if it keeps none
     packing: Packing  # of the N tokens
-    cache: BatchCache  # has room for the window, and for all drafts but the last
+    cache: BatchCache  # with room for the window, and for all drafts but the last
 
 
-# Writes tokens, int32 [N], with hidden states [N, H].
+# Writes to the head's KV, given hidden states [N, H] and the tokens after them, int32 [N].
 Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
 
 
 class DeferredWrites:
-    """Positions of a batch's rows that are not in the head's KV yet.
+    """Windows of a batch that are not in the head's KV yet; always empty without a head.
 
-    They are deferred while nothing is drafted, so that a parked head costs almost nothing. Without
-    a head there are none.
+    While nothing is drafted, windows are collected and written together, so that an unused head
+    costs almost nothing.
     """
 
     def __init__(self, write: Write = lambda *_: None) -> None:
         self._write = write
-        # By window: first positions, hidden states, targets.
+        # Of each window: positions [B], hidden states [B, H], targets [B].
         self._deferred: list[tuple[mx.array, mx.array, mx.array]] = []
 
     def defer(self, window: Computed) -> None:
@@ -52,7 +52,7 @@ class DeferredWrites:
             self.settle(window.cache)
 
     def settle(self, cache: BatchCache) -> None:
-        """Write what is deferred to the head's KV: before rows come, go, or are copied."""
+        """Write the deferred windows; call it before rows join, leave or are copied."""
         if self._deferred:
             starts, *tokens = zip(*self._deferred)
             packing = cache.packing(starts[0], [len(starts)] * starts[0].shape[0])
@@ -61,23 +61,24 @@ class DeferredWrites:
         self._deferred = []
 
     def select(self, rows: mx.array) -> DeferredWrites:
-        """The state of these rows, int32 [B'], after `settle`; this one stays valid."""
+        """Returns the state of `rows`, int32 [B'], and keeps this one valid; `settle` it first."""
         assert not self._deferred
         return DeferredWrites(self._write)
 
     def extend(self, other: DeferredWrites) -> None:
-        """Append the other's rows; both are settled."""
+        """Append the rows of `other`; call `settle` on both first."""
         assert not (self._deferred or other._deferred)
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated with a step."""
+        """Returns the arrays that must be evaluated with a step."""
         return [array for window in self._deferred for array in window]
 
 
 class MTPDrafter:
-    """Drafts with a model's head; `vocabulary` limits its tokens. Nothing waits for the device.
+    """Drafts with a model's head, from `vocabulary` if given; never waits for the device.
 
-    A draft changes no token: it is accepted only if it equals the token that the model samples.
+    A draft is accepted only if it equals the token that the model samples, so drafts don't change
+    the output (except as `SamplingParams.optimistic` allows).
     """
 
     def __init__(self, model: LoadedModel, vocabulary: DraftVocabulary | None = None) -> None:
@@ -88,7 +89,7 @@ class MTPDrafter:
         self._ids = None if vocabulary is None else vocabulary.ids
 
     def make_state(self, cache: BatchCache) -> DeferredWrites:
-        """State for the new rows of a cache, which gets a KV cache for the head."""
+        """Returns the state for a new cache's rows; adds a KV cache for the head to `cache`."""
         cache.head = RaggedKVCache()
         return DeferredWrites(self._write)
 
@@ -99,12 +100,12 @@ class MTPDrafter:
         num_drafts: Sequence[int],
         sampler: TokenSampler,
     ) -> mx.array:
-        """Update a state from a window of its rows, and draft `num_drafts[b]` tokens for each.
+        """Update `state` from a window of its rows, and draft `num_drafts[b]` tokens for row b.
 
-        Returns int32 [B, k], k the largest of these numbers; what a row did not ask for means
-        nothing. Call it after every prefill chunk and every verify window, in order. After a cached
-        prefix the first window begins at the prefix's last position, whose entry needs the token
-        after the prefix. `sampler` draws drafts with the noise that will sample the tokens.
+        Returns int32 [B, max(num_drafts)]; values beyond a row's number of drafts are undefined.
+        Call it after every prefill chunk and every verify window, in order. After a cached prefix
+        the first window begins at the prefix's last position, as the head's KV entry there needs
+        the token after the prefix. `sampler` uses the noise that will sample the tokens.
         """
         hidden, targets, last, packing, cache = window
         nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
@@ -112,8 +113,8 @@ class MTPDrafter:
             state.defer(window)
             return nothing
         state.settle(cache)
-        # Entry p of the head's KV joins the hidden state at p with the token at p + 1. Those of the
-        # window are written from the target model's hidden states, over those of earlier drafts.
+        # Entry p of the head's KV joins the hidden state at p with the token at p + 1. The window's
+        # entries, from the target model's hidden states, overwrite those of earlier drafts.
         z = self._write(cache, packing, hidden, targets)
         if not any(num_drafts):
             return nothing
@@ -122,7 +123,7 @@ class MTPDrafter:
         m: mx.array | None = None  # [B, 1, H], the head's output
         drafts: list[mx.array] = []
         for number in range(max(num_drafts)):
-            # A pass of the head for the rows with a draft left.
+            # This pass has only the rows that need another draft.
             lengths = [int(count > number) for count in num_drafts]
             packing = cache.packing(position, lengths)
             if m is None:
@@ -142,14 +143,14 @@ class MTPDrafter:
     def _write(
         self, cache: BatchCache, packing: Packing, hidden: mx.array, targets: mx.array
     ) -> mx.array:
-        """Write tokens to the head's KV; returns their z, [N, H] (see `MTPHead`)."""
+        """Write N tokens to the head's KV; returns their z, [N, H] (see `MTPHead`)."""
         assert cache.head is not None
         embedded = self._model.embed(targets, packing.images)
         return self._head.write(embedded, hidden, cache.head, packing)
 
 
 def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:
-    """The drafter of a model, limited to `draft_ids`; None if it was loaded without its head."""
+    """Returns a model's drafter, limited to `draft_ids` if given; None if there is no head."""
     if model.head is None:
         return None
     if draft_ids is None:

@@ -1,8 +1,8 @@
-"""Sources of drafts on the host, which a verify window takes in place of the MTP head's drafts.
+"""Sources of drafts on the host, which a row can verify in place of the MTP head's drafts.
 
-The head drafts on the device, after a window and for the next one. These sources draft on the
-host, before a window is launched, from what has been read of their request. To add one: a module
-with a class like `NgramSource`, its name in `config.HOST_DRAFTS`, and an entry in `_SOURCES`.
+The head drafts on the device, after a window and for the next one. These sources draft on the host,
+before a window is launched, from the tokens that have been read. To add a source, write a module
+with a class like `NgramSource`, and add its name to `config.HOST_DRAFTS` and to `_SOURCES`.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,19 +16,19 @@ class HostDrafter(Protocol):
 
     @property
     def next_run(self) -> Sequence[int]:
-        """Tokens that should follow the last one that was read, at most `MAX_RUN`."""
+        """The tokens expected after the last one that was read, at most `MAX_RUN`."""
 
     @property
     def of_others(self) -> bool:
-        """True if the run is from another request, maybe another client's."""
+        """True if the run is from another request, possibly of another client."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Read more tokens of the answer."""
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
-        """Probabilities that the run is right up to its first, second, .. token behind `ahead`.
+        """Returns the probability that the run is right up to each token after the first `ahead`.
 
-        The first `ahead` tokens are what a window in flight may bring. Empty: nothing is offered.
+        A window in flight can emit the first `ahead` tokens. [] if no run is offered.
         """
 
 
@@ -36,7 +36,7 @@ _SOURCES = {"copy": NgramSource}
 
 
 class HostSources:
-    """The sources in use, by name; the answers that each remembers take at most `limit` bytes."""
+    """The sources in use, by name; each keeps at most `limit` bytes of earlier answers."""
 
     def __init__(self, names: Sequence[str] = (), limit: int = 0) -> None:
         self._sources = {name: _SOURCES[name](limit) for name in names}
@@ -44,9 +44,9 @@ class HostSources:
     def drafters(
         self, prompt: tuple[int, ...], salt: Hashable, *, own_text_only: bool = False
     ) -> dict[str, HostDrafter]:
-        """A request's drafters by source; if `own_text_only`, they read nothing of other requests.
+        """Returns a request's drafters by source; if `own_text_only`, they use no other request.
 
-        Requests share answers only if their `salt` is the same.
+        Requests share answers only if they have the same `salt`.
         """
         return {
             name: source.drafter(prompt, salt, alone=own_text_only)
@@ -54,7 +54,7 @@ class HostSources:
         }
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
-        """Remember an answer that has ended."""
+        """Add a finished answer to the sources."""
         for source in self._sources.values():
             source.keep(salt, answer)
 

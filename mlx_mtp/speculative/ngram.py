@@ -1,9 +1,9 @@
-"""N-gram drafts: the tokens that followed the end of a text where it occurred before.
+"""N-gram drafts: the tokens that followed an earlier occurrence of the text's last tokens.
 
 Also known as prompt lookup (vLLM's ngram proposer). An edited file is mostly a copy of the prompt,
-and an agent repeats its earlier answers. The drafts are the tokens after the longest match with the
-end of prompt and answer, in the request itself or else in earlier answers under its cache_salt.
-Indexing takes about a microsecond per token.
+and an agent repeats its earlier answers. The last tokens of prompt and answer are searched in the
+request itself, then in earlier answers with the same cache_salt; the tokens after the longest match
+are the drafts. Indexing takes about a microsecond per token.
 """
 
 from array import array
@@ -18,19 +18,19 @@ import numpy as np
 
 from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN
 
-GRAM = 3  # tokens that must be equal
-MOST_MATCH = 127  # tokens; a longer match is treated like one of this length
-_MOST_TRIED = 16  # occurrences that are compared, the latest first
-_GOOD_MATCH = 16  # tokens: while such a match goes on, no other is looked for
-_LEAST_ACCEPTANCE = 0.3  # of the first token: below it nothing is offered
-_FIRST_ENTRIES = 256
+GRAM = 3  # tokens of an indexed n-gram: the minimum length of a match
+MOST_MATCH = 127  # maximum length of a match, in tokens; longer matches are cut to it
+_MOST_TRIED = 16  # maximum number of occurrences that are compared, the latest first
+_GOOD_MATCH = 16  # tokens; while a match of at least this length goes on, no other is searched
+_LEAST_ACCEPTANCE = 0.3  # minimum probability of the first draft; below it no run is offered
+_FIRST_ENTRIES = 256  # entries of a new hash table
 OBJECTS = 640  # bytes of an index and of its key, without the index's arrays
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _SEPARATOR = -1  # between answers; not a token's id
-_PRIOR_TRIALS = 2.0  # weight of the prior in the rate of all requests,
-_POOL_TRIALS = 16.0  # and of that rate in the rate of one
-_PRIORS = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # by class of a match's length
-# The class of each length: powers of two from 4 on.
+_PRIOR_TRIALS = 2.0  # weight, in trials, of the prior in the rates of all requests
+_POOL_TRIALS = 16.0  # weight, in trials, of the rates of all requests in those of one request
+_PRIORS = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # prior rates by class of match length
+# The class of each match length; classes begin at 0, 4, 8, 16, 32 and 64 tokens.
 _CLASSES = [
     min(max(length.bit_length() - 2, 0), len(_PRIORS) - 1)
     for length in range(MOST_MATCH + MAX_RUN + 1)
@@ -38,16 +38,16 @@ _CLASSES = [
 
 
 class NgramIndex:
-    """Where each n-gram of `GRAM` tokens occurred in a text: a hash table of chains, latest first.
+    """A hash table of the places of a text's n-grams, each chained to the place before it.
 
-    Takes 4 bytes per token, 4 for its chain, 4 per entry of the table (at most twice as many as
-    tokens, at least 256), and `OBJECTS`.
+    A place is the index of the token after an n-gram. Takes 8 bytes per token, 4 per entry of the
+    table (at most 2 entries per token, but at least 256 entries), and `OBJECTS`.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
         self.tokens = array("i")
-        self._before = array("i")  # the place before it with the same hash; 0: none
-        self._heads = array("i", bytes(4 * _FIRST_ENTRIES))  # the latest place with each hash
+        self._before = array("i")  # by place: the previous place in its entry; 0: none
+        self._heads = array("i", bytes(4 * _FIRST_ENTRIES))  # by entry: the latest place
         self.extend(tokens)
 
     @property
@@ -57,7 +57,7 @@ class NgramIndex:
     def extend(self, tokens: Sequence[int]) -> None:
         first = max(len(self.tokens), GRAM)
         self.tokens.extend(tokens)
-        # Building takes a third of the time per token, but has to take all tokens.
+        # `_build` takes a third of the time per token, but must index all tokens again.
         is_long = len(tokens) > max(_FIRST_ENTRIES, len(self.tokens) // 4)
         if is_long or len(self.tokens) > len(self._heads):
             self._build()
@@ -68,10 +68,10 @@ class NgramIndex:
             self._before[place], self._heads[entry] = self._heads[entry], place
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
-        """Length of the longest match with the end of `text`, and the place after the match.
+        """Returns the length of the longest match with the end of `text`, and the place after it.
 
-        Returns (0, 0) if there is none. A match at the very end of the index does not count: no
-        token follows it.
+        Returns (0, 0) if there is no match. A match at the very end of the index does not count, as
+        no token follows it.
         """
         best = at = 0
         place = self._heads[self._entry(text, len(text))] if len(text) >= GRAM else 0
@@ -85,12 +85,12 @@ class NgramIndex:
         return (best, at) if best >= GRAM else (0, 0)
 
     def _entry(self, tokens: Sequence[int], place: int) -> int:
-        """Entry of the table for the `GRAM` tokens before a place."""
+        """Returns the table's entry for the `GRAM` tokens before `place`."""
         entry: int = _hash(*tokens[place - GRAM : place]) & (len(self._heads) - 1)
         return entry
 
     def _build(self) -> None:
-        """Index all tokens at once, with NumPy: about 0.1 microseconds per token."""
+        """Index all tokens with NumPy: about 0.1 microseconds per token."""
         count = len(self.tokens)
         size = 1 << count.bit_length()
         tokens = np.frombuffer(self.tokens, np.int32).astype(np.uint64)
@@ -101,22 +101,22 @@ class NgramIndex:
         entries, places = keys >> 32, keys.astype(np.uint32).astype(np.int32)
         heads, before = np.zeros(size, np.int32), np.zeros(count, np.int32)
         before[places[1:]] = np.where(entries[1:] == entries[:-1], places[:-1], 0)
-        heads[entries] = places  # Of equal entries the last one stays.
+        heads[entries] = places  # If an entry occurs several times, its last place stays.
         self._heads, self._before = array("i", heads.tobytes()), array("i", before.tobytes())
 
 
 def _hash(a: Any, b: Any, c: Any) -> Any:
-    """Of three tokens, or of as many arrays of them, uint64 [N]: 32 bits."""
+    """Returns the 32-bit hash of three tokens, or the hashes of three uint64 arrays [N]."""
     return (((a * _FACTOR + b) * _FACTOR + c) * _FACTOR & _WORD) >> 32
 
 
 def _num_equal(some: Iterable[int], others: Iterable[int]) -> int:
-    """How many tokens are equal before the first that differ."""
+    """Returns the number of equal tokens before the first difference."""
     return sum(takewhile(bool, map(eq, some, others)))
 
 
 class NgramRates:
-    """Acceptance rates by class of the match; each trial fades the earlier ones by `memory`."""
+    """Acceptance rates by class of match length; a trial scales earlier ones by `memory`."""
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
@@ -126,14 +126,14 @@ class NgramRates:
         return (self._accepted[index] + weight * prior) / (self._tried[index] + weight)
 
     def observe(self, match: int, num_accepted: int, *, missed: bool) -> None:
-        """Count the tokens after a match; each accepted one makes the match longer."""
+        """Count accepted tokens after a match, which lengthen it, and a rejected one, if any."""
         for length in range(match, match + num_accepted + missed):
             index, is_accepted = _CLASSES[length], length < match + num_accepted
             self._tried[index] = self._tried[index] * self._memory + 1.0
             self._accepted[index] = self._accepted[index] * self._memory + is_accepted
 
     def cumulative_acceptance(self, match: int, count: int, pool: "NgramRates") -> list[float]:
-        """Of the first, second, .. of `count` tokens after a match; `pool`: of all requests."""
+        """Returns the cumulative acceptance of `count` tokens; `pool`: rates of all requests."""
         classes = _CLASSES[match : match + count]
         rates = dict[int, float]()
         for index in set(classes):
@@ -145,21 +145,21 @@ class NgramRates:
 class NgramSource:
     """A source of `HostSources`: earlier answers by salt, in at most `limit` bytes.
 
-    The least recently used salts are dropped first.
+    Beyond the limit, the salt that got an answer longest ago is dropped first.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._texts: OrderedDict[Hashable, NgramIndex] = OrderedDict()
         self.nbytes = 0
-        # By salt and prompt while a request uses them: the choices of a request share an index.
+        # Prompts of running requests, by salt and prompt: a request's n choices share an index.
         self._prompts: WeakValueDictionary[Hashable, NgramIndex] = WeakValueDictionary()
-        self._rates = NgramRates(0.99)  # of all requests
+        self._rates = NgramRates(0.99)  # rates of all requests
 
     def drafter(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
     ) -> "NgramDrafter":
-        """A drafter for a request; if `alone`, it uses no earlier answers."""
+        """Returns a drafter for a request; if `alone`, it uses no earlier answers."""
         key = salt, prompt
         index = self._prompts.get(key)
         if index is None:
@@ -167,7 +167,7 @@ class NgramSource:
         return NgramDrafter(index, self._rates, None if alone else self._texts.get(salt))
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
-        """Add an answer to those of its salt."""
+        """Add an answer to the text of its salt."""
         if not self._limit or len(answer) <= GRAM:
             return
         text = self._texts.pop(salt, None)
@@ -177,7 +177,7 @@ class NgramSource:
             self.nbytes -= text.nbytes
         text.extend([_SEPARATOR, *answer])
         if text.nbytes > self._limit:
-            # At most 16 bytes per token; cut to half of the limit, so that this is rare.
+            # An index takes at most 16 bytes per token. Cut to half of the limit, so cuts are rare.
             text = NgramIndex(text.tokens[-(self._limit // 32) :])
         self._texts[salt] = text
         self.nbytes += text.nbytes
@@ -190,14 +190,14 @@ class NgramSource:
 
 
 class NgramDrafter:
-    """A `HostDrafter`: its run follows a match of `match` tokens.
+    """A `HostDrafter`: its run is the tokens after a match of `match` tokens.
 
-    Runs are compared with the tokens that come, whether they were drafted or not, so acceptance is
-    known before a run is used.
+    Each run is compared with the tokens that are read, whether it was verified or not, so there are
+    acceptance rates before any run is used.
     """
 
     def __init__(self, prompt: NgramIndex, pool: NgramRates, others: NgramIndex | None) -> None:
-        # The answer, after as many tokens of the prompt as a match may have.
+        # The answer, after the prompt's last tokens: a match can begin in the prompt.
         self._text, self._prompt = NgramIndex(prompt.tokens[-MOST_MATCH:]), prompt
         self._others, self._pool = others, pool
         self._rates = NgramRates(0.97)
@@ -211,7 +211,7 @@ class NgramDrafter:
         return self._source is self._others
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Count how far the run was right, and look for the next one."""
+        """Read tokens of the answer: count how many the run predicted, and set the next run."""
         num_right = _num_equal(self.next_run, tokens)
         is_miss = num_right < min(len(self.next_run), len(tokens))
         for rates in (self._rates, self._pool):
@@ -223,15 +223,15 @@ class NgramDrafter:
             self._look()
         self.next_run = self._source.tokens[self._at : self._at + MAX_RUN] if self.match else ()
         if self._source is self._text and 0 < len(self.next_run) < MAX_RUN:
-            # The run reaches the end of the text: it repeats itself.
+            # The run reaches the end of the text: assume that the text goes on repeating it.
             self.next_run = (self.next_run * MAX_RUN)[:MAX_RUN]
         if _SEPARATOR in self.next_run:
             self.next_run = self.next_run[: self.next_run.index(_SEPARATOR)]
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
-        """Of the first, second, .. token of the run after `ahead` others; [] if that is too low.
+        """Returns the cumulative acceptance of the run after its first `ahead` tokens.
 
-        A window in flight may emit the others.
+        A window in flight can emit those tokens. [] if acceptance is below `_LEAST_ACCEPTANCE`.
         """
         count = min(len(self.next_run), ahead + MAX_HOST_DRAFTS)
         acceptance = self._rates.cumulative_acceptance(self.match, count, self._pool)[ahead:]

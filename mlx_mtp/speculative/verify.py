@@ -1,4 +1,4 @@
-"""Which tokens of a verify window each row emits, decided on the device."""
+"""Decides on the device which tokens of a verify window each row emits."""
 
 from typing import NamedTuple
 
@@ -8,14 +8,14 @@ from mlx_mtp.kernels.gpu import fused, zeros
 
 
 class AcceptResult(NamedTuple):
-    """What each row emits of a window: the accepted drafts and one more token, up to its end."""
+    """What each row emits: the accepted drafts and the bonus token, up to the answer's end."""
 
-    num_kept: mx.array  # int32 [B], tokens that are emitted
-    num_accepted: mx.array  # int32 [B], how many of the emitted tokens were drafts
-    finished: mx.array  # bool [B], the row emits nothing any more
-    remaining: mx.array  # int32 [B], tokens each row may still emit
-    last: mx.array  # int32 [B], the last token each row has emitted
-    at_last: mx.array  # int32 [B], its position in the window; 0 if none was emitted
+    num_kept: mx.array  # int32 [B], number of emitted tokens
+    num_accepted: mx.array  # int32 [B], number of emitted tokens that were drafts
+    finished: mx.array  # bool [B], True if the row's answer has ended
+    remaining: mx.array  # int32 [B], maximum number of tokens each row can still emit
+    last: mx.array  # int32 [B], the last token each row has emitted, now or before
+    at_last: mx.array  # int32 [B], index of `last` in `sampled`; 0 if none was emitted
 
 
 def verify_window(
@@ -24,15 +24,14 @@ def verify_window(
     *,
     stop_ids: mx.array,  # int32 [B, S], S > 0, padded with -1
     remaining: mx.array,  # int32 [B], before the window
-    finished: mx.array,  # bool [B]
-    num_drafts: mx.array | None = None,  # int32 [B], of each row; None: T-1
+    finished: mx.array,  # bool [B], before the window
+    num_drafts: mx.array | None = None,  # int32 [B], drafts of each row; None: T-1
 ) -> AcceptResult:
-    """Accept the drafts before the first that differs from the sampled token; emit that one, too.
+    """Accept the drafts before the first one that differs from its sampled token.
 
-    Drafts and tokens are compared for equality, at any temperature: both are drawn with the noise
-    of their position, so no rejection sampling is needed.
-    Token j of a row is valid only if all drafts before
-    it are accepted.
+    The sampled token after the accepted drafts is emitted, too; later ones are invalid, as they
+    follow a rejected draft. Drafts and tokens are compared for equality at any temperature: both
+    are drawn with the noise of their position, so no rejection sampling is needed.
     """
     arguments = sampled, window, stop_ids, remaining, finished, num_drafts
     return AcceptResult(*_verify_window(*arguments))
@@ -74,12 +73,12 @@ def _verify_window(
 
 def _verify_token(
     sampled: mx.array,  # int32 [B]
-    last: mx.array,  # int32 [B], emitted before
+    last: mx.array,  # int32 [B], the last token emitted before
     stop_ids: mx.array,
     remaining: mx.array,
     finished: mx.array,
 ) -> AcceptResult:
-    """A window without drafts, in fewer operations."""
+    """Verify a window without drafts, in fewer operations."""
     emits = mx.logical_not(finished | (remaining <= 0))
     num_kept = emits.astype(mx.int32)
     remaining = remaining - num_kept
