@@ -190,7 +190,7 @@ class WriteInPieces:
                 begin, start = start, None
                 try:
                     # A generated answer is never thrown away.
-                    always = record_of(scope).generation is not None
+                    always = record_of(scope).route.generates
                     self._held.reserve(scope, len(body), always=always)
                 except errors.BytesLimitError as error:
                     refusal = refuse(scope, error)

@@ -233,8 +233,8 @@ class LimitedProtocol(H11Protocol):
         """Close another connection if necessary; return True if there is room for this one.
 
         Closes the one that has been idle for longest, or else the one whose client has not read
-        for longest. Responses with a `generation` are never cut off for this, but others are, such
-        as the page's files, which need no key.
+        for longest. Answers of routes that generate are never cut off for this, but others are,
+        such as the page's files, which need no key.
         """
         others = [each for each in self.connections if isinstance(each, LimitedProtocol)]
         others = [each for each in others if not (each is self or each.transport.is_closing())]
@@ -245,7 +245,7 @@ class LimitedProtocol(H11Protocol):
             (each._timers["stall"].when(), each)
             for each in others
             if "stall" in each._timers
-            and record_of(cast(Scope, each.cycle.scope)).generation is None
+            and not record_of(cast(Scope, each.cycle.scope)).route.generates
         ]
         if not (idle or unread):
             return False
