@@ -226,8 +226,8 @@ def test_the_banner_says_why_a_source_of_drafts_is_off(flags, mtp, copies):
     ("exact", "can", "size", "told"),
     [
         (True, True, 2, "to the bit"),
-        (True, False, 2, "may part"),
-        (False, True, 2, "may part"),
+        (True, False, 2, "can differ"),
+        (False, True, 2, "can differ"),
         (True, False, 4, "but for ties"),
     ],
 )

@@ -33,8 +33,8 @@ def found(faults=(), costs=(0.0,)) -> Exactness:
         (found(costs=(0.05, -0.2)), None, True, "+5% of a step"),
         (found(costs=(0.01, 0.06)), None, False, "--exact makes them the same to the bit"),
         (found(costs=(0.01, 0.06)), True, True, "to the bit"),
-        (found(), False, False, "may part where two tokens are about as good"),
-        (found(faults=["b"]), None, False, "not exact, b: a row depends on the others. They may"),
+        (found(), False, False, "can differ where two tokens are about equally likely"),
+        (found(faults=["b"]), None, False, "not exact, b: a row depends on the others. Answers can"),
         (found(faults=["a", "b"]), True, True, "not exact, a: a row depends on the others, and 1"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Whether answers are exact on this machine, and what that costs: checked when a model is loaded.
+"""Checks, when a model is loaded, whether answers are exact on this machine, and at what cost.
 
-On CUDA the kernels' own checks say so. On Metal, which the authors have not run, each operation of
-a decode step is computed for rows alone and beside others, then steps of the whole model, and the
-bits are compared. What is found is kept for the next start.
+On CUDA the checks of the kernels suffice. On Metal, which the authors have not run, each operation
+of a decode step is computed for rows alone and beside others, then steps of the whole model, and
+the bits are compared. A result without faults is kept for the next start.
 """
 
 import json
@@ -27,37 +27,36 @@ from mlx_mtp.models.model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-MOST_COST = 0.05  # of a plain step, with which answers are exact by default
-MOST_SECONDS = 5.0  # of a check, unless --exact asks for it
-_ROWS = (1, 2, 4, 8)  # of the steps that are compared
+MOST_COST = 0.05  # share of a plain step that exact answers may cost and still be the default
+MOST_SECONDS = 5.0  # duration of a check, unless --exact is given
+_ROWS = (1, 2, 4, 8)  # numbers of rows of the steps that are compared
 _TIMED_ROWS = (1, 4)  # a plain step of one row; one with three drafts, or of four rows
-_TIMED_KEYS, _CALLS = 2048, 8  # of attention
-_PROMPT, _TOKENS = 7, 4  # of each row
+_TIMED_KEYS, _CALLS = 2048, 8  # keys of the timed attention, and calls per measurement
+_PROMPT, _TOKENS = 7, 4  # maximum tokens of a row's prompt; tokens after it
 _FORMAT = 1
 
 
 class Exactness(BaseModel):
-    """What a check has found."""
+    """The result of a check."""
 
     checked: list[str]  # names of operations
-    faults: dict[str, str]  # by operation: why its bits are not a function of its row
-    # By rows of a step: what more its products and attention take, as a share.
+    faults: dict[str, str]  # by operation, why a row's bits depend on more than the row
+    # By number of rows: the added time of a step's products and attention, as a share.
     costs: dict[int, float]
     seconds: float
 
     @property
     def default(self) -> bool:
-        """Whether answers are exact unless a flag says otherwise."""
+        """True if answers are exact unless a flag says otherwise."""
         return not self.faults and max(self.costs.values(), default=0.0) <= MOST_COST
 
     def text(self, exact: bool) -> str:
-        """A sentence of the banner; `exact`: the mode is on."""
+        """Returns a sentence for the banner; `exact`: the mode is on."""
         if self.faults:
             name, why = next(iter(self.faults.items()))
             more = f", and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
-            return (
-                f"not exact, {name}: {why}{more}. They may part where two tokens are about as good"
-            )
+            differ = "Answers can differ where two tokens are about equally likely"
+            return f"not exact, {name}: {why}{more}. {differ}"
         cost = max(self.costs.values(), default=0.0)
         found = f"{len(self.checked)} operations and whole steps compared on this machine"
         if exact:
@@ -66,7 +65,7 @@ class Exactness(BaseModel):
 
 
 def decide_exact(model: LoadedModel, wanted: bool | None, folder: Path | None = None) -> bool:
-    """Whether answers are to be exact, as a flag wants it or else as the loaded model is."""
+    """Returns whether answers will be exact: by the flag `wanted`, or by a check if it is None."""
     exact = model.resolve_exact(wanted)
     most = MOST_SECONDS if wanted is None else math.inf
     found = exactness_of(model, folder, most) if exact else None
@@ -74,7 +73,7 @@ def decide_exact(model: LoadedModel, wanted: bool | None, folder: Path | None = 
 
 
 def expect_exact(model: LoadedModel, wanted: bool | None, folder: Path | None) -> bool:
-    """What `decide_exact` will say, as far as it is known before the weights are read."""
+    """Returns the expected result of `decide_exact`, before the weights are read."""
     exact = model.resolve_exact(wanted)
     if not exact or wanted is not None or gpu.backend() != "metal":
         return exact
@@ -85,10 +84,10 @@ def expect_exact(model: LoadedModel, wanted: bool | None, folder: Path | None) -
 def exactness_of(
     model: LoadedModel, folder: Path | None = None, most: float = math.inf
 ) -> Exactness | None:
-    """What the check of a loaded model on this machine finds, now or at an earlier start.
+    """Returns the result of the check of a loaded model, made now or at an earlier start.
 
-    None where there is nothing to check: on CUDA, or if answers can't be exact. What goes wrong in
-    the check is a fault, no error; so is an end after `most` seconds.
+    None if there is nothing to check: on CUDA, or if answers can't be exact. An error in the check
+    counts as a fault, and so does reaching the limit of `most` seconds.
     """
     if gpu.backend() != "metal" or not model.can_be_exact:
         return None
@@ -106,7 +105,7 @@ def exactness_of(
 
 
 def known_exactness(model: LoadedModel) -> Exactness | None:
-    """What `exactness_of` has found for a model, if it was asked."""
+    """Returns the result of an earlier call of `exactness_of` for a model, or None."""
     found: Exactness | None = vars(model.model).get("exactness")
     return found
 
@@ -150,9 +149,9 @@ def _fault(problem: Callable[[], str | None]) -> str | None:
 def _checks(
     model: LoadedModel, in_time: Callable[[], None]
 ) -> Iterator[tuple[str, Callable[[], str | None]]]:
-    """The operations of a decode step, each with what says why it is not exact; steps come last.
+    """Yields the operations of a decode step with functions that return why they are not exact.
 
-    `in_time` is called within those that take long, and ends them by an error.
+    Whole steps come last. Long checks call `in_time`, which raises TimeoutError at the limit.
     """
     faults = one_order_faults(model.model, model.dtype, in_time)
     for kind in kinds_of(model.model, model.dtype):
@@ -181,14 +180,14 @@ def _kernel_cases(model: LoadedModel) -> list[cases.KernelCase]:
 
 class _Row(NamedTuple):
     prompt: list[int]
-    tokens: list[int]  # that follow
-    logits: list[mx.array]  # after each of these, computed alone, one by one
+    tokens: list[int]  # after the prompt
+    logits: list[mx.array]  # after each of `tokens`, computed alone and one by one
 
 
 def _step_problem(model: LoadedModel, in_time: Callable[[], None]) -> str | None:
     """Compare steps of the whole model: rows alone, token by token, and windows of several rows.
 
-    Of a first window one token is kept, which a second window folds into its states.
+    One token of a first window is kept, which a second window folds into the states.
     """
     with batch_invariant(model.model, model.dtype):
         rows = list[_Row]()
@@ -203,7 +202,7 @@ def _step_problem(model: LoadedModel, in_time: Callable[[], None]) -> str | None
         for count in _ROWS:
             some = rows[:count]
             steps = _Steps(model, [row.prompt for row in some], in_time)
-            # Rejected drafts of other lengths, then windows of the tokens themselves.
+            # Windows with rejected drafts, of different lengths, then windows of the right tokens.
             wrong = [[row.tokens[0], *[1] * (n % 4)] for n, row in enumerate(some)]
             first = steps.window(wrong, [1] * count)
             lengths = [1 + n % (_TOKENS - 1) for n in range(count)]
@@ -238,7 +237,7 @@ class _Steps:
             self._cache.extend(other)
 
     def window(self, tokens: list[list[int]], kept: list[int], is_kept: bool = False) -> mx.array:
-        """Logits [N, V] after a window of these tokens of each row, of which some are kept."""
+        """Returns logits [N, V] of a window with `tokens` of each row; `kept` of them are kept."""
         num_kept = mx.array(kept, dtype=mx.int32)
         limits = [length + len(own) for length, own in zip(self._lengths, tokens)]
         logits = self._run(self._cache, tokens, limits, num_kept if is_kept else None)
@@ -254,12 +253,12 @@ class _Steps:
         cache.begin_window([len(own) for own in tokens], kept)
         ids = mx.array([token for own in tokens for token in own], dtype=mx.int32)
         logits = self._model.logits(self._model.hidden(ids, cache))
-        mx.eval(logits)  # else the time would be that of launching
+        mx.eval(logits)  # so that `in_time` sees the time of the computation
         return logits
 
 
 def _cost(model: LoadedModel, rows: int) -> float:
-    """What a step takes more in products and attention if it is exact, as a share."""
+    """Returns the added time of a step's products and attention if it is exact, as a share."""
     ours, best = exact_cost(model.model, model.dtype, rows)
     own = [s for s in model.layer_specs if isinstance(s, AttentionSpec)]
     if own:
@@ -279,19 +278,19 @@ def _cost(model: LoadedModel, rows: int) -> float:
 
 
 def _seconds(launch: Callable[[], mx.array | None]) -> float:
-    """Of one of several launches; alone it would be mostly the host's time."""
+    """Returns the time of one of several launches; that of a single one is mostly the host's."""
     return timed(lambda: [launch() for _ in range(_CALLS)])[1] / _CALLS
 
 
 def _path(model: LoadedModel, folder: Path | None) -> Path | None:
-    """By all that the check depends on: the model, the chip, the system, mlx."""
+    """The file's name depends on all that the check depends on: model, chip, system and mlx."""
     if folder is None:
         return None
     return folder / f"exactness-{fingerprint(model, None, [str(_FORMAT)])[:32]}.json"
 
 
 def _recalled(model: LoadedModel, path: Path | None) -> Exactness | None:
-    """What an earlier start has found, if it was kept."""
+    """Returns the result that an earlier start kept, or None."""
     if path is None:
         return None
     try:
@@ -301,7 +300,7 @@ def _recalled(model: LoadedModel, path: Path | None) -> Exactness | None:
     except (OSError, ValueError) as error:
         logger.warning("%s is not used, and exactness is checked anew: %s", path, error)
         return None
-    # Only what has no faults is kept.
+    # Only results without faults are kept.
     vars(model.model).update(exactness=found, one_order_faults={})
     return found
 
@@ -313,4 +312,4 @@ def _write(path: Path, found: Exactness) -> None:
         beside.write_text(json.dumps(found.model_dump()))
         beside.replace(path)
     except OSError as error:
-        logger.warning("What was found of exactness is not kept: %s", error)
+        logger.warning("The result of the check of exactness is not kept: %s", error)

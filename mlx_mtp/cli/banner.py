@@ -157,8 +157,10 @@ def answers_text(config: EngineConfig, loaded: LoadedModel) -> str:
         return exact if found is None else f"exact: {exact}; {found.text(True)}"
     if loaded.dtype.size == 4:
         return f"{same}, but for ties of rounding (float32)"
-    part = "may part where two tokens are about as good: 16-bit sums depend on what runs beside"
-    return part if found is None else f"{part}; {found.text(False)}"
+    differ = (
+        "can differ where two tokens are about equally likely: 16-bit sums depend on other rows"
+    )
+    return differ if found is None else f"{differ}; {found.text(False)}"
 
 
 def seen_text(config: ServerConfig, engine: EngineInfo) -> str:
