@@ -34,7 +34,12 @@ def found(faults=(), costs=(0.0,)) -> Exactness:
         (found(costs=(0.01, 0.06)), None, False, "--exact makes them the same to the bit"),
         (found(costs=(0.01, 0.06)), True, True, "to the bit"),
         (found(), False, False, "can differ where two tokens are about equally likely"),
-        (found(faults=["b"]), None, False, "not exact, b: a row depends on the others. Answers can"),
+        (
+            found(faults=["b"]),
+            None,
+            False,
+            "not exact, b: a row depends on the others. Answers can",
+        ),
         (found(faults=["a", "b"]), True, True, "not exact, a: a row depends on the others, and 1"),
     ],
 )
