@@ -83,7 +83,8 @@ def test_the_wheel_serves_from_an_empty_environment(released, tmp_path, monkeypa
     for words, shown in (("--version", __version__), ("models --memory 16", "Qwen3.5-9B")):
         argv = [command, *words.split()]
         assert shown in subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    with running("--calibration-seconds", "0") as server:
+    # A fixed number of drafts: the policy begins without any.
+    with running("--mtp-num-draft-tokens", "2") as server:
         messages = [{"role": "user", "content": STORY}]
         answer = server.post(CHAT, messages=messages, max_tokens=24, temperature=0).json()
         assert answer["usage"]["completion_tokens"] == 24
