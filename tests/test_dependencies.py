@@ -29,7 +29,7 @@ DECLARED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["plot"]]
 USES: list[tuple[type, str, type]] = [
     (protocol.LimitedProtocol, "self", H11Protocol),
     (protocol.LimitedProtocol, "cycle", RequestResponseCycle),
-    (protocol.LimitedProtocol, "conn", h11.Connection),
+    (protocol.LimitedProtocol, "conn", protocol.BoundedConnection),
     (protocol.BoundedConnection, "self", h11.Connection),
     (Server, "self", uvicorn.Server),
     (CommandParser, "self", argparse.ArgumentParser),
