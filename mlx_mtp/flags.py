@@ -80,10 +80,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def hint(word: str, known: Iterable[str]) -> str:
-    """Returns the known word closest to a mistyped one, as the end of an error message.
-
-    Returns an empty text if no known word is close.
-    """
+    """Returns the end of an error message with the known word closest to a mistyped one, or ""."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -275,10 +272,7 @@ def byte_size(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """Parse a time into seconds: 10m, 90s, 1h30m, or a plain number of seconds.
-
-    "forever" and negative times are `inf`.
-    """
+    """Parse a time into seconds: 10m, 1h30m, a number of seconds; forever and negative: `inf`."""
     if text == "forever" or (text.startswith("-") and duration(text[1:]) >= 0):
         return math.inf
     parts = _DURATION_PART.findall(text)
