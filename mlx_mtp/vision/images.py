@@ -68,10 +68,7 @@ class ImageSizes:
     def of(
         cls, patch: int, merge: int, processor: dict[str, Any], most_tokens: int, token_id: int
     ) -> ImageSizes:
-        """Returns the sizes with the limits of a model's file `PROCESSOR`, given as `processor`.
-
-        Raises ModelError if the limits are impossible, or for another mean or deviation than 0.5.
-        """
+        """Returns sizes by a model's `PROCESSOR`; raises ModelError if they are not supported."""
         size = processor.get("size") or {}
         least = processor.get("min_pixels") or size.get("shortest_edge") or cls.least_pixels
         most = processor.get("max_pixels") or size.get("longest_edge") or cls.most_pixels

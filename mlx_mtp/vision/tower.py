@@ -44,10 +44,7 @@ class TowerShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], hidden_size: int) -> TowerShape:
-        """Returns the shape of a config.json's tower; `hidden_size` is the language model's.
-
-        Raises UnsupportedModelError if the tower isn't like Qwen3.5's.
-        """
+        """Returns the shape of a config.json's tower; raises UnsupportedModelError."""
         given = config["vision_config"]
         try:
             shape = cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})

@@ -99,10 +99,7 @@ def has_images(text: str) -> bool:
 
 
 def listed(text: str, kinds: tuple[str, str]) -> list[dict[str, Any]] | str:
-    """Returns a text as an API lists it: if it has images, as parts of the types `kinds`.
-
-    `kinds` are the API's types of text parts and of image parts.
-    """
+    """Returns a text as an API lists it: with images as parts of these types, texts and images."""
     if not has_images(text):
         return text
     parts: list[dict[str, Any]] = []
@@ -117,10 +114,7 @@ def listed(text: str, kinds: tuple[str, str]) -> list[dict[str, Any]] | str:
 
 
 class Sight:
-    """Finds a chat's images and puts them into its prompt.
-
-    A request may have at most `most` images; if `sizes` is None, the model takes none.
-    """
+    """Finds a request's images, at most `most`; if `sizes` is None, the model takes none."""
 
     def __init__(self, sizes: ImageSizes | None, most: int, workers: TextWorkers | None) -> None:
         self._sizes, self._most = sizes, most
@@ -131,10 +125,7 @@ class Sight:
         return [name for name in added_tokens if name in _NAMES and self._sizes is not None]
 
     def find(self, contents: Iterable[str]) -> list[Found]:
-        """Returns the images in the messages with these contents.
-
-        Raises RequestError if the model takes no images, or the server fewer per request.
-        """
+        """Returns the images in the messages; raises RequestError if there are more than allowed."""
         found = [
             (number, part)
             for number, content in enumerate(contents)
@@ -154,10 +145,7 @@ class Sight:
     def place(
         self, found: Sequence[Found], token_ids: tuple[int, ...], limit: int
     ) -> tuple[tuple[int, ...], Images]:
-        """Returns the prompt, each image's token repeated to the image's size, and its images.
-
-        Raises RequestError if an image can't be read or the prompt has more than `limit` tokens.
-        """
+        """Returns a prompt with its images; raises RequestError if one is invalid or too large."""
         if (sizes := self._sizes) is None:
             return token_ids, None
         places = [place for place, token in enumerate(token_ids) if token == sizes.token_id]
