@@ -125,7 +125,7 @@ class Sight:
         return [name for name in added_tokens if name in _NAMES and self._sizes is not None]
 
     def find(self, contents: Iterable[str]) -> list[Found]:
-        """Returns the images in the messages; raises RequestError if there are more than allowed."""
+        """Returns the images in the messages; raises RequestError if there are too many."""
         found = [
             (number, part)
             for number, content in enumerate(contents)
