@@ -104,10 +104,7 @@ class ImageSizes:
 
 
 def read_image(data: bytes, sizes: ImageSizes) -> Pixels:
-    """Decode and scale an image, after checks of its header.
-
-    Raises InvalidRequestError, which says what is wrong with the image.
-    """
+    """Decode and scale an image, after checks of its header; raises InvalidRequestError."""
     if len(data) > MOST_BYTES:
         raise _wrong(f"has {len(data):,} bytes; at most {MOST_BYTES:,} are allowed")
     try:

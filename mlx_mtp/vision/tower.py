@@ -55,8 +55,7 @@ class TowerShape:
         if not wrong:
             if shape.hidden_size % (4 * shape.num_heads):
                 wrong = ["hidden_size does not divide into heads of a multiple of 4"]
-            positions = shape.num_position_embeddings
-            if math.isqrt(positions) ** 2 != positions:
+            if math.isqrt(n := shape.num_position_embeddings) ** 2 != n:
                 wrong += ["num_position_embeddings is not a square number"]
         if shape.out_hidden_size != hidden_size:
             wrong += [f"it gives rows of {shape.out_hidden_size}, and the model has {hidden_size}"]
