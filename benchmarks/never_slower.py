@@ -36,6 +36,7 @@ _CELLS = (
     *("story 4", "story 32", "agent 4", "closed 16", "story 8 poisson", "agent 4 poisson"),
 )
 _QUICK = 6  # number of cells with --quick, the first ones
+_REQUESTS = 8  # minimum number of requests per round: fewer streams send several, one after another
 _LOAD = 0.7  # share of the capacity without drafts at which "poisson" requests arrive
 _CALIBRATION_SECONDS = 90.0  # maximum time to wait for a server's calibration
 # Patterns of the sentences in texts to edit.
@@ -118,7 +119,7 @@ def never_slower(
     answer is compared; in other cells, tokens per second. The default and "copy" have calibrated
     their step costs before; nothing else is warm. Ratios are geometric means of the rounds, with
     95% bounds (Student's t). The best fixed choice is picked in one half of the rounds and compared
-    in the other.
+    in the other. With fewer than eight streams, a round has several batches of requests.
 
     Args:
         rounds: number of rounds, at least 4
@@ -169,24 +170,26 @@ def _measured(
         }
         capacity: dict[_Cell, float] = {}
         for number, cell in itertools.product(range(rounds), cells):
-            count = cell.streams * (2 if cell.poisson else 1)
+            count = cell.streams * max(2 if cell.poisson else 1, _REQUESTS // cell.streams)
             bodies = [
                 {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
                 | {"stream_options": {"include_usage": True}}
                 | body
                 for body in _WORK[cell.work](sources[cell], count)
             ]
-            waits = [0.0] * count
+            at_once = count if cell.poisson else cell.streams
+            waits = [0.0] * at_once
             if cell.poisson:
                 if cell not in capacity:
-                    _, seconds, _ = clients[_NONE].send(bodies[: cell.streams], waits)
-                    capacity[cell] = cell.streams / seconds
+                    _, took, _ = clients[_NONE].send(bodies[: cell.streams], waits)
+                    capacity[cell] = cell.streams / took
                 gaps = (chance.expovariate(_LOAD * capacity[cell]) for _ in bodies)
                 waits = [*itertools.accumulate(gaps)]
             of: dict[str, float] = {}
             for name in chance.sample([*clients], len(clients)):
-                tokens, seconds, mean = clients[name].send(bodies, waits)
-                of[name] = 1 / mean if cell.poisson else tokens / seconds
+                parts = [bodies[n : n + at_once] for n in range(0, count, at_once)]
+                tokens, seconds, means = zip(*(clients[name].send(part, waits) for part in parts))
+                of[name] = 1 / means[0] if cell.poisson else sum(tokens) / sum(seconds)
             speeds[cell].append(of)
             yield {"round": number + 1, "cell": cell.name} | {name: of[name] for name in clients}
 
