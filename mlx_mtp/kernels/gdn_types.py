@@ -59,6 +59,7 @@ class GDNProjections(NamedTuple):
     b: Operand  # of the write strength, [B, T, Hk, R]
 
     def arrays(self) -> list[mx.array]:
+        """Returns the projections as mlx arrays."""
         return [made(each) for each in self]
 
 

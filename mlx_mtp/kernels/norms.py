@@ -175,7 +175,7 @@ class NormShape(NamedTuple):
 
 
 class FusedNorm(gpu.Operation):
-    """A norm fused with the operations around it; takes a shape, and arrays, the first [N, ..].
+    """A norm fused with the operations around it; takes a shape, and operands, the first [N, ..].
 
     If the shape has heads, a warp computes a head of a token; else a threadgroup computes a token.
     """
@@ -216,12 +216,12 @@ class FusedNorm(gpu.Operation):
         template: dict[str, Any] = {"InT": dtype}
         template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
         template |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
-        views = [View.of(each) for each in inputs]
-        for name, view in zip(self.inputs, views, strict=True):
-            template |= view.constants(name.upper()) if name in self._views else {}
+        views = dict(zip(self.inputs, map(View.of, inputs), strict=True))
+        for name in self._views:
+            template |= views[name].constants(name.upper())
         more = [_rotation(shape.base, shape.scale)] if shape.rotated else []
         return self.kernel(
-            [*(view.array for view in views), *more],
+            [*(view.array for view in views.values()), *more],
             template,
             (rows, warps, 1),
             [(size, dtype) for size in self.sizes(shape, rows)[1]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -12,6 +11,7 @@ import mlx.core as mx
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Index, Packing
+from mlx_mtp.kernels.gpu import zeros
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.model import DraftVocabulary, LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
@@ -109,7 +109,7 @@ class MTPDrafter:
         the token after the prefix. `sampler` uses the noise that will sample the tokens.
         """
         hidden, targets, last, packing, cache = window
-        nothing = _no_drafts(len(num_drafts))
+        nothing = zeros(len(num_drafts), 0)
         if not any(num_drafts) and packing.longest == 1 and packing.images is None:
             state.defer(window)
             return nothing
@@ -148,14 +148,6 @@ class MTPDrafter:
         assert cache.head is not None
         embedded = self._model.embed(targets, packing.images)
         return self._head.write(embedded, hidden, cache.head, packing)
-
-
-@functools.cache
-def _no_drafts(rows: int) -> mx.array:
-    """Returns int32 [B, 0], made once: in a step it would take a launch."""
-    drafts = mx.zeros((rows, 0), dtype=mx.int32)
-    mx.eval(drafts)
-    return drafts
 
 
 def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:
