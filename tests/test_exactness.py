@@ -172,5 +172,5 @@ def test_the_ledger_names_each_kernel_and_its_evidence():
         assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), test
     named = " ".join(row[1] for row in rows)
     kernels = ["router", "gated_delta_inputs", "gated_delta", "add_norm", "mix_norm", "gated_norm"]
-    for kernel in [*kernels, "norm_rotate", "attention_blocks", "few_rows_lanes"]:
+    for kernel in [*kernels, "gate", "norm_rotate", "attention_blocks", "few_rows_lanes"]:
         assert f"`{kernel}`" in named

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_mtp.cache.layout import STRIDE, Buffer, Layout
+from mlx_mtp.cache.layout import STRIDE, Buffer, Layout, Place
 
 Index = slice | mx.array
 
@@ -29,13 +29,13 @@ class Rectangle(NamedTuple):
     tokens: mx.array | None
     places: mx.array | None
 
-    def fill(self, x: mx.array, *sizes: int) -> mx.array:
-        """Converts [N, ..] to [B, T, ..], padded with copies of a row's last token.
+    def fill(self, x: mx.array) -> mx.array:
+        """Converts [N, ..] to [B, T, ..], padded with copies of a row's last token."""
+        return self.padded(x).reshape(self.rows, self.length, *x.shape[1:])
 
-        With `sizes`, the values of each token are reshaped to these.
-        """
-        taken = x if self.tokens is None else x[self.tokens]
-        return taken.reshape(self.rows, self.length, *(sizes or x.shape[1:]))
+    def padded(self, x: mx.array) -> mx.array:
+        """Converts [N, ..] to [B * T, ..], padded as by `fill`."""
+        return x if self.tokens is None else x[self.tokens]
 
     def flat(self, x: mx.array) -> mx.array:
         """Converts [B, T, ..] to [N, ..]."""
@@ -119,34 +119,28 @@ class Packing:
         return mx.concatenate([known, rest])[_index(order)]
 
     @cached_property
+    def _placement(self) -> "_Placement":
+        return _placement(tuple(self.layout.places), tuple(self.windows.lengths.tolist()))
+
+    @cached_property
     def parts(self) -> list["Part"]:
         """The tokens by buffer."""
-        rows = defaultdict[Buffer, list[int]](list)
-        for row in np.flatnonzero(self.windows.lengths).tolist():
-            rows[self.layout.places[row][0]].append(row)
-        return [Part(self, *each) for each in rows.items()]
+        return [Part(self, rows) for rows in self._placement.parts]
 
-    @cached_property
+    @property
     def in_order(self) -> bool:
         """True if row b has slot b of a single buffer and all rows have equally many tokens."""
-        places = enumerate(self.layout.places)
-        same = len(self.parts) == 1 and self.num_tokens == self.longest * len(self.layout.places)
-        return same and all(slot == row for row, (_, slot) in places)
+        return self._placement.in_order
 
-    @cached_property
+    @property
     def window_slots(self) -> tuple[tuple[int, ...], ...]:
         """For each row with tokens: index of its part, slot, capacity, first token, token count."""
-        number = {part.buffer: i for i, part in enumerate(self.parts)}
-        rows, first, lengths = [], self.windows.first.tolist(), self.windows.lengths.tolist()
-        for row in np.flatnonzero(lengths).tolist():
-            buffer, slot = self.layout.places[row]
-            rows.append((number[buffer], slot, buffer.capacity, first[row], lengths[row]))
-        return tuple(rows)
+        return self._placement.window_slots
 
-    @cached_property
+    @property
     def by_part(self) -> Index:
         """An index of the tokens of the first part, then of the next, and so on."""
-        return _index(np.concatenate([part.tokens for part in self.parts]))
+        return self._placement.by_part
 
     def kv_lines(self, heads: int) -> list[mx.array]:
         """Returns, for each part, the lines of its tokens' keys and values in its buffer.
@@ -155,6 +149,76 @@ class Packing:
         for n tokens; the lines of a buffer are [2, slots, heads, capacity], keys first.
         """
         if heads not in self._lines:
+            starts, ends = self._placement.line_starts(heads)
+            lines = starts + self.positions[self.by_part].view(mx.uint32)[:, None]
+            self._lines[heads] = [*mx.split(lines.reshape(-1), ends)]
+        return self._lines[heads]
+
+    def join(self, outputs: list[mx.array]) -> mx.array:
+        """Returns [N, ..] from the parts' outputs, each [slots, T, ..]."""
+        flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
+        joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
+        return joined[self._placement.from_parts]
+
+
+class _PlacedRows:
+    """Rows that share a buffer."""
+
+    def __init__(
+        self, buffer: Buffer, rows: list[int], places: Sequence[Place], windows: Windows
+    ) -> None:
+        lengths, firsts = windows.lengths[rows], windows.first[rows]
+        self.buffer, self.rows, self.length = buffer, rows, int(lengths.max())
+        self.slots = {places[row][1]: row for row in rows}
+        self.used = max(self.slots) + 1
+        # True if all slots have a row and all rows have equally many tokens.
+        self.is_even = len(set(lengths.tolist())) == 1 and self.used == len(rows)
+        # The rows' tokens, and the slot of each.
+        pairs = zip(firsts.tolist(), lengths.tolist(), strict=True)
+        self.tokens = np.concatenate([np.arange(first, first + count) for first, count in pairs])
+        self.slot = np.repeat([*self.slots], lengths)
+        self._all_tokens = windows.tokens
+
+    @cached_property
+    def rect(self) -> Index:
+        """An index of the tokens of all slots, [used * T]."""
+        # An empty slot gets the queries of another slot; the result isn't used.
+        table = [self.slots.get(slot, self.rows[0]) for slot in range(self.used)]
+        return _index(self._all_tokens[table, : self.length].reshape(-1))
+
+
+class _Placement:
+    """Indexes that depend only on the rows' places and window lengths; cached like `Windows`."""
+
+    def __init__(self, places: tuple[Place, ...], lengths: tuple[int, ...]) -> None:
+        windows, rows = _windows(lengths), defaultdict[Buffer, list[int]](list)
+        for row, length in enumerate(lengths):
+            if length:
+                rows[places[row][0]].append(row)
+        self.parts = [_PlacedRows(*each, places, windows) for each in rows.items()]
+        self.by_part = _index(np.concatenate([part.tokens for part in self.parts]))
+        numbers, slots = {buffer: number for number, buffer in enumerate(rows)}, []
+        for row, ((buffer, slot), first) in enumerate(zip(places, windows.first.tolist())):
+            if lengths[row]:
+                slots.append((numbers[buffer], slot, buffer.capacity, first, lengths[row]))
+        self.window_slots = tuple(slots)
+        same = len(rows) == 1 and windows.num_tokens == windows.longest * len(places)
+        self.in_order = same and all(slot == row for row, (_, slot) in enumerate(places))
+        self._starts: dict[int, tuple[mx.array, list[int]]] = {}
+        self._step = windows.step
+
+    @cached_property
+    def from_parts(self) -> Index:
+        """An index of each token's output among those of all parts."""
+        where, base = np.zeros(len(self._step), dtype=np.int64), 0
+        for part in self.parts:
+            where[part.tokens] = base + part.slot * part.length + self._step[part.tokens]
+            base += part.used * part.length
+        return _index(where)
+
+    def line_starts(self, heads: int) -> tuple[mx.array, list[int]]:
+        """Returns `kv_lines` for position 0, uint32 [n or 1, 2 * heads], and the ends of parts."""
+        if heads not in self._starts:
             counts = [len(part.tokens) for part in self.parts]
             sizes = [(part.buffer.slots, part.buffer.capacity) for part in self.parts]
             slots, capacity = np.repeat(sizes, counts, axis=0).T[..., None, None]
@@ -163,60 +227,30 @@ class Packing:
             base = ((both * slots + slot) * heads + head) * capacity
             base = base[:1] if (base == base[:1]).all() else base  # one slot: less to upload
             starts = _on_device(base.reshape(len(base), -1), np.uint32)
-            lines = starts + self.positions[self.by_part].view(mx.uint32)[:, None]
-            ends = np.cumsum(counts)[:-1] * 2 * heads
-            self._lines[heads] = [*mx.split(lines.reshape(-1), ends.tolist())]
-        return self._lines[heads]
+            self._starts[heads] = starts, (np.cumsum(counts)[:-1] * 2 * heads).tolist()
+        return self._starts[heads]
 
-    @cached_property
-    def _from_parts(self) -> Index:
-        """An index of each token's output among those of all parts."""
-        where = np.zeros(self.num_tokens, dtype=np.int64)
-        base = 0
-        for part in self.parts:
-            where[part.tokens] = base + part.slot * part.length + self.windows.step[part.tokens]
-            base += part.used * part.length
-        return _index(where)
 
-    def join(self, outputs: list[mx.array]) -> mx.array:
-        """Returns [N, ..] from the parts' outputs, each [slots, T, ..]."""
-        flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
-        joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
-        return joined[self._from_parts]
+_placement = functools.lru_cache(maxsize=64)(_Placement)
 
 
 class Part:
     """The tokens of rows that share a buffer."""
 
-    def __init__(self, packing: Packing, buffer: Buffer, rows: list[int]) -> None:
-        layout, lengths = packing.layout, packing.windows.lengths[rows]
-        self.buffer = buffer
-        self.limit = min(max(layout.limits[row] for row in rows), buffer.capacity)
-        self.length = int(lengths.max())
-        self._slots = {layout.places[row][1]: row for row in rows}
-        self.used = max(self._slots) + 1
-        pairs = zip(packing.windows.first[rows].tolist(), lengths.tolist(), strict=True)
-        # The part's tokens, and the slot of each.
-        self.tokens = np.concatenate([np.arange(first, first + count) for first, count in pairs])
-        self.slot = np.repeat([layout.places[row][1] for row in rows], lengths)
+    def __init__(self, packing: Packing, placed: _PlacedRows) -> None:
+        limits = packing.layout.limits
+        self.buffer, self.length, self.used = placed.buffer, placed.length, placed.used
+        self.limit = min(max(limits[row] for row in placed.rows), self.buffer.capacity)
         # If all rows have the same length after the pass, a causal mask needs no array.
-        ends = {packing.ends[row] for row in rows} if packing.ends else set()
-        alike = len(ends) == len(set(lengths.tolist())) == 1 and self.used == len(rows)
-        self.end = ends.pop() if alike else None
+        ends = {packing.ends[row] for row in placed.rows} if packing.ends else set()
+        self.end = ends.pop() if len(ends) == 1 and placed.is_even else None
         # A reference to the packing would form a cycle, and large masks would stay in memory until
         # Python collects it.
-        self._all_positions, self._all_tokens = packing.positions, packing.windows.tokens
-
-    @cached_property
-    def _rect(self) -> Index:
-        # An empty slot gets the queries of another slot; the result isn't used.
-        another = next(iter(self._slots.values()))
-        table = [self._slots.get(slot, another) for slot in range(self.used)]
-        return _index(self._all_tokens[table, : self.length].reshape(-1))
+        self._all_positions, self._placed = packing.positions, placed
 
     def rect(self, x: mx.array) -> mx.array:
         """Converts [N, ..] to [slots, T, ..]."""
-        return x[self._rect].reshape(self.used, self.length, *x.shape[1:])
+        return x[self._placed.rect].reshape(self.used, self.length, *x.shape[1:])
 
     @cached_property
     def mask(self) -> mx.array:

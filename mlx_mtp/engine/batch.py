@@ -13,6 +13,7 @@ from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.distributed import all_gather
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import StepRow
+from mlx_mtp.kernels.gpu import fused
 from mlx_mtp.sampling.grammar_masks import NO_MASKS
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import DeferredWrites
@@ -77,7 +78,7 @@ class Batch:
         """Set `last_hidden` to `hidden`, [B, H], in rows with `num_kept` > 0 (int32 [B])."""
         newest = hidden[:, None]
         if self.last_hidden.shape[-1]:
-            newest = mx.where(num_kept[:, None, None] > 0, newest, self.last_hidden)
+            newest = _of_kept(num_kept, newest, self.last_hidden)
         self.last_hidden = newest
 
     def settle(self) -> None:
@@ -197,6 +198,11 @@ def hidden_states(batches: Batches) -> mx.array:
     assert batches.decoding is not None
     hidden = batches.decoding.last_hidden.astype(mx.float32).reshape(1, -1)
     return all_gather(hidden).reshape(-1, hidden.size)
+
+
+@fused
+def _of_kept(num_kept: mx.array, newest: mx.array, before: mx.array) -> mx.array:
+    return mx.where(num_kept[:, None, None] > 0, newest, before)
 
 
 def _widen(ids: mx.array, width: int, fill: int) -> mx.array:

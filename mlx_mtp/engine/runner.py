@@ -28,6 +28,7 @@ from mlx_mtp.engine.step import (
     StepRow,
 )
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
+from mlx_mtp.kernels.gpu import fused
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
@@ -253,14 +254,16 @@ class ModelRunner:
         batch = self.batches.gather(row_of)
         rows = [row_of[sequence] for sequence in batch.sequences]
         batch.upload_host_drafts(rows)
-        window = mx.concatenate([batch.last[:, None], batch.drafts], axis=1)
+        window = batch.last[:, None]
+        if batch.drafts.size:
+            window = mx.concatenate([window, batch.drafts], axis=1)
         for row, count in zip(rows, batch.num_drafts, strict=True):
             row.length, row.num_drafts = 1 + count, count
         lengths = [row.length for row in rows]
         batch.cache.reserve(_limits(rows, lengths))
         start = batch.cache.offset
         # Without drafts each row keeps its single token, so no window is left pending.
-        kept = mx.where(batch.ended, 0, 1) if window.shape[1] == 1 else None
+        kept = _one_unless(batch.ended) if window.shape[1] == 1 else None
         packing = batch.cache.begin_window(lengths, kept)
 
         hidden = yield packing.rectangle.flat(window), batch.cache
@@ -357,6 +360,11 @@ def _sample(
     if batch.masks:
         batch.masks.advance(tokens, accepted.num_kept)
     return SampledWindow(tokens, accepted, batch.sampler.logprobs(logits, tokens), window, replaced)
+
+
+@fused
+def _one_unless(ended: mx.array) -> mx.array:
+    return mx.where(ended, 0, 1)
 
 
 def _resume(launch: StepLaunch, hidden: mx.array | None = None) -> ForwardPass | InFlightStep:

@@ -22,6 +22,7 @@ OPERATIONS = (
     topk.ROUTER,
     norms.ADD_NORM,
     norms.GATED_NORM,
+    norms.GATE,
     norms.ROTATE,
     norms.MIX_NORM,
     decode_attention.WINDOW_ATTENTION,
@@ -80,6 +81,7 @@ def layer_cases(args: Any, dtype: mx.Dtype) -> list[KernelCase]:
     shapes: list[tuple[gpu.Operation, Any]] = [
         (norms.ADD_NORM, width),
         (norms.GATED_NORM, gated),
+        (norms.GATE, norms.NormShape(args.head_dim, width.eps, heads[0])),
         (norms.ROTATE, rotation),
     ]
     if getattr(args, "num_experts", 0):

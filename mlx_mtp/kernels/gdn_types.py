@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_mtp.kernels.view import Operand, made
+
 CHUNK = 64  # positions that the portable form computes together
 
 
@@ -50,11 +52,15 @@ class GDNWindow(NamedTuple):
 class GDNProjections(NamedTuple):
     """The outputs of a layer's input projections; R value heads share a key head."""
 
-    q: mx.array  # [B, T, Hk, Dk]
-    k: mx.array  # [B, T, Hk, Dk]
-    v: mx.array  # [B, T, Hk, R, Dv]
-    a: mx.array  # of the decay, [B, T, Hk, R]
-    b: mx.array  # of the write strength, [B, T, Hk, R]
+    q: Operand  # [B, T, Hk, Dk]
+    k: Operand  # [B, T, Hk, Dk]
+    v: Operand  # [B, T, Hk, R, Dv]
+    a: Operand  # of the decay, [B, T, Hk, R]
+    b: Operand  # of the write strength, [B, T, Hk, R]
+
+    def arrays(self) -> list[mx.array]:
+        """Returns the projections as mlx arrays."""
+        return [made(each) for each in self]
 
 
 class ShortConvWeights(NamedTuple):

@@ -132,9 +132,9 @@ def decode_pass(is_step: bool = True) -> Iterator[None]:
 
 
 @functools.cache
-def zeros(rows: int) -> mx.array:
-    """Returns int32 zeros [B], made once: in a step they would take a launch."""
-    array = mx.zeros(rows, dtype=mx.int32)
+def zeros(*shape: int) -> mx.array:
+    """Returns int32 zeros, made once: in a step they would take a launch."""
+    array = mx.zeros(shape, dtype=mx.int32)
     mx.eval(array)
     return array
 

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
+from mlx_mtp.kernels.view import Operand, View, made
 
 _MOST_WARPS = 32  # of a row in a decode step
 _PROMPT_WARPS = 8  # of a row in a prompt: while one threadgroup adds up or writes, others read
@@ -92,8 +93,8 @@ _GATED = f"""
       return;
     }}
     const auto from = x + (grid_x * HEADS + head) * DIM;
-    const auto gates = z + grid_x * z_strides[0] + head / RATIO * z_strides[1]
-                     + head % RATIO * z_strides[2];
+    const auto gates = z + Z_AT + static_cast<size_t>(grid_x) * Z_BY0 + head / RATIO * Z_BY1
+                     + head % RATIO * Z_BY2;
     const auto to = y + (grid_x * HEADS + head) * DIM;
     {_HEAD}
     for (int i = 0; i < DIM / 32; ++i) {{
@@ -103,6 +104,19 @@ _GATED = f"""
       to[c] = static_cast<InT>(scaled * (gate / (1.0f + exp(-gate))));
     }}
 """
+_SIGMOID = """
+    const int head = grid_y;
+    if (head >= HEADS) {
+      return;
+    }
+    const size_t token = grid_x;
+    const auto gates = gate + GATE_AT + token * GATE_BY0 + head * GATE_BY1;
+    const size_t first = (token * HEADS + head) * DIM;
+    for (int c = lane; c < DIM; c += 32) {
+      const float share = 1.0f / (1.0f + exp(-static_cast<float>(gates[c])));
+      y[first + c] = static_cast<InT>(static_cast<float>(x[first + c]) * share);
+    }
+"""
 # Of the ROTATED dimensions, i and i + ROTATED / 2 are a pair; one lane has both.
 _ROTATE = f"""
     const int head = grid_y;
@@ -110,18 +124,19 @@ _ROTATE = f"""
       return;
     }}
     const bool is_query = head < HEADS;
+    const size_t token = grid_x;
     const int own = is_query ? head : head - HEADS;
     const auto to = is_query ? queries + (grid_x * HEADS + own) * DIM
                              : entries + (grid_x * 2 * KEYS + own) * DIM;
     if (head >= HEADS + KEYS) {{
-      const auto value = v + grid_x * v_strides[0] + (own - KEYS) * v_strides[1];
+      const auto value = v + V_AT + token * V_BY0 + (own - KEYS) * V_BY1;
       for (int i = lane; i < DIM; i += 32) {{
         to[i] = value[i];
       }}
       return;
     }}
-    const auto from = is_query ? q + grid_x * q_strides[0] + own * q_strides[1]
-                               : k + grid_x * k_strides[0] + own * k_strides[1];
+    const auto from = is_query ? q + Q_AT + token * Q_BY0 + own * Q_BY1
+                               : k + K_AT + token * K_BY0 + own * K_BY1;
     const auto weight = is_query ? q_weight : k_weight;
     {_HEAD}
     for (int i = 0; i < DIM / 32; ++i) {{
@@ -160,7 +175,7 @@ class NormShape(NamedTuple):
 
 
 class FusedNorm(gpu.Operation):
-    """A norm fused with the operations around it; takes a shape, and arrays, the first [N, ..].
+    """A norm fused with the operations around it; takes a shape, and operands, the first [N, ..].
 
     If the shape has heads, a warp computes a head of a token; else a threadgroup computes a token.
     """
@@ -185,13 +200,15 @@ class FusedNorm(gpu.Operation):
         )
         self.inputs, self.portable, self.sizes = inputs, portable, sizes
         names = [*inputs, *(["rotation"] if "rotation" in body else [])]
-        self.kernel = gpu.Kernel(name, names, outputs, body)
+        self._views = [name for name in inputs if f"{name.upper()}_AT" in body]
+        self.kernel = gpu.Kernel(name, names, outputs, body, contiguous=bool(self._views))
 
-    def __call__(self, shape: NormShape, *inputs: mx.array) -> list[mx.array]:
-        used = self.works(shape, inputs[1].dtype)  # A mixture's x can be a float32 sum.
-        return (self.by_kernel if used else self.portable)(shape, *inputs)
+    def __call__(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
+        if self.works(shape, inputs[1].dtype):  # A mixture's x can be a float32 sum.
+            return self.by_kernel(shape, *inputs)
+        return self.portable(shape, *map(made, inputs))
 
-    def by_kernel(self, shape: NormShape, *inputs: mx.array) -> list[mx.array]:
+    def by_kernel(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
         """Returns the kernel's outputs."""
         rows, dtype, heads = inputs[0].shape[0], inputs[1].dtype, shape.heads + 2 * shape.keys
         most = _MOST_WARPS if gpu.few(rows) else _PROMPT_WARPS
@@ -199,9 +216,12 @@ class FusedNorm(gpu.Operation):
         template: dict[str, Any] = {"InT": dtype}
         template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
         template |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
+        views = dict(zip(self.inputs, map(View.of, inputs), strict=True))
+        for name in self._views:
+            template |= views[name].constants(name.upper())
         more = [_rotation(shape.base, shape.scale)] if shape.rotated else []
         return self.kernel(
-            [*inputs, *more],
+            [*(view.array for view in views.values()), *more],
             template,
             (rows, warps, 1),
             [(size, dtype) for size in self.sizes(shape, rows)[1]],
@@ -263,10 +283,14 @@ def _mix_norm(
     return [residual, mx.fast.rms_norm(residual, weight, shape.eps)]
 
 
-def _gated_norm(shape: NormShape, x: mx.array, z: mx.array, weight: mx.array) -> list[mx.array]:
+def _gated_norm(shape: NormShape, z: mx.array, x: mx.array, weight: mx.array) -> list[mx.array]:
     normed = mx.fast.rms_norm(x, weight, shape.eps).astype(mx.float32)
     gated = normed * nn.silu(z.astype(mx.float32)).reshape(x.shape)
-    return [gated.astype(x.dtype).reshape(len(x), -1)]
+    return [gated.astype(x.dtype).reshape(len(z), -1)]
+
+
+def _gate(_: NormShape, x: mx.array, gate: mx.array) -> list[mx.array]:
+    return [(x * mx.sigmoid(gate)).flatten(1)]
 
 
 def _rotate(
@@ -319,14 +343,22 @@ MIX_NORM = FusedNorm(
 )
 GATED_NORM = FusedNorm(
     "gated_norm",
-    ["x", "z", "weight"],
+    ["z", "x", "weight"],
     ["y"],
     _GATED,
     _gated_norm,
     lambda s, n: (
-        [(n, s.heads, s.dim), (n, s.heads // s.ratio, s.ratio, s.dim), (s.dim,)],
+        [(n, s.heads // s.ratio, s.ratio, s.dim), (n, s.heads, s.dim), (s.dim,)],
         [(n, s.heads * s.dim)],
     ),
+)
+GATE = FusedNorm(
+    "gate",
+    ["x", "gate"],
+    ["y"],
+    _SIGMOID,
+    _gate,
+    lambda s, n: ([(n, s.heads, s.dim)] * 2, [(n, s.heads * s.dim)]),
 )
 ROTATE = FusedNorm(
     "norm_rotate",
@@ -343,8 +375,8 @@ ROTATE = FusedNorm(
 
 def rotate(
     shape: NormShape,
-    queries: mx.array | None,
-    entries: Sequence[mx.array],  # keys and values, or nothing
+    queries: Operand | None,
+    entries: Sequence[Operand],  # keys and values, or nothing
     q_weight: mx.array,
     k_weight: mx.array,
     positions: mx.array,

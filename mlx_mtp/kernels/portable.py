@@ -162,9 +162,10 @@ def short_conv(
     num_kept: mx.array | None,
 ) -> tuple[mx.array, GDNWindow, mx.array]:
     """As `short_conv.convolve`."""
-    batch, length, key_heads, key_dim = projected.q.shape
-    per_head = (batch, length, projected.v.shape[2] * projected.v.shape[3])
-    flat = [t.reshape(batch, length, -1) for t in projected[:3]]
+    *qkv, a, b = projected.arrays()
+    batch, length, key_heads, key_dim = qkv[0].shape
+    per_head = (batch, length, a.shape[2] * a.shape[3])
+    flat = [t.reshape(batch, length, -1) for t in qkv]
     before = conv_tail(history, num_kept, convolution.size - 1)
     conv_input = mx.concatenate([before, mx.concatenate(flat, axis=-1)], axis=1)
     taps = range(convolution.size)
@@ -175,9 +176,9 @@ def short_conv(
     # x / sqrt(sum x^2 + eps), by the RMS norm, which takes the mean.
     unit = mx.fast.rms_norm(keyed, _scale(key_dim, keyed.dtype), EPS / key_dim)
     v = mixed[..., 2 * key_heads * key_dim :].reshape(*per_head, -1)
-    by_key_head = projected.a.shape[2:]
+    by_key_head = a.shape[2:]
     log_decay, dt_bias = (w.reshape(by_key_head) for w in convolution[1:])
-    g, beta = _gates(projected.a, projected.b, log_decay, dt_bias)
+    g, beta = _gates(a, b, log_decay, dt_bias)
     window = GDNWindow(unit[:, :, key_heads:], v, g.reshape(per_head), beta.reshape(per_head))
     return unit[:, :, :key_heads], window, conv_input
 

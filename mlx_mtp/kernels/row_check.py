@@ -91,7 +91,7 @@ def _short_conv(shape: GDNShape, dtype: mx.Dtype) -> bool:
     history = inputs.history(ALONE, 0)
 
     def run(rows: slice, of: slice, before: mx.array, kept: mx.array | None) -> list[mx.array]:
-        own = GDNProjections(*(each[rows, of] for each in projected))
+        own = GDNProjections(*(each[rows, of] for each in projected.arrays()))
         q, window, after = short_conv.run_kernel(own, convolution, before, kept)
         return [q, *window, after]
 

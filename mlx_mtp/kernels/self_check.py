@@ -15,6 +15,7 @@ from mlx_mtp.kernels.gdn_types import (
     GDNWindow,
     ShortConvWeights,
 )
+from mlx_mtp.kernels.view import column_view
 
 # The factor by which a type's rounding error in sums can exceed float32's: a few half units.
 _COARSENESS = {mx.float32: 1, mx.float16: 50, mx.bfloat16: 200}
@@ -55,13 +56,17 @@ class RandomInputs:
         return q, GDNWindow(k, v, g, beta)
 
     def projected(self, rows: int, length: int) -> GDNProjections:
-        """Returns a layer's projections; q, k and v are slices of one array, as in the models."""
+        """Returns a layer's projections, views of one array as in the models."""
         hk, dk, hv, dv, _ = self.shape
         ratio = hv // hk
-        wide = self.normal(rows, length, hk, 2 * dk + ratio * (dv + 2)).astype(self.dtype)
-        ends = (dk, 2 * dk, 2 * dk + ratio * dv, 2 * dk + ratio * (dv + 1))
-        q, k, v, a, b = mx.split(wide, ends, axis=-1)
-        return GDNProjections(q, k, v.reshape(rows, length, hk, ratio, dv), a, b)
+        step = 2 * dk + ratio * (dv + 2)
+        wide = self.normal(rows * length, hk * step).astype(self.dtype)
+        firsts = 0, dk, 2 * dk, 2 * dk + ratio * dv, 2 * dk + ratio * (dv + 1)
+        shapes = (hk, dk), (hk, dk), (hk, ratio, dv), (hk, ratio), (hk, ratio)
+        pairs = zip(firsts, shapes, strict=True)
+        return GDNProjections(
+            *(column_view(wide, (rows, length), at, step, each) for at, each in pairs)
+        )
 
     def convolution(self) -> ShortConvWeights:
         shape = self.shape

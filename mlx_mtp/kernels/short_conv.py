@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow, ShortConvWeights
+from mlx_mtp.kernels.view import Operand, View
 
 _RUN = 4  # positions of a warp in a prompt
 
@@ -19,7 +20,7 @@ _BODY = """
     if (head >= 2 * Hk + Hv) {
       return;
     }
-    const int length = q_shape[1];
+    const int length = q_shape[0] / num_kept_shape[0];
     const int runs = (length + RUN - 1) / RUN;
     const int b = grid_x / runs;
     const int begin = grid_x % runs * RUN;
@@ -34,10 +35,10 @@ _BODY = """
     constexpr int C = 2 * Hk * Dk + Hv * Dv;
     constexpr int N = (Dk > Dv ? Dk : Dv) / 32;
 
-    const auto row = is_value ? v + b * v_strides[0] + hk * v_strides[2] + in_hk * v_strides[3]
-        : (is_key ? k + b * k_strides[0] + hk * k_strides[2]
-                  : q + b * q_strides[0] + hk * q_strides[2]);
-    const auto stride = is_value ? v_strides[1] : (is_key ? k_strides[1] : q_strides[1]);
+    const size_t first = static_cast<size_t>(b) * length;  // the row's first token
+    const auto row = is_value ? v + V_AT + first * V_BY0 + hk * V_BY1 + in_hk * V_BY2
+        : (is_key ? k + K_AT + first * K_BY0 + hk * K_BY1 : q + Q_AT + first * Q_BY0 + hk * Q_BY1);
+    const size_t stride = is_value ? V_BY0 : (is_key ? K_BY0 : Q_BY0);
     const auto before = history + (b * history_shape[1] + num_kept[b]) * C + channel;
     const auto after = conv_input + b * (SIZE - 1 + length) * C + channel;
 
@@ -94,11 +95,10 @@ _BODY = """
       }
       if (lane == 0) {
         const float raw = static_cast<float>(
-            a[b * a_strides[0] + t * a_strides[1] + hk * a_strides[2] + in_hk * a_strides[3]])
+            a[A_AT + (first + t) * A_BY0 + hk * A_BY1 + in_hk * A_BY2])
             + static_cast<float>(dt_bias[own]);
         const float strength = static_cast<float>(
-            bb[b * bb_strides[0] + t * bb_strides[1] + hk * bb_strides[2]
-               + in_hk * bb_strides[3]]);
+            bb[B_AT + (first + t) * B_BY0 + hk * B_BY1 + in_hk * B_BY2]);
         // softplus = max(x, 0) + log(1 + u), whose digits a plain sum would lose for a small u.
         const float u = exp(-fabs(raw));
         const float w = 1.0f + u;
@@ -115,6 +115,7 @@ KERNEL = gpu.Kernel(
     ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
     ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
     _BODY,
+    contiguous=True,
 )
 
 
@@ -145,12 +146,14 @@ def run_kernel(
     if num_kept is None:
         num_kept = gpu.zeros(batch)
     by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
+    views = dict(zip("QKVAB", map(_by_token, projected), strict=True))
     run = _RUN if length > gpu.LONGEST_WINDOW else 1
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     q, k, v, g, beta, conv_input = KERNEL(
-        [*projected, *convolution, history, num_kept],
+        [*(view.array for view in views.values()), *convolution, history, num_kept],
         {"InT": dtype, "SIZE": shape.conv_size, "RUN": run}
         | {"INVERSE_EPS": round(1 / portable.EPS)}
+        | {key: n for name, v in views.items() for key, n in v.constants(name, first=1).items()}
         | shape.sizes(),
         (batch * -(-length // run), 2 * shape.key_heads + shape.value_heads, 1),
         [
@@ -159,6 +162,13 @@ def run_kernel(
         ],
     )
     return q, GDNWindow(k, v, g, beta), conv_input
+
+
+def _by_token(source: Operand) -> View:
+    """Returns the operand, [B, T, ..], as a view of an array [B * T, ..]."""
+    if isinstance(source, View):
+        return source
+    return View.of(source)._replace(array=source.flatten(0, 1))
 
 
 def fits(projected: GDNProjections, convolution: ShortConvWeights) -> bool:

@@ -22,6 +22,7 @@ from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.topk import Router
+from mlx_mtp.kernels.view import made
 
 
 def can_be_joined(module: nn.Module) -> bool:
@@ -127,8 +128,9 @@ class _RecurrentMixer:
         # `unpack_projections` only selects and reshapes outputs, so it also splits the transposed
         # weights: each input feature takes the place of a token.
         order = Rectangle(inputs, inputs, 1, None, None)
-        (q, k, v, a, b), z = mixer.unpack_projections(weights, order)
-        heads = [each.reshape(inputs, -1) for each in (q, k, v, z, a, b)]
+        projected, z = mixer.unpack_projections(weights, order)
+        q, k, v, a, b = projected.arrays()
+        heads = [each.reshape(inputs, -1) for each in (q, k, v, made(z), a, b)]
         self._project = _Product(mx.concatenate(heads[:3], axis=1), *heads[3:])
         self._convolution = ShortConvWeights(mixer.conv1d.weight, mixer.A_log, mixer.dt_bias)
         self._weights = cpu.TokenWeights.of(self._shape, self._convolution)
@@ -141,7 +143,7 @@ class _RecurrentMixer:
             order = cache.packing.rectangle
             tokens = slice(first, first := first + order.num_tokens)
             own = (each if len(caches) == 1 else each[tokens] for each in (qkv, *gates))
-            rectangles = [order.fill(each, -1) for each in own]
+            rectangles = [order.fill(each) for each in own]
             y = cache.run_few(*rectangles, self._weights)
             if y is None:
                 y = cache.run_window(self._apart(*rectangles), self._convolution)
@@ -164,7 +166,7 @@ class _AttentionMixer:
         self._mixer, self._out = mixer, _by_input(mixer.o_proj.weight)
         self._num_heads = mixer.num_attention_heads
         doubled, k, v = (mixer[name].weight.T for name in ("q_proj", "k_proj", "v_proj"))
-        q, gate = (each.reshape(len(k), -1) for each in mixer.halves(doubled))
+        q, gate = (made(each).reshape(len(k), -1) for each in mixer.halves(doubled))
         # The weights of the queries' norm also include the scale of the scores.
         of_q, of_k = (
             mx.repeat(weight[None], count, axis=0)
@@ -191,7 +193,8 @@ class _AttentionMixer:
         self, x: mx.array, normed: mx.array, positions: mx.array, caches: Sequence[Any]
     ) -> mx.array:
         if positions.ndim > 1 or len(caches) > 1:
-            attended, gate = self._mixer.mix(self._mixer.before(normed, positions), caches)
+            attended, doubled = self._mixer.mix(self._mixer.before(normed, positions), caches)
+            gate = made(self._mixer.halves(doubled)[1])
             return self.output(x, attended.flatten(1), gate.flatten(1))
         heads, v, gate = _heads(self._all, normed, positions)
         queries, keys = mx.split(heads, [self._num_heads], axis=1)

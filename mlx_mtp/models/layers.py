@@ -21,6 +21,7 @@ from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels.view import Operand, View, column_view, made
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.joined import JoinedLayer, can_be_joined
@@ -54,21 +55,20 @@ class RaggedAttention(Qwen3NextAttention):
     batch_invariant = False  # True in exact mode (see `gemm.exact.make_batch_invariant`)
 
     def before(self, x: mx.array, positions: mx.array) -> tuple[mx.array, ...]:
-        """Returns queries and gate, [N, heads, D], and the KV entries of tokens x [N, H].
+        """Returns queries [N, heads, D], `doubled` and the KV entries of tokens x [N, H].
 
         `positions` is int32 [N], or [N, 3] with images: time, row and column. Each projection is
         one product over the tokens of all rows.
         """
         doubled, keys, values = project(x, self.q_proj, self.k_proj, self.v_proj)
-        queries, gate = self.halves(doubled)
-        queries, entries = self._rotated(positions, queries, keys, values)
-        return queries, gate, entries
+        queries, entries = self._rotated(positions, self.halves(doubled)[0], keys, values)
+        return queries, doubled, entries
 
     def mix(
         self, inputs: tuple[mx.array, ...], caches: Sequence[RaggedKVCache]
     ) -> tuple[mx.array, mx.array]:
-        """Write the entries to the caches; returns the attention [N, heads, D] and the gate."""
-        queries, gate, entries = inputs
+        """Write the entries to the caches; returns the attention [N, heads, D] and `doubled`."""
+        queries, doubled, entries = inputs
         counts = [cache.packing.num_tokens for cache in caches]
         outputs = []
         for cache, (cache_queries, new) in zip(caches, _split([queries, entries], counts)):
@@ -76,11 +76,13 @@ class RaggedAttention(Qwen3NextAttention):
             given = cache.packing, cache_queries, self.scale, self.batch_invariant
             outputs.append([cache.attend(*given)])
         (attended,) = _joined(outputs)
-        return attended, gate
+        return attended, doubled
 
-    def after(self, attended: mx.array, gate: mx.array) -> mx.array:
+    def after(self, attended: mx.array, doubled: mx.array) -> mx.array:
         """Returns the output projection of the gated attention, [N, H]."""
-        return all_reduce(self.o_proj((attended * mx.sigmoid(gate)).flatten(1)))
+        _, heads, dim = attended.shape
+        shape = norms.NormShape(dim, self.q_norm.eps, heads)
+        return all_reduce(self.o_proj(norms.GATE(shape, attended, self.halves(doubled)[1])[0]))
 
     def entries(self, x: mx.array, positions: mx.array) -> mx.array:
         """Returns the keys and values to cache of tokens x [N, H], [N, 2, KV heads, D]."""
@@ -88,16 +90,19 @@ class RaggedAttention(Qwen3NextAttention):
         return entries
 
     def queries(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns only the queries and the gate of `before`."""
-        queries, gate = self.halves(self.q_proj(x))
-        return self._rotated(positions, queries)[0], gate
+        """Returns only the queries and `doubled` of `before`."""
+        doubled = self.q_proj(x)
+        return self._rotated(positions, self.halves(doubled)[0])[0], doubled
 
-    def halves(self, doubled: mx.array) -> Any:
-        """Returns queries and gate, each [N, heads, D], from the output of `q_proj`."""
-        return mx.split(doubled.reshape(doubled.shape[0], self.num_attention_heads, -1), 2, axis=-1)
+    def halves(self, doubled: mx.array) -> tuple[View, View]:
+        """Returns queries and gate, each [N, heads, D], from `doubled`, the output of `q_proj`."""
+        rows, dim = doubled.shape[:1], self.head_dim
+        shape = self.num_attention_heads, dim
+        queries, gate = (column_view(doubled, rows, first, 2 * dim, shape) for first in (0, dim))
+        return queries, gate
 
     def _rotated(
-        self, positions: mx.array, queries: mx.array | None, *projected: mx.array
+        self, positions: mx.array, queries: Operand | None, *projected: mx.array
     ) -> list[Any]:
         """Returns queries [N, heads, D] and KV entries; queries and keys are normed and rotated.
 
@@ -106,8 +111,7 @@ class RaggedAttention(Qwen3NextAttention):
         if positions.ndim == 2:
             # Once for each of the three axes, so that text tokens get the bits that they have in
             # passes without images.
-            axes = (mx.contiguous(positions[:, a]) for a in range(3))  # The kernel ignores strides.
-            turned = [self._rotated(axis, queries, *projected) for axis in axes]
+            turned = [self._rotated(positions[:, a], queries, *projected) for a in range(3)]
             axis = mx.array(self.sections.axes(self.rope.dims, self.head_dim))
             return [
                 None
@@ -116,7 +120,8 @@ class RaggedAttention(Qwen3NextAttention):
                 for time, row, column in zip(*turned)
             ]
         heads = self.num_attention_heads, self.num_key_value_heads
-        entries = [x.reshape(len(x), heads[1], -1) for x in projected]
+        dim = self.head_dim
+        entries = [column_view(x, (len(x),), 0, dim, (heads[1], dim)) for x in projected]
         rope = self.rope
         if type(rope) is nn.RoPE and not rope.traditional:
             angles = rope.dims, rope.base, rope.scale
@@ -125,10 +130,10 @@ class RaggedAttention(Qwen3NextAttention):
             if norms.ROTATE.works(shape, weights[0].dtype):
                 return norms.rotate(shape, queries, entries, *weights, positions)
         if queries is not None:
-            queries = self._turned(self.q_norm(queries), positions)
+            queries = self._turned(self.q_norm(made(queries)), positions)
         if not entries:
             return [queries, None]
-        keys, values = entries
+        keys, values = map(made, entries)
         return [queries, mx.stack([self._turned(self.k_norm(keys), positions), values], axis=1)]
 
     def _turned(self, x: mx.array, positions: mx.array) -> mx.array:
@@ -148,7 +153,7 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
-    ) -> tuple[GDNProjections, mx.array]:
+    ) -> tuple[GDNProjections, View]:
         """Returns q, k, v, a and b, all [B, T, ..], and the gate of the layer's output,
         z [N, Hk, R, Dv], from the projections' outputs `parts`, [N, ..].
         """
@@ -156,22 +161,26 @@ class WindowedGatedDeltaNet(nn.Module):
 
     def mix(
         self, x: mx.array, orders: Sequence[Rectangle], caches: Sequence[GatedDeltaCache]
-    ) -> Sequence[mx.array]:
-        """Run the recurrences of all caches: returns outputs [N, Hv, Dv], and the gate z."""
+    ) -> tuple[mx.array, Operand]:
+        """Run the recurrences of all caches: returns outputs [.., Hv, Dv] of N tokens, and z."""
         convolution = ShortConvWeights(self.conv1d.weight, self.A_log, self.dt_bias)
         projected = project(x, *(getattr(self, name) for name in self.projections))
         parts = _split(projected, [order.num_tokens for order in orders])
         outputs = []
         for own, order, cache in zip(parts, orders, caches, strict=True):
             arranged, z = self.unpack_projections(own, order)
-            outputs.append([order.flat(cache.run_window(arranged, convolution)), z])
-        return _joined(outputs)
+            y = cache.run_window(arranged, convolution)
+            if len(orders) == 1 and order.places is None:
+                return y, z
+            outputs.append([order.flat(y), made(z)])
+        y, gate = _joined(outputs)
+        return y, gate
 
-    def after(self, outputs: mx.array, z: mx.array) -> mx.array:
+    def after(self, outputs: mx.array, z: Operand) -> mx.array:
         """Returns the output projection of the normed and gated outputs, [N, H]."""
-        _, heads, dim = outputs.shape
+        heads, dim = outputs.shape[-2:]
         shape = norms.NormShape(dim, self.norm.eps, heads, ratio=z.shape[2])
-        normed = norms.GATED_NORM(shape, outputs, z, self.norm.weight)[0]
+        normed = norms.GATED_NORM(shape, z, outputs, self.norm.weight)[0]
         return all_reduce(self.out_proj(normed))
 
 
@@ -192,9 +201,10 @@ class SplitLayer(nn.Module):
         caches: Sequence[Any],
     ) -> Sequence[mx.array]:
         """Returns the layer's output [N, H], and the output normed with the weight `next_norm`."""
-        if backend() is None and self._joined is not None:
+        on_cpu = backend() is None
+        if on_cpu and self._joined is not None:
             return self._joined.forward(x, normed, next_norm, positions, caches)
-        own = self._uncompiled if backend() is None else self._compiled
+        own = self._uncompiled if on_cpu else self._compiled
         if self.is_linear:
             order = tuple(cache.packing.rectangle for cache in caches)
             held = tuple(cache.held for cache in caches)
@@ -223,7 +233,7 @@ class SplitLayer(nn.Module):
         """Run the part of an attention layer before its cache."""
         return self.self_attn.before(normed, positions)
 
-    def after(self, x: mx.array, next_norm: mx.array, *mixed: mx.array) -> list[mx.array]:
+    def after(self, x: mx.array, next_norm: mx.array, *mixed: Operand) -> list[mx.array]:
         """Run the part of the layer after its cache, the MLP included."""
         norm = self.post_attention_layernorm
         width = norms.NormShape(x.shape[-1], norm.eps)

@@ -8,6 +8,7 @@ from mlx_lm.models.qwen3_5 import DecoderLayer, GatedDeltaNet
 
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.gdn_types import GDNProjections
+from mlx_mtp.kernels.view import View, column_view
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.head_weights import stack_experts
 from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
@@ -18,20 +19,20 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, GatedDeltaNet):
 
     def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
-    ) -> tuple[GDNProjections, mx.array]:
+    ) -> tuple[GDNProjections, View]:
         """q, k and v share a projection; z, a and b have one each."""
-        heads, ratio = self.num_k_heads, self.num_v_heads // self.num_k_heads
-        qkv, z, a, b = parts
-        q, k, v = mx.split(order.fill(qkv, -1), [self.key_dim, 2 * self.key_dim], axis=-1)
-        by_key = (*q.shape[:2], heads)
+        heads, dim, ratio = self.num_k_heads, self.head_k_dim, self.num_v_heads // self.num_k_heads
+        value, width = (heads, ratio, self.head_v_dim), ratio * self.head_v_dim
+        z, rows = parts[1], (order.rows, order.length)
+        qkv, a, b = map(order.padded, (parts[0], *parts[2:]))
         projected = GDNProjections(
-            q.reshape(*by_key, self.head_k_dim),
-            k.reshape(*by_key, self.head_k_dim),
-            v.reshape(*by_key, ratio, self.head_v_dim),
-            order.fill(a, heads, ratio),
-            order.fill(b, heads, ratio),
+            column_view(qkv, rows, 0, dim, (heads, dim)),
+            column_view(qkv, rows, self.key_dim, dim, (heads, dim)),
+            column_view(qkv, rows, 2 * self.key_dim, width, value),
+            column_view(a, rows, 0, ratio, (heads, ratio)),
+            column_view(b, rows, 0, ratio, (heads, ratio)),
         )
-        return projected, z.reshape(len(z), heads, ratio, self.head_v_dim)
+        return projected, column_view(z, (len(z),), 0, width, value)
 
 
 class _Layer(SplitLayer, DecoderLayer):

@@ -7,6 +7,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextDecoderLayer, Qwen3NextGatedDeltaN
 
 from mlx_mtp.cache.packing import Rectangle
 from mlx_mtp.kernels.gdn_types import GDNProjections
+from mlx_mtp.kernels.view import View, column_view
 from mlx_mtp.models.family import Family
 from mlx_mtp.models.layers import SplitLayer, WindowedGatedDeltaNet
 
@@ -16,18 +17,21 @@ class _GatedDeltaNet(WindowedGatedDeltaNet, Qwen3NextGatedDeltaNet):
 
     def unpack_projections(
         self, parts: Sequence[mx.array], order: Rectangle
-    ) -> tuple[GDNProjections, mx.array]:
+    ) -> tuple[GDNProjections, View]:
         """q, k, v and z are interleaved by key head, and so are b and a."""
-        dim, ratio = self.head_k_dim, self.num_v_heads // self.num_k_heads
-        width = ratio * self.head_v_dim
-        qkvz, ba = parts
-        by_head = order.fill(qkvz, self.num_k_heads, 2 * dim + 2 * width)
-        q, k, v, z = mx.split(by_head, [dim, 2 * dim, 2 * dim + width], axis=-1)
-        b, a = mx.split(order.fill(ba, self.num_k_heads, 2 * ratio), 2, axis=-1)
-        v = v.reshape(*v.shape[:3], ratio, self.head_v_dim)
-        if order.tokens is not None:  # The rectangle is padded, but z is per token.
-            z = qkvz.reshape(len(qkvz), self.num_k_heads, -1)[..., 2 * dim + width :]
-        return GDNProjections(q, k, v, a, b), z.reshape(len(qkvz), -1, ratio, self.head_v_dim)
+        heads, dim, ratio = self.num_k_heads, self.head_k_dim, self.num_v_heads // self.num_k_heads
+        value, width = (heads, ratio, self.head_v_dim), ratio * self.head_v_dim
+        step = 2 * dim + 2 * width
+        qkvz, ba = (order.padded(x) for x in parts)
+        rows = order.rows, order.length
+        projected = GDNProjections(
+            column_view(qkvz, rows, 0, step, (heads, dim)),
+            column_view(qkvz, rows, dim, step, (heads, dim)),
+            column_view(qkvz, rows, 2 * dim, step, value),
+            column_view(ba, rows, ratio, 2 * ratio, (heads, ratio)),
+            column_view(ba, rows, 0, 2 * ratio, (heads, ratio)),
+        )
+        return projected, column_view(parts[0], (len(parts[0]),), 2 * dim + width, step, value)
 
 
 class _Layer(SplitLayer, Qwen3NextDecoderLayer):

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Index, Packing
+from mlx_mtp.kernels.gpu import zeros
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.model import DraftVocabulary, LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
@@ -108,7 +109,7 @@ class MTPDrafter:
         the token after the prefix. `sampler` uses the noise that will sample the tokens.
         """
         hidden, targets, last, packing, cache = window
-        nothing = mx.zeros((len(num_drafts), 0), dtype=mx.int32)
+        nothing = zeros(len(num_drafts), 0)
         if not any(num_drafts) and packing.longest == 1 and packing.images is None:
             state.defer(window)
             return nothing

@@ -111,7 +111,7 @@ def test_inputs_may_be_slices(emulated):
         before = PendingWindow(spread(pending.k, axis), pending.delta, pending.g)
         found = gated_delta.run_kernel(spread(q, axis), sliced, state, before, kept)
         close([*found[:2], *found[2]], [y, folded, *after], tolerance=0)
-        parts = GDNProjections(*(spread(a, axis) for a in projected))
+        parts = GDNProjections(*(spread(a, axis) for a in projected.arrays()))
         found_q, found_window, _ = short_conv.run_kernel(parts, *weights, None)
         close([found_q, *found_window], [true_q, *true_window], tolerance=0)
 

@@ -11,6 +11,7 @@ from mlx_mtp.distributed import World
 from mlx_mtp.kernels import gpu, norms, topk
 from mlx_mtp.kernels.cases import layer_cases
 from mlx_mtp.kernels.topk import Router
+from mlx_mtp.kernels.view import column_view, made
 from mlx_mtp.models import moe
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.selftest.kernels import check_cases
@@ -21,6 +22,7 @@ SHAPES = [
     (norms.ADD_NORM, norms.NormShape(1056, 1e-6)),  # more than its warps compute at once
     (norms.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3)),
     (norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3)),
+    (norms.GATE, norms.NormShape(96, 1e-6, 5)),
     (norms.ROTATE, ROTATED),
 ]
 
@@ -65,14 +67,18 @@ def test_a_sum_in_float32_is_rounded_once(emulated):
 
 
 def test_only_queries_or_entries(emulated):
-    q, k, v = (mx.random.normal((3, n, 256), key=mx.random.key(i)) for i, n in enumerate((3, 2, 2)))
-    weights, positions = [mx.ones(128), mx.ones(128) * 2], mx.array([0, 5, 70], dtype=mx.int32)
-    q, k, v = q[..., 128:], k[..., :128], v[..., 64:192]  # not contiguous
-    true = norms._rotate(ROTATED, q, k, v, *weights, positions)
+    wide = mx.random.normal((3, 2000), key=mx.random.key(0))
+    weights = mx.ones(128), mx.ones(128) * 2
+    # Of an image's tokens they are one axis of three.
+    positions = mx.array([[9, 0, 9], [9, 5, 9], [9, 70, 9]], dtype=mx.int32)[:, 1]
+    places = (64, 256, 3), (192, 256, 2), (1000, 150, 2)  # of heads in a token's numbers
+    q, k, v = (column_view(wide, (3,), first, step, (n, 128)) for first, step, n in places)
+    assert mx.array_equal(made(v)[2, 1], wide[2, 1150:1278])
+    true = norms._rotate(ROTATED, *map(made, (q, k, v)), *weights, positions)
     both = norms.rotate(ROTATED, q, [k, v], *weights, positions)
     for found, expected in zip(both, true, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert mx.array_equal(both[1][:, 1], v)
+    assert mx.array_equal(both[1][:, 1], made(v))
     assert mx.array_equal(norms.rotate(ROTATED, q, [], *weights, positions)[0], both[0])
     assert mx.array_equal(norms.rotate(ROTATED, None, [k, v], *weights, positions)[1], both[1])
 
@@ -129,7 +135,7 @@ def test_the_self_test_compares_them(emulated, tmp_path):
     checks = check_cases("tiny", layer_cases(model.causal_lm.args, model.dtype))
     assert all(check.ok for check in checks), checks
     ours = {check.name: check.applies for check in checks}
-    assert len(checks) == 6, "sums of a step and of a prompt"
-    names = ["add norm", "gated norm", "mix norm", "norm rotate", "router"]
+    assert len(checks) == 7, "sums of a step and of a prompt"
+    names = ["add norm", "gate", "gated norm", "mix norm", "norm rotate", "router"]
     assert sorted(ours) == [f"{name} kernel / mlx" for name in names]
-    assert sorted(ours.values()) == [False, False, True, True, True], "6 experts, 8 dimensions"
+    assert sorted(ours.values()) == [False] * 2 + [True] * 4, "6 experts, 8 dimensions"

@@ -26,11 +26,12 @@ ROUTER = KernelCase(topk.ROUTER, topk.Router(64, 5, True), F32)
 ADD_NORM = KernelCase(norms.ADD_NORM, norms.NormShape(288, 1e-6), F32)
 MIX_NORM = KernelCase(norms.MIX_NORM, norms.NormShape(96, 1e-5, chosen=3), BF16)
 GATED_NORM = KernelCase(norms.GATED_NORM, norms.NormShape(64, 1e-6, 6, ratio=3), BF16)
+GATE = KernelCase(norms.GATE, norms.NormShape(96, 1e-6, 3), BF16)
 ROTATE = KernelCase(norms.ROTATE, norms.NormShape(128, 1e-6, 3, 2, 64, 1e6, 0.5), F32)
 WINDOWS = KernelCase(decode_attention.WINDOW_ATTENTION, (4, 1, 128), BF16)
 FLASH = KernelCase(flash_attention.FLASH_ATTENTION, (2, 1, flash_attention.DIM), BF16)
 BLOCKS = KernelCase(window_attention.BLOCK_ATTENTION, (4, 1, 128), BF16)
-SMALL = [GATED_DELTA, SHORT_CONV, CHUNKS, ROUTER, ADD_NORM, MIX_NORM, GATED_NORM, ROTATE]
+SMALL = [GATED_DELTA, SHORT_CONV, CHUNKS, ROUTER, ADD_NORM, MIX_NORM, GATED_NORM, GATE, ROTATE]
 
 # Case, owner of a part of the source, a right text in it, and a wrong one.
 QUICK = [
@@ -44,14 +45,15 @@ QUICK = [
     # Wrong only for prompts: their router has several groups, and their norms fewer warps per row.
     (ROUTER, topk.KERNEL, "row = grid_x * warps + warp", "row = warp"),
     (ADD_NORM, norms.ADD_NORM.kernel, "squares / DIM", "squares / (WARPS == 8 ? 1 : DIM)"),
-    (ROTATE, norms.ROTATE.kernel, "grid_x * v_strides[0]", "0"),
-    (ROTATE, norms.ROTATE.kernel, "(own - KEYS) * v_strides[1]", "0"),
+    (ROTATE, norms.ROTATE.kernel, "token * V_BY0", "0"),
+    (ROTATE, norms.ROTATE.kernel, "(own - KEYS) * V_BY1", "0"),
     (FLASH, flash_attention, "i % 2 > first", "i % 2 >= first"),
 ]
 OTHERS = [
     (GATED_DELTA, gated_delta.KERNEL, "t < num_kept[b]", "t < num_kept[b] - 1"),
     (GATED_DELTA, gated_delta.KERNEL, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
     (GATED_DELTA, gated_delta.KERNEL, "ADVANCE ? lengths[b] : length", "length"),
+    (SHORT_CONV, short_conv.KERNEL, "(first + t) * B_BY0", "t * B_BY0"),
     (SHORT_CONV, short_conv.KERNEL, "is_value ? own % (Hv / Hk) : 0;", "0;"),
     (WINDOWS, decode_attention, "lane + 32 * i <= own ?", "lane + 32 * i < own ?"),
     (WINDOWS, decode_attention, "(stats[2 * from] - most) * SCALE", "0.0f"),

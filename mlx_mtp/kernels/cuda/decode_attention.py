@@ -271,9 +271,8 @@ def attend(
     for each in launches:
         own = [buffers[number] for number in each.buffers]
         counts = len(each.buffers), each.tiles, len(each.items), len(each.tokens)
-        pieces, add = _launchers(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
-        parts, stats = pieces(queries, positions, each.items, *own)
-        outputs += add(parts, stats, positions, each.tokens)
+        run = _launcher(*counts, heads, kv_heads, queries.shape[2], queries.dtype)
+        outputs += run(queries, positions, each.items, each.tokens, *own)
     joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return joined if order is None else joined[order]
 
@@ -283,7 +282,7 @@ def _applies(heads: tuple[int, int, int], dtype: mx.Dtype) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launchers(
+def _launcher(
     buffers: int,
     tiles: int,
     items: int,
@@ -292,8 +291,8 @@ def _launchers(
     kv_heads: int,
     dim: int,
     dtype: mx.Dtype,
-) -> tuple[Callable[..., list[mx.array]], ...]:
-    """Returns the launch that computes the pieces, and the launch that adds them."""
+) -> Callable[..., list[mx.array]]:
+    """Returns one call for the launches that compute the pieces and add them."""
     rows, warps = tiles * TILE, dim // 32
     sizes = {"T": dtype, "D": dim, "KV": kv_heads, "GROUP": heads // kv_heads, "PIECE": PIECE}
     constants = {"TILES": tiles, "WARPS": warps, "STRIDE": _STRIDE, "AHEAD": _AHEAD}
@@ -312,7 +311,13 @@ def _launchers(
         _ADDING_WARPS,
         (((tokens, heads, dim), dtype),),
     )
-    return pieces, add
+
+    def run(
+        q: mx.array, positions: mx.array, items: mx.array, tokens: mx.array, *kv: mx.array
+    ) -> list[mx.array]:
+        return add(*pieces(q, positions, items, *kv), positions, tokens)
+
+    return mx.compile(run)
 
 
 @functools.cache

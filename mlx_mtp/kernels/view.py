@@ -1,0 +1,63 @@
+"""Parts of an array that a kernel addresses by constants, without a slice or reshape of mlx.
+
+mlx builds a slice or reshape anew in every step, which costs the host about as much as a launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class View(NamedTuple):
+    """Elements of a row-contiguous array; strides and offset count elements."""
+
+    array: mx.array
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def of(cls, source: Operand) -> View:
+        """Returns a view of a whole array, whose kernel makes it contiguous, or the given view."""
+        if isinstance(source, View):
+            return source
+        return cls(source, source.shape, _dense(source.shape))
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.array.dtype
+
+    def constants(self, name: str, first: int = 0) -> dict[str, int]:
+        """Returns NAME_AT, the offset, and NAME_BY0 and so on, the strides from axis `first` on."""
+        strides = {f"{name}_BY{i}": stride for i, stride in enumerate(self.strides[first:])}
+        return {f"{name}_AT": self.offset, **strides}
+
+
+Operand = mx.array | View
+
+
+def column_view(
+    x: mx.array, rows: tuple[int, ...], first: int, step: int, shape: tuple[int, ...]
+) -> View:
+    """Returns columns of x [.., W] as [*rows, *shape].
+
+    Item i of the first axis of `shape` begins at column `first + i * step`.
+    """
+    inner = step, *_dense(shape[1:])
+    return View(x, (*rows, *shape), (*(x.shape[-1] * n for n in _dense(rows)), *inner), first)
+
+
+def made(source: Operand) -> mx.array:
+    """Returns the operand as an mlx array."""
+    if isinstance(source, mx.array):
+        return source
+    return mx.as_strided(*source)
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous array."""
+    return (*itertools.accumulate(shape[:0:-1], operator.mul, initial=1),)[::-1] if shape else ()

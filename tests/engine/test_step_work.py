@@ -1,0 +1,55 @@
+"""What a plain decode step makes anew: operations of mlx, and arrays from the host. Counted."""
+
+import json
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+
+from benchmarks.cores import core_of, decode, row_of
+
+# Operations and launches with 4 layers, of which one has attention.
+_MOST = {
+    "Qwen3-Next-80B-A3B-Instruct": (82, 61),
+    "Qwen3.5-27B": (74, 53),
+    "bundled": (615, 318),
+}
+
+
+@pytest.mark.parametrize("shape", _MOST)
+def test_operations_and_launches(tmp_path, shape):
+    path = tmp_path / "rows.json"
+    how = ["--shape", shape, "--layers", "4", "--cases", "1x0", "--steps", "1", "--json", path]
+    subprocess.run([sys.executable, "-m", "benchmarks", "host", *how], check=True)
+    (row,) = json.loads(path.read_text())["rows"]
+    assert all(row[name] <= most for name, most in zip(("operations", "launches"), _MOST[shape])), (
+        row
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_step_without_joins_uploads_nothing(tiny_models, monkeypatch, temperature):
+    array, uploads = mx.array, []
+
+    class Counted(type):
+        def __instancecheck__(cls, value):
+            return isinstance(value, array)
+
+        def __call__(cls, *args, **kwargs):
+            uploads.append(args)
+            return array(*args, **kwargs)
+
+    core = core_of(tiny_models["qwen3_next"], 0, max_num_seqs=3, prefill_step_size=64)
+    rows = [row_of(str(n), range(5, 9), seed=n, temperature=temperature) for n in range(3)]
+    decode(core, rows)
+    for _ in range(20):  # also those that write what the head has deferred
+        core.step()
+    monkeypatch.setattr(mx, "array", Counted("array", (), {}))
+    before = len(rows[0].output)
+    for _ in range(40):
+        core.step()
+    assert len(rows[0].output) == before + 40
+    assert not uploads
+    mx.array([1])
+    assert len(uploads) == 1, "they are counted"
