@@ -30,7 +30,7 @@ from mlx_mtp.speculative.costs import (
     StepShape,
     Table,
 )
-from mlx_mtp.speculative.draft_policy import Choice, FixedDrafts, RowDrafting, VerifiedRow
+from mlx_mtp.speculative.draft_policy import Choice, FixedDrafts, HeadWindow, RowDrafting
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class _CellDrafts(FixedDrafts):
         counts = (first, *(others,) * (len(rows) - 1))
         return Choice(counts, none) if self._cell.kind == MTP else Choice(none, counts)
 
-    def observe(self, rows: Many[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+    def observe(self, head: Many[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         if seconds is not None and shape == self._cell.shape:
             self.seconds.append(seconds)
 

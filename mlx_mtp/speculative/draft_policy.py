@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
@@ -52,15 +52,8 @@ class RowDrafting:
         return offers[self.source]
 
 
-class VerifiedRow(Protocol):
-    """The part of a decode step's row that a policy reads (see `engine.step.StepRow`)."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def num_verified(self) -> int: ...  # drafts in the row's window
-    @property
-    def num_cached(self) -> int: ...  # tokens the window emitted; 0 if the row had ended before
+HeadWindow = tuple[int, int]
+"""A window's number of drafts of the head, and the number of tokens it emitted, minus one."""
 
 
 class Choice(NamedTuple):
@@ -92,8 +85,8 @@ class HeadRates:
     def __init__(self, size: int) -> None:
         self._tried, self._accepted = [0.0] * size, [0.0] * size
 
-    def observe(self, windows: Sequence[tuple[int, int]]) -> None:
-        """Count a step's windows, each given as (number of drafts, tokens emitted minus one).
+    def observe(self, windows: Sequence[HeadWindow]) -> None:
+        """Count a step's windows.
 
         The draft after an answer's end counts as rejected. With more windows, trials fade more
         slowly. Each step fades all counts, as the rate of an untried position can change, too.
@@ -128,7 +121,7 @@ class FixedDrafts:
         self.choices[len(rows)] = self._num_draft_tokens
         return even_choice(rows, self._num_draft_tokens)
 
-    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+    def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         pass
 
 
@@ -209,13 +202,13 @@ class AdaptiveDrafts:
         self._note(rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
         return choice
 
-    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+    def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         """Learn from a decode step, one or two steps after it was planned.
 
-        `seconds` is the step's duration, or None if it is not known (see `StepClock`).
+        `head` are the windows without drafts of the host. `seconds` is the step's duration, or None
+        if it is not known (see `StepClock`).
         """
-        of_head = [row for row in rows if row.source == MTP and row.num_cached]
-        self._head_rates.observe([(row.num_verified, row.num_cached - 1) for row in of_head])
+        self._head_rates.observe(head)
         self._costs.observe(shape, seconds)
 
     def _review(

@@ -18,6 +18,7 @@ from mlx_mtp.speculative.draft_policy import (
     Choice,
     DraftPolicy,
     FixedDrafts,
+    HeadWindow,
     RowDrafting,
     best_windows,
 )
@@ -30,16 +31,7 @@ Rates = Callable[[], Sequence[float]]
 """() -> current acceptance probability of each position's draft, if those before are accepted."""
 
 
-class Window(NamedTuple):
-    """The fields of a step's row that a policy reads."""
-
-    drafting: RowDrafting
-    source: str
-    num_verified: int
-    num_cached: int
-
-
-Observed = tuple[list[Window], StepShape, float | None]
+Observed = tuple[list[HeadWindow], StepShape, float | None]
 
 
 class Run:
@@ -137,7 +129,8 @@ class Machine:
             kept = int(left > 0)
             while 0 < kept < min(count + 1, left) and self.random.random() < rates[kept - 1]:
                 kept += 1
-            windows.append(Window(row, "copy" if copied else MTP, count, kept))
+            if kept and not copied:
+                windows.append((count, kept - 1))
             self.left[row] = left - kept
             self.tokens += _expected(rates[: min(count, left - 1)]) if left > 0 else 0.0
         return windows, shape, None if last is None else seconds
@@ -329,7 +322,7 @@ def drive(policy, rows: list[RowDrafting], accepted: int, steps: int, steady=Tru
     for _ in range(steps):
         head = policy.choose(rows, steady=steady).head
         seen.add(head[1])
-        windows = [Window(row, MTP, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
+        windows = [(n, min(accepted, n)) for n in head]
         shape = StepShape(len(rows), sum(head), max(head), max(head))
         policy.observe(windows, shape, 0.01 if steady else None)
     return seen

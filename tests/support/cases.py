@@ -122,7 +122,7 @@ class Erratic:
         drafter.next_run = drafter.next_run or (5, 6)
         return self.random.randint(1, 16)
 
-    def observe(self, rows, shape, seconds) -> None:
+    def observe(self, head, shape, seconds) -> None:
         pass
 
 
