@@ -21,15 +21,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import (
-    HOST,
-    MTP,
-    RAGGED,
-    CostKey,
-    StepCosts,
-    StepShape,
-    Table,
-)
+from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, CostKey, StepCosts, StepShape, Table
 from mlx_mtp.speculative.draft_policy import Choice, FixedDrafts, HeadWindow, RowDrafting
 
 logger = logging.getLogger(__name__)
@@ -141,10 +133,9 @@ class Calibrator:
         self._work: Iterator[None] = iter(())
         self._core: EngineCore | None = None  # runs the first cell; None: paused
         known = self.file.load()
-        if known:
-            steps.load_table(known)
-            chunks.load_table(known)
-            logger.debug("Costs of an earlier run: %s", known)
+        steps.load_table(known)
+        chunks.load_table(known)
+        logger.debug("Costs of an earlier run: %s", known)
         lengths = chunks.to_measure(math.inf) if config.decode_pause else []
         self._cells = [CostKey(CHUNK, 1, length) for length in lengths]
         self._cells += steps_to_measure(known, config.max_num_seqs, kinds)
