@@ -20,7 +20,6 @@ from mlx_mtp.speculative.host_sources import HostDrafter
 # Factors by which a choice must be faster than the current one (_STAY), than no drafts (_PLAIN),
 # and than copying nothing (_PAYS).
 _STAY, _PLAIN, _PAYS = 1.02, 1.02, 1.03
-_AS_GOOD = 1.01  # fewer drafts are chosen if the best number is faster by at most this factor
 # The head's acceptance rates: the prior of the first position (_FIRST_RATE); the prior of a later
 # one as a share of the rate before it (_DECLINE); the weight of these priors, in trials
 # (_PRIOR_TRIALS); and the factor by which each step multiplies the counts (_FADE).
@@ -146,7 +145,6 @@ def best_windows(
     run is cut at the limit and where a draft gains no more than the price. The row copies the run
     if it gains more than the waiting drafts, both net of the price. The fastest pair is chosen.
     """
-
     own, lengths = [*map(sum, waiting)], [*map(len, waiting)]
     gains = [(row, [0.0, *accumulate(run)]) for row, run in enumerate(host) if run]
     tokens = len(own) + sum(own)
@@ -187,10 +185,9 @@ class AdaptiveDrafts:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
         head = self._head_rates.cumulative_acceptance()
         host = [row.offer() for row in rows]
-        windows = (0,) * len(rows)
-        if any(host):
-            waiting = [head[: row.waiting] for row in rows]
-            windows = best_windows(self._costs.of_batch(len(rows)), waiting, host)
+        waiting = [head[: row.waiting] for row in rows]
+        costs = self._costs.of_batch(len(rows))
+        windows = best_windows(costs, waiting, host) if any(host) else (0,) * len(rows)
         copied = [run[:count] for run, count in zip(host, windows)]
         self._since_review += 1
         changed = not steady or len(rows) != self._num_rows
@@ -227,8 +224,7 @@ class AdaptiveDrafts:
         scores = [tokens / cost for tokens, cost in self._expected]
         scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
-        # Among numbers that are about as fast, the smallest: later drafts' rates are less certain.
-        self._depth = next(n for n, x in enumerate(scores) if x * _AS_GOOD >= max(scores))
+        self._depth = scores.index(max(scores))
         self._num_rows, self._since_review = len(fixed), 0
 
     def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
@@ -237,10 +233,9 @@ class AdaptiveDrafts:
         more = min(self._depth + 1, self._most)
         is_unknown = not self._costs.has_measured(num_rows, more)
         rest = _REST if is_unknown else _LONG_REST
-        if self._since_probe <= rest:
-            return self._depth
-        if changed or self._since_probe > rest + _PROBE_STEPS:
+        if self._since_probe > rest + (0 if changed else _PROBE_STEPS):
             self._since_probe = 0
+        if self._since_probe <= rest:
             return self._depth
         return more if is_unknown or not self._depth else 0
 
@@ -252,8 +247,7 @@ class AdaptiveDrafts:
         for row, count, num_proposed in zip(rows, choice.host, choice.head):
             drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = sum(drafts.values()) / len(rows)
-        costs = self._costs.of_batch(len(rows))
-        tokens, cost = _expected(costs, windows, max(choice.head))
+        tokens, cost = _expected(self._costs.of_batch(len(rows)), windows, max(choice.head))
         by_depth = tuple(zip(*self._expected))
         self.reason = ChoiceReason(len(rows), drafts, cost, tokens, by_depth[1], by_depth[0])
 
