@@ -151,7 +151,7 @@ def test_the_policy_learns_of_decode_steps_alone():
         ([(2, 0)], StepShape(2, 4, 0, 2), None),
     ]
     stats = policy.stats()
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
+    assert (stats.num_draft_windows, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
     assert stats.num_accepted_tokens_per_pos == {"mtp": (3, 0)}
     assert (stats.prompt_tokens, stats.generation_tokens) == (16, 4 + 2 + 1 + 2 + 1)
 
