@@ -22,7 +22,7 @@ from mlx_mtp.config import DraftTokens, EngineConfig
 from mlx_mtp.engine.engine import Engine
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.model import DraftVocabulary, LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
@@ -63,14 +63,15 @@ def draft_vocab(
         rows: number of rows that draft together
     """
     model, _ = build(shape_of(shape, 4, tiny))
-    heads = {_WHOLE: None, **{str(size): DraftVocabulary(model, range(size)) for size in sizes}}
+    drafters = {_WHOLE: MTPDrafter(model)}
+    drafters |= {str(size): MTPDrafter(model, range(size)) for size in sizes}
     for count, (way, params) in itertools.product(rows, _WAYS.items()):
         calls = {
-            (name, number): _draft(model, heads[name], count, params, number)
-            for name, number in itertools.product(heads, (1, _MANY))
+            (name, number): _draft(model, drafters[name], count, params, number)
+            for name, number in itertools.product(drafters, (1, _MANY))
         }
         times, ms = take_turns(calls, rounds), dict[str, float]()
-        for name in heads:
+        for name in drafters:
             differences = [b - a for a, b in zip(times[name, 1], times[name, _MANY])]
             ms[name] = 1e3 * statistics.median(differences) / (_MANY - 1)
             figures = ms[name], ms[name] / ms[_WHOLE]
@@ -79,10 +80,9 @@ def draft_vocab(
 
 
 def _draft(
-    model: LoadedModel, head: DraftVocabulary | None, rows: int, params: SamplingParams, count: int
+    model: LoadedModel, drafter: MTPDrafter, rows: int, params: SamplingParams, count: int
 ) -> Callable[[], list[mx.array]]:
     """Returns a call that drafts `count` tokens per row at position 512, with the real drafter."""
-    drafter = MTPDrafter(model, head)
     cache = model.make_cache(rows)
     state = drafter.make_state(cache)
     sampler = Sampler([params] * rows, [[0]] * rows, model.vocab_size)

@@ -14,7 +14,7 @@ from mlx_mtp.calibration.calibrator import steps_to_measure
 from mlx_mtp.config import MAX_DRAFT_TOKENS
 from mlx_mtp.models.hub import BUNDLED_MODEL
 from mlx_mtp.speculative.costs import HOST, MTP, StepCosts, StepShape
-from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, RowDrafting
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, HeadWindow, RowDrafting
 from mlx_mtp.speculative.ngram import NgramSource
 from mlx_mtp.text.tokenizer import Tokenizer
 
@@ -132,15 +132,6 @@ class _Row(RowDrafting):
             self.host["copy"].extend(text.answer[:1])
 
 
-class _Window(NamedTuple):
-    """The fields of a step's row that the policy reads."""
-
-    drafting: _Row
-    source: str
-    num_verified: int
-    num_cached: int
-
-
 def _replay(
     texts: Sequence[_Text], num_rows: int, prices: _Prices, rate: float, sources: Sequence[str]
 ) -> tuple[float, float]:
@@ -157,11 +148,11 @@ def _replay(
     waiting = iter(texts)
     rows = [_Row(text, source) for text in itertools.islice(waiting, num_rows)]
     tokens, steps, time, steady = 0, 0, 0.0, False
-    unread: tuple[list[_Window], StepShape, float] | None = None
+    unread: tuple[list[HeadWindow], StepShape, float] | None = None
     while rows:
         choice = policy.choose(rows, steady=steady)
-        windows: list[_Window] = []
-        came: list[Sequence[int]] = []
+        windows: list[HeadWindow] = []
+        verified, came = list[int](), list[Sequence[int]]()
         for row, to_copy, drafts in zip(rows, choice.host, choice.head):
             left = len(row.text.answer) - row.at
             run: Sequence[int] = ()
@@ -173,14 +164,15 @@ def _replay(
             hits = [a == b for a, b in zip(run, following)]
             hits = hits or [chance.random() < rate for _ in range(count)]
             gained = min([*hits, False].index(False) + 1, left)
-            windows.append(_Window(row, "copy" if run else MTP, count, gained))
+            verified.append(count)
+            if not run:
+                windows.append((count, gained - 1))
             came.append(row.text.answer[row.at : row.at + gained])
             row.at += gained
             row.ahead, row.pending = count + 1, drafts
-        verified = [window.num_verified for window in windows]
         shape = StepShape(len(rows), sum(verified), max(choice.head), max(verified))
         seconds = prices.seconds(shape)
-        tokens += sum(window.num_cached for window in windows)
+        tokens += sum(map(len, came))
         steps, time = steps + len(rows), time + seconds
         if unread is not None:
             policy.observe(*unread)

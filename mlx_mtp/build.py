@@ -58,7 +58,7 @@ from mlx_mtp.ranks.segments import LeaderStore
 from mlx_mtp.sampling.params import check_draft_vocab
 from mlx_mtp.speculative.costs import HOST, MTP, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, DraftPolicy, FixedDrafts
-from mlx_mtp.speculative.drafter import MTPDrafter, make_drafter
+from mlx_mtp.speculative.drafter import MTPDrafter
 from mlx_mtp.speculative.host_sources import HostSources
 from mlx_mtp.text.draft_vocab import draft_vocabulary
 from mlx_mtp.text.tokenizer import Tokenizer
@@ -243,14 +243,14 @@ def build_engine(
     ids = None if draft_ids is None else _vocabulary(draft_ids, vocab_size)
     if ids is not None:
         ids = tuple(token for token in ids if token not in model.image_token_ids) or ids
-    uses_head = drafter is None and "mtp" in config.drafts
+    uses_head = drafter is None and "mtp" in config.drafts and model.head is not None
     # The vision tower's parts don't change its results, so the limit also applies with --exact.
     prompts = Prompts(model, config.max_decode_pause / 1e3)
     if links is not None:
         links.send(Begin(vocab_size, uses_head, ids))
     if uses_head:
-        drafter = make_drafter(model, ids)
-    if draft_ids is not None and not (uses_head and drafter):
+        drafter = MTPDrafter(model, ids)
+    if draft_ids is not None and not uses_head:
         raise UsageError("draft_ids are for the MTP head, and it doesn't draft here.")
     sources = (*([] if drafter is None else [MTP]), *config.host_sources)
     num_draft_tokens = config.num_draft_tokens if sources else 0

@@ -21,16 +21,8 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import (
-    HOST,
-    MTP,
-    RAGGED,
-    CostKey,
-    StepCosts,
-    StepShape,
-    Table,
-)
-from mlx_mtp.speculative.draft_policy import Choice, FixedDrafts, RowDrafting, VerifiedRow
+from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, CostKey, StepCosts, StepShape, Table
+from mlx_mtp.speculative.draft_policy import Choice, FixedDrafts, HeadWindow, RowDrafting
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +85,7 @@ class _CellDrafts(FixedDrafts):
         counts = (first, *(others,) * (len(rows) - 1))
         return Choice(counts, none) if self._cell.kind == MTP else Choice(none, counts)
 
-    def observe(self, rows: Many[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+    def observe(self, head: Many[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         if seconds is not None and shape == self._cell.shape:
             self.seconds.append(seconds)
 
@@ -141,10 +133,9 @@ class Calibrator:
         self._work: Iterator[None] = iter(())
         self._core: EngineCore | None = None  # runs the first cell; None: paused
         known = self.file.load()
-        if known:
-            steps.load_table(known)
-            chunks.load_table(known)
-            logger.debug("Costs of an earlier run: %s", known)
+        steps.load_table(known)
+        chunks.load_table(known)
+        logger.debug("Costs of an earlier run: %s", known)
         lengths = chunks.to_measure(math.inf) if config.decode_pause else []
         self._cells = [CostKey(CHUNK, 1, length) for length in lengths]
         self._cells += steps_to_measure(known, config.max_num_seqs, kinds)

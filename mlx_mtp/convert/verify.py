@@ -68,7 +68,7 @@ def measure_head(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> tuple[
         engine.stop()
     stats = engine.stats()
     accepted = [*stats.num_accepted_tokens_per_pos.get("mtp", ()), *[0] * DEPTH][:DEPTH]
-    return stats.num_drafts, [count / max(1, stats.num_drafts) for count in accepted]
+    return stats.num_draft_windows, [count / max(1, stats.num_draft_windows) for count in accepted]
 
 
 def _prompt_tokens(model: Path) -> list[list[int]]:

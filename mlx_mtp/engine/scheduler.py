@@ -15,7 +15,7 @@ from mlx_mtp.engine.stats import EngineStats
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
-from mlx_mtp.speculative.costs import StepShape
+from mlx_mtp.speculative.costs import MTP, StepShape
 from mlx_mtp.speculative.draft_policy import DraftPolicy
 from mlx_mtp.speculative.host_sources import HostSources
 
@@ -136,7 +136,10 @@ class Scheduler:
             proposed = max(row.num_proposed for row in step.rows)
             verified = [row.num_verified for row in rows]
             shape = StepShape(len(rows), sum(verified), proposed, max(verified))
-            self._drafts.observe(rows, shape, step.seconds)
+            # Windows of rows that had ended emit nothing and tell nothing.
+            head = [row for row in rows if row.source == MTP and row.num_cached]
+            windows = [(row.num_verified, row.num_cached - 1) for row in head]
+            self._drafts.observe(windows, shape, step.seconds)
 
     def _update_row(self, row: StepRow) -> RequestOutput | None:
         sequence, tokens, error = row.sequence, row.token_ids, row.error

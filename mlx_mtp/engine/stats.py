@@ -40,7 +40,7 @@ class EngineStats:
     prefills: Mapping[str, PrefillProgress] = field(default_factory=dict)  # by request id
     prompt_tokens: int = 0  # prompt tokens computed
     generation_tokens: int = 0  # tokens emitted
-    num_drafts: int = 0  # verify windows with at least one draft, one per row
+    num_draft_windows: int = 0  # verify windows with at least one draft, one per row
     num_draft_tokens: int = 0  # drafts verified; see `StepRow.num_drafts`
     num_accepted_tokens: int = 0  # drafts accepted
     num_optimistic_tokens: int = 0  # drafts accepted though not sampled
@@ -67,7 +67,7 @@ class EngineStats:
         assert 0 <= num_accepted <= num_drafts
         if not num_drafts:
             return
-        self.num_drafts += 1
+        self.num_draft_windows += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         hits = [position < num_accepted for position in range(num_drafts)]

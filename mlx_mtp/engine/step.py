@@ -78,8 +78,6 @@ class StepRow:
         """True if this is the prompt's last chunk."""
         return self.start + self.length == self.sequence.num_prompt
 
-    # What the draft policy reads (see `draft_policy.VerifiedRow`):
-
     @property
     def drafting(self) -> RowDrafting:
         return self.sequence.drafting

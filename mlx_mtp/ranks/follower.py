@@ -13,7 +13,7 @@ from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.ranks.links import Link
 from mlx_mtp.ranks.messages import Begin, Compare, Poll, Step
 from mlx_mtp.ranks.segments import FollowerPrefixes, FollowerSegments
-from mlx_mtp.speculative.drafter import make_drafter
+from mlx_mtp.speculative.drafter import MTPDrafter
 
 
 def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> None:
@@ -21,7 +21,7 @@ def follow(model: LoadedModel, link: Link, store: PrefixStore | None = None) -> 
     follower: _Follower | None = None
     while (message := link.receive()) is not None:
         if isinstance(message, Begin):
-            drafter = make_drafter(model, message.draft_ids) if message.drafts else None
+            drafter = MTPDrafter(model, message.draft_ids) if message.drafts else None
             runner = ModelRunner(model, drafter, message.vocab_size, FollowerPrefixes())
             follower = _Follower(runner, FollowerSegments(link, store))
             continue

@@ -94,7 +94,7 @@ _TOTALS = {
         "Prefixes not written: the disk is slow or full, or they are too large.",
         "stats.prefix_cache.num_files_dropped",
     ),
-    "spec_decode_num_drafts": ("Windows of drafts verified.", "stats.num_drafts"),
+    "spec_decode_num_drafts": ("Windows of drafts verified.", "stats.num_draft_windows"),
     "spec_decode_num_draft_tokens": (
         "Drafts verified; those copied from earlier answers if they were accepted.",
         "stats.num_draft_tokens",

@@ -7,10 +7,9 @@ from one run of the server to the next.
 """
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import median_low
+from statistics import mean, median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -44,12 +43,10 @@ _PRIOR = (
     (0.0, 0.3),  # extra cost of a step in use
     (0.0, 0.01),  # extra cost of a step in use per row
 )
-# Standard deviations of the change of `speed` (see `StepCosts`) between two measurements, and
-# between calibration and the first measurement in use.
-_SPEED_CHANGES, _SPEED_IN_USE = 0.015, 0.1
+_SLOWNESS_CHANGES = 0.015  # standard deviation of its change between two measurements
 _CHANGES = 0.001  # share of the prior's variance that each measurement in use adds
 _NOISE = 0.04  # relative standard deviation of a measurement
-_FARTHEST = 0.5, 2.0  # limits of a measurement's relative deviation below and above the expected
+_FARTHEST = -0.5, 2.0  # limits of a measurement's relative deviation from the expected
 _BLOCK, _FEWEST_STEPS = 8, 3  # maximum and minimum number of steps in a measurement in use
 _KEPT = 3  # latest measurements of a cell, the median of which is saved for the next run
 _LATE = 1.3  # times the median of a block: longer steps are cut to this
@@ -68,10 +65,10 @@ class StepShape(NamedTuple):
     rows: int
     drafts: int  # verified drafts of all rows
     passes: int  # passes of the MTP head
-    longest: int  # drafts in the longest window
+    longest: float  # drafts in the longest window; a fraction if a cost is interpolated
 
     @property
-    def padding(self) -> int:
+    def padding(self) -> float:
         """Number of places by which all windows together are shorter than the longest one."""
         return self.rows * self.longest - self.drafts
 
@@ -112,30 +109,29 @@ class BatchCosts(NamedTuple):
 
 
 class StepCosts:
-    """A model of the seconds of decode steps: a linear function, scaled by the machine's speed.
+    """A model of the seconds of decode steps: a linear function, scaled by the machine's slowness.
 
-    A step takes `exp(speed) * features @ coefficients` seconds: a higher `speed` is slower. An
-    extended Kalman filter estimates `speed` and the coefficients. `speed` can change with each
-    measurement, because other work on the machine slows all steps alike.
+    A step takes `exp(slowness) * features @ coefficients` seconds. An extended Kalman filter
+    estimates `slowness` and the coefficients. `slowness` can change with each measurement, because
+    other work on the machine slows all steps alike.
     """
 
     def __init__(self) -> None:
-        self._prior, self._covariance = _prior()  # of [speed, *coefficients]
+        self._prior, self._covariance = _prior()  # of [slowness, *coefficients]
         self._mean = self._prior.copy()
         self._changes = _CHANGES * np.diag(np.diag(self._covariance))
         self._cells: dict[CostKey, deque[float]] = {}  # latest seconds of each cell
-        self._in_use = False  # True once a step in use was measured
         self._steps: list[tuple[StepShape, float]] = []  # steps of the incomplete block
         # The first launch of a shape is not measured: it compiles kernels and fills buffer pools.
-        self._seen = set[tuple[int, ...]]()
+        self._seen = set[tuple[float, ...]]()
         # Rows of the last step, and the head's drafts in each row; None: unequal, or from the host.
-        self._kind: tuple[int, int | None] = 0, None
+        self._kind: tuple[int, float | None] = 0, None
         self._batch_costs: dict[int, BatchCosts] = {}
 
     def learn(self, cell: CostKey, seconds: float) -> None:
         """Learn from steps that were measured while no request ran, or in an earlier run."""
         self._keep(cell, seconds)
-        self._learn(_features_of(cell.shape, in_use=cell.kind == USE), seconds)
+        self._learn(_features(cell.shape, in_use=cell.kind == USE), seconds)
 
     def observe(self, shape: StepShape, seconds: float | None) -> None:
         """Learn from a step in use; `seconds` is None if its time is not known."""
@@ -158,11 +154,11 @@ class StepCosts:
         return self._batch_costs[rows]
 
     def has_measured(self, rows: int, depth: int) -> bool:
-        """Returns True if two measurements had about `rows` rows with `depth` or more drafts."""
+        """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
         alike = (
             len(seconds)
             for cell, seconds in self._cells.items()
-            if cell.size >= depth and 0.4 < cell.rows / rows < 2.5
+            if cell.kind in (MTP, USE) and cell.size >= depth and 0.4 < cell.rows / rows < 2.5
         )
         return sum(alike) >= 2
 
@@ -185,11 +181,8 @@ class StepCosts:
             return
         shapes, times = zip(*steps)
         usual = _LATE * median_low(times)  # Some steps are delayed.
-        seconds = statistics.mean(min(each, usual) for each in times)
-        features = np.mean([_features_of(shape, in_use=True) for shape in shapes], axis=0)
-        if not self._in_use:
-            self._in_use = True
-            self._covariance[0, 0] += _SPEED_IN_USE**2
+        seconds = mean(min(each, usual) for each in times)
+        features = np.mean([_features(shape, in_use=True) for shape in shapes], axis=0)
         self._covariance += self._changes
         self._learn(features, seconds)
         rows, depth = self._kind
@@ -197,14 +190,13 @@ class StepCosts:
             self._keep(CostKey(USE, rows, depth), seconds)
 
     def _learn(self, features: Vector, seconds: float) -> None:
-        speed, coefficients = self._mean[0], self._mean[1:]
+        slowness, coefficients = self._mean[0], self._mean[1:]
         expected = max(float(coefficients @ features), _LEAST_PLAIN)
-        if np.isnan(speed):  # This is the first measurement.
-            self._mean[0] = speed = np.log(seconds / expected)
-        self._covariance[0, 0] += _SPEED_CHANGES**2
-        low, high = _FARTHEST
-        off = min(max(float(seconds / np.exp(speed) / expected - 1.0), -low), high)
-        # The derivative of the relative seconds by `speed` and by each coefficient.
+        if np.isnan(slowness):  # This is the first measurement.
+            self._mean[0] = slowness = np.log(seconds / expected)
+        self._covariance[0, 0] += _SLOWNESS_CHANGES**2
+        off = np.clip(seconds / np.exp(slowness) / expected - 1.0, *_FARTHEST)
+        # The derivative of the relative seconds by `slowness` and by each coefficient.
         gradient = np.concatenate([[1.0], features / expected])
         spread = self._covariance @ gradient
         gain = spread / (gradient @ spread + _NOISE**2)
@@ -216,9 +208,9 @@ class StepCosts:
         self._batch_costs.clear()
 
     def _rescale(self, scale: float) -> None:
-        """Divide all coefficients by `scale` and add its logarithm to `speed`: costs don't change.
+        """Divide the coefficients by `scale` and add its logarithm to `slowness`: no cost changes.
 
-        Measurements determine ratios of costs much better than `speed`. The coefficients could
+        Measurements determine ratios of costs much better than `slowness`. The coefficients could
         therefore grow without limit, and `_changes`, which is constant, would become negligible.
         """
         self._mean[0] += math.log(scale)
@@ -227,40 +219,33 @@ class StepCosts:
         self._covariance[:, 1:] /= scale
 
     def _costs_of(self, rows: int) -> BatchCosts:
-        mean, covariance = self._mean[1:], self._covariance[1:, 1:]
-        none = _features(rows, 0, 0, 0, in_use=True)
-        plain = max(float(mean @ none), _LEAST_PLAIN)
+        coefficients, covariance = self._mean[1:], self._covariance[1:, 1:]
+        none = _features(StepShape(rows, 0, 0, 0), in_use=True)
+        plain = max(float(coefficients @ none), _LEAST_PLAIN)
 
-        def more(drafts: int = 0, passes: int = 0, padding: int = 0) -> float:
-            """Returns the extra cost, relative to a step without drafts."""
-            share = mean @ (_features(rows, drafts, passes, padding, in_use=True) - none) / plain
-            return float(share)
-
-        def doubt(drafts: int) -> float:
-            """Returns the standard deviation of the cost of windows of equal length."""
-            even = _features(rows, drafts, min(drafts // rows, MAX_DRAFT_TOKENS), 0, in_use=True)
-            off = (even - mean @ even / plain * none) / plain
-            return math.sqrt(max(float(off @ covariance @ off), 0.0))
+        def more(drafts: int, passes: int, longest: float, caution: float = 0.0) -> float:
+            """Returns the cost over that of a step without drafts, plus `caution` deviations."""
+            step = _features(StepShape(rows, drafts, passes, longest), in_use=True)
+            cost = float(coefficients @ (step - none)) / plain
+            gradient = (step - (1.0 + cost) * none) / plain  # by the coefficients
+            return cost + caution * math.sqrt(max(float(gradient @ covariance @ gradient), 0.0))
 
         most = rows * MAX_HOST_DRAFTS
         # Between these numbers of drafts costs are linear.
         ends = [1, *(int(n) - rows for n in _KNOTS if rows + 1 < n < rows + most), most]
         known = np.maximum.accumulate(
-            [_LEAST_MORE, *(more(n) + _CAUTION * doubt(n) for n in ends)]
+            [_LEAST_MORE, *(more(n, 0, n / rows, _CAUTION) for n in ends)]
         )[1:]
         drafts = np.arange(1, most + 1)
         verify = 1.0 + np.interp(drafts, ends, known) + _LEAST_SLOPE / rows * drafts
-        passes = [max(more(passes=n), 0.0) for n in range(MAX_DRAFT_TOKENS + 1)]
-        place = max(more(padding=1), 0.0) + _LEAST_SLOPE / rows
+        passes = [max(more(0, n, 0), 0.0) for n in range(MAX_DRAFT_TOKENS + 1)]
+        place = max(more(0, 0, 1 / rows), 0.0) + _LEAST_SLOPE / rows
         return BatchCosts([1.0, *verify.tolist()], passes, place)
 
 
-def _features_of(shape: StepShape, *, in_use: bool) -> Vector:
-    return _features(shape.rows, shape.drafts, shape.passes, shape.padding, in_use=in_use)
-
-
-def _features(rows: int, drafts: int, passes: int, padding: int, *, in_use: bool) -> Vector:
+def _features(shape: StepShape, *, in_use: bool) -> Vector:
     """Returns the features: one per coefficient of `_PRIOR`, then one per interval of `_KNOTS`."""
+    rows, drafts, passes, _ = shape
     any_drafts, used = drafts > 0, float(in_use)
     others = (
         1.0,
@@ -268,7 +253,7 @@ def _features(rows: int, drafts: int, passes: int, padding: int, *, in_use: bool
         any_drafts * rows,
         passes,
         passes * rows,
-        padding,
+        shape.padding,
         rows - 1,
         used,
         used * rows,
@@ -278,7 +263,7 @@ def _features(rows: int, drafts: int, passes: int, padding: int, *, in_use: bool
 
 
 def _prior() -> tuple[Vector, Vector]:
-    """Returns mean and covariance of `speed` (nan: not known yet) and of all coefficients."""
+    """Returns mean and covariance of `slowness` (nan: not known yet) and of all coefficients."""
     means, deviations = zip(*_PRIOR)
     places = np.log(_KNOTS[:-1])
     distances = np.abs(places[:, None] - places) / _ALIKE

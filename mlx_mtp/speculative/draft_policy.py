@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
@@ -20,7 +20,6 @@ from mlx_mtp.speculative.host_sources import HostDrafter
 # Factors by which a choice must be faster than the current one (_STAY), than no drafts (_PLAIN),
 # and than copying nothing (_PAYS).
 _STAY, _PLAIN, _PAYS = 1.02, 1.02, 1.03
-_AS_GOOD = 1.01  # fewer drafts are chosen if the best number is faster by at most this factor
 # The head's acceptance rates: the prior of the first position (_FIRST_RATE); the prior of a later
 # one as a share of the rate before it (_DECLINE); the weight of these priors, in trials
 # (_PRIOR_TRIALS); and the factor by which each step multiplies the counts (_FADE).
@@ -52,15 +51,8 @@ class RowDrafting:
         return offers[self.source]
 
 
-class VerifiedRow(Protocol):
-    """The part of a decode step's row that a policy reads (see `engine.step.StepRow`)."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def num_verified(self) -> int: ...  # drafts in the row's window
-    @property
-    def num_cached(self) -> int: ...  # tokens the window emitted; 0 if the row had ended before
+HeadWindow = tuple[int, int]
+"""A window's number of drafts of the head, and the number of tokens it emitted, minus one."""
 
 
 class Choice(NamedTuple):
@@ -92,8 +84,8 @@ class HeadRates:
     def __init__(self, size: int) -> None:
         self._tried, self._accepted = [0.0] * size, [0.0] * size
 
-    def observe(self, windows: Sequence[tuple[int, int]]) -> None:
-        """Count a step's windows, each given as (number of drafts, tokens emitted minus one).
+    def observe(self, windows: Sequence[HeadWindow]) -> None:
+        """Count a step's windows.
 
         The draft after an answer's end counts as rejected. With more windows, trials fade more
         slowly. Each step fades all counts, as the rate of an untried position can change, too.
@@ -128,7 +120,7 @@ class FixedDrafts:
         self.choices[len(rows)] = self._num_draft_tokens
         return even_choice(rows, self._num_draft_tokens)
 
-    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+    def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         pass
 
 
@@ -153,7 +145,6 @@ def best_windows(
     run is cut at the limit and where a draft gains no more than the price. The row copies the run
     if it gains more than the waiting drafts, both net of the price. The fastest pair is chosen.
     """
-
     own, lengths = [*map(sum, waiting)], [*map(len, waiting)]
     gains = [(row, [0.0, *accumulate(run)]) for row, run in enumerate(host) if run]
     tokens = len(own) + sum(own)
@@ -194,10 +185,9 @@ class AdaptiveDrafts:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
         head = self._head_rates.cumulative_acceptance()
         host = [row.offer() for row in rows]
-        windows = (0,) * len(rows)
-        if any(host):
-            waiting = [head[: row.waiting] for row in rows]
-            windows = best_windows(self._costs.of_batch(len(rows)), waiting, host)
+        waiting = [head[: row.waiting] for row in rows]
+        costs = self._costs.of_batch(len(rows))
+        windows = best_windows(costs, waiting, host) if any(host) else (0,) * len(rows)
         copied = [run[:count] for run, count in zip(host, windows)]
         self._since_review += 1
         changed = not steady or len(rows) != self._num_rows
@@ -209,13 +199,13 @@ class AdaptiveDrafts:
         self._note(rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
         return choice
 
-    def observe(self, rows: Sequence[VerifiedRow], shape: StepShape, seconds: float | None) -> None:
+    def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         """Learn from a decode step, one or two steps after it was planned.
 
-        `seconds` is the step's duration, or None if it is not known (see `StepClock`).
+        `head` are the windows without drafts of the host. `seconds` is the step's duration, or None
+        if it is not known (see `StepClock`).
         """
-        of_head = [row for row in rows if row.source == MTP and row.num_cached]
-        self._head_rates.observe([(row.num_verified, row.num_cached - 1) for row in of_head])
+        self._head_rates.observe(head)
         self._costs.observe(shape, seconds)
 
     def _review(
@@ -234,8 +224,7 @@ class AdaptiveDrafts:
         scores = [tokens / cost for tokens, cost in self._expected]
         scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
-        # Among numbers that are about as fast, the smallest: later drafts' rates are less certain.
-        self._depth = next(n for n, x in enumerate(scores) if x * _AS_GOOD >= max(scores))
+        self._depth = scores.index(max(scores))
         self._num_rows, self._since_review = len(fixed), 0
 
     def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
@@ -244,10 +233,9 @@ class AdaptiveDrafts:
         more = min(self._depth + 1, self._most)
         is_unknown = not self._costs.has_measured(num_rows, more)
         rest = _REST if is_unknown else _LONG_REST
-        if self._since_probe <= rest:
-            return self._depth
-        if changed or self._since_probe > rest + _PROBE_STEPS:
+        if self._since_probe > rest + (0 if changed else _PROBE_STEPS):
             self._since_probe = 0
+        if self._since_probe <= rest:
             return self._depth
         return more if is_unknown or not self._depth else 0
 
@@ -259,8 +247,7 @@ class AdaptiveDrafts:
         for row, count, num_proposed in zip(rows, choice.host, choice.head):
             drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = sum(drafts.values()) / len(rows)
-        costs = self._costs.of_batch(len(rows))
-        tokens, cost = _expected(costs, windows, max(choice.head))
+        tokens, cost = _expected(self._costs.of_batch(len(rows)), windows, max(choice.head))
         by_depth = tuple(zip(*self._expected))
         self.reason = ChoiceReason(len(rows), drafts, cost, tokens, by_depth[1], by_depth[0])
 

@@ -76,18 +76,21 @@ class DeferredWrites:
 
 
 class MTPDrafter:
-    """Drafts with a model's head, from `vocabulary` if given; never waits for the device.
+    """Drafts with a model's head, only the tokens `draft_ids` if given; never waits for the device.
 
     A draft is accepted only if it equals the token that the model samples, so drafts don't change
     the output (except as `SamplingParams.optimistic` allows).
     """
 
-    def __init__(self, model: LoadedModel, vocabulary: DraftVocabulary | None = None) -> None:
+    def __init__(self, model: LoadedModel, draft_ids: Sequence[int] | None = None) -> None:
         assert model.head is not None
         self._model = model
         self._head: MTPHead = model.head
-        self._lm_head = None if vocabulary is None else vocabulary.layer
-        self._ids = None if vocabulary is None else vocabulary.ids
+        self._lm_head = self._ids = None  # of all tokens
+        if draft_ids is not None:
+            vocabulary = DraftVocabulary(model, draft_ids)
+            self._lm_head, self._ids = vocabulary.layer, vocabulary.ids
+            logger.info("The copied rows of lm_head take %.1f MB.", vocabulary.nbytes / 1e6)
 
     def make_state(self, cache: BatchCache) -> DeferredWrites:
         """Returns the state for a new cache's rows; adds a KV cache for the head to `cache`."""
@@ -148,14 +151,3 @@ class MTPDrafter:
         assert cache.head is not None
         embedded = self._model.embed(targets, packing.images)
         return self._head.write(embedded, hidden, cache.head, packing)
-
-
-def make_drafter(model: LoadedModel, draft_ids: Sequence[int] | None) -> MTPDrafter | None:
-    """Returns a model's drafter, limited to `draft_ids` if given; None if there is no head."""
-    if model.head is None:
-        return None
-    if draft_ids is None:
-        return MTPDrafter(model)
-    vocabulary = DraftVocabulary(model, draft_ids)
-    logger.info("The copy of lm_head's rows to draft with takes %.1f MB.", vocabulary.nbytes / 1e6)
-    return MTPDrafter(model, vocabulary)

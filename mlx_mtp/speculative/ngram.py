@@ -57,12 +57,10 @@ class NgramIndex:
     def extend(self, tokens: Sequence[int]) -> None:
         first = max(len(self.tokens), GRAM)
         self.tokens.extend(tokens)
-        # `_build` takes a third of the time per token, but must index all tokens again.
-        is_long = len(tokens) > max(_FIRST_ENTRIES, len(self.tokens) // 4)
-        if is_long or len(self.tokens) > len(self._heads):
+        if len(self.tokens) > len(self._heads):
             self._build()
             return
-        self._before.extend([0] * (len(self.tokens) - len(self._before)))
+        self._before.extend([0] * len(tokens))
         for place in range(first, len(self.tokens)):
             entry = self._entry(self.tokens, place)
             self._before[place], self._heads[entry] = self._heads[entry], place
@@ -135,17 +133,14 @@ class NgramRates:
     def cumulative_acceptance(self, match: int, count: int, pool: "NgramRates") -> list[float]:
         """Returns the cumulative acceptance of `count` tokens; `pool`: rates of all requests."""
         classes = _CLASSES[match : match + count]
-        rates = dict[int, float]()
-        for index in set(classes):
-            prior = pool.rate(index, _PRIORS[index], _PRIOR_TRIALS)
-            rates[index] = self.rate(index, prior, _POOL_TRIALS)
-        return list(accumulate((rates[index] for index in classes), mul))
+        priors = {index: pool.rate(index, _PRIORS[index], _PRIOR_TRIALS) for index in set(classes)}
+        return list(accumulate((self.rate(i, priors[i], _POOL_TRIALS) for i in classes), mul))
 
 
 class NgramSource:
     """A source of `HostSources`: earlier answers by salt, in at most `limit` bytes.
 
-    Beyond the limit, the salt that got an answer longest ago is dropped first.
+    Beyond the limit, the least recently used salt is dropped first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -164,7 +159,10 @@ class NgramSource:
         index = self._prompts.get(key)
         if index is None:
             index = self._prompts[key] = NgramIndex(prompt)
-        return NgramDrafter(index, self._rates, None if alone else self._texts.get(salt))
+        others = None if alone else self._texts.get(salt)
+        if others is not None:
+            self._texts.move_to_end(salt)
+        return NgramDrafter(index, self._rates, others)
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
         """Add an answer to the text of its salt."""

@@ -47,48 +47,29 @@ def _verify_window(
     num_drafts: mx.array | None,
 ) -> AcceptResult:
     if window.shape[1] == 1:
-        return _verify_token(sampled[:, 0], window[:, 0], stop_ids, remaining, finished)
-    agreed = (sampled[:, :-1] == window[:, 1:]).astype(mx.int32)
-    if num_drafts is not None:
-        agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
-    num_agreed = mx.cumprod(agreed, axis=1).sum(axis=1).astype(mx.int32)
-    allowed = mx.minimum(num_agreed + 1, remaining)
-    is_stop = (sampled[..., None] == stop_ids[:, None]).any(axis=-1)
-    stop_in = is_stop & (mx.arange(sampled.shape[1]) < allowed[:, None])
-    stopped = stop_in.any(axis=1)
-    num_kept = mx.where(stopped, mx.argmax(stop_in, axis=1).astype(mx.int32) + 1, allowed)
-    num_kept = mx.where(finished, 0, num_kept)
+        num_accepted = at_last = zeros(len(sampled))
+        num_kept = mx.where(finished, 0, mx.minimum(remaining, 1))
+        newest = sampled[:, 0]
+    else:
+        agreed = (sampled[:, :-1] == window[:, 1:]).astype(mx.int32)
+        if num_drafts is not None:
+            agreed = agreed * (mx.arange(agreed.shape[1]) < num_drafts[:, None])
+        is_stop = (sampled[:, :-1, None] == stop_ids[:, None]).any(axis=-1)
+        # A token is emitted after each accepted draft that is not a stop id.
+        num_followed = mx.cumprod(agreed * mx.logical_not(is_stop), axis=1).sum(axis=1)
+        num_kept = mx.where(finished, 0, mx.minimum(num_followed + 1, remaining))
+        num_accepted = mx.minimum(mx.cumprod(agreed, axis=1).sum(axis=1), num_kept)
+        at_last = mx.maximum(num_kept - 1, 0)
+        newest = mx.take_along_axis(sampled, at_last[:, None], axis=1)[:, 0]
+    last = mx.where(num_kept > 0, newest, window[:, 0])
     remaining = remaining - num_kept
-    at_last = mx.maximum(num_kept - 1, 0)
-    newest = mx.take_along_axis(sampled, at_last[:, None], axis=1)[:, 0]
+    # The last token is compared even if it was emitted before: then the row has ended already.
+    stopped = (last[:, None] == stop_ids).any(axis=1)
     return AcceptResult(
         num_kept=num_kept,
-        num_accepted=mx.minimum(num_agreed, num_kept),
+        num_accepted=num_accepted,
         finished=finished | stopped | (remaining <= 0),
         remaining=remaining,
-        last=mx.where(num_kept > 0, newest, window[:, 0]),
+        last=last,
         at_last=at_last,
-    )
-
-
-def _verify_token(
-    sampled: mx.array,  # int32 [B]
-    last: mx.array,  # int32 [B], the last token emitted before
-    stop_ids: mx.array,
-    remaining: mx.array,
-    finished: mx.array,
-) -> AcceptResult:
-    """Verify a window without drafts, in fewer operations."""
-    emits = mx.logical_not(finished | (remaining <= 0))
-    num_kept = emits.astype(mx.int32)
-    remaining = remaining - num_kept
-    is_stop = (sampled[:, None] == stop_ids).any(axis=1)
-    none = zeros(len(sampled))
-    return AcceptResult(
-        num_kept=num_kept,
-        num_accepted=none,
-        finished=finished | (is_stop & emits) | (remaining <= 0),
-        remaining=remaining,
-        last=mx.where(emits, sampled, last),
-        at_last=none,
     )

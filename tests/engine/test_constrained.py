@@ -117,5 +117,5 @@ def test_drafts_are_masked_so_that_they_are_accepted(tiny_models):
     driver.run()
     stats = driver.core.scheduler.stats()
     # 11 tokens in windows of 5: unmasked drafts of a random head would hardly ever be right.
-    assert stats.num_drafts <= 3
+    assert stats.num_draft_windows <= 3
     assert stats.num_accepted_tokens >= 7

@@ -101,8 +101,8 @@ def test_tokens_equal_plain_decoding(tiny_models, references, ties, case):
     if case["drafts"] == "reject":
         assert sum(stats.num_accepted_tokens_per_pos.get("mtp", ())) == 0
     if isinstance(depth, int):
-        assert stats.num_draft_tokens == depth * stats.num_drafts
-        assert (depth == 0) == (stats.num_drafts == 0)
+        assert stats.num_draft_tokens == depth * stats.num_draft_windows
+        assert (depth == 0) == (stats.num_draft_windows == 0)
         if case["drafts"] == "force":
             # Every window is accepted whole, except a request's last, which its end can cut.
             cut = len(driver.outputs) * depth

@@ -15,7 +15,7 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.costs import StepShape
-from mlx_mtp.speculative.draft_policy import FixedDrafts
+from mlx_mtp.speculative.draft_policy import FixedDrafts, HeadWindow
 
 
 def sequence(
@@ -122,11 +122,10 @@ class Watched(FixedDrafts):
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.seen: list[tuple[list[tuple[str, int, int]], StepShape, float | None]] = []
+        self.seen: list[tuple[list[HeadWindow], StepShape, float | None]] = []
 
-    def observe(self, rows, shape, seconds) -> None:
-        rows = [(row.sequence.request_id, row.num_verified, row.num_cached) for row in rows]
-        self.seen.append((rows, shape, seconds))
+    def observe(self, head, shape, seconds) -> None:
+        self.seen.append((head, shape, seconds))
 
 
 def test_the_policy_learns_of_decode_steps_alone():
@@ -148,11 +147,11 @@ def test_the_policy_learns_of_decode_steps_alone():
     policy.update([InFlightStep(second)])
     # The size of the windows counts for the cost; failed rows are not reported.
     assert depth.seen == [
-        ([("a", 2, 2), ("b", 2, 1), ("d", 2, 2)], StepShape(3, 6, 2, 2), 0.5),
-        ([("a", 2, 1), ("b", 2, 0)], StepShape(2, 4, 0, 2), None),
+        ([(2, 1), (2, 0), (2, 1)], StepShape(3, 6, 2, 2), 0.5),
+        ([(2, 0)], StepShape(2, 4, 0, 2), None),
     ]
     stats = policy.stats()
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
+    assert (stats.num_draft_windows, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 6, 3)
     assert stats.num_accepted_tokens_per_pos == {"mtp": (3, 0)}
     assert (stats.prompt_tokens, stats.generation_tokens) == (16, 4 + 2 + 1 + 2 + 1)
 

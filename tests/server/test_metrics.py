@@ -40,7 +40,7 @@ PREFIXES = json.loads("""{
 STATS = json.loads("""{
     "num_requests_running": 1, "num_requests_waiting": 2, "prompt_tokens": 3, "num_restarts": 18,
     "kv_usage": 0.25,
-    "generation_tokens": 4, "num_drafts": 5, "num_draft_tokens": 6, "num_accepted_tokens": 7,
+    "generation_tokens": 4, "num_draft_windows": 5, "num_draft_tokens": 6, "num_accepted_tokens": 7,
     "num_optimistic_tokens": 19,
     "num_accepted_tokens_per_pos": {"mtp": [8, 9], "copy": [4]},
     "depths": [[1, 3], [16, 0]], "parked": true

@@ -18,6 +18,7 @@ from mlx_mtp.speculative.draft_policy import (
     Choice,
     DraftPolicy,
     FixedDrafts,
+    HeadWindow,
     RowDrafting,
     best_windows,
 )
@@ -30,16 +31,7 @@ Rates = Callable[[], Sequence[float]]
 """() -> current acceptance probability of each position's draft, if those before are accepted."""
 
 
-class Window(NamedTuple):
-    """The fields of a step's row that a policy reads."""
-
-    drafting: RowDrafting
-    source: str
-    num_verified: int
-    num_cached: int
-
-
-Observed = tuple[list[Window], StepShape, float | None]
+Observed = tuple[list[HeadWindow], StepShape, float | None]
 
 
 class Run:
@@ -72,6 +64,7 @@ class Machine:
     answers: Sequence[int] = (1 << 30,)  # lengths, drawn; tokens after an answer don't count
     seconds: float = 0.0
     tokens: float = 0.0
+    drafted: int = 0  # steps in which the head drafts
     seen: set[StepShape] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -120,6 +113,7 @@ class Machine:
         last: StepShape | None,
     ) -> Observed:
         self.seconds += self.price(shape)
+        self.drafted += shape.passes > 0
         # The time that the host sees includes a part of the previous step.
         seconds = 0.7 * self.price(shape) + 0.3 * self.price(last or shape)
         seconds *= self.random.lognormvariate(0.0, self.noise)
@@ -137,7 +131,8 @@ class Machine:
             kept = int(left > 0)
             while 0 < kept < min(count + 1, left) and self.random.random() < rates[kept - 1]:
                 kept += 1
-            windows.append(Window(row, "copy" if copied else MTP, count, kept))
+            if kept and not copied:
+                windows.append((count, kept - 1))
             self.left[row] = left - kept
             self.tokens += _expected(rates[: min(count, left - 1)]) if left > 0 else 0.0
         return windows, shape, None if last is None else seconds
@@ -235,31 +230,38 @@ def test_a_spoiled_head_costs_at_most_2_percent(table, size):
     policy = calibrated(table, size)
     plain = size / table[size][0] * 100
     assert machine.run(policy, size, 300) > 0.94 * plain  # while it learns that
+    machine.drafted = 0
     assert machine.run(policy, size, 1500) > 0.98 * plain
-    assert policy.choices == {size: 0}
+    assert machine.drafted < 0.1 * 1500  # it is tried now and then
 
 
 @pytest.mark.parametrize("number", QUICK_NUMBERS)
 def test_acceptance_that_turns_bad_and_good_again_is_followed(number):
-    """The rows stay the same, or are new all the time."""
+    """The rows stay the same, or are new all the time. Speeds are means of three runs."""
     (table, size), same_rows = PLACES[number], bool(number % 2)
-    phase = [REAL]
-    machine = Machine(cost_of(table), lambda: phase[0], noise=0.05)
-    policy = calibrated(table, size)
-    rows = [RowDrafting() for _ in range(size)]
-    for rates, least in ((REAL, 0.9), (SPOILED, 0.94), (REAL, 0.9), (SPOILED, 0.94)):
-        phase[0] = rates
-        best = best_fixed(machine.cost, rates, size)
-        seconds, tokens = machine.seconds, machine.tokens
-        for _ in range(12):
-            rows = rows if same_rows else [RowDrafting() for _ in range(size)]
-            machine.run(policy, size, 100, rows)
-        assert (machine.tokens - tokens) / (machine.seconds - seconds) > least * best
-        choice = policy.choices[size]
-        if rates is SPOILED:
-            assert cost_of(table, 1.0)(size, choice) < 1.06  # no drafts, or almost as cheap
-        else:
-            assert choice > 0 or best < 1.05 * size / machine.cost(size, 0)
+    phases = ((REAL, 0.9), (SPOILED, 0.94), (REAL, 0.9), (SPOILED, 0.94))
+    shares: list[list[float]] = [[] for _ in phases]
+    for seed in range(3):
+        phase = [REAL]
+        machine = Machine(cost_of(table), lambda: phase[0], noise=0.05, seed=seed)  # noqa: B023
+        policy = calibrated(table, size)
+        rows = [RowDrafting() for _ in range(size)]
+        for of_phase, (rates, _) in zip(shares, phases):
+            phase[0] = rates
+            best = best_fixed(machine.cost, rates, size)
+            seconds, tokens = machine.seconds, machine.tokens
+            for _ in range(12):
+                rows = rows if same_rows else [RowDrafting() for _ in range(size)]
+                machine.run(policy, size, 100, rows)
+            speed = (machine.tokens - tokens) / (machine.seconds - seconds)
+            of_phase.append(speed / best)
+            choice = policy.choices[size]
+            if rates is SPOILED:
+                assert cost_of(table, 1.0)(size, choice) < 1.06  # no drafts, or almost as cheap
+            else:
+                assert choice > 0 or best < 1.05 * size / machine.cost(size, 0)
+    for of_phase, (_, least) in zip(shares, phases):
+        assert sum(of_phase) > least * len(of_phase)
 
 
 @settings(
@@ -329,7 +331,7 @@ def drive(policy, rows: list[RowDrafting], accepted: int, steps: int, steady=Tru
     for _ in range(steps):
         head = policy.choose(rows, steady=steady).head
         seen.add(head[1])
-        windows = [Window(row, MTP, n, min(accepted, n) + 1) for row, n in zip(rows, head)]
+        windows = [(n, min(accepted, n)) for n in head]
         shape = StepShape(len(rows), sum(head), max(head), max(head))
         policy.observe(windows, shape, 0.01 if steady else None)
     return seen

@@ -126,6 +126,13 @@ def test_earlier_answers_under_the_same_salt_are_copied_within_their_memory():
         assert source.nbytes == sum(text.nbytes for text in source._texts.values()) <= 1 << 14
     assert run("a", 59_010, 59_011, 59_012)[0] == 59_013
     assert run("a", *FILE[10:14]) == []
+    oldest, newer, *_ = source._texts
+    source.drafter((1, 2, 3), oldest)  # The least recently used salt is dropped, not this one.
+    while newer in source._texts:
+        number += 1
+        source.keep(number, FILE[:5])
+    assert oldest in source._texts
+    source.keep("a", range(59_000, 59_100))
     source.clear()
     assert source.nbytes == 0
     assert run("a", 59_010, 59_011, 59_012) == []

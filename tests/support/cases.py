@@ -11,7 +11,7 @@ from mlx_mtp.cache.packing import Packing
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.prefill import PrefillScheduler
 from mlx_mtp.engine.request import Request
-from mlx_mtp.models.model import DraftVocabulary, LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.sampling.params import GrammarSpec, SamplingParams
 from mlx_mtp.speculative.draft_policy import Choice, RowDrafting
@@ -84,7 +84,7 @@ def drafter_for(
     if drafts == "head":
         return MTPDrafter(model)
     if drafts == "half":
-        return MTPDrafter(model, DraftVocabulary(model, range(EOS, VOCAB, 2)))
+        return MTPDrafter(model, range(EOS, VOCAB, 2))
     answers = {
         r.request_id: (*r.prompt_token_ids, *references[r.request_id].tokens) for r in requests
     }
@@ -122,7 +122,7 @@ class Erratic:
         drafter.next_run = drafter.next_run or (5, 6)
         return self.random.randint(1, 16)
 
-    def observe(self, rows, shape, seconds) -> None:
+    def observe(self, head, shape, seconds) -> None:
         pass
 
 

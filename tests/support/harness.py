@@ -21,7 +21,7 @@ from mlx_mtp.engine.request import Request, RequestOutput
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
-from mlx_mtp.models.model import DraftVocabulary, LoadedModel
+from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.prefix.disk import PrefixStore
 from mlx_mtp.prefix.policy import PrefixReuse
@@ -219,9 +219,7 @@ class Driver:
         if links is not None:
             links.send(Begin(self.vocab_size, model.head is not None, draft_ids))
         if drafter is None and model.head is not None:
-            drafter = MTPDrafter(
-                model, None if draft_ids is None else DraftVocabulary(model, draft_ids)
-            )
+            drafter = MTPDrafter(model, draft_ids)
         size, bits = config.prefix_cache_size, config.kv_cache_quantization
         self.prefixes, make_runner = PrefixCache(size, bits, store), ModelRunner
         if links is not None:
