@@ -87,7 +87,7 @@ class Forwarded(Response):
             try:
                 async with self._using(send) as child:
                     request = child_request(scope)
-                    async with ask(child.path, *request, self._content) as answer:
+                    async with ask(child.path, *request, self._content, child.spare) as answer:
                         self._content = b""  # It may be large, and the answer may take long.
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)
