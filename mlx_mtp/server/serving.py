@@ -63,6 +63,7 @@ class ServerState(Protocol):
     config: ServerConfig
     limiter: RequestLimiter
     held: HeldBytes
+    loop: str  # uvicorn's name of the event loop
 
     @property
     def metrics(self) -> RequestCounts: ...
@@ -281,7 +282,7 @@ def make_server(
         timeout_keep_alive=math.ceil(settings.head_timeout),
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
-        loop="asyncio",
+        loop=context.loop,
     )
     return Server(config, context, on_ready)
 
