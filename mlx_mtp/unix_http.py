@@ -117,19 +117,66 @@ class SocketAnswer:
         return b"".join([piece async for piece in self.pieces()])
 
 
+class Spare:
+    """A connection to a server that is opened before a request needs it, which saves time then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sock: socket.socket | None = None
+
+    def open(self) -> None:
+        """Open a connection unless there is one."""
+        if self._sock is None:
+            with contextlib.suppress(OSError):
+                self._sock = _connected(self._path)
+
+    def take(self) -> socket.socket | None:
+        """Returns the connection, or None if there is none or the server has closed it."""
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            try:
+                sock.recv(1)
+            except BlockingIOError:
+                return sock
+            except OSError:  # The server has ended before it accepted the connection.
+                pass
+            sock.close()
+        return None
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def _connected(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.setblocking(False)
+        sock.connect(os.fspath(path))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 @contextlib.asynccontextmanager
 async def ask(
-    path: Path, method: str, target: bytes | str, headers: Headers = (), body: bytes = b""
+    path: Path,
+    method: str,
+    target: bytes | str,
+    headers: Headers = (),
+    body: bytes = b"",
+    spare: Spare | None = None,
 ) -> AsyncIterator[SocketAnswer]:
     """Send a request on a new connection, which is closed at the end of the block.
 
-    Closing it early cancels the answer. Raises OSError.
+    Closing it early cancels the answer. The connection is `spare`'s if it has one; at the end it
+    gets the next. Raises OSError.
     """
     # asyncio's streams and transports would take longer and switch tasks more often.
-    loop, sock = asyncio.get_running_loop(), socket.socket(socket.AF_UNIX)
+    loop, sock = asyncio.get_running_loop(), (spare and spare.take()) or _connected(path)
     try:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, os.fspath(path))
         fixed = [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         host = [] if any(name == b"host" for name, _ in headers) else [(b"host", b"localhost")]
         target = target if isinstance(target, bytes) else target.encode()
@@ -147,6 +194,8 @@ async def ask(
     finally:
         loop.remove_writer(sock.fileno())  # A cancelled call does so only after `close`.
         sock.close()
+        if spare is not None:
+            spare.open()
 
 
 def private_folder() -> Path:

@@ -16,7 +16,7 @@ from mlx_mtp.flags import PREFIX
 from mlx_mtp.logs import log_again
 from mlx_mtp.server.adopted import PARENT
 from mlx_mtp.settings import VARIABLE
-from mlx_mtp.unix_http import ask
+from mlx_mtp.unix_http import Spare, ask
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +25,9 @@ class Child:
     """A model's process. It exits when the parent ends, because that closes its standard input."""
 
     def __init__(self, name: str, path: Path, process: asyncio.subprocess.Process) -> None:
-        self.name, self.path, self._process = name, path, process
+        self.name, self.path, self._process, self.spare = name, path, process, Spare(path)
         self.last_lines: deque[str] = deque(maxlen=10)  # of the process's log
-        self._num_signals = 0
-        self._log = asyncio.create_task(self._read_log())
+        self._num_signals, self._log = 0, asyncio.create_task(self._read_log())
 
     @classmethod
     async def start(cls, name: str, path: Path, command: Sequence[str], num_keys: int) -> Child:
@@ -58,6 +57,7 @@ class Child:
         with contextlib.suppress(TimeoutError):  # A descendant may hold the pipe open.
             await asyncio.wait_for(self._log, 1.0)
         self.path.unlink(missing_ok=True)
+        self.spare.close()
         if status < 0:
             return f"was ended by signal {-status} ({signal.strsignal(-status)})"
         return f"has ended with status {status}"

@@ -38,7 +38,7 @@ async def forward(request: Request) -> Response:
     model, route = state.fleet.find(body.model), record_of(request.scope).route
     if (able := model.plan.get("able")) and route.generates and route.embeds != (able == EMBEDS):
         raise wrong_kind(model.name, embeds=not route.embeds)
-    form = StreamForm(request.url.path, route.error_body)
+    form = StreamForm(request.scope["path"], route.error_body)
     if form.is_ollama:
         state.fleet.keep(model, seconds := body.seconds())
         if seconds == 0 and not (body.messages or body.prompt or body.input):  # Unload it.
@@ -87,7 +87,7 @@ class Forwarded(Response):
             try:
                 async with self._using(send) as child:
                     request = child_request(scope)
-                    async with ask(child.path, *request, self._content) as answer:
+                    async with ask(child.path, *request, self._content, child.spare) as answer:
                         self._content = b""  # It may be large, and the answer may take long.
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 class Context:
     """One application's parts, built from the arguments of `create_app`."""
 
+    loop = "asyncio"  # Most of its time is the engine's and the tokenizer's, not the event loop's.
+
     def __init__(
         self,
         engine: Engine,

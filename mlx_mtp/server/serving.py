@@ -21,7 +21,8 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import MlxMtpError, UsageError
@@ -39,7 +40,7 @@ from mlx_mtp.server.http.middleware import (
     on_error,
 )
 from mlx_mtp.server.http.protocol import LimitedProtocol
-from mlx_mtp.server.http.record import Route
+from mlx_mtp.server.http.record import Handler, Route
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class ServerState(Protocol):
     config: ServerConfig
     limiter: RequestLimiter
     held: HeldBytes
+    loop: str  # uvicorn's name of the event loop
 
     @property
     def metrics(self) -> RequestCounts: ...
@@ -83,17 +85,30 @@ def make_app(
     # No OpenAPI schema: the handlers read the bodies themselves, so FastAPI can't describe them.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.context = context
-    for route in routes:
+    # First those that generate, as Starlette compares a request's path with each route's in turn.
+    for route in sorted(routes, key=lambda each: not each.generates):
+        endpoint: Any = _Endpoint(route.handler)
         for path in route.paths:
             # Not FastAPI's routes, which inspect the handler for parameters. GET includes HEAD.
             methods = route.methods.split()
-            app.router.add_route(path, route.handler, methods=methods)
+            app.router.add_route(path, endpoint, methods=methods)
     for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
     _add_checks(app, context.config, context.limiter)
     app.add_middleware(WriteInPieces, limiter=context.limiter, held=context.held)
     app.add_middleware(RequestLog, metrics=context.metrics, find_route=find_route)
     return app
+
+
+class _Endpoint:
+    """A handler as an ASGI application, which Starlette calls without further layers."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await self._handler(Request(scope, receive, send))
+        await answer(scope, receive, send)
 
 
 def _add_checks(app: FastAPI, config: ServerConfig, limiter: RequestLimiter) -> None:
@@ -267,7 +282,7 @@ def make_server(
         timeout_keep_alive=math.ceil(settings.head_timeout),
         timeout_graceful_shutdown=FLUSH_SECONDS,
         server_header=False,
-        loop="asyncio",
+        loop=context.loop,
     )
     return Server(config, context, on_ready)
 

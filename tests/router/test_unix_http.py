@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import os
+import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.unix_http import ask, private_folder
+from mlx_mtp.unix_http import Spare, ask, private_folder
 
 
 async def answered(sent: bytes, cuts: list[int], method: str = "GET") -> tuple[int, list[bytes]]:
@@ -74,6 +75,54 @@ def test_bodies_of_a_length_or_of_none() -> None:
     assert asyncio.run(answered(head, [], "HEAD")) == (404, [])
     with pytest.raises(ConnectionResetError):
         asyncio.run(answered(head + b"hell", []))
+
+
+def test_a_request_takes_the_spare_connection_unless_the_server_has_closed_it() -> None:
+    async def statuses() -> list[int]:
+        folder, open_ones = private_folder(), list[asyncio.StreamWriter]()
+        path, seen = folder / "s", list[int]()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            open_ones.append(writer)
+            number = 200 + len(open_ones)  # of the connection
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(b"HTTP/1.1 %d OK\r\nContent-Length: 0\r\n\r\n" % number)
+            writer.close()
+
+        async with await asyncio.start_unix_server(serve, os.fspath(path)):
+            spare = Spare(path)
+            for closes in (False, False, True, False):
+                if closes:
+                    open_ones[-1].close()
+                    await asyncio.sleep(0.05)
+                async with ask(path, "GET", "/", spare=spare) as answer:
+                    seen.append(answer.status)
+                await asyncio.sleep(0.05)  # The server accepts the next one.
+            spare.close()
+            await asyncio.sleep(0.05)
+        path.unlink()
+        folder.rmdir()
+        return seen
+
+    # Number 203 was opened in advance, and closed; 204 took its place, and 205 is its successor.
+    assert asyncio.run(statuses()) == [201, 202, 204, 205]
+
+
+def test_a_spare_connection_ends_with_a_server_that_has_not_accepted_it() -> None:
+    folder = private_folder()
+    path = folder / "s"
+    spare = Spare(path)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.fspath(path))
+        listening.listen()
+        spare.open()
+    assert spare.take() is None
+    spare.open()  # Nobody listens.
+    assert spare.take() is None
+    spare.close()
+    path.unlink()
+    folder.rmdir()
 
 
 def test_sockets_are_in_a_directory_of_their_own(

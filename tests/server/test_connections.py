@@ -10,6 +10,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,6 +206,14 @@ def test_dripping_heads_are_not_given_more_time(serve: Serve) -> None:
     with serve(FakeEngine(answer([300])), head_timeout=0.25) as client, connect(client) as raw:
         raw.sendall(GET[:-2] + b"X: ")
         drip(raw)
+
+
+def test_a_parents_connection_may_wait_longer_for_its_request(serve: Serve) -> None:
+    settings = {"head_timeout": 0.1, "parent_keys": 0}
+    with serve(FakeEngine(answer([])), **settings) as client, connect(client) as raw:
+        time.sleep(0.5)
+        raw.sendall(GET)
+        assert raw.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def test_long_answers_outlast_the_time_for_a_head(serve: Serve) -> None:

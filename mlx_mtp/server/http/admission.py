@@ -19,7 +19,7 @@ from starlette.types import Scope
 from mlx_mtp import errors
 from mlx_mtp.engine.fair_queue import FLAT_COST, QUANTUM, FairQueue
 from mlx_mtp.errors import UNKNOWN_RETRY_SECONDS
-from mlx_mtp.server.http.record import client_of, record_of
+from mlx_mtp.server.http.record import known_client, record_of
 
 if TYPE_CHECKING:
     from mlx_mtp.engine.engine import Engine
@@ -152,15 +152,19 @@ class HeldBytes:
 
         If `always`, the bytes are counted whatever other requests hold.
         """
-        record, client = record_of(scope), client_of(scope)[0]
+        record = record_of(scope)
         before = max(0, record.num_bytes - PIECE)
         added = max(0, record.num_bytes + nbytes - PIECE) - before
+        if not added:
+            record.num_bytes += nbytes
+            return
+        client = known_client(scope)
         for held, limit in (
             (self.total, self.limit),
             (self._per_client[client], self.limit * 3 // 4),
         ):
             # A request that is alone is limited by the maximum body size only.
-            if added and held > before and held + added > limit and not always:
+            if held > before and held + added > limit and not always:
                 self._rejected["bytes"] += 1
                 raise errors.BytesLimitError(
                     "The bodies and unread answers of other requests take all memory that there "
@@ -173,8 +177,11 @@ class HeldBytes:
 
     def release(self, scope: Scope) -> None:
         """Free a request's bytes; a second call does nothing."""
-        record, client = record_of(scope), client_of(scope)[0]
+        record = record_of(scope)
         counted, record.num_bytes = max(0, record.num_bytes - PIECE), 0
+        if not counted:
+            return
+        client = known_client(scope)
         self.total -= counted
         self._per_client[client] -= counted
         if not self._per_client[client]:

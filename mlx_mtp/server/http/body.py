@@ -51,7 +51,8 @@ LARGE_BODY = 256 << 10  # bytes; longer bodies are parsed off the event loop
 MAX_DEPTH = 256  # levels of objects and lists, the body's own included
 MAX_PARTS = 1 << 17  # objects, lists and strings, names included; agents send thousands
 MAX_ITEMS = 9 << 17  # values; numbers are cheap, and a prompt may be a million token ids
-_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"})
+_JSON = "application/json"
+_TYPES = frozenset({_JSON, "application/x-www-form-urlencoded"})
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii"})
 _SMALL = 64 << 10  # characters; up to this size, garbage collection stays on during parsing
 _one_at_a_time = threading.Lock()
@@ -123,7 +124,7 @@ async def read_bytes(request: Request, config: ServerConfig, held: HeldBytes) ->
         message = f"Content-Encoding {shortened(encoding)!r}: send the body uncompressed."
         raise UnsupportedMediaTypeError(message)
     # Old scripts omit the header, and `curl -d` sends the content type of a form.
-    if (given := headers.get("content-type")) is not None:
+    if (given := headers.get("content-type", _JSON)) != _JSON:
         header = Message()
         header["content-type"] = given
         name, charset = header.get_content_type(), header.get_param("charset", "utf-8")
@@ -140,7 +141,12 @@ async def read_bytes(request: Request, config: ServerConfig, held: HeldBytes) ->
     body = bytearray()
     try:
         async with asyncio.timeout(max_seconds):
-            async for chunk in request.stream():
+            is_complete = False
+            while not is_complete:
+                part = await request.receive()
+                if part["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk, is_complete = part["body"], not part["more_body"]
                 body += chunk
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -94,7 +94,7 @@ class RequestRecord:
 
     route: Route = NO_ROUTE
     began: float = field(default_factory=time.perf_counter)
-    id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex[:24]}")  # later the answer's id
+    id: str = field(default_factory=lambda: f"req-{os.urandom(12).hex()}")  # later the answer's id
     key: str = ""  # hex SHA-256 of the request's API key; empty on a server without keys
     num_slots: int = 0  # reserved in the engine and its queue
     body_bytes: int = 0  # of text to read: the body, and a stored response that it continues
@@ -120,7 +120,12 @@ def client_of(scope: Scope, user: str | None = None) -> tuple[str, str]:
     first name, and those with the same first name by the second (`engine.fair_queue`). So agents on
     one machine are told apart, and inventing names gains nothing.
     """
-    address = scope["client"][0] if scope.get("client") else ""
     name = user or Headers(scope=scope).get("user-agent", "")
     digest = hashlib.sha256(name.encode()).hexdigest()[:16] if name else ""
-    return f"{record_of(scope).key[:16]}@{address}", f"user {digest}" if user else digest
+    return known_client(scope), f"user {digest}" if user else digest
+
+
+def known_client(scope: Scope) -> str:
+    """Returns the part of a request's client that the client can't choose: key and address."""
+    address = scope["client"][0] if scope.get("client") else ""
+    return f"{record_of(scope).key[:16]}@{address}"
