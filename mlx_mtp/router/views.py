@@ -161,5 +161,5 @@ class LiveFeed:
                 "uptime": time.time() - state.created.timestamp(),
             }
             yield b"data: " + json.dumps(message).encode() + b"\n\n"
-            if limiter.draining and limiter.held == 0:
+            if limiter.draining and limiter.num_reserved == 0:
                 return

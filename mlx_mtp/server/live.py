@@ -125,7 +125,7 @@ class Live:
         """Yields server-sent events; a watcher that reads slowly misses some."""
         yield event({**self._state(), "history": [*self._history]})
         # A draining server waits for open responses, so this one must end with the last answer.
-        while not (self._limiter.draining and self._limiter.held == 0):
+        while not (self._limiter.draining and self._limiter.num_reserved == 0):
             if self._next is None:
                 self._next = asyncio.create_task(self._make())
             yield await asyncio.shield(self._next)
@@ -192,7 +192,7 @@ class Live:
             "rows": rows,
             "running": stats.num_requests_running,
             "waiting": stats.num_requests_waiting,
-            "held": limiter.held,
+            "held": limiter.num_reserved,
             "capacity": limiter.capacity,
             "rejected": {name: count for name, count in limiter.rejected.items() if count},
             "failures": self._metrics.error_counts(),

@@ -62,7 +62,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 _GAUGES = {
     "num_requests_running": ("Requests in a batch.", "stats.num_requests_running"),
     "num_requests_waiting": ("Requests not yet admitted.", "stats.num_requests_waiting"),
-    "num_requests_held": ("Sequences running, waiting or being prepared.", "limiter.held"),
+    "num_requests_held": ("Sequences running, waiting or being prepared.", "limiter.num_reserved"),
     "prefill_tokens": ("Tokens of the prompts that are being computed.", "stats.prefill_tokens"),
     "prefill_tokens_done": (
         "Tokens of these prompts that are computed or came from the prefix cache.",

@@ -100,7 +100,8 @@ async def health(request: Request) -> Response:
     """GET /health."""
     context: Context = request.app.state.context
     if context.limiter.draining:
-        reason = f"the server is shutting down; {context.limiter.held} answers are not finished"
+        left = context.limiter.num_reserved
+        reason = f"the server is shutting down; {left} answers are not finished"
         return JSONResponse({"status": "draining", "reason": reason}, 503)
     if context.fault is not None:
         return JSONResponse({"status": "unhealthy", "reason": context.fault}, 503)

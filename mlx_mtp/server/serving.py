@@ -234,7 +234,7 @@ class Server(uvicorn.Server):
         stop = await super().on_tick(counter)
         if not self._limiter.draining:
             return stop
-        left, held = self._limiter.drain_seconds, self._limiter.held
+        left, held = self._limiter.drain_seconds, self._limiter.num_reserved
         if not self._is_drain_logged:
             # Not in the signal handler: the interrupted code may hold the log's lock.
             self._is_drain_logged = True
@@ -246,7 +246,7 @@ class Server(uvicorn.Server):
         self._limiter.drain(0.0)
         for task in self._accepting:
             task.cancel()
-        if held := self._limiter.held:
+        if held := self._limiter.num_reserved:
             logger.info("Ending what is unfinished: %(answers)d.", {"answers": held})
 
         async def end_requests() -> None:

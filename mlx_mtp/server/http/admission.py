@@ -51,7 +51,7 @@ class RequestLimiter:
         self, engine: Engine, max_queue: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.capacity = engine.info.max_num_seqs + max_queue
-        self.held = 0  # slots in use
+        self.num_reserved = 0  # slots in use
         self.rejected: Counter[str] = Counter()
         self.draining = False
         # Large bodies are parsed, and large answers written, one at a time.
@@ -97,7 +97,7 @@ class RequestLimiter:
             self.rejected["engine"] += 1
             message = f"No requests are accepted: {reason}."
             raise errors.EngineHungError(message, retry_after=UNKNOWN_RETRY_SECONDS)
-        if self.held >= self.capacity:
+        if self.num_reserved >= self.capacity:
             raise self._queue_full(1)
 
     def reserve(self, scope: Scope, count: int) -> None:
@@ -110,16 +110,16 @@ class RequestLimiter:
             raise errors.InvalidRequestError(
                 f"{answers} {self.capacity} at most, running and waiting ones together."
             )
-        if self.held + count > self.capacity:
+        if self.num_reserved + count > self.capacity:
             raise self._queue_full(count)
-        self.held += count
+        self.num_reserved += count
         record_of(scope).num_slots = count
 
     def release(self, scope: Scope) -> None:
         """Free a request's slots; a second call does nothing."""
         record = record_of(scope)
         if record.num_slots:
-            self.held -= record.num_slots
+            self.num_reserved -= record.num_slots
             self._ends.append((self._clock(), record.num_slots))
             record.num_slots = 0
 
@@ -127,11 +127,13 @@ class RequestLimiter:
         self.rejected["queue_full"] += 1
         retry_after = UNKNOWN_RETRY_SECONDS
         if len(self._ends) > 1:
-            missing = self.held + count - self.capacity
+            missing = self.num_reserved + count - self.capacity
             # The first end only starts the clock; the time since the last end counts too.
             ended = sum(size for _, size in self._ends) - self._ends[0][1]
             retry_after = _retry_after(missing * (self._clock() - self._ends[0][0]) / ended)
-        message = f"The server is busy: {self.held} answers are running or waiting, and no more"
+        message = (
+            f"The server is busy: {self.num_reserved} answers are running or waiting, and no more"
+        )
         message += f" than {self._max_queue} may wait (--max-queue). Try again later."
         return errors.QueueFullError(message, retry_after=retry_after)
 
