@@ -37,7 +37,9 @@ _SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _SIZES |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
 _PROMPTS = gpu.MOST_ROWS  # tokens of all prompts; longer passes would really compute, on the CPU
 _WARM_STEPS = 48  # enough to include steps that write the deferred entries of an idle head
-_VIEWS = "View|Broadcast|ExpandDims|Squeeze|Reshape|Flatten|Unflatten|Slice|Split|Transpose"
+_VIEWS = (
+    "View|AsStrided|Broadcast|ExpandDims|Squeeze|Reshape|Flatten|Unflatten|Slice|Split|Transpose"
+)
 _Place = tuple[Any, Callable[..., Any]]  # a function and its owner
 _PARTS: dict[str, _Place] = {
     "schedule": (Scheduler, Scheduler.schedule),

@@ -170,7 +170,7 @@ def _measured(
         }
         capacity: dict[_Cell, float] = {}
         for number, cell in itertools.product(range(rounds), cells):
-            count = cell.streams * max(2 if cell.poisson else 1, _REQUESTS // cell.streams)
+            count = cell.streams * max(2 if cell.poisson else 1, -(-_REQUESTS // cell.streams))
             bodies = [
                 {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
                 | {"stream_options": {"include_usage": True}}

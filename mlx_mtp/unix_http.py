@@ -118,7 +118,7 @@ class SocketAnswer:
 
 
 class Spare:
-    """A connection to a server that is opened before a request needs it, which saves time then."""
+    """Keeps a connection open for the next request, so that it need not wait to be accepted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -171,8 +171,8 @@ async def ask(
 ) -> AsyncIterator[SocketAnswer]:
     """Send a request on a new connection, which is closed at the end of the block.
 
-    Closing it early cancels the answer. The connection is `spare`'s if it has one; at the end it
-    gets the next. Raises OSError.
+    Closing it early cancels the answer. If `spare` has a connection, it is used; at the end of
+    the block `spare` opens the next one. Raises OSError.
     """
     # asyncio's streams and transports would take longer and switch tasks more often.
     loop, sock = asyncio.get_running_loop(), (spare and spare.take()) or _connected(path)

@@ -119,28 +119,28 @@ class Packing:
         return mx.concatenate([known, rest])[_index(order)]
 
     @cached_property
-    def _placement(self) -> "_Placement":
+    def _placed(self) -> "_Placement":
         return _placement(tuple(self.layout.places), tuple(self.windows.lengths.tolist()))
 
     @cached_property
     def parts(self) -> list["Part"]:
         """The tokens by buffer."""
-        return [Part(self, rows) for rows in self._placement.parts]
+        return [Part(self, rows) for rows in self._placed.parts]
 
     @property
     def in_order(self) -> bool:
         """True if row b has slot b of a single buffer and all rows have equally many tokens."""
-        return self._placement.in_order
+        return self._placed.in_order
 
     @property
     def window_slots(self) -> tuple[tuple[int, ...], ...]:
         """For each row with tokens: index of its part, slot, capacity, first token, token count."""
-        return self._placement.window_slots
+        return self._placed.window_slots
 
     @property
     def by_part(self) -> Index:
         """An index of the tokens of the first part, then of the next, and so on."""
-        return self._placement.by_part
+        return self._placed.by_part
 
     def kv_lines(self, heads: int) -> list[mx.array]:
         """Returns, for each part, the lines of its tokens' keys and values in its buffer.
@@ -149,7 +149,7 @@ class Packing:
         for n tokens; the lines of a buffer are [2, slots, heads, capacity], keys first.
         """
         if heads not in self._lines:
-            starts, ends = self._placement.line_starts(heads)
+            starts, ends = self._placed.line_starts(heads)
             lines = starts + self.positions[self.by_part].view(mx.uint32)[:, None]
             self._lines[heads] = [*mx.split(lines.reshape(-1), ends)]
         return self._lines[heads]
@@ -158,7 +158,7 @@ class Packing:
         """Returns [N, ..] from the parts' outputs, each [slots, T, ..]."""
         flat = [x.reshape(-1, *x.shape[2:]) for x in outputs]
         joined = flat[0] if len(flat) == 1 else mx.concatenate(flat)
-        return joined[self._placement.from_parts]
+        return joined[self._placed.from_parts]
 
 
 class _PlacedRows:
@@ -217,7 +217,7 @@ class _Placement:
         return _index(where)
 
     def line_starts(self, heads: int) -> tuple[mx.array, list[int]]:
-        """Returns `kv_lines` for position 0, uint32 [n or 1, 2 * heads], and the ends of parts."""
+        """Returns position 0's `kv_lines`, uint32 [n or 1, 2 * heads], and where the parts end."""
         if heads not in self._starts:
             counts = [len(part.tokens) for part in self.parts]
             sizes = [(part.buffer.slots, part.buffer.capacity) for part in self.parts]

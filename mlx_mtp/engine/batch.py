@@ -78,7 +78,7 @@ class Batch:
         """Set `last_hidden` to `hidden`, [B, H], in rows with `num_kept` > 0 (int32 [B])."""
         newest = hidden[:, None]
         if self.last_hidden.shape[-1]:
-            newest = _of_kept(num_kept, newest, self.last_hidden)
+            newest = _where_kept(num_kept, newest, self.last_hidden)
         self.last_hidden = newest
 
     def settle(self) -> None:
@@ -201,7 +201,7 @@ def hidden_states(batches: Batches) -> mx.array:
 
 
 @fused
-def _of_kept(num_kept: mx.array, newest: mx.array, before: mx.array) -> mx.array:
+def _where_kept(num_kept: mx.array, newest: mx.array, before: mx.array) -> mx.array:
     return mx.where(num_kept[:, None, None] > 0, newest, before)
 
 

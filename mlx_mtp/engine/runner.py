@@ -263,7 +263,7 @@ class ModelRunner:
         batch.cache.reserve(_limits(rows, lengths))
         start = batch.cache.offset
         # Without drafts each row keeps its single token, so no window is left pending.
-        kept = _one_unless(batch.ended) if window.shape[1] == 1 else None
+        kept = _num_kept(batch.ended) if window.shape[1] == 1 else None
         packing = batch.cache.begin_window(lengths, kept)
 
         hidden = yield packing.rectangle.flat(window), batch.cache
@@ -363,7 +363,7 @@ def _sample(
 
 
 @fused
-def _one_unless(ended: mx.array) -> mx.array:
+def _num_kept(ended: mx.array) -> mx.array:
     return mx.where(ended, 0, 1)
 
 

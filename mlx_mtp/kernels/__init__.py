@@ -4,7 +4,7 @@ of these operations for small models on a CPU.
   module                  what one launch computes                               for
   gated_delta             fold of a window's kept prefix, recurrence of the next any GPU
   short_conv              convolution, silu, norms and gates before it           any GPU
-  norms                   RMS norm with the sum before it, gate or RoPE after it any GPU
+  norms                   RMS norm with sum, gate or RoPE; attention's gate      any GPU
   topk                    top-k experts, their weights, pairs sorted by expert   any GPU
   cuda.skinny_gemm        GEMMs of few rows with one input; gate, up, SwiGLU;    CUDA, decode steps
                           experts, by pairs sorted by expert

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.view import Operand, made
+from mlx_mtp.kernels.view import Operand, to_array
 
 CHUNK = 64  # positions that the portable form computes together
 
@@ -60,7 +60,7 @@ class GDNProjections(NamedTuple):
 
     def arrays(self) -> list[mx.array]:
         """Returns the projections as mlx arrays."""
-        return [made(each) for each in self]
+        return [to_array(each) for each in self]
 
 
 class ShortConvWeights(NamedTuple):

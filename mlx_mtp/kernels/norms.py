@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
-from mlx_mtp.kernels.view import Operand, View, made
+from mlx_mtp.kernels.view import Operand, View, to_array
 
 _MOST_WARPS = 32  # of a row in a decode step
 _PROMPT_WARPS = 8  # of a row in a prompt: while one threadgroup adds up or writes, others read
@@ -104,7 +104,7 @@ _GATED = f"""
       to[c] = static_cast<InT>(scaled * (gate / (1.0f + exp(-gate))));
     }}
 """
-_SIGMOID = """
+_GATE = """
     const int head = grid_y;
     if (head >= HEADS) {
       return;
@@ -175,7 +175,9 @@ class NormShape(NamedTuple):
 
 
 class FusedNorm(gpu.Operation):
-    """A norm fused with the operations around it; takes a shape, and operands, the first [N, ..].
+    """A norm fused with the operations around it, or attention's gate.
+
+    Takes a shape, and operands, the first [N, ..].
 
     If the shape has heads, a warp computes a head of a token; else a threadgroup computes a token.
     """
@@ -206,7 +208,7 @@ class FusedNorm(gpu.Operation):
     def __call__(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
         if self.works(shape, inputs[1].dtype):  # A mixture's x can be a float32 sum.
             return self.by_kernel(shape, *inputs)
-        return self.portable(shape, *map(made, inputs))
+        return self.portable(shape, *map(to_array, inputs))
 
     def by_kernel(self, shape: NormShape, *inputs: Operand) -> list[mx.array]:
         """Returns the kernel's outputs."""
@@ -356,7 +358,7 @@ GATE = FusedNorm(
     "gate",
     ["x", "gate"],
     ["y"],
-    _SIGMOID,
+    _GATE,
     _gate,
     lambda s, n: ([(n, s.heads, s.dim)] * 2, [(n, s.heads * s.dim)]),
 )

@@ -22,7 +22,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, source: Operand) -> View:
-        """Returns a view of a whole array, whose kernel makes it contiguous, or the given view."""
+        """Returns the given view, or one of a whole array, which a kernel takes as contiguous."""
         if isinstance(source, View):
             return source
         return cls(source, source.shape, _dense(source.shape))
@@ -51,7 +51,7 @@ def column_view(
     return View(x, (*rows, *shape), (*(x.shape[-1] * n for n in _dense(rows)), *inner), first)
 
 
-def made(source: Operand) -> mx.array:
+def to_array(source: Operand) -> mx.array:
     """Returns the operand as an mlx array."""
     if isinstance(source, mx.array):
         return source

@@ -47,16 +47,16 @@ class MTPHead(nn.Module):
         return z, layer.self_attn.entries(layer.input_layernorm(z), positions)
 
     def queries(self, z: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns the layer's queries for z [N, H], and the gate, both [N, heads, D]."""
+        """Returns the layer's queries for z [N, H], [N, heads, D], and `q_proj`'s whole output."""
         layer = self.layers[0]
         queries: tuple[mx.array, mx.array] = layer.self_attn.queries(
             layer.input_layernorm(z), positions
         )
         return queries
 
-    def after(self, z: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
-        """Returns the head's output m [N, H], from the attention outputs and their gate."""
-        _, m = self.layers[0].after(z, self.norm.weight, attended, gate)
+    def after(self, z: mx.array, attended: mx.array, doubled: mx.array) -> mx.array:
+        """Returns the head's output m [N, H], from attention's and `q_proj`'s (with the gate)."""
+        _, m = self.layers[0].after(z, self.norm.weight, attended, doubled)
         return m
 
     def write(
@@ -74,9 +74,9 @@ class MTPHead(nn.Module):
         if (joined := self._form(packing)) is not None:
             return joined.run_layer(z, cache, packing)
         _, project_queries, after = self._parts(z)
-        queries, gate = project_queries(z, packing.rope_positions)
+        queries, doubled = project_queries(z, packing.rope_positions)
         attended = cache.attend(packing, queries, self.layers[0].self_attn.scale)
-        m: mx.array = after(z, attended, gate)
+        m: mx.array = after(z, attended, doubled)
         return m
 
     def _form(self, packing: Packing) -> JoinedHead | None:

@@ -22,7 +22,7 @@ from mlx_mtp.kernels import cpu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
 from mlx_mtp.kernels.topk import Router
-from mlx_mtp.kernels.view import made
+from mlx_mtp.kernels.view import to_array
 
 
 def can_be_joined(module: nn.Module) -> bool:
@@ -130,7 +130,7 @@ class _RecurrentMixer:
         order = Rectangle(inputs, inputs, 1, None, None)
         projected, z = mixer.unpack_projections(weights, order)
         q, k, v, a, b = projected.arrays()
-        heads = [each.reshape(inputs, -1) for each in (q, k, v, made(z), a, b)]
+        heads = [each.reshape(inputs, -1) for each in (q, k, v, to_array(z), a, b)]
         self._project = _Product(mx.concatenate(heads[:3], axis=1), *heads[3:])
         self._convolution = ShortConvWeights(mixer.conv1d.weight, mixer.A_log, mixer.dt_bias)
         self._weights = cpu.TokenWeights.of(self._shape, self._convolution)
@@ -166,7 +166,7 @@ class _AttentionMixer:
         self._mixer, self._out = mixer, _by_input(mixer.o_proj.weight)
         self._num_heads = mixer.num_attention_heads
         doubled, k, v = (mixer[name].weight.T for name in ("q_proj", "k_proj", "v_proj"))
-        q, gate = (made(each).reshape(len(k), -1) for each in mixer.halves(doubled))
+        q, gate = (to_array(each).reshape(len(k), -1) for each in mixer.halves(doubled))
         # The weights of the queries' norm also include the scale of the scores.
         of_q, of_k = (
             mx.repeat(weight[None], count, axis=0)
@@ -194,7 +194,7 @@ class _AttentionMixer:
     ) -> mx.array:
         if positions.ndim > 1 or len(caches) > 1:
             attended, doubled = self._mixer.mix(self._mixer.before(normed, positions), caches)
-            gate = made(self._mixer.halves(doubled)[1])
+            gate = to_array(self._mixer.halves(doubled)[1])
             return self.output(x, attended.flatten(1), gate.flatten(1))
         heads, v, gate = _heads(self._all, normed, positions)
         queries, keys = mx.split(heads, [self._num_heads], axis=1)

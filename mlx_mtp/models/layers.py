@@ -21,7 +21,7 @@ from mlx_mtp.distributed import all_reduce
 from mlx_mtp.kernels import norms
 from mlx_mtp.kernels.gdn_types import GDNProjections, ShortConvWeights
 from mlx_mtp.kernels.gpu import backend
-from mlx_mtp.kernels.view import Operand, View, column_view, made
+from mlx_mtp.kernels.view import Operand, View, column_view, to_array
 from mlx_mtp.models.compiled import Methods, compiled
 from mlx_mtp.models.gemm.routes import project
 from mlx_mtp.models.joined import JoinedLayer, can_be_joined
@@ -130,10 +130,10 @@ class RaggedAttention(Qwen3NextAttention):
             if norms.ROTATE.works(shape, weights[0].dtype):
                 return norms.rotate(shape, queries, entries, *weights, positions)
         if queries is not None:
-            queries = self._turned(self.q_norm(made(queries)), positions)
+            queries = self._turned(self.q_norm(to_array(queries)), positions)
         if not entries:
             return [queries, None]
-        keys, values = map(made, entries)
+        keys, values = map(to_array, entries)
         return [queries, mx.stack([self._turned(self.k_norm(keys), positions), values], axis=1)]
 
     def _turned(self, x: mx.array, positions: mx.array) -> mx.array:
@@ -172,7 +172,7 @@ class WindowedGatedDeltaNet(nn.Module):
             y = cache.run_window(arranged, convolution)
             if len(orders) == 1 and order.places is None:
                 return y, z
-            outputs.append([order.flat(y), made(z)])
+            outputs.append([order.flat(y), to_array(z)])
         y, gate = _joined(outputs)
         return y, gate
 

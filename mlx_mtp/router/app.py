@@ -69,7 +69,8 @@ class RouterMetrics:
 class RouterState:
     """The application's state: that of every server (`serving.ServerState`), and the models."""
 
-    fault, loop = None, "uvloop"  # never a fault, as a process that fails is started again
+    fault = None  # always: a process that fails is started again
+    loop = "uvloop"
 
     def __init__(self, config: ServerConfig, fleet: Fleet) -> None:
         self.config, self.fleet = config, fleet

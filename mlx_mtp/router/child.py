@@ -25,9 +25,11 @@ class Child:
     """A model's process. It exits when the parent ends, because that closes its standard input."""
 
     def __init__(self, name: str, path: Path, process: asyncio.subprocess.Process) -> None:
-        self.name, self.path, self._process, self.spare = name, path, process, Spare(path)
+        self.name, self.path, self._process = name, path, process
+        self.spare = Spare(path)
         self.last_lines: deque[str] = deque(maxlen=10)  # of the process's log
-        self._num_signals, self._log = 0, asyncio.create_task(self._read_log())
+        self._num_signals = 0
+        self._log = asyncio.create_task(self._read_log())
 
     @classmethod
     async def start(cls, name: str, path: Path, command: Sequence[str], num_keys: int) -> Child:
@@ -63,11 +65,7 @@ class Child:
         return f"has ended with status {status}"
 
     def terminate(self, most: int) -> None:
-        """Send SIGTERM, unless `most` signals have been sent.
-
-        After the first signal the process finishes its answers and exits; after the second it ends
-        them with an error.
-        """
+        """Send SIGTERM, unless `most` were sent: the first drains, the second ends answers."""
         if self._num_signals < most:
             self._num_signals += 1
             self._send(signal.SIGTERM)

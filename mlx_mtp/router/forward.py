@@ -91,8 +91,8 @@ class Forwarded(Response):
                         self._content = b""  # It may be large, and the answer may take long.
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)
-            except (ConnectionRefusedError, FileNotFoundError):
-                await asyncio.sleep(0.05)  # It has ended: wait for the next process.
+            except (BlockingIOError, ConnectionRefusedError, FileNotFoundError):
+                await asyncio.sleep(0.05)  # It accepts too slowly, or has ended: ask again.
 
     def _using(self, send: Send) -> contextlib.AbstractAsyncContextManager[Child]:
         """Wait for the model's process; meanwhile a stream gets keep-alives."""

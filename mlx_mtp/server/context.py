@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Context:
     """One application's parts, built from the arguments of `create_app`."""
 
-    loop = "asyncio"  # Most of its time is the engine's and the tokenizer's, not the event loop's.
+    loop = "asyncio"  # uvloop would gain little beside the engine and the tokenizer.
 
     def __init__(
         self,

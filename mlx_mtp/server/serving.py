@@ -114,8 +114,7 @@ class _Endpoint:
 def _add_checks(app: FastAPI, config: ServerConfig, limiter: RequestLimiter) -> None:
     inner: list[Check] = [limiter.check_admission]
     if config.parent_keys is not None:  # The parent has checked the rest.
-        checks = [access.take_client, limiter.check_connection, *inner]
-        app.add_middleware(CheckMiddleware, checks=checks)
+        app.add_middleware(CheckMiddleware, checks=[access.take_client, *inner])
         return
     # Host and origin are checked before CORS, so that a foreign page gets no CORS headers. The key
     # is checked after it, as a browser's preflight has none.

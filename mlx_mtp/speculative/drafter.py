@@ -86,7 +86,7 @@ class MTPDrafter:
         assert model.head is not None
         self._model = model
         self._head: MTPHead = model.head
-        self._lm_head = self._ids = None  # of all tokens
+        self._lm_head = self._ids = None  # None: all tokens
         if draft_ids is not None:
             vocabulary = DraftVocabulary(model, draft_ids)
             self._lm_head, self._ids = vocabulary.layer, vocabulary.ids

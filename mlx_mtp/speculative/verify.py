@@ -63,7 +63,7 @@ def _verify_window(
         newest = mx.take_along_axis(sampled, at_last[:, None], axis=1)[:, 0]
     last = mx.where(num_kept > 0, newest, window[:, 0])
     remaining = remaining - num_kept
-    # The last token is compared even if it was emitted before: then the row has ended already.
+    # For a row that emits nothing this changes nothing: it has ended, or is still in its prompt.
     stopped = (last[:, None] == stop_ids).any(axis=1)
     return AcceptResult(
         num_kept=num_kept,

@@ -1,4 +1,4 @@
-"""What a decode step of one row makes anew: mlx's operations, and arrays from the host. Counted."""
+"""Counts the operations of mlx, and the arrays from the host, that a decode step makes anew."""
 
 import json
 import subprocess

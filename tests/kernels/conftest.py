@@ -16,6 +16,7 @@ from tests.kernels.matrix_units import MATRIX_UNITS, WARPGROUP
 from tests.kernels.metal_source import MetalKernel
 
 _NAMES = [each.name for each in pkgutil.walk_packages(kernels.__path__, "mlx_mtp.kernels.")]
+_NAMES.append("mlx_mtp.models.gemm.routes")  # It keeps compiled calls of kernels.
 OBJECTS = [each for name in _NAMES for each in vars(importlib.import_module(name)).values()]
 
 

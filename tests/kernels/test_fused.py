@@ -11,7 +11,7 @@ from mlx_mtp.distributed import World
 from mlx_mtp.kernels import gpu, norms, topk
 from mlx_mtp.kernels.cases import layer_cases
 from mlx_mtp.kernels.topk import Router
-from mlx_mtp.kernels.view import column_view, made
+from mlx_mtp.kernels.view import column_view, to_array
 from mlx_mtp.models import moe
 from mlx_mtp.models.loader import load_model
 from mlx_mtp.selftest.kernels import check_cases
@@ -73,12 +73,12 @@ def test_only_queries_or_entries(emulated):
     positions = mx.array([[9, 0, 9], [9, 5, 9], [9, 70, 9]], dtype=mx.int32)[:, 1]
     places = (64, 256, 3), (192, 256, 2), (1000, 150, 2)  # of heads in a token's numbers
     q, k, v = (column_view(wide, (3,), first, step, (n, 128)) for first, step, n in places)
-    assert mx.array_equal(made(v)[2, 1], wide[2, 1150:1278])
-    true = norms._rotate(ROTATED, *map(made, (q, k, v)), *weights, positions)
+    assert mx.array_equal(to_array(v)[2, 1], wide[2, 1150:1278])
+    true = norms._rotate(ROTATED, *map(to_array, (q, k, v)), *weights, positions)
     both = norms.rotate(ROTATED, q, [k, v], *weights, positions)
     for found, expected in zip(both, true, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert mx.array_equal(both[1][:, 1], made(v))
+    assert mx.array_equal(both[1][:, 1], to_array(v))
     assert mx.array_equal(norms.rotate(ROTATED, q, [], *weights, positions)[0], both[0])
     assert mx.array_equal(norms.rotate(ROTATED, None, [k, v], *weights, positions)[1], both[1])
 

@@ -132,9 +132,9 @@ class RequestLimiter:
             ended = sum(size for _, size in self._ends) - self._ends[0][1]
             retry_after = _retry_after(missing * (self._clock() - self._ends[0][0]) / ended)
         message = (
-            f"The server is busy: {self.num_reserved} answers are running or waiting, and no more"
+            f"The server is busy: {self.num_reserved} answers are running or waiting, and no more "
+            f"than {self._max_queue} may wait (--max-queue). Try again later."
         )
-        message += f" than {self._max_queue} may wait (--max-queue). Try again later."
         return errors.QueueFullError(message, retry_after=retry_after)
 
 

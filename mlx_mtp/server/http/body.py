@@ -146,7 +146,7 @@ async def read_bytes(request: Request, config: ServerConfig, held: HeldBytes) ->
                 part = await request.receive()
                 if part["type"] == "http.disconnect":
                     raise ClientDisconnect
-                chunk, is_complete = part["body"], not part["more_body"]
+                chunk, is_complete = part.get("body", b""), not part.get("more_body", False)
                 body += chunk
                 if len(body) > max_bytes:
                     raise _too_long(max_bytes)

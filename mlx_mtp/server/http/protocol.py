@@ -112,7 +112,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._settings.parent_keys is None:  # A parent opens connections in advance.
+        if self._settings.parent_keys is None:  # A parent's connections may wait for a request.
             self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         if len(self.connections) > self._max_connections and not self._make_room():
             # uvicorn copies `app_state` to the scope of each request.
