@@ -59,7 +59,7 @@ class CostFile:
 
     def load(self) -> Table:
         """Returns the costs that an earlier run saved, or {} if they can't be used."""
-        if self.path is None:
+        if self.path is None or not self.path.exists():
             return {}
         try:
             status = self.path.stat()
@@ -68,8 +68,6 @@ class CostFile:
             if abs(time.time() - status.st_mtime) > _FRESH_SECONDS:
                 raise ValueError("it is too old")
             costs = _COSTS.validate_json(self.path.read_bytes())
-        except FileNotFoundError:
-            return {}
         except (OSError, ValueError) as error:
             # `save` will replace the file with the costs that this run measures.
             why = "it is damaged" if isinstance(error, ValidationError) else error

@@ -27,8 +27,9 @@ _FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.99
 # `best_windows` tries these minimum gains of a copied draft, in tokens, and maximum run lengths.
 _PRICES, _LIMITS = (0.1, 0.3, 0.6), (1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
 _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number of rows is unchanged
-# A probe is _PROBE_STEPS steps without drafts, or with one more draft of the head per row. Between
-# two probes are _LONG_REST steps, or _REST if one more draft per row has not been measured.
+# A probe is _PROBE_STEPS steps with one more draft of the head per row, or without drafts. If there
+# are none, it has the best number of them: only drafts show acceptance rates. Between two probes
+# are _LONG_REST steps; _REST if the cost is unknown, before the first, and after an interruption.
 _REST, _LONG_REST, _PROBE_STEPS = 48, 1024, 5
 
 
@@ -177,9 +178,10 @@ class AdaptiveDrafts:
         self._head_rates = HeadRates(most)
         self.choices: dict[int, float] = {}  # last mean drafts per row, by number of rows
         self.reason: ChoiceReason | None = None  # of the last choice; None before the first
-        self._depth = self._num_rows = 0  # the head's drafts per row, and rows, of the last review
+        # Of the last review: the head's drafts per row, the best number above 0, and the rows.
+        self._depth = self._best_drafted = self._num_rows = 0
         self._expected = [(0.0, 1.0)]  # tokens and cost of a step, by the head's drafts per row
-        self._since_review = self._since_probe = 0  # steps since the last review and the last probe
+        self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
 
     def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
@@ -222,6 +224,7 @@ class AdaptiveDrafts:
             windows = [run or head[:each] for run, each in zip(copied, depths)]
             self._expected.append(_expected(costs, windows, max(depths)))
         scores = [tokens / cost for tokens, cost in self._expected]
+        self._best_drafted = scores.index(max(scores[1:], default=scores[0]), bool(head))
         scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
         self._depth = scores.index(max(scores))
@@ -230,11 +233,11 @@ class AdaptiveDrafts:
     def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
         """Returns the chosen depth or, during a probe, another one, to measure its cost."""
         self._since_probe += 1
-        more = min(self._depth + 1, self._most)
+        more = min(self._depth + 1 if self._depth else self._best_drafted, self._most)
         is_unknown = not self._costs.has_measured(num_rows, more)
         rest = _REST if is_unknown else _LONG_REST
         if self._since_probe > rest + (0 if changed else _PROBE_STEPS):
-            self._since_probe = 0
+            self._since_probe = rest - _REST if changed else 0
         if self._since_probe <= rest:
             return self._depth
         return more if is_unknown or not self._depth else 0

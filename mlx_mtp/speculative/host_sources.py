@@ -48,10 +48,8 @@ class HostSources:
 
         Requests share answers only if they have the same `salt`.
         """
-        return {
-            name: source.drafter(prompt, salt, alone=own_text_only)
-            for name, source in self._sources.items()
-        }
+        alone, sources = own_text_only, self._sources.items()
+        return {name: each.drafter(prompt, salt, alone=alone) for name, each in sources}
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
         """Add a finished answer to the sources."""
