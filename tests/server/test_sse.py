@@ -114,6 +114,33 @@ def test_a_reader_cancelled_as_something_arrives_is_cancelled(stream: Stream, ti
     asyncio.run(main())
 
 
+def test_other_callbacks_run_between_the_outputs_of_a_large_step(context: Context) -> None:
+    """And the outputs of a request keep their order, also if the next step comes meanwhile."""
+
+    async def main() -> None:
+        streams = [Stream(context) for _ in range(12)]
+        got: list[tuple[str, int]] = []
+        for each in streams:
+            await each.open()
+            generation = context.dispatcher.open[f"{each.name}-0"]
+            generation.put = lambda _, output: got.append((output.request_id, output.token_ids[0]))  # type: ignore[method-assign]
+        steps = [
+            [dataclasses.replace(out(40 + n), request_id=f"{each.name}-0") for each in streams]
+            for n in range(2)
+        ]
+        context.dispatcher._dispatch(0.0, steps[0])
+        assert 0 < len(got) < len(streams)
+        context.dispatcher._dispatch(0.0, steps[1])
+        assert len(got) < len(streams)
+        while len(got) < 2 * len(streams):
+            before = len(got)
+            await asyncio.sleep(0)
+            assert len(got) <= before + 4
+        assert got == [(o.request_id, o.token_ids[0]) for step in steps for o in step]
+
+    asyncio.run(main())
+
+
 def test_an_output_that_fails_takes_no_other_with_it(context: Context) -> None:
     async def main() -> None:
         broken, sound = Stream(context), Stream(context)
