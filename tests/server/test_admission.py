@@ -62,8 +62,8 @@ def test_places_are_never_lost_nor_exceeded(
 ) -> None:
     limits, held, refused, most = limiter(rows, queue), [], 0, rows + queue
     for turn, size in enumerate(sizes):
-        full = rf"{limits.held} answers.*{queue} may wait"
-        if limits.held < most:
+        full = rf"{limits.num_reserved} answers.*{queue} may wait"
+        if limits.num_reserved < most:
             limits.check_admission(scope())
         else:
             refused += 1
