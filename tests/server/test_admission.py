@@ -69,7 +69,7 @@ def test_places_are_never_lost_nor_exceeded(
             refused += 1
             with pytest.raises(QueueFullError, match=full):
                 limits.check_admission(scope())
-        if limits.held + size <= most:
+        if limits.num_reserved + size <= most:
             held.append((reserved(limits, size), size))
         elif size > most:
             with pytest.raises(InvalidRequestError, match=rf"{size} answers.*holds {most}"):
@@ -82,7 +82,7 @@ def test_places_are_never_lost_nor_exceeded(
             request, _ = held.pop(ends[turn] % len(held))
             limits.release(request)
             limits.release(request)  # nothing is freed twice
-        assert limits.held == sum(size for _, size in held) <= most
+        assert limits.num_reserved == sum(size for _, size in held) <= most
     assert limits.rejected["queue_full"] == refused
 
 
