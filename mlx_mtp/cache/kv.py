@@ -68,17 +68,14 @@ class RaggedKVCache:
             )
         return packing.join(outputs)
 
-    def attend_token(self, packing: Packing, queries: mx.array) -> mx.array | None:
-        """`attend` of one token per row on a CPU; None if the rows are not in order in one buffer.
-
-        Takes scaled queries, [N, heads, dim], and returns [N, heads * dim].
-        """
-        if packing.longest > 1 or not packing.in_order:
-            return None
-        (part,) = packing.parts
-        return cpu.attend_token(
-            queries, _by_axis(part.buffer, self.buffers[part.buffer]), part.mask
-        )
+    def attend_on_cpu(self, packing: Packing, queries: mx.array) -> mx.array:
+        """`attend` in a decode step of a small model on a CPU; takes scaled queries."""
+        parts = ((part, self.buffers[part.buffer]) for part in packing.parts)
+        outputs = [
+            cpu.attend(part.rect(queries), _by_axis(part.buffer, array), part.bias)
+            for part, array in parts
+        ]
+        return packing.join(outputs)
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:
         """Write a row's entries from position `start` on; keys and values are [heads, T, dim]."""

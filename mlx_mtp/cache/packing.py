@@ -128,11 +128,6 @@ class Packing:
         return [Part(self, rows) for rows in self._placed.parts]
 
     @property
-    def in_order(self) -> bool:
-        """True if row b has slot b of a single buffer and all rows have equally many tokens."""
-        return self._placed.in_order
-
-    @property
     def window_slots(self) -> tuple[tuple[int, ...], ...]:
         """For each row with tokens: index of its part, slot, capacity, first token, token count."""
         return self._placed.window_slots
@@ -202,8 +197,6 @@ class _Placement:
             if lengths[row]:
                 slots.append((numbers[buffer], slot, buffer.capacity, first, lengths[row]))
         self.window_slots = tuple(slots)
-        same = len(rows) == 1 and windows.num_tokens == windows.longest * len(places)
-        self.in_order = same and all(slot == row for row, (_, slot) in enumerate(places))
         self._starts: dict[int, tuple[mx.array, list[int]]] = {}
         self._step = windows.step
 
@@ -256,6 +249,11 @@ class Part:
     def mask(self) -> mx.array:
         """The causal mask, bool [slots, 1, T, limit]."""
         return mx.arange(self.limit) <= self.positions[:, None, :, None]
+
+    @cached_property
+    def bias(self) -> mx.array:
+        """The mask as numbers to add to scores: 0 or -inf."""
+        return mx.where(self.mask, 0.0, -mx.inf)
 
     @cached_property
     def positions(self) -> mx.array:

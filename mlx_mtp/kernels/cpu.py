@@ -15,9 +15,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.gated_delta import compute_g
 
+from mlx_mtp.kernels.activations import softmax, swiglu
 from mlx_mtp.kernels.gdn_types import GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import EPS, silu_of_sum
 from mlx_mtp.kernels.topk import Router
@@ -72,8 +72,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
     """Returns the RMS norm of x with a weight, times silu of z."""
-    gated: mx.array = swiglu(z, rms_norm(x, weight, eps))
-    return gated
+    return swiglu(z, rms_norm(x, weight, eps))
 
 
 def _squares(x: mx.array) -> mx.array:
@@ -151,7 +150,7 @@ def run_token(
     decay = _decay(a, weights.log_decay, weights.dt_bias, alive)
     decayed = (state * decay.reshape(rows, hv, 1, 1)).reshape(rows, hk, -1, state.shape[-1])
     known = (decayed @ k).reshape(v.shape)
-    delta = _delta(v, known, b[..., None], alive_of_heads)
+    delta = _delta(v, known, mx.sigmoid(b)[..., None], alive_of_heads)
     after = mx.addmm(decayed, delta.reshape(rows, hk, -1, 1), k.swapaxes(-1, -2))
     return (after @ q).reshape(v.shape), after.reshape(state.shape), history
 
@@ -181,11 +180,12 @@ def run_window(
     seen = both @ state.reshape(rows, hk, -1, dk).swapaxes(-1, -2)
     seen = seen.reshape(rows, hk, 2, length, hv // hk, dv).transpose(2, 0, 1, 4, 3, 5)
     steps = rows, length, hk, hv // hk, -1
-    values, decays, strengths = (x.reshape(steps).transpose(0, 2, 3, 1, 4) for x in (v, g, b))
+    parts = v, g, mx.sigmoid(b)
+    values, decays, strengths = (x.reshape(steps).transpose(0, 2, 3, 1, 4) for x in parts)
     below, diagonal, lower = _triangles(length)
     decay = mx.cumprod(mx.where(below, decays, 1), axis=-2)  # D_ti of `portable`
     total = decay[..., :1] * decays[..., :1, :]
-    mixing = mx.where(below, mx.sigmoid(strengths) * decay * alike[1], diagonal)
+    mixing = mx.where(below, strengths * decay * alike[1], diagonal)
     written = _delta(values, total * seen[1], strengths, _always())
     delta = mx.linalg.tri_inv(mixing, stream=mx.cpu) @ written
     attending = mx.where(lower, decay * alike[0], 0)
@@ -269,8 +269,8 @@ def _decay(a: mx.array, log_decay: mx.array, dt_bias: mx.array, alive: mx.array)
 
 
 @_elementwise
-def _delta(v: mx.array, known: mx.array, b: mx.array, alive: mx.array) -> mx.array:
-    return mx.where(alive, (v - known) * mx.sigmoid(b), 0.0)
+def _delta(v: mx.array, known: mx.array, strength: mx.array, alive: mx.array) -> mx.array:
+    return mx.where(alive, (v - known) * strength, 0.0)
 
 
 def add_mixture(
@@ -296,7 +296,7 @@ def add_mixture(
         inner.reshape(-1, 1, inner.shape[-1]), experts[1], lhs_indices=pairs, rhs_indices=chosen
     )
     routed = scores[:, None] @ outputs.squeeze(2)
-    return _added(x, routed.squeeze(1), swiglu(gate, up) @ shared_down, share)
+    return _added(x, routed.squeeze(1), swiglu(gate, up) @ shared_down, mx.sigmoid(share))
 
 
 @functools.lru_cache(maxsize=64)
@@ -307,7 +307,7 @@ def _lhs_indices(rows: int, count: int) -> tuple[mx.array, mx.array]:
 
 @_elementwise
 def _added(x: mx.array, routed: mx.array, shared: mx.array, share: mx.array) -> mx.array:
-    return x + (routed + mx.sigmoid(share) * shared)
+    return x + (routed + share * shared)
 
 
 class HeadNorms(NamedTuple):
@@ -342,14 +342,23 @@ def _frequencies(dims: int, base: float, scale: float) -> mx.array:
     return _made(mx.exp(steps * (math.log(base) / (dims // 2))) * scale)
 
 
-def attend_token(
-    queries: mx.array,  # of one token per row, already scaled, [B, heads, D]
+def attend(
+    queries: mx.array,  # of a window, already scaled, [B, T, heads, D]
     kv: mx.array,  # [2, slots, KV heads, capacity, D]; row b has slot b
-    mask: mx.array,  # bool [B, 1, 1, limit]
+    bias: mx.array,  # 0 at positions that a token attends to, else -inf: [B, 1, T, limit]
 ) -> mx.array:
-    """Returns the attention to each row's entries, [B, heads * D]."""
-    rows, limit = len(queries), mask.shape[-1]
+    """Returns the attention of each token, [B, T, heads, D]."""
+    rows, length, _, dim = queries.shape
+    limit = bias.shape[-1]
     keys, values = kv[0, :rows, :, :limit], kv[1, :rows, :, :limit]
-    scores = queries.reshape(rows, keys.shape[1], -1, keys.shape[-1]) @ keys.swapaxes(-1, -2)
-    shares = mx.softmax(mx.where(mask, scores, -mx.inf), axis=-1, precise=True)
-    return (shares @ values).reshape(rows, -1)
+    by_head = queries.reshape(rows, length, keys.shape[1], -1, dim).swapaxes(1, 2)
+    joined = by_head.reshape(rows, keys.shape[1], -1, dim)
+    biases = _repeated(bias, by_head.shape[3])
+    attended = softmax(mx.addmm(biases, joined, keys.swapaxes(-1, -2))) @ values
+    return attended.reshape(by_head.shape).swapaxes(1, 2).reshape(queries.shape)
+
+
+@once
+def _repeated(bias: mx.array, count: int) -> mx.array:
+    """Returns the bias with each token's row `count` times, [B, 1, T * count, limit]."""
+    return mx.repeat(bias, count, axis=2)

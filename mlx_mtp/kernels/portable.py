@@ -20,6 +20,7 @@ import functools
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
+from mlx_mtp.kernels import activations, gpu
 from mlx_mtp.kernels.gdn_types import (
     CHUNK,
     GDNProjections,
@@ -194,14 +195,28 @@ def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.arr
     return history.reshape(-1, channels)[where]  # one index for all channels of an input
 
 
-@functools.partial(mx.compile, shapeless=True)
 def silu_of_sum(*inputs: mx.array) -> mx.array:
     """Returns silu(x0 w0 + x1 w1 + ..), summed in float32; `inputs` are all x, then all w."""
+    if gpu.backend() is None:
+        return activations.silu(_weighted_sum(*inputs)).astype(inputs[0].dtype)
+    return _silu_of_sum(*inputs)
+
+
+@functools.partial(mx.compile, shapeless=True)
+def _silu_of_sum(*inputs: mx.array) -> mx.array:
+    total = _sum(*inputs)
+    return (total * mx.sigmoid(total)).astype(inputs[0].dtype)
+
+
+def _sum(*inputs: mx.array) -> mx.array:
     half = len(inputs) // 2
     total = inputs[0].astype(mx.float32) * inputs[half].astype(mx.float32)
     for x, w in zip(inputs[1:half], inputs[half + 1 :], strict=True):
         total = total + x.astype(mx.float32) * w.astype(mx.float32)
-    return (total * mx.sigmoid(total)).astype(inputs[0].dtype)
+    return total
+
+
+_weighted_sum = mx.compile(_sum, shapeless=True)
 
 
 @functools.partial(mx.compile, shapeless=True)

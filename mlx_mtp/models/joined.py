@@ -12,15 +12,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing, Rectangle
 from mlx_mtp.distributed import world
 from mlx_mtp.kernels import cpu
+from mlx_mtp.kernels.activations import sigmoid_times, swiglu
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
-from mlx_mtp.kernels.gpu import backend
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 from mlx_mtp.kernels.topk import Router
 from mlx_mtp.kernels.view import to_array
 
@@ -210,11 +210,12 @@ class _AttentionMixer:
 
     def attend(self, queries: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """Returns the attention outputs, [N, heads * D]."""
-        attended = cache.attend_token(packing, queries)
-        return cache.attend(packing, queries, 1.0).flatten(1) if attended is None else attended
+        if packing.longest <= LONGEST_WINDOW:
+            return cache.attend_on_cpu(packing, queries).flatten(1)
+        return cache.attend(packing, queries, 1.0).flatten(1)
 
     def output(self, x: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
-        return mx.addmm(x, attended * mx.sigmoid(gate), self._out)
+        return mx.addmm(x, sigmoid_times(gate, attended), self._out)
 
 
 def _heads(
