@@ -1,12 +1,16 @@
 """What kernels share: the backend, building and launching, the check before their use."""
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import logging
+import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import mlx.core as mx
@@ -145,9 +149,23 @@ def _kernel_name(name: str, *source: str) -> str:
 
 
 def lean(source: str) -> str:
-    """Returns a source without comments and indentation: on CUDA mlx hashes it at each launch."""
+    """Returns a source without comments and indentation: mlx hashes it at each launch."""
     lines = (line.partition("//")[0].strip() for line in source.split("\n"))
     return "".join(f"{line}\n" for line in lines if line)
+
+
+@functools.cache
+def _include_folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="mlx-mtp-kernels-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def _included(name: str, source: str) -> str:
+    """Returns a line of CUDA that includes a source, to give mlx less to hash at each launch."""
+    file = _include_folder() / f"{name}.cuh"
+    file.write_text(source)
+    return f'#include "{file}"\n'
 
 
 # Bounded, as launches of attention vary with the sizes of all buffers.
@@ -206,10 +224,16 @@ class Kernel:
                 header, source = _HEADERS[where] + header, _PROLOGUES[where] + source
                 options: dict[str, Any] = {"ensure_row_contiguous": self.contiguous}
             else:
-                header, options = lean(header), {"shared_memory": self.shared}
-            source = lean(source)
+                options = {"shared_memory": self.shared}
+            header, source = lean(header), lean(source)
+            name = _kernel_name(self.name, header, source, str(options))
+            if where == "cuda":
+                # mlx passes a kernel the shapes and strides that its source names.
+                named = dict.fromkeys(re.findall(r"\w+_(?:shape|strides|ndim)\b", source))
+                header = _included(f"{name}_header", header)
+                source = f"// {' '.join(named)}\n{_included(name, source)}"
             self._built[where] = make(
-                name=_kernel_name(self.name, header, source, str(options)),
+                name=name,
                 input_names=self.inputs,
                 output_names=self.outputs,
                 header=header,

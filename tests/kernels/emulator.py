@@ -8,9 +8,11 @@ only the hardware is emulated.
 
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -290,6 +292,11 @@ extern "C" int run(const int* grid, const int* group, void** in, int** shapes, i
 """
 
 
+def _with_includes(source):
+    """Returns a source with the text of the files that it includes by an absolute path."""
+    return re.sub(r'#include "(/[^"]*)"\n', lambda found: Path(found[1]).read_text(), source)
+
+
 class EmulatedKernel:
     """Stands in for a kernel of `mx.fast.cuda_kernel` or `mx.fast.metal_kernel`, on the CPU."""
 
@@ -312,7 +319,7 @@ class EmulatedKernel:
         self._folder = folder
         self._name = name
         self._inputs, self._outputs = input_names, output_names
-        self._source, self._header = source, header
+        self._source, self._header = _with_includes(source), _with_includes(header)
         self._compiled = {}
 
     def __call__(self, *, inputs, template, grid, threadgroup, output_shapes, output_dtypes):

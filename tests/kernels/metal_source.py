@@ -129,8 +129,8 @@ def problems(text):
 
 def _as_metal(header):
     """Returns the header for Metal, with its memory limit; None if the header has CUDA's code."""
-    if header == gpu._HEADERS["cuda"]:
-        header = gpu._HEADERS["metal"]
+    if header == gpu.lean(gpu._HEADERS["cuda"]):
+        header = gpu.lean(gpu._HEADERS["metal"])
     array = "threadgroup type name[size]"
     limit = 'static_assert(sizeof(type) * (size) <= 32 << 10, "is more than Metal has")'
     return header.replace(array, f"{limit}; {array}") if array in header else None
