@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_mtp.errors import UsageError
@@ -22,7 +22,11 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class SocketAnswer:
-    """A response of one of our own servers, with a body that can be read as it arrives."""
+    """A response of one of our own servers, with a body that can be read as it arrives.
+
+    As a context manager it closes the connection at the end of the block; closing it early cancels
+    the answer.
+    """
 
     def __init__(self, sock: socket.socket, method: str) -> None:
         self._sock, self._method = sock, method
@@ -30,11 +34,25 @@ class SocketAnswer:
         self._data = b""  # received but not parsed yet: part of the head or of a chunk-size line
         self._left = 0  # bytes to come of the body, or of the current chunk and its CRLF
         self._is_chunked = self._is_complete = False
+        self._loop = asyncio.get_running_loop()
+        self._is_watched = False  # True while the loop calls `_on_readable`
+        self._got: asyncio.Future[bytes]  # what the last `_read` waits for
+        self._take: Callable[[bytes], bool]  # of the last `_read`
+
+    def __enter__(self) -> SocketAnswer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._unwatch()
+        self._sock.close()
 
     async def begin(self) -> None:
         """Read the head; raises OSError."""
         while b"\r\n\r\n" not in self._data:
-            self._data += await self._read()
+            self._data += await self._read(lambda _: False)
         head, _, self._data = self._data.partition(b"\r\n\r\n")
         first, *lines = head.split(b"\r\n")
         self.status = int(first.split(b" ", 2)[1])
@@ -47,11 +65,11 @@ class SocketAnswer:
         self._is_complete = self._method == "HEAD" or self.status in (204, 304)
         self._is_complete |= not (self._is_chunked or self._left)
 
-    async def pieces(self, take: Callable[[bytes], bool] = lambda _: False) -> AsyncIterator[bytes]:
-        """Yields the pieces of the body as they arrive; raises OSError.
+    async def piece(self, take: Callable[[bytes], bool] = lambda _: False) -> bytes:
+        """Returns the next piece of the body as it arrives, b"" at the end; raises OSError.
 
-        Pieces for which `take` returns True are not yielded, which saves a switch to the caller's
-        task. What arrived with the head, and the last piece, are always yielded.
+        Pieces for which `take` returns True are not returned, which saves a switch to the caller's
+        task. What arrived with the head, and the last piece, are always returned.
         """
         piece = b"" if self._is_complete else self._body_of(b"")
 
@@ -60,36 +78,36 @@ class SocketAnswer:
             piece = self._body_of(data)
             return not self._is_complete and (not piece or take(piece))
 
-        if piece:
-            yield piece
-        while not self._is_complete:
+        if not (piece or self._is_complete):
             await self._read(is_taken)
-            if piece:
-                yield piece
+        return piece
 
-    async def _read(self, take: Callable[[bytes], bool] = lambda _: False) -> bytes:
+    async def _read(self, take: Callable[[bytes], bool]) -> bytes:
         """Returns the next received bytes for which `take` returns False; raises OSError."""
-        loop = asyncio.get_running_loop()
-        got: asyncio.Future[bytes] = loop.create_future()
+        self._take, self._got = take, self._loop.create_future()
+        if not self._is_watched:
+            self._is_watched = True
+            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+        return await self._got
 
-        def read() -> None:
-            if got.done():  # The caller has just been cancelled.
-                return
-            try:
-                if not (data := self._sock.recv(_PIECE)):
-                    raise ConnectionResetError("The server ended within its answer.")
-                if not take(data):
-                    got.set_result(data)
-            except BlockingIOError:
-                pass
-            except Exception as error:
-                got.set_exception(error)
-
-        loop.add_reader(self._sock.fileno(), read)
+    def _on_readable(self) -> None:
+        if self._got.done():  # The caller is slower than the server, or has been cancelled.
+            self._unwatch()
+            return
         try:
-            return await got
-        finally:
-            loop.remove_reader(self._sock.fileno())
+            if not (data := self._sock.recv(_PIECE)):
+                raise ConnectionResetError("The server ended within its answer.")
+            if not self._take(data):
+                self._got.set_result(data)
+        except BlockingIOError:
+            pass
+        except Exception as error:
+            self._got.set_exception(error)
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self._sock.fileno())
 
     def _body_of(self, data: bytes) -> bytes:
         """Returns the part of the body that `data`, the next received bytes, contains."""
@@ -114,7 +132,10 @@ class SocketAnswer:
         return b"".join(taken)
 
     async def body(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces()])
+        pieces = []
+        while piece := await self.piece():
+            pieces.append(piece)
+        return b"".join(pieces)
 
 
 class Spare:
@@ -160,7 +181,6 @@ def _connected(path: Path) -> socket.socket:
     return sock
 
 
-@contextlib.asynccontextmanager
 async def ask(
     path: Path,
     method: str,
@@ -168,14 +188,15 @@ async def ask(
     headers: Headers = (),
     body: bytes = b"",
     spare: Spare | None = None,
-) -> AsyncIterator[SocketAnswer]:
-    """Send a request on a new connection, which is closed at the end of the block.
+) -> SocketAnswer:
+    """Send a request on a new connection; returns the answer, whose head has arrived.
 
-    Closing it early cancels the answer. If `spare` has a connection, it is used; at the end of
-    the block `spare` opens the next one. Raises OSError.
+    If `spare` has a connection, it is used, and `spare` opens the next one once the answer has
+    begun. Raises OSError.
     """
     # asyncio's streams and transports would take longer and switch tasks more often.
     loop, sock = asyncio.get_running_loop(), (spare and spare.take()) or _connected(path)
+    answer = SocketAnswer(sock, method)
     try:
         fixed = [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         host = [] if any(name == b"host" for name, _ in headers) else [(b"host", b"localhost")]
@@ -188,14 +209,15 @@ async def ask(
             if len(body) > _PIECE:
                 await loop.sock_sendall(sock, memoryview(body)[_PIECE:])
         del body  # It may be large, and the answer may take long.
-        answer = SocketAnswer(sock, method)
         await answer.begin()
-        yield answer
-    finally:
+    except BaseException:
         loop.remove_writer(sock.fileno())  # A cancelled call does so only after `close`.
-        sock.close()
+        answer.close()
+        raise
+    finally:
         if spare is not None:
-            spare.open()
+            loop.call_soon(spare.open)  # after the answer's beginning is passed on
+    return answer
 
 
 def private_folder() -> Path:

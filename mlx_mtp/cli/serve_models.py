@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -88,5 +89,8 @@ def run_router(given: argparse.Namespace) -> int:
         server = make_server(
             create_router(settings, fleet), log_level=options.log_level, on_ready=ready
         )
+        # Garbage collections stop all streams: exclude the objects that live until the end.
+        gc.collect()
+        gc.freeze()
         run_server(server, sock, lambda _: True)
     return 0

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.applications import Starlette
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.router import views
@@ -20,7 +20,7 @@ from mlx_mtp.router.forward import forward
 from mlx_mtp.server import page
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
 from mlx_mtp.server.http.record import route_finder
-from mlx_mtp.server.serving import make_app
+from mlx_mtp.server.serving import set_up
 from mlx_mtp.server.table import route_table
 
 _OF_ONE = "stored_chat label_chat delete_chat stored_messages stored_response delete_response"
@@ -98,18 +98,19 @@ class RouterState:
         return self.fleet.find("").card.get("images") is True
 
 
-def create_router(config: ServerConfig, fleet: Fleet) -> FastAPI:
+def create_router(config: ServerConfig, fleet: Fleet) -> Starlette:
     """Build the application; its lifespan starts and ends the models' processes."""
     state = RouterState(config, fleet)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         fleet.start()
         try:
             yield
         finally:
             await fleet.stop()
 
-    app = make_app(state, ROUTES, route_finder(ROUTES), lifespan)
+    app = Starlette(lifespan=lifespan)
+    set_up(app, state, ROUTES, route_finder(ROUTES))
     app.state.live = views.LiveFeed(state)
     return app

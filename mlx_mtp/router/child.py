@@ -82,8 +82,9 @@ class Child:
     async def is_healthy(self, seconds: float | None = None) -> bool:
         """Returns True if /health answers 200 within `seconds` (None: without a time limit)."""
         try:
-            async with asyncio.timeout(seconds), ask(self.path, "GET", "/health") as answer:
-                return answer.status == 200
+            async with asyncio.timeout(seconds):
+                with await ask(self.path, "GET", "/health") as answer:
+                    return answer.status == 200
         except OSError:  # including TimeoutError
             return False
 

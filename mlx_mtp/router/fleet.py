@@ -151,22 +151,22 @@ class Fleet:
         model.keep_alive = self.config.keep_alive if seconds is None else seconds
         self._decide()
 
-    @contextlib.asynccontextmanager
-    async def using(self, model: ServedModel, seconds: float, wait: Wait) -> AsyncIterator[Child]:
-        """Wait at most `seconds` until the model takes a request; it is busy during the block.
+    async def take(self, model: ServedModel, seconds: float, wait: Wait) -> Child:
+        """Wait at most `seconds` until the model takes a request; it is busy until `release`.
 
         Raises UnavailableError, RequestTimeoutError or EngineStoppedError.
         """
         model.asked = self._loop.time()
         if model.is_ready and not model.draining and model.child is not None:
             model.busy += 1
-            child = model.child
-        else:
-            child = await self._admission(model, seconds, wait)
-        try:
-            yield child
-        finally:
-            self._release(model)
+            return model.child
+        return await self._admission(model, seconds, wait)
+
+    def release(self, model: ServedModel) -> None:
+        """End a request that the model has taken."""
+        model.busy -= 1
+        model.idle_since = self._loop.time()
+        self._decide()
 
     async def _admission(self, model: ServedModel, seconds: float, wait: Wait) -> Child:
         """Wait for the model's process; then the request counts in `busy`."""
@@ -181,7 +181,7 @@ class Fleet:
         except BaseException as error:
             model.waiting.pop(begins, None)
             if begins.done() and begins.exception() is None:
-                self._release(model)  # The client left just after it was admitted.
+                self.release(model)  # The client left just after it was admitted.
             else:
                 self._decide()
             if isinstance(error, TimeoutError):
@@ -190,11 +190,6 @@ class Fleet:
                     "seconds: it was loading, or other models were busy."
                 ) from None
             raise
-
-    def _release(self, model: ServedModel) -> None:
-        model.busy -= 1
-        model.idle_since = self._loop.time()
-        self._decide()
 
     def _check_waiting(self, model: ServedModel) -> None:
         """Raise UnavailableError if the model can't be loaded, or if the queue is full."""
@@ -279,9 +274,9 @@ class Fleet:
             async with asyncio.timeout(self.config.model_timeout):
                 while not await child.is_healthy():
                     await asyncio.sleep(0.1)
-                with contextlib.suppress(OSError, *errors.UNEXPECTED):
-                    async with ask(child.path, "GET", "/v1/models") as answer:
-                        model.card = json.loads(await answer.body())["data"][0]
+                lost = contextlib.suppress(OSError, *errors.UNEXPECTED)
+                with lost, await ask(child.path, "GET", "/v1/models") as answer:
+                    model.card = json.loads(await answer.body())["data"][0]
         except TimeoutError:
             logger.error("%s: killed, not loaded in %g s", model.name, self.config.model_timeout)
             child.kill()

@@ -85,16 +85,19 @@ class Forwarded(Response):
         """Forward the request; return the process's error if the response had already begun."""
         while True:
             try:
-                async with self._using(send) as child:
+                child = await self._taken(send)
+                try:
                     request = child_request(scope)
-                    async with ask(child.path, *request, self._content, child.spare) as answer:
+                    with await ask(child.path, *request, self._content, child.spare) as answer:
                         self._content = b""  # It may be large, and the answer may take long.
                         self._state.held.release(scope)
                         return await self._copy(scope, send, answer)
+                finally:
+                    self._state.fleet.release(self._model)
             except (BlockingIOError, ConnectionRefusedError, FileNotFoundError):
                 await asyncio.sleep(0.05)  # It accepts too slowly, or has ended: ask again.
 
-    def _using(self, send: Send) -> contextlib.AbstractAsyncContextManager[Child]:
+    async def _taken(self, send: Send) -> Child:
         """Wait for the model's process; meanwhile a stream gets keep-alives."""
         config, fleet = self._state.config, self._state.fleet
         patience = config.keep_alive_seconds if self._streams else None
@@ -105,7 +108,7 @@ class Forwarded(Response):
                 await self._send(send, self._form.keep_alive)
 
         limit = min(fleet.config.model_timeout, config.request_timeout or float("inf"))
-        return fleet.using(self._model, limit, wait)
+        return await fleet.take(self._model, limit, wait)
 
     async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         if not self._begun:
@@ -132,7 +135,7 @@ class Forwarded(Response):
             self._last = piece
             return bool(scope["state"][WRITE](piece))
 
-        async for piece in answer.pieces(take):
+        while piece := await answer.piece(take):
             await self._send(send, piece)
         return None
 

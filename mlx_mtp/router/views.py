@@ -121,7 +121,7 @@ async def _answer_of(request: Request, model: ServedModel, content: bytes) -> Re
     scope, child = request.scope, model.child
     if child is None:
         raise ConnectionRefusedError("The model's process has ended a moment ago.")
-    async with ask(child.path, *child_request(scope), content) as answer:
+    with await ask(child.path, *child_request(scope), content) as answer:
         kind = dict(answer.headers).get(b"content-type", b"application/json").decode()
         return Response(await answer.body(), answer.status, media_type=kind)
 

@@ -38,12 +38,12 @@ async def merged_stream(
 
     async def read(name: str, path: Path) -> None:
         rest = b""
-        with contextlib.suppress(OSError, *UNEXPECTED):
-            async with ask(path, "GET", "/live") as answer:
-                async for piece in answer.pieces():
-                    *events, rest = (rest + piece).split(b"\n\n")
-                    if events:
-                        latest[name] = json.loads(events[-1].removeprefix(b"data: "))
+        lost = contextlib.suppress(OSError, *UNEXPECTED)
+        with lost, await ask(path, "GET", "/live") as answer:
+            while piece := await answer.piece():
+                *events, rest = (rest + piece).split(b"\n\n")
+                if events:
+                    latest[name] = json.loads(events[-1].removeprefix(b"data: "))
         latest.pop(name, None)
 
     try:

@@ -64,8 +64,9 @@ def test_requests_wait_for_the_successor_of_a_process_that_hangs(
         fleet.start()
 
         async def asked() -> Any:
-            async with fleet.using(model, 60.0, until_done) as child:
-                return child
+            child = await fleet.take(model, 60.0, until_done)
+            fleet.release(model)
+            return child
 
         first = await asked()
         first.healthy = False

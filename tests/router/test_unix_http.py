@@ -39,8 +39,8 @@ async def answered(sent: bytes, cuts: list[int], method: str = "GET") -> tuple[i
     done = asyncio.Event()
     server = await asyncio.start_unix_server(serve, os.fspath(path))
     try:
-        async with ask(path, method, "/") as answer:
-            async for piece in answer.pieces(take):
+        with await ask(path, method, "/") as answer:
+            while piece := await answer.piece(take):
                 got.append(piece)
             return answer.status, got
     finally:
@@ -96,7 +96,7 @@ def test_a_request_takes_the_spare_connection_unless_the_server_has_closed_it() 
                 if closes:
                     open_ones[-1].close()
                     await asyncio.sleep(0.05)
-                async with ask(path, "GET", "/", spare=spare) as answer:
+                with await ask(path, "GET", "/", spare=spare) as answer:
                     seen.append(answer.status)
                 await asyncio.sleep(0.05)  # The server accepts the next one.
             spare.close()
