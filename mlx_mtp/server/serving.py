@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from mlx_mtp.config import ServerConfig
 from mlx_mtp.errors import MlxMtpError, UsageError
@@ -39,14 +39,13 @@ from mlx_mtp.server.http.middleware import (
     on_error,
 )
 from mlx_mtp.server.http.protocol import LimitedProtocol
-from mlx_mtp.server.http.record import Handler, Route, record_of
+from mlx_mtp.server.http.record import Handler, Route
 
 logger = logging.getLogger(__name__)
 
 _STOPPING = "Stopping: up to %(seconds)g s for %(answers)d unfinished; Ctrl-C again ends it now."
 _NO_ROOM = "No connection is accepted for %(seconds)g s: %(reason)s."
 _NO_ROOM_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_ANSWERED = (MlxMtpError, HTTPException, ClientDisconnect)  # errors that don't end a connection
 STOP_SECONDS = 10.0  # maximum, for the engine's thread to end
 FLUSH_SECONDS = 5  # maximum, for clients to read the error that ended their response
 # The event loop needs the GIL several times per token: with Python's default of 5 ms, clients would
@@ -84,15 +83,15 @@ def set_up(
     """Give an application these routes, the request log, the limits and the access checks."""
     app.state.context = context
     app.router.redirect_slashes = False
-    for route in routes:
+    # First those that generate, as Starlette compares a request's path with each route's in turn.
+    for route in sorted(routes, key=lambda each: not each.generates):
         endpoint: Any = _Endpoint(route.handler)
         for path in route.paths:
             # Not FastAPI's routes, which inspect the handler for parameters. GET includes HEAD.
             methods = route.methods.split()
             app.router.add_route(path, endpoint, methods=methods)
-    for kind in (*_ANSWERED, Exception):
+    for kind in (MlxMtpError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(_Shortcut)
     _add_checks(app, context.config, context.limiter)
     app.add_middleware(WriteInPieces, limiter=context.limiter, held=context.held)
     app.add_middleware(RequestLog, metrics=context.metrics, find_route=find_route)
@@ -107,26 +106,6 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._handler(Request(scope, receive, send))
         await answer(scope, receive, send)
-
-
-class _Shortcut:
-    """Calls the handlers of routes that generate without the router, which takes longer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        if not (is_post and (route := record_of(scope).route).generates):
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope, receive, send)
-        try:
-            answer = await route.handler(request)
-            await answer(scope, receive, send)
-        except _ANSWERED as error:
-            refusal = await on_error(request, error)
-            await refusal(scope, receive, send)
 
 
 def _add_checks(app: Starlette, config: ServerConfig, limiter: RequestLimiter) -> None:
