@@ -31,10 +31,10 @@ def router(
 ) -> Rows:
     """Overhead of the parent of several models: streams through it, and from the child itself.
 
-    The child has no model and sends by the clock. Both ways take turns in each round. "chunk" is
-    the time from the child's sending to the client's reading, and "first" the time from the request
-    to the first event. "core" is the CPU time of the parent alone, as a share of a core at 1,000
-    chunks per second.
+    The child has no model and sends by the clock. Both ways use TCP, and take turns in each round.
+    "chunk" is the time from the child's sending to the client's reading, and "first" the time from
+    the request to the first event. "core" is the CPU time of the parent alone, as a share of a core
+    at 1,000 chunks per second.
 
     Args:
         streams: number of concurrent streams
@@ -44,7 +44,6 @@ def router(
     """
     names = "streams | way | first, ms | chunk, ms | 99%, ms | chunks/s | core, %"
     with _running() as parent:
-        asyncio.run(_ask_all(parent, False, 1, 10, 0.0, 0.0))  # Starts the child.
         for count in streams:
             chunks = max(1, int(rate * seconds_each / count))
             laps: dict[bool, list[_Lap]] = {True: [], False: []}
@@ -60,7 +59,7 @@ def router(
 class _Parent(NamedTuple):
     process: subprocess.Popen[str]
     port: int
-    socket: str  # of the child
+    child_port: int
 
     def cpu_seconds(self) -> float:
         assert self.process.stdin is not None
@@ -86,7 +85,8 @@ def _running() -> Iterator[_Parent]:
         assert process.stdout is not None
         port, folder = json.loads(process.stdout.readline())
         try:
-            yield _Parent(process, port, os.path.join(folder, "1"))
+            asyncio.run(_ask(port, 10, 0.0))  # Starts the child.
+            yield _Parent(process, port, asyncio.run(_child_port(os.path.join(folder, "1"))))
         finally:
             process.terminate()
 
@@ -124,7 +124,7 @@ async def _ask_all(
 
     async def ask(number: int) -> tuple[float, list[float]]:
         await asyncio.sleep(spread * number / count)
-        return await _ask(parent, direct, chunks, pause)
+        return await _ask(parent.child_port if direct else parent.port, chunks, pause)
 
     answers = await asyncio.gather(*map(ask, range(count)))
     seconds, cpu = time.perf_counter() - began, parent.cpu_seconds() - cpu
@@ -139,19 +139,20 @@ async def _ask_all(
     )
 
 
-async def _ask(
-    parent: _Parent, direct: bool, chunks: int, pause: float
-) -> tuple[float, list[float]]:
+async def _child_port(path: str) -> int:
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+    body = (await reader.read()).partition(b"\r\n\r\n")[2]
+    writer.close()
+    return int(json.loads(body)["port"])
+
+
+async def _ask(port: int, chunks: int, pause: float) -> tuple[float, list[float]]:
     """Returns the seconds to the first event, and from each chunk's sending to its reading."""
     body = json.dumps({"model": "fake", "stream": True, "chunks": chunks, "pause": pause}).encode()
     head = f"POST {_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     began, first, delays = time.perf_counter(), 0.0, []
-    opening = (
-        asyncio.open_unix_connection(parent.socket)
-        if direct
-        else asyncio.open_connection("127.0.0.1", parent.port)
-    )
-    reader, writer = await opening
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + body)
     async for line in reader:
         if line.startswith(b"data: {"):
