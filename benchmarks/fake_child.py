@@ -18,7 +18,7 @@ from typing import Any
 
 NAME = sys.argv[1] if __name__ == "__main__" else ""
 SSE = "text/event-stream"
-port = 0  # of a second listener, which the benchmark asks directly
+listeners: list[asyncio.Server] = []  # beside the parent's: on TCP, for the benchmark
 counts = {"open": 0, "cancelled": 0, "finished": 0}
 draining = asyncio.Event()
 
@@ -83,6 +83,7 @@ async def generate(answer: Answer, body: dict[str, Any], seen: dict[str, Any]) -
 async def route(answer: Answer, path: str, seen: dict[str, Any], body: dict[str, Any]) -> None:
     """Answer one request."""
     if path == "/health":
+        port = listeners[0].sockets[0].getsockname()[1]
         answer.whole({"status": "ok", "port": port})
     elif path == "/v1/models":
         answer.whole({"data": [{"max_model_len": 1000, "draft_sources": ["mtp"]}]})
@@ -133,7 +134,6 @@ def end_with_parent() -> None:
 
 async def main() -> None:
     """Wait as if loading a model, then serve until a signal."""
-    global port
     how = sys.argv[2] if len(sys.argv) > 2 else "0"
     if how == "fail":
         sys.exit(f"{NAME} is broken")
@@ -145,10 +145,11 @@ async def main() -> None:
             number, lambda: sys.exit(1) if draining.is_set() else draining.set()
         )
     server = await asyncio.start_unix_server(connected, sock=sock)
-    port = (await asyncio.start_server(connected, "127.0.0.1", 0)).sockets[0].getsockname()[1]
+    listeners.append(await asyncio.start_server(connected, "127.0.0.1", 0))
     print(json.dumps({"level": "info", "message": f"{NAME} is up"}), file=sys.stderr, flush=True)
     await draining.wait()
-    server.close()
+    for each in (server, *listeners):
+        each.close()
     while counts["open"]:
         await asyncio.sleep(0.01)
 

@@ -139,8 +139,8 @@ async def _ask_all(
     )
 
 
-async def _child_port(path: str) -> int:
-    reader, writer = await asyncio.open_unix_connection(path)
+async def _child_port(socket_path: str) -> int:
+    reader, writer = await asyncio.open_unix_connection(socket_path)
     writer.write(b"GET /health HTTP/1.1\r\n\r\n")
     body = (await reader.read()).partition(b"\r\n\r\n")[2]
     writer.close()

@@ -21,6 +21,10 @@ HOP_BY_HOP = frozenset(
 Headers = Sequence[tuple[bytes, bytes]]
 
 
+def _take_none(_: bytes) -> bool:
+    return False
+
+
 class SocketAnswer:
     """A response of one of our own servers, with a body that can be read as it arrives.
 
@@ -37,7 +41,7 @@ class SocketAnswer:
         self._loop = asyncio.get_running_loop()
         self._is_watched = False  # True while the loop calls `_on_readable`
         self._got: asyncio.Future[bytes]  # what the last `_read` waits for
-        self._take: Callable[[bytes], bool]  # of the last `_read`
+        self._take: Callable[[bytes], bool] = _take_none  # of the last `_read`
 
     def __enter__(self) -> SocketAnswer:
         return self
@@ -48,11 +52,12 @@ class SocketAnswer:
     def close(self) -> None:
         self._unwatch()
         self._sock.close()
+        self._take = _take_none  # The last one refers to this object: a cycle.
 
     async def begin(self) -> None:
         """Read the head; raises OSError."""
         while b"\r\n\r\n" not in self._data:
-            self._data += await self._read(lambda _: False)
+            self._data += await self._read(_take_none)
         head, _, self._data = self._data.partition(b"\r\n\r\n")
         first, *lines = head.split(b"\r\n")
         self.status = int(first.split(b" ", 2)[1])
@@ -65,7 +70,7 @@ class SocketAnswer:
         self._is_complete = self._method == "HEAD" or self.status in (204, 304)
         self._is_complete |= not (self._is_chunked or self._left)
 
-    async def piece(self, take: Callable[[bytes], bool] = lambda _: False) -> bytes:
+    async def piece(self, take: Callable[[bytes], bool] = _take_none) -> bytes:
         """Returns the next piece of the body as it arrives, b"" at the end; raises OSError.
 
         Pieces for which `take` returns True are not returned, which saves a switch to the caller's
@@ -189,10 +194,10 @@ async def ask(
     body: bytes = b"",
     spare: Spare | None = None,
 ) -> SocketAnswer:
-    """Send a request on a new connection; returns the answer, whose head has arrived.
+    """Send a request on a new connection; returns the answer once its head has arrived.
 
-    If `spare` has a connection, it is used, and `spare` opens the next one once the answer has
-    begun. Raises OSError.
+    The caller closes the answer. If `spare` has a connection, it is used; `spare` opens the next
+    one when the head has arrived or the request has failed. Raises OSError.
     """
     # asyncio's streams and transports would take longer and switch tasks more often.
     loop, sock = asyncio.get_running_loop(), (spare and spare.take()) or _connected(path)
@@ -216,7 +221,7 @@ async def ask(
         raise
     finally:
         if spare is not None:
-            loop.call_soon(spare.open)  # after the answer's beginning is passed on
+            loop.call_soon(spare.open)  # Later, so that the caller passes on the head first.
     return answer
 
 

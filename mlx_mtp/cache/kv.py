@@ -69,12 +69,15 @@ class RaggedKVCache:
         return packing.join(outputs)
 
     def attend_on_cpu(self, packing: Packing, queries: mx.array) -> mx.array:
-        """`attend` in a decode step of a small model on a CPU; takes scaled queries."""
-        parts = ((part, self.buffers[part.buffer]) for part in packing.parts)
-        outputs = [
-            cpu.attend(part.rect(queries), _by_axis(part.buffer, array), part.bias)
-            for part, array in parts
-        ]
+        """`attend` of windows of up to `LONGEST_WINDOW` tokens, for a small model on a CPU.
+
+        Takes scaled queries, and returns the attention: both [N, heads, dim].
+        """
+        outputs = []
+        for part in packing.parts:
+            kv = _by_axis(part.buffer, self.buffers[part.buffer])
+            bias = part.bias(queries.shape[1] // kv.shape[2])
+            outputs.append(cpu.attend(part.rect(queries), kv, bias))
         return packing.join(outputs)
 
     def put(self, place: Place, start: int, keys: mx.array, values: mx.array) -> None:

@@ -240,6 +240,7 @@ class Part:
         # A reference to the packing would form a cycle, and large masks would stay in memory until
         # Python collects it.
         self._all_positions, self._placed = packing.positions, placed
+        self._biases: dict[int, mx.array] = {}
 
     def rect(self, x: mx.array) -> mx.array:
         """Converts [N, ..] to [slots, T, ..]."""
@@ -250,10 +251,15 @@ class Part:
         """The causal mask, bool [slots, 1, T, limit]."""
         return mx.arange(self.limit) <= self.positions[:, None, :, None]
 
-    @cached_property
-    def bias(self) -> mx.array:
-        """The mask as numbers to add to scores: 0 or -inf."""
-        return mx.where(self.mask, 0.0, -mx.inf)
+    def bias(self, count: int) -> mx.array:
+        """Returns the mask as numbers to add to scores: 0 or -inf, [slots, 1, T * count, limit].
+
+        `count` heads of queries share a KV head; those of a token follow each other.
+        """
+        if count not in self._biases:
+            bias = mx.where(self.mask, 0.0, -mx.inf)
+            self._biases[count] = mx.repeat(bias, count, axis=2)
+        return self._biases[count]
 
     @cached_property
     def positions(self) -> mx.array:

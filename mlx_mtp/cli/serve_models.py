@@ -89,7 +89,7 @@ def run_router(given: argparse.Namespace) -> int:
         server = make_server(
             create_router(settings, fleet), log_level=options.log_level, on_ready=ready
         )
-        # Garbage collections stop all streams: exclude the objects that live until the end.
+        # A collection stops all streams, so the objects that live until the end are left out of it.
         gc.collect()
         gc.freeze()
         run_server(server, sock, lambda _: True)

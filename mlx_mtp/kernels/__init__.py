@@ -1,5 +1,5 @@
 """Kernels for GPUs, each with the mlx operations that run where the kernel can't; `cpu` and
-`activations` have forms of these operations for small models on a CPU.
+`activations` are for small models on a CPU.
 
   module                  what one launch computes                               for
   gated_delta             fold of a window's kept prefix, recurrence of the next any GPU

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g
 
-from mlx_mtp.kernels.activations import softmax, swiglu
+from mlx_mtp.kernels.activations import elementwise, softmax, swiglu
 from mlx_mtp.kernels.gdn_types import GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import EPS, silu_of_sum
 from mlx_mtp.kernels.topk import Router
@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 MOST_BYTES = 1 << 23  # of weights to copy; reading larger ones takes longer than mlx's overhead
 _OUTPUTS = 256  # of a block of `BlockedLinear`
-
-_elementwise = functools.partial(mx.compile, shapeless=True)
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
@@ -79,7 +77,7 @@ def _squares(x: mx.array) -> mx.array:
     return mx.square(x).sum(axis=-1, keepdims=True)
 
 
-@_elementwise
+@elementwise
 def _normed(
     x: mx.array, squares: mx.array, weight: mx.array, share: mx.array, eps: mx.array
 ) -> mx.array:
@@ -263,12 +261,12 @@ def _triangles(size: int) -> tuple[mx.array, mx.array, mx.array]:
     return _made(below), _made(mx.eye(size)), _made(lower)
 
 
-@_elementwise
+@elementwise
 def _decay(a: mx.array, log_decay: mx.array, dt_bias: mx.array, alive: mx.array) -> mx.array:
     return mx.where(alive, compute_g(log_decay, a, dt_bias), 1.0)
 
 
-@_elementwise
+@elementwise
 def _delta(v: mx.array, known: mx.array, strength: mx.array, alive: mx.array) -> mx.array:
     return mx.where(alive, (v - known) * strength, 0.0)
 
@@ -305,7 +303,7 @@ def _lhs_indices(rows: int, count: int) -> tuple[mx.array, mx.array]:
     return _made(pairs // count), _made(pairs)
 
 
-@_elementwise
+@elementwise
 def _added(x: mx.array, routed: mx.array, shared: mx.array, share: mx.array) -> mx.array:
     return x + (routed + share * shared)
 
@@ -345,20 +343,13 @@ def _frequencies(dims: int, base: float, scale: float) -> mx.array:
 def attend(
     queries: mx.array,  # of a window, already scaled, [B, T, heads, D]
     kv: mx.array,  # [2, slots, KV heads, capacity, D]; row b has slot b
-    bias: mx.array,  # 0 at positions that a token attends to, else -inf: [B, 1, T, limit]
+    bias: mx.array,  # 0 at positions that a query attends to, else -inf: [B, 1, T * R, limit]
 ) -> mx.array:
-    """Returns the attention of each token, [B, T, heads, D]."""
+    """Returns the attention of each token, [B, T, heads, D]; R heads of queries share a KV head."""
     rows, length, _, dim = queries.shape
     limit = bias.shape[-1]
     keys, values = kv[0, :rows, :, :limit], kv[1, :rows, :, :limit]
     by_head = queries.reshape(rows, length, keys.shape[1], -1, dim).swapaxes(1, 2)
     joined = by_head.reshape(rows, keys.shape[1], -1, dim)
-    biases = _repeated(bias, by_head.shape[3])
-    attended = softmax(mx.addmm(biases, joined, keys.swapaxes(-1, -2))) @ values
+    attended = softmax(mx.addmm(bias, joined, keys.swapaxes(-1, -2))) @ values
     return attended.reshape(by_head.shape).swapaxes(1, 2).reshape(queries.shape)
-
-
-@once
-def _repeated(bias: mx.array, count: int) -> mx.array:
-    """Returns the bias with each token's row `count` times, [B, 1, T * count, limit]."""
-    return mx.repeat(bias, count, axis=2)

@@ -1,19 +1,18 @@
 """What kernels share: the backend, building and launching, the check before their use."""
 
-import atexit
 import contextlib
 import functools
 import hashlib
 import logging
+import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import mlx.core as mx
+import platformdirs
 
 logger = logging.getLogger(__name__)
 
@@ -154,17 +153,17 @@ def lean(source: str) -> str:
     return "".join(f"{line}\n" for line in lines if line)
 
 
-@functools.cache
-def _include_folder() -> Path:
-    folder = tempfile.TemporaryDirectory(prefix="mlx-mtp-kernels-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
-
-
 def _included(name: str, source: str) -> str:
     """Returns a line of CUDA that includes a source, to give mlx less to hash at each launch."""
-    file = _include_folder() / f"{name}.cuh"
-    file.write_text(source)
+    # Not in a temporary folder: mlx compiles a kernel for new constants days later, too.
+    folder = platformdirs.user_cache_path("mlx-mtp") / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, beside = folder / f"{name}.cuh", folder / f"{name}.{os.getpid()}"
+        beside.write_text(source)
+        beside.replace(file)
+    except OSError:
+        return source
     return f'#include "{file}"\n'
 
 

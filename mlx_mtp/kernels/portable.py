@@ -197,18 +197,18 @@ def conv_tail(history: mx.array, num_kept: mx.array | None, tail: int) -> mx.arr
 
 def silu_of_sum(*inputs: mx.array) -> mx.array:
     """Returns silu(x0 w0 + x1 w1 + ..), summed in float32; `inputs` are all x, then all w."""
-    if gpu.backend() is None:
-        return activations.silu(_weighted_sum(*inputs)).astype(inputs[0].dtype)
+    if gpu.backend() is None:  # There mlx's sigmoid would take most of the time.
+        return activations.silu(_compiled_sum(*inputs)).astype(inputs[0].dtype)
     return _silu_of_sum(*inputs)
 
 
 @functools.partial(mx.compile, shapeless=True)
 def _silu_of_sum(*inputs: mx.array) -> mx.array:
-    total = _sum(*inputs)
+    total = _sum_of_products(*inputs)
     return (total * mx.sigmoid(total)).astype(inputs[0].dtype)
 
 
-def _sum(*inputs: mx.array) -> mx.array:
+def _sum_of_products(*inputs: mx.array) -> mx.array:
     half = len(inputs) // 2
     total = inputs[0].astype(mx.float32) * inputs[half].astype(mx.float32)
     for x, w in zip(inputs[1:half], inputs[half + 1 :], strict=True):
@@ -216,7 +216,7 @@ def _sum(*inputs: mx.array) -> mx.array:
     return total
 
 
-_weighted_sum = mx.compile(_sum, shapeless=True)
+_compiled_sum = mx.compile(_sum_of_products, shapeless=True)
 
 
 @functools.partial(mx.compile, shapeless=True)

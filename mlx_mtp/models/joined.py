@@ -211,8 +211,10 @@ class _AttentionMixer:
     def attend(self, queries: mx.array, cache: RaggedKVCache, packing: Packing) -> mx.array:
         """Returns the attention outputs, [N, heads * D]."""
         if packing.longest <= LONGEST_WINDOW:
-            return cache.attend_on_cpu(packing, queries).flatten(1)
-        return cache.attend(packing, queries, 1.0).flatten(1)
+            attended = cache.attend_on_cpu(packing, queries)
+        else:  # All scores at once would need much memory.
+            attended = cache.attend(packing, queries, 1.0)
+        return attended.flatten(1)
 
     def output(self, x: mx.array, attended: mx.array, gate: mx.array) -> mx.array:
         return mx.addmm(x, sigmoid_times(gate, attended), self._out)

@@ -20,7 +20,7 @@ from mlx_mtp.router.forward import forward
 from mlx_mtp.server import page
 from mlx_mtp.server.http.admission import HeldBytes, RequestLimiter
 from mlx_mtp.server.http.record import route_finder
-from mlx_mtp.server.serving import set_up
+from mlx_mtp.server.serving import add_routes_and_checks
 from mlx_mtp.server.table import route_table
 
 _OF_ONE = "stored_chat label_chat delete_chat stored_messages stored_response delete_response"
@@ -111,6 +111,6 @@ def create_router(config: ServerConfig, fleet: Fleet) -> Starlette:
             await fleet.stop()
 
     app = Starlette(lifespan=lifespan)
-    set_up(app, state, ROUTES, route_finder(ROUTES))
+    add_routes_and_checks(app, state, ROUTES, route_finder(ROUTES))
     app.state.live = views.LiveFeed(state)
     return app

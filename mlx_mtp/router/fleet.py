@@ -163,7 +163,7 @@ class Fleet:
         return await self._admission(model, seconds, wait)
 
     def release(self, model: ServedModel) -> None:
-        """End a request that the model has taken."""
+        """Note that a request that `take` admitted has ended."""
         model.busy -= 1
         model.idle_since = self._loop.time()
         self._decide()

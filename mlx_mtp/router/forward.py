@@ -98,7 +98,7 @@ class Forwarded(Response):
                 await asyncio.sleep(0.05)  # It accepts too slowly, or has ended: ask again.
 
     async def _taken(self, send: Send) -> Child:
-        """Wait for the model's process; meanwhile a stream gets keep-alives."""
+        """Wait until the model takes the request; a stream gets keep-alives meanwhile."""
         config, fleet = self._state.config, self._state.fleet
         patience = config.keep_alive_seconds if self._streams else None
 

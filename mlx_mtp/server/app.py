@@ -14,7 +14,7 @@ from mlx_mtp.config import ServerConfig
 from mlx_mtp.server.context import Context
 from mlx_mtp.server.live import Live
 from mlx_mtp.server.routes import ROUTES, find_route
-from mlx_mtp.server.serving import STOP_SECONDS, set_up
+from mlx_mtp.server.serving import STOP_SECONDS, add_routes_and_checks
 from mlx_mtp.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,6 +51,6 @@ def create_app(
 
     # No OpenAPI schema: the handlers read the bodies themselves, so FastAPI can't describe them.
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    set_up(app, context, ROUTES, find_route)
+    add_routes_and_checks(app, context, ROUTES, find_route)
     app.state.live = live
     return app

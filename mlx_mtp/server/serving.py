@@ -74,13 +74,13 @@ class ServerState(Protocol):
         """Recover after the process was suspended (Ctrl-Z) and continued."""
 
 
-def set_up(
+def add_routes_and_checks(
     app: Starlette,
     context: ServerState,
     routes: Iterable[Route],
     find_route: Callable[[str], Route],
 ) -> None:
-    """Give an application these routes, the request log, the limits and the access checks."""
+    """Add the routes, the request log, the limits and the access checks to an application."""
     app.state.context = context
     app.router.redirect_slashes = False
     # First those that generate, as Starlette compares a request's path with each route's in turn.

@@ -20,9 +20,8 @@ from mlx_mtp.speculative.host_sources import HostDrafter
 # Factors by which a choice must be faster than the current one (_STAY), than no drafts (_PLAIN),
 # and than copying nothing (_PAYS).
 _STAY, _PLAIN, _PAYS = 1.02, 1.02, 1.03
-# The head's acceptance rates: the prior of the first position (_FIRST_RATE); the prior of a later
-# one as a share of the rate before it (_DECLINE); the weight of these priors, in trials
-# (_PRIOR_TRIALS); and the factor by which each step multiplies the counts (_FADE).
+# The head's acceptance rates: the prior of the first position; that of a later one as a share of
+# the rate before it; the weight of these priors, in trials; each step's factor of the counts.
 _FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.99
 # `best_windows` tries these minimum gains of a copied draft, in tokens, and maximum run lengths.
 _PRICES, _LIMITS = (0.1, 0.3, 0.6), (1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
@@ -42,12 +41,14 @@ class RowDrafting:
     source: str = ""  # source of the run that `offer` returned last
     waiting: int = 0  # drafts of the head for the row's next window
     ahead: int = 0  # maximum number of tokens that the row's window in flight can emit
+    expected: float = math.inf  # tokens that it probably emits, if its drafts are the head's
 
     def offer(self) -> list[float]:
         """Returns the cumulative acceptance of the host's best run, or []; sets `source`."""
         if self.fixed is not None or not self.host:
             return []
-        offers = {name: each.cumulative_acceptance(self.ahead) for name, each in self.host.items()}
+        ahead = round(min(self.ahead, self.expected))
+        offers = {name: each.cumulative_acceptance(ahead) for name, each in self.host.items()}
         self.source = max(offers, key=lambda name: sum(offers[name]))
         return offers[self.source]
 
@@ -196,8 +197,8 @@ class AdaptiveDrafts:
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
             self._review([row.fixed for row in rows], head, copied)
         choice = even_choice(rows, self._depth_or_probe(len(rows), changed), windows)
-        for row, count in zip(rows, choice.head):
-            row.waiting = count
+        for row, count, own, copies in zip(rows, choice.head, waiting, windows):
+            row.waiting, row.expected = count, math.inf if copies else 1 + sum(own)
         self._note(rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
         return choice
 

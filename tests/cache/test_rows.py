@@ -42,14 +42,18 @@ class KVRows:
         self.check_layout()
         packing = self.cache.begin_window(lengths.tolist())
         count = int(lengths.sum())
-        q, k, v = self.random.standard_normal((3, count, HEADS, DIM)).astype(np.float32)
+        k, v = self.random.standard_normal((2, count, HEADS, DIM)).astype(np.float32)
+        q = self.random.standard_normal((count, RATIO * HEADS, DIM)).astype(np.float32)
         self.cache.layers[0].write(packing, mx.stack([mx.array(k), mx.array(v)], axis=1))
         outputs = np.array(self.cache.layers[0].attend(packing, mx.array(q), 0.5))
+        on_cpu = self.cache.layers[0].attend_on_cpu(packing, mx.array(0.5 * q))
+        np.testing.assert_allclose(on_cpu, outputs, rtol=1e-4, atol=1e-5)
         kept, token = self.random.integers(0, lengths + 1), 0
         for row, length, number in zip(self.rows, lengths.tolist(), kept.tolist()):
             seen = [*row, *zip(k[token : token + length], v[token : token + length])]
             for step in {0, length // 2, length - 1} if length else ():
-                keys, values = np.stack(seen[: len(row) + step + 1], axis=1)
+                entries = np.stack(seen[: len(row) + step + 1], axis=1)
+                keys, values = np.repeat(entries, RATIO, axis=2)
                 scores = np.exp(0.5 * np.einsum("hd,shd->hs", q[token + step], keys))
                 expected = np.einsum("hs,shd->hd", scores, values) / scores.sum(1)[:, None]
                 np.testing.assert_allclose(outputs[token + step], expected, rtol=1e-4, atol=1e-5)

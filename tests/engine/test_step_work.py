@@ -13,7 +13,7 @@ from benchmarks.cores import core_of, decode, row_of
 _MOST = {
     "Qwen3-Next-80B-A3B-Instruct": [(82, 61), (241, 164)],
     "Qwen3.5-27B": [(74, 53), (227, 150)],
-    "bundled": [(615, 318), (1494, 686)],
+    "bundled": [(679, 363), (1584, 744)],
 }
 
 

@@ -42,10 +42,11 @@ def orders(request, monkeypatch):
 
 
 @pytest.fixture
-def unbuilt(monkeypatch):
+def unbuilt(monkeypatch, tmp_path_factory):
     """Resets the package to a state in which no kernel has been built or compared."""
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 << 10)
     monkeypatch.setattr(timing, "_ROUNDS", 1)
     monkeypatch.setattr(

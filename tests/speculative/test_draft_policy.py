@@ -468,6 +468,27 @@ def true_prices(machine: Machine, rows: int) -> BatchCosts:
     return BatchCosts(verify, [more(0, n) - 1.0 for n in range(K + 1)], machine.padding / rows)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_offer_begins_where_the_window_in_flight_probably_ends(copies):
+    """A window of the head emits fewer tokens than it can; copies are all right, or of no use."""
+    seen = list[int]()
+
+    class Recorder(Run):
+        def cumulative_acceptance(self, ahead: int) -> list[float]:
+            seen.append(ahead)
+            return super().cumulative_acceptance(ahead)
+
+    row = RowDrafting(host={"copy": Recorder([0.99] * 16 if copies else [0.0])}, waiting=4)
+    policy = AdaptiveDrafts(StepCosts())
+    (copied,) = policy.choose([row], steady=True).host
+    assert (copied > 0) == copies
+    row.ahead = 1 + (copied or 4)  # what the window in flight can emit
+    policy.choose([row], steady=True)
+    likely = 1 + sum(HeadRates(4).cumulative_acceptance())
+    assert seen[-1] == (row.ahead if copies else round(likely))
+    assert likely < 4
+
+
 class Changing:
     """Tokens that a row can copy: runs of random length and acceptance begin now and then."""
 
