@@ -18,6 +18,7 @@ from mlx_mtp.speculative.draft_policy import (
     Choice,
     DraftPolicy,
     FixedDrafts,
+    HeadRates,
     HeadWindow,
     RowDrafting,
     best_windows,
