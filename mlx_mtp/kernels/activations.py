@@ -29,9 +29,9 @@ def silu(x: mx.array) -> mx.array:
     return sigmoid_times(x, x)
 
 
-def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+def silu_times(gate: mx.array, x: mx.array) -> mx.array:
     """Returns silu of `gate`, times x."""
-    return _swiglu(gate, _root(gate), x)
+    return _silu_times(gate, _root(gate), x)
 
 
 def softmax(x: mx.array) -> mx.array:
@@ -60,7 +60,7 @@ def _sigmoid_times(x: mx.array, root: mx.array, factor: mx.array) -> mx.array:
 
 
 @elementwise
-def _swiglu(gate: mx.array, root: mx.array, x: mx.array) -> mx.array:
+def _silu_times(gate: mx.array, root: mx.array, x: mx.array) -> mx.array:
     # This product comes first because a deeper expression would take a third operation.
     return (gate * x) * _sigmoid(gate, root)
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import compute_g
 
-from mlx_mtp.kernels.activations import elementwise, softmax, swiglu
+from mlx_mtp.kernels.activations import elementwise, silu_times, softmax
 from mlx_mtp.kernels.gdn_types import GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import EPS, silu_of_sum
 from mlx_mtp.kernels.topk import Router
@@ -70,7 +70,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
     """Returns the RMS norm of x with a weight, times silu of z."""
-    return swiglu(z, rms_norm(x, weight, eps))
+    return silu_times(z, rms_norm(x, weight, eps))
 
 
 def _squares(x: mx.array) -> mx.array:
@@ -289,12 +289,12 @@ def add_mixture(
         scores = mx.softmax(scores, axis=-1, precise=True)
     tokens, pairs = _lhs_indices(len(x), count)
     both = mx.gather_mm(normed[:, None], experts[0], lhs_indices=tokens, rhs_indices=chosen)
-    inner = swiglu(*mx.split(both, 2, axis=-1))
+    inner = silu_times(*mx.split(both, 2, axis=-1))
     outputs = mx.gather_mm(
         inner.reshape(-1, 1, inner.shape[-1]), experts[1], lhs_indices=pairs, rhs_indices=chosen
     )
     routed = scores[:, None] @ outputs.squeeze(2)
-    return _added(x, routed.squeeze(1), swiglu(gate, up) @ shared_down, mx.sigmoid(share))
+    return _added(x, routed.squeeze(1), silu_times(gate, up) @ shared_down, mx.sigmoid(share))
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Packing, Rectangle
 from mlx_mtp.distributed import world
 from mlx_mtp.kernels import cpu
-from mlx_mtp.kernels.activations import sigmoid_times, swiglu
+from mlx_mtp.kernels.activations import sigmoid_times, silu_times
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
 from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 from mlx_mtp.kernels.topk import Router
@@ -239,7 +239,7 @@ class _DenseMLP:
         self._down = _by_input(mlp.down_proj.weight)
 
     def add(self, x: mx.array, normed: mx.array) -> mx.array:
-        return mx.addmm(x, swiglu(*self._project(normed)), self._down)
+        return mx.addmm(x, silu_times(*self._project(normed)), self._down)
 
 
 class _Mixture:

@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 from itertools import pairwise
 
-import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.request import RequestOptions
 from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.kernels import cpu
 from mlx_mtp.prefix.policy import MIN_GAIN, PrefixReuse, chunk_ends, message_ends, save_points
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.sampling.params import SamplingParams
@@ -121,13 +121,13 @@ def test_a_prompt_is_cut_alike_under_any_load(texts, pauses):
 def test_a_warm_prompt_has_the_bits_of_a_cold_one(tiny_models, monkeypatch):
     """Also after prompts that share a part, and with drafts; attention reads equal lengths."""
     model, bits, read = tiny_models["qwen3_5_moe"], set(), set()
-    attend = mx.fast.scaled_dot_product_attention
+    attend = cpu.attend
 
-    def noted(queries, keys, *rest, **more):
-        read.add((queries.shape[2], keys.shape[2]))
-        return attend(queries, keys, *rest, **more)
+    def noted(queries, kv, bias):
+        read.add((queries.shape[1], bias.shape[-1]))
+        return attend(queries, kv, bias)
 
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(cpu, "attend", noted)
     # 128 tokens, so that a draft lies beyond the KV that attention reads for the prompt alone.
     chat = [*range(2, 40), END, *range(3, 60), END, *range(20, 51)]
     sampling = SamplingParams(max_tokens=4, temperature=0.0, top_logprobs=3, ignore_eos=True)

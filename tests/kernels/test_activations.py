@@ -15,7 +15,7 @@ def test_sigmoid(most):
     assert np.abs(sigmoids - exact).max() < 5e-7
     for result, expected in (
         (activations.silu(x), exact * np.array(x)),
-        (activations.swiglu(x, factor), exact * np.array(x) * np.array(factor)),
+        (activations.silu_times(x, factor), exact * np.array(x) * np.array(factor)),
     ):
         assert np.allclose(np.array(result), expected, rtol=2e-6, atol=2e-6 * most)
 
