@@ -10,7 +10,6 @@ import functools
 import mlx.core as mx
 
 _BEYOND = 20.0  # for larger |x| the sigmoid is taken as 0 or 1, an error of at most 2.1e-9
-
 _FEW_SCORES = 2048  # with fewer, mlx's own softmax, a single operation, is faster
 
 elementwise = functools.partial(mx.compile, shapeless=True)
@@ -74,4 +73,4 @@ def _exp_minus_double(x: mx.array, root: mx.array) -> mx.array:
 def _sigmoid(x: mx.array, root: mx.array) -> mx.array:
     # `root` is exp(-x / 8).
     near = 1 / (1 + mx.square(mx.square(mx.square(root))))
-    return mx.where(mx.abs(x) > _BEYOND, x > 0, near)  # of NaN: NaN
+    return mx.where(mx.abs(x) > _BEYOND, x > 0, near)  # A NaN is not beyond, and stays NaN.

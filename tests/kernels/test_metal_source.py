@@ -1,8 +1,12 @@
-"""Code that the emulator runs but Metal's compiler would refuse is found."""
+"""Code that the emulator runs but Metal's compiler would refuse is found; sources in files."""
+
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.gpu import Kernel
 
 RIGHT = "const auto from = x; y[lane] = fma(from[lane], few[0], 1.0f);"
@@ -38,3 +42,14 @@ def test_metal(emulated, body, problem):
         assert problem in str(found.value)
     else:
         launch()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the cache has a fixed place")
+def test_a_source_is_included_from_the_cache_if_that_can_be_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (_, path, _) = gpu._included("name", "int x;\n").split('"')
+    assert Path(path).read_text() == "int x;\n"
+    assert [*Path(path).parent.iterdir()] == [Path(path)]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert gpu._included("name", "int x;\n") == "int x;\n"
