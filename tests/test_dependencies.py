@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import h11
+import httptools
 import pytest
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 import mlx_mtp
 from mlx_mtp.flags import CommandParser
@@ -27,10 +27,9 @@ PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))[
 DECLARED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["plot"]]
 # Our classes that change others', the name of the other object in our code, and its class.
 USES: list[tuple[type, str, type]] = [
-    (protocol.LimitedProtocol, "self", H11Protocol),
+    (protocol.LimitedProtocol, "self", HttpToolsProtocol),
     (protocol.LimitedProtocol, "cycle", RequestResponseCycle),
-    (protocol.LimitedProtocol, "conn", protocol.BoundedConnection),
-    (protocol.BoundedConnection, "self", h11.Connection),
+    (protocol.LimitedProtocol, "parser", httptools.HttpRequestParser),
     (Server, "self", uvicorn.Server),
     (CommandParser, "self", argparse.ArgumentParser),
 ]
@@ -62,7 +61,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 
 def test_packages_whose_private_parts_are_used_have_upper_bounds() -> None:
-    for name in ("uvicorn", "h11"):
+    for name in ("uvicorn", "httptools"):
         (line,) = (line for line in DECLARED if re.match(rf"{name}\b", line))
         assert "<" in line
 
@@ -108,5 +107,13 @@ def test_serving_installs_no_developers_tools(tmp_path: Path) -> None:
 
 def test_uvicorn_is_used_as_it_is_called() -> None:
     """`Server._accept` creates the protocols, and uvicorn gets no socket to listen on."""
-    assert {"config", "server_state", "app_state"} <= set(inspect.signature(H11Protocol).parameters)
+    assert {"config", "server_state", "app_state"} <= set(
+        inspect.signature(HttpToolsProtocol).parameters
+    )
     assert "sockets" in inspect.signature(uvicorn.Server.startup).parameters
+
+
+def test_what_a_response_does_with_its_transport_is_offered() -> None:
+    """`LimitedProtocol` stands in for the transport."""
+    used = re.findall(r"self\.transport\.(\w+)", inspect.getsource(RequestResponseCycle))
+    assert set(used) == {"write", "close", "is_closing"}

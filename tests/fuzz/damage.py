@@ -35,7 +35,7 @@ def good_directory(path: Path, family: str) -> None:
 
 # Modules that libraries try to import and that are not installed here.
 ABSENT = ("sitecustomize", "usercustomize", "torch", "tensorflow", "jax", "orjson", "ujson")
-ABSENT += ("httptools", "sentencepiece", "tiktoken", "PIL", "dotenv", "colorama")
+ABSENT += ("sentencepiece", "tiktoken", "PIL", "dotenv", "colorama")
 
 
 def add_python_files(path: Path, marker: Path) -> None:

@@ -1,17 +1,14 @@
-"""HTTP/1.1 by uvicorn and h11, with limits that they lack, and with errors as JSON."""
+"""HTTP/1.1 by uvicorn and httptools, with limits that they lack, and with errors as JSON."""
 
 import asyncio
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
-from http import HTTPStatus
-from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
-import h11
-from starlette.types import Scope
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from httptools import HttpParserError, HttpRequestParser
+from starlette.types import Message, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mlx_mtp import errors
 from mlx_mtp.config import ServerConfig
@@ -20,103 +17,55 @@ from mlx_mtp.server.http.errors import error_response
 from mlx_mtp.server.http.middleware import REQUEST_ID, log_request
 from mlx_mtp.server.http.record import record_of
 
-MAX_HEADER_BYTES = 16 << 10  # request line and headers; node.js and h11 have the same bound
+MAX_HEADER_BYTES = 16 << 10  # request line and headers; node.js has the same bound
 MAX_HEADERS = 100
-# A body may have `FREE_CHUNKS` chunks of any size. Further ones must hold `CHUNK_BYTES` on average,
-# as each takes 15 us of the event loop.
-FREE_CHUNKS = 1024
-CHUNK_BYTES = 256
-# After a refusal, the rest of the request is read up to these limits: closing immediately would
-# reset the connection before the client has read the response.
+# The sizes, extensions and trailers of chunks may have `MAX_HEADER_BYTES` more bytes than the
+# data's divided by `FRAMING`, as each chunk takes time of the event loop.
+FRAMING = 16
+# The rest of a refused request is read up to these limits, as closing would lose the response.
 LINGER_SECONDS = 2.0
 LINGER_BYTES = 16 << 20
 WRITE = "mlx_mtp.write"  # key of `LimitedProtocol.write_now` in a request's state
-_PIECE = 16 << 10
-_CHUNKED = b"\r\nTransfer-Encoding: chunked\r\n"  # as h11 writes it
+_MOST = f"at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} headers are allowed"
+_TOO_LARGE = f"The request line, the headers, or what surrounds the chunks are too large: {_MOST}."
 _BLANK_LINE = re.compile(rb"\n\r?\n")
-_ABSOLUTE = re.compile(rb"(?i:https?)://([^/?#]*)([/?].*)?")
-# Seconds between probes (`_probe`); each interval is four times the one before.
-_FIRST_PROBE, _LAST_PROBE = 0.02, 10.0
+_END = b"\r\n\r\n"  # of the chunks of a body
+# llhttp also takes other protocols, and reads no HTTP after CONNECT and after headers of upgrades.
+_REQUEST_LINE = re.compile(rb"(?!CONNECT )[!-~]+ (?:/|https?://)[!\"$-~]* HTTP/1\.[01]\r\n", re.I)
+_ABSOLUTE = re.compile(rb"https?://([^/?]*)/?(.*)", re.I)
+_UPGRADE = re.compile(rb"\nUpgrade:", re.I)
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_FIRST_PROBE, _LAST_PROBE = 0.02, 10.0  # seconds between probes, each time four times as many
 
 
-class BoundedConnection(h11.Connection):
-    """h11's state machine with limits on headers and chunks; raises RemoteProtocolError."""
-
-    _num_chunks = _num_bytes = 0  # of the current body
-    _head = b""  # of a response, to be written together with the body's first piece
-    sends_chunks = False  # True while the current response is chunked and its body has begun
-
-    def send(self, event: Any) -> Any:
-        output = super().send(event)
-        if type(event) is h11.Response:
-            self._head, self.sends_chunks, output = output, False, b""
-        elif self._head and output is not None:
-            self.sends_chunks = bool(output) and _CHUNKED in self._head
-            self._head, output = b"", self._head + output
-        return output
-
-    def next_event(self) -> Any:
-        if self.their_state is h11.IDLE:
-            self._num_chunks = self._num_bytes = 0
-            data = self.trailing_data[0].lstrip(b"\r\n")
-            blank = _BLANK_LINE.search(data)
-            end = len(data) if blank is None else blank.end()
-            if end > MAX_HEADER_BYTES or data.count(b"\n", 0, end) > MAX_HEADERS + 2:
-                raise h11.RemoteProtocolError("too many or too long headers", 431)
-        event = super().next_event()
-        if isinstance(event, h11.Data):
-            self._num_chunks += event.chunk_end
-            self._num_bytes += len(event.data)
-            if self._num_chunks > FREE_CHUNKS + self._num_bytes // CHUNK_BYTES:
-                raise h11.RemoteProtocolError("the chunks of the body are too small", 400)
-        if not isinstance(event, h11.Request):
-            return event
-        # Refuse headers from which a proxy could read another length (request smuggling).
-        names = [name for name, _ in event.headers]
-        if event.http_version not in (b"1.0", b"1.1"):
-            raise h11.RemoteProtocolError("its version is neither HTTP/1.0 nor HTTP/1.1", 400)
-        if b"transfer-encoding" in names:
-            if b"content-length" in names:
-                message = "Content-Length and Transfer-Encoding exclude each other; send one of"
-                raise h11.RemoteProtocolError(f"{message} them", 400)
-            if event.http_version == b"1.0":
-                raise h11.RemoteProtocolError("HTTP/1.0 has no Transfer-Encoding", 400)
-        if (absolute := _ABSOLUTE.fullmatch(event.target)) is None:
-            return event
-        # RFC 9112, 3.2.2: the target's host replaces the Host header. The application gets a target
-        # that begins with the path.
-        host, target = absolute[1], absolute[2] or b"/"
-        return h11.Request(
-            method=event.method,
-            target=target if target.startswith(b"/") else b"/" + target,
-            headers=[(name, host if name == b"host" else value) for name, value in event.headers],
-            http_version=event.http_version,
-        )
-
-
-class LimitedProtocol(H11Protocol):
+class LimitedProtocol(HttpToolsProtocol):
     """One connection, with time limits and a limit on the number of connections.
 
+    The parser gets a request's head as a whole, and the next request once this one is answered.
     Beyond `max_connections` an idle or unread connection is closed (`_make_room`); if there is
     none, requests on the new connection get 503.
     """
 
     def __init__(self, settings: ServerConfig, max_connections: int, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        self.conn: BoundedConnection = BoundedConnection(h11.SERVER, MAX_HEADER_BYTES)
         self.app_state = {**self.app_state, WRITE: self.write_now}
         self._settings, self._max_connections = settings, max_connections
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._unread = bytearray()  # what the parser has not got yet
+        self._left: int | None = 0  # bytes of the body that have not come; None: it has chunks
+        self._tail, self._framing = b"", 0  # of chunks: the last bytes; see `FRAMING`
+        self._head: bytes | None = None  # of the response, until it is sent; then empty
         self._discarded: int | None = None  # bytes read since a refusal; None: no refusal
+        self._busy = False  # a request has begun, and its response is not complete
         self._half_closed = False  # the client has closed its sending side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.close, self.is_closing = transport.close, transport.is_closing
         if self._settings.parent_keys is None:  # A parent's connections may wait for a request.
             self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         if len(self.connections) > self._max_connections and not self._make_room():
-            # uvicorn copies `app_state` to the scope of each request.
-            self.app_state = {**self.app_state, FULL: self._max_connections}
+            self.app_state = {**self.app_state, FULL: self._max_connections}  # uvicorn copies it.
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers.values():
@@ -124,37 +73,125 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        # In pieces: h11 checks the length of an incomplete head only once per call.
-        for start in range(0, len(data), _PIECE):
-            if self._discarded is not None:
-                self._discarded += len(data) - start
-                if self._discarded > LINGER_BYTES:
-                    self.transport.close()
-                break
-            super().data_received(data[start : start + _PIECE])
+        self._unset_keepalive_if_required()
+        if self._discarded is not None:
+            self._discarded += len(data)
+            if self._discarded > LINGER_BYTES:
+                self.transport.close()
+            return
+        if self.transport.is_closing():
+            return
+        self._unread += data
+        try:
+            while self._unread and (end := self._next_end()):
+                piece = bytes(self._unread[:end])
+                del self._unread[:end]
+                self.parser.feed_data(piece)
+        except HttpParserError as error:
+            fault = error.__context__ or error  # The context is what a callback raised.
+            if not isinstance(fault, HttpParserError):
+                raise
+            self._refuse_and_close(errors.InvalidRequestError(f"This is not valid HTTP: {fault}."))
+        except errors.HeadersTooLargeError as error:
+            self._refuse_and_close(error)
         if self._busy:
             self._stop_timer("idle")
+        elif self._half_closed and self._discarded is None:
+            self._refuse_incomplete()
+            self.transport.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns True if the connection stays open, because the client may wait for an answer."""
         self._half_closed = True
-        if self._discarded is not None:
-            return False
         # An incomplete request after this one is refused when this one has been answered.
-        if self._busy and self.conn.their_state is not h11.SEND_BODY:
+        if self._busy and self._left == 0 and self._discarded is None:
             self._probe(_FIRST_PROBE)
             return True
         self._refuse_incomplete()
         return False
 
+    def _next_end(self) -> int:
+        """Returns how many bytes of `_unread` the parser gets next; 0: it must wait."""
+        unread = self._unread
+        if self._left is None:
+            if self._framing > MAX_HEADER_BYTES:
+                raise errors.HeadersTooLargeError(_TOO_LARGE)
+            before, found, _ = (self._tail + unread[:MAX_HEADER_BYTES]).partition(_END)
+            data = before + found
+            end, self._tail = len(data) - len(self._tail), data[-3:]
+            self._framing += end + FRAMING * bool(found)  # A piece takes time like a chunk.
+        elif self._left > 0:
+            end = min(self._left, len(unread))
+            self._left -= end
+        elif self._busy:
+            self.flow.pause_reading()
+            return 0
+        else:
+            blank = _BLANK_LINE.search(unread)
+            end = len(unread) if blank is None else blank.end()
+            if end > MAX_HEADER_BYTES or unread.count(b"\n", 0, end) > MAX_HEADERS + 2:
+                raise errors.HeadersTooLargeError(_TOO_LARGE)
+            if blank is None and unread[0] > 0x20:
+                return 0
+            if not _REQUEST_LINE.match(unread):
+                raise HttpParserError("the request line must have a method, a URL and a version")
+            unread[:end] = _UPGRADE.sub(b"\nIgnored:", unread[:end])
+            self.parser = HttpRequestParser(self)  # Trailers such as Connection change the old one.
+        return end
+
+    def on_headers_complete(self) -> None:
+        # llhttp leaves spaces at the end of values.
+        headers = [(name, value.strip(b" \t")) for name, value in self.headers]
+        version, fields = self.parser.get_http_version(), dict(headers)
+        # Refuse headers from which a proxy could read another length (request smuggling).
+        codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
+        if codings and (version, codings) != ("1.1", [b"chunked"]):
+            raise HttpParserError(f"HTTP/{version} may not have this Transfer-Encoding")
+        num_hosts = [name for name, _ in headers].count(b"host")
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            raise HttpParserError("there must be one Host header")
+        if absolute := _ABSOLUTE.fullmatch(self.url):
+            # RFC 9112, 3.2.2: the target's host replaces the Host header.
+            headers = [(n, absolute[1] if n == b"host" else v) for n, v in headers]
+            self.url = b"/" + absolute[2]  # The application gets only the path.
+        self.scope["headers"], self.headers = headers, []  # The latter gets the trailers.
+        super().on_headers_complete()
+        self._left = None if codings else int(fields.get(b"content-length", 0))
+        self._tail, self._framing, self._head, self._busy = b"", 0, None, True
+        cycle: Any = self.cycle
+        cycle.transport = self
+        if version == "1.0":
+            cycle.waiting_for_100_continue = False
+            cycle.send = partial(self._send_unchunked, cycle.send)
+
+    def on_body(self, body: bytes) -> None:
+        self._framing = max(0, self._framing - len(body) - len(body) // FRAMING)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._left = 0
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
+        self._busy = False
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         super().on_response_complete()
-        if self._busy:  # The next request has already arrived.
-            self._stop_timer("idle")
-        elif self._half_closed and self._discarded is None:
-            self._refuse_incomplete()
-            self.transport.close()
+        if self._unread or self._half_closed:
+            self.loop.call_soon(self.data_received, b"")
+
+    def write(self, data: bytes) -> None:
+        """Write a part of a response: the head together with the first part of the body."""
+        if self._head is None and data != _CONTINUE and self.cycle.scope["method"] != "HEAD":
+            self._head = data
+        else:
+            self.transport.write((self._head or b"") + data)
+            self._head = self._head and b""
+
+    async def _send_unchunked(self, send: Send, message: Message) -> None:
+        # HTTP/1.0 has no chunks: the end of the connection ends a body.
+        cycle, size = self.cycle, len(message.get("body", b""))
+        cycle.chunked_encoding, cycle.expected_content_length = False, size
+        await send(message)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -165,33 +202,19 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer("stall")
 
     def write_now(self, piece: bytes) -> bool:
-        """Write a piece of a chunked body that has begun, past h11; return True if it was written.
+        """Write a piece of a chunked body that has begun; return True if it was written.
 
         Returns False if the client must read first or has left; the application must then `send`.
         """
-        is_open = self.conn.our_state is h11.SEND_BODY and self.conn.sends_chunks
+        is_open = self._busy and self.cycle.chunked_encoding and not self.cycle.disconnected
         if self.flow.write_paused or not (is_open and piece):
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         return True
 
-    def send_400_response(self, msg: str) -> None:
-        cause = sys.exc_info()[1]
-        error: errors.RequestError = errors.InvalidRequestError(msg)
-        if isinstance(cause, h11.RemoteProtocolError):
-            # h11 quotes the client's line, which may contain its API key.
-            fault = str(cause).partition(": bytearray")[0]
-            error = errors.InvalidRequestError(f"This is not valid HTTP: {fault}.")
-            if cause.error_status_hint == errors.HeadersTooLargeError.status:
-                most = f"at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} headers are allowed"
-                message = f"The request line and headers are too large: {most}."
-                error = errors.HeadersTooLargeError(message)
-        self._refuse_and_close(error)
-
     def _refuse_incomplete(self) -> None:
-        if self._head_begun or self.conn.their_state is h11.SEND_BODY:
-            error = errors.InvalidRequestError("The request ended before it was complete.")
-            self._refuse_and_close(error)
+        if self._left != 0 or self._unread.strip():
+            self._refuse_and_close(errors.InvalidRequestError("The request ended too soon."))
 
     def _probe(self, after: float) -> None:
         """Find out if a half-closed client has left: send 100 Continue, which clients skip.
@@ -199,36 +222,18 @@ class LimitedProtocol(H11Protocol):
         If the client has closed its socket, its system answers with a reset, which ends the
         connection.
         """
-        cycle = self.cycle
-        answered = not self._busy or cycle.response_started or self._discarded is not None
-        if answered or after > _LAST_PROBE:
-            return
-        if cycle.scope["http_version"] == "1.0":  # without informational responses
+        waits = self._busy and not self.cycle.response_started and self._discarded is None
+        if waits and self.cycle.scope["http_version"] == "1.0":  # without informational responses
             self.transport.abort()
-            return
-        going_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-        self.transport.write(self.conn.send(going_on) or b"")
-        self._start_timer("probe", after, partial(self._probe, 4 * after))
-
-    def _should_upgrade(self) -> bool:
-        return False  # There are no WebSockets; the server ignores the Upgrade header.
-
-    @property
-    def _head_begun(self) -> bool:
-        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0].strip())
-
-    @property
-    def _busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        elif waits and after <= _LAST_PROBE:
+            self.transport.write(_CONTINUE)
+            self._start_timer("probe", after, partial(self._probe, 4 * after))
 
     def _end_idle(self) -> None:
-        if self._head_begun and self.conn.our_state is h11.IDLE and not self.transport.is_closing():
-            error = errors.BodyTimeoutError("The request's head did not arrive in time.")
-            self._refuse_and_close(error)
-        elif self.transport.get_write_buffer_size():
-            self.transport.abort()
+        if self._left == 0 and self._unread.strip() and not self.transport.is_closing():
+            self._refuse_and_close(errors.BodyTimeoutError("The head did not arrive in time."))
         else:
-            self.transport.close()
+            self.transport.abort()
 
     def _make_room(self) -> bool:
         """Close another connection if necessary; return True if there is room for this one.
@@ -237,45 +242,38 @@ class LimitedProtocol(H11Protocol):
         for longest. Answers of routes that generate are never cut off for this, but others are,
         such as the page's files, which need no key.
         """
-        others = [each for each in self.connections if isinstance(each, LimitedProtocol)]
-        others = [each for each in others if not (each is self or each.transport.is_closing())]
+        others: list[Any] = [x for x in self.connections - {self} if not x.transport.is_closing()]
         if len(others) < self._max_connections:
             return True
-        idle = [(each._timers["idle"].when(), each) for each in others if "idle" in each._timers]
-        unread = [
-            (each._timers["stall"].when(), each)
-            for each in others
-            if "stall" in each._timers
-            and not record_of(cast(Scope, each.cycle.scope)).route.generates
-        ]
-        if not (idle or unread):
-            return False
-        min(idle or unread, key=itemgetter(0))[1].transport.abort()
-        return True
+        for timer in ("idle", "stall"):
+            found = [each for each in others if timer in each._timers]
+            if timer == "stall":
+                found = [each for each in found if not record_of(each.cycle.scope).route.generates]
+            if found:
+                min(found, key=lambda each: each._timers[timer].when()).transport.abort()
+                return True
+        return False
 
     def _refuse_and_close(self, error: errors.RequestError) -> None:
         cycle = self.cycle if self._busy else None
-        scope: Any = {"client": self.client, "method": "-", "path": "-"}
-        record = record_of(scope if cycle is None else cast(Scope, cycle.scope))
-        answer = error_response(error, headers={"Connection": "close", REQUEST_ID: record.id})
-        reason = HTTPStatus(error.status).phrase.encode()
-        head = h11.Response(status_code=error.status, headers=answer.raw_headers, reason=reason)
-        try:
-            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:
+        if self._left != 0 if cycle is None else cycle.response_started:
             self.transport.close()  # A response has begun: the error would become a part of it.
             return
+        scope: Any = cycle.scope if cycle else {"client": self.client, "method": "-", "path": "-"}
+        record = record_of(scope)
         record.status, record.reason = error.status, str(error)
+        answer = error_response(error, headers={"Connection": "close", REQUEST_ID: record.id})
+        head = [STATUS_LINE[error.status], *(b"%b: %b\r\n" % each for each in answer.raw_headers)]
+        body = b"" if scope["method"] == "HEAD" else bytes(answer.body)
+        self.transport.write(b"".join([*head, b"\r\n", body]))
         if cycle is None:
             log_request(scope)
         else:  # Wake the application, which waits for the body: it ends and logs the request.
-            cycle.disconnected = True
-            cycle.waiting_for_100_continue = False
+            cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
-        self._discarded = 0
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        self._discarded, self._left = len(self._unread), 0
+        self._unread.clear()
+        self.transport.write_eof()
         self.flow.resume_reading()
         self._start_timer("linger", LINGER_SECONDS, self.transport.close)
 
