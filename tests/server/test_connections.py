@@ -19,6 +19,7 @@ import pytest
 
 from mlx_mtp.engine.request import Request
 from mlx_mtp.server import serving
+from mlx_mtp.server.context import Context
 from mlx_mtp.server.http import protocol
 from tests.server.conftest import Serve, Served
 from tests.server.test_metrics import samples
@@ -268,6 +269,39 @@ def test_who_sends_no_more_after_half_a_request_is_told_once(
         assert [Answer(answers).status for _ in range(2)] == [200, 400]
         wait_until(lambda: not client.server.server_state.connections)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_who_sends_several_requests_and_then_no_more_gets_all_answers(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    """The event loops tell of the client's end at different moments."""
+    monkeypatch.setattr(Context, "loop", loop)
+    whole = request_bytes("POST", CHAT, body=json.dumps(GOOD[CHAT]).encode())
+    with serve(FakeEngine(answer([300]))) as client:
+        for last, status in (GET, 200), (GET[:-2], 400), (POST, 400):
+            for first in (GET, whole):
+                with connect(client) as raw:
+                    raw.sendall(first + GET + last)
+                    raw.shutdown(socket.SHUT_WR)
+                    answers = incoming(raw)
+                    assert [Answer(answers).status for _ in range(3)] == [200, 200, status]
+                    assert answers.read(1) == b""
+
+
+def test_an_answer_that_breaks_off_and_that_nobody_reads_is_dropped(serve: Serve) -> None:
+    def some(_: Request) -> Iterator[Output]:
+        yield from [out(*[40] * 64)] * 70
+        yield from itertools.repeat(None)
+
+    with (
+        serve(FakeEngine(some), stall_timeout=0.2, head_timeout=600.0) as client,
+        stream_to(client) as (_, connection),
+    ):
+        wait_until(lambda: connection.transport.get_write_buffer_size() > 0)
+        assert not connection.flow.write_paused
+        connection.loop.call_soon_threadsafe(connection.cycle.transport.close)
+        wait_until(lambda: not client.server.server_state.connections)
 
 
 def test_bodies_that_do_not_end_are_bounded_in_all(serve: Serve) -> None:

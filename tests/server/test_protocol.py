@@ -141,6 +141,15 @@ def test_what_careful_clients_send_passes(client: Served) -> None:
         assert exchange(client, sent.replace(b"Host: localhost", b"Host: evil")).status == 200
 
 
+def test_who_expects_100_continue_gets_it(client: Served) -> None:
+    expecting = {"Expect": "100-continue \t", "Content-Length": str(len(BODY))}
+    with socket.create_connection(client.address, timeout=30) as sock:
+        sock.sendall(request_bytes("POST", TEXT, expecting))
+        assert sock.recv(1 << 10) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(BODY)
+        assert Answer(incoming(sock)).status == 200
+
+
 @pytest.mark.parametrize("path", [TEXT, "/v1/no/such/route", "/health"])
 @pytest.mark.parametrize("method", ["POST", "GET"])
 def test_what_has_two_lengths_is_answered_once(client: Served, path: str, method: str) -> None:
@@ -210,7 +219,7 @@ def read_by_h11(data: bytes) -> list[Read]:
     return read
 
 
-async def read_by_server(pieces: Iterable[bytes]) -> list[Read]:
+async def read_by_server(pieces: Iterable[bytes], **settings: Any) -> list[Read]:
     """Returns the requests that the server's application gets, and checks its answers' writes."""
     read = list[Read]()
 
@@ -234,9 +243,8 @@ async def read_by_server(pieces: Iterable[bytes]) -> list[Read]:
     )
     config = uvicorn.Config(app, log_config=None, access_log=False, ws="none", lifespan="off")
     config.load()
-    connection = LimitedProtocol(
-        ServerConfig(model_name=MODEL), 9, config=config, server_state=ServerState(), app_state={}
-    )
+    limits = ServerConfig(model_name=MODEL, **settings)
+    connection = LimitedProtocol(limits, 9, config=config, server_state=ServerState(), app_state={})
     connection.connection_made(transport)
     for piece in pieces:
         if not transport.is_closing():
@@ -286,6 +294,12 @@ def test_the_server_reads_nothing_that_h11_reads_differently(seed: int, rounds: 
         return num_read
 
     assert asyncio.run(compare()) > rounds / 2
+
+
+def test_a_process_takes_headers_that_its_parent_adds() -> None:
+    sent = head(*["X: a"] * MAX_HEADERS)
+    for keys, num_read in (None, 0), (0, 1):
+        assert len(asyncio.run(read_by_server([sent], parent_keys=keys))) == num_read
 
 
 def is_whole(sent: bytes) -> bool:

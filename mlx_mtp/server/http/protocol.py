@@ -61,7 +61,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.close, self.is_closing = transport.close, transport.is_closing
         if self._settings.parent_keys is None:  # A parent's connections may wait for a request.
             self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         if len(self.connections) > self._max_connections and not self._make_room():
@@ -77,7 +76,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._discarded is not None:
             self._discarded += len(data)
             if self._discarded > LINGER_BYTES:
-                self.transport.close()
+                self.close()
             return
         if self.transport.is_closing():
             return
@@ -96,9 +95,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse_and_close(error)
         if self._busy:
             self._stop_timer("idle")
-        elif self._half_closed and self._discarded is None:
+        if self._half_closed and self._discarded is None and not (self._busy and self._left == 0):
             self._refuse_incomplete()
-            self.transport.close()
+            self.close()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns True if the connection stays open, because the client may wait for an answer."""
@@ -129,7 +128,9 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             blank = _BLANK_LINE.search(unread)
             end = len(unread) if blank is None else blank.end()
-            if end > MAX_HEADER_BYTES or unread.count(b"\n", 0, end) > MAX_HEADERS + 2:
+            of_parent = 1 if self._settings.parent_keys is None else 2  # It adds headers.
+            num_lines = unread.count(b"\n", 0, end)
+            if end > of_parent * MAX_HEADER_BYTES or num_lines > of_parent * MAX_HEADERS + 2:
                 raise errors.HeadersTooLargeError(_TOO_LARGE)
             if blank is None and unread[0] > 0x20:
                 return 0
@@ -139,10 +140,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self.parser = HttpRequestParser(self)  # Trailers such as Connection change the old one.
         return end
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value.strip(b" \t"))  # llhttp leaves spaces at the end.
+
     def on_headers_complete(self) -> None:
-        # llhttp leaves spaces at the end of values.
-        headers = [(name, value.strip(b" \t")) for name, value in self.headers]
-        version, fields = self.parser.get_http_version(), dict(headers)
+        headers, version = self.headers, self.parser.get_http_version()
         # Refuse headers from which a proxy could read another length (request smuggling).
         codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
         if codings and (version, codings) != ("1.1", [b"chunked"]):
@@ -156,7 +158,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.url = b"/" + absolute[2]  # The application gets only the path.
         self.scope["headers"], self.headers = headers, []  # The latter gets the trailers.
         super().on_headers_complete()
-        self._left = None if codings else int(fields.get(b"content-length", 0))
+        self._left = None if codings else int(dict(headers).get(b"content-length", 0))
         self._tail, self._framing, self._head, self._busy = b"", 0, None, True
         cycle: Any = self.cycle
         cycle.transport = self
@@ -177,7 +179,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_timer("idle", self._settings.head_timeout, self._end_idle)
         super().on_response_complete()
         if self._unread or self._half_closed:
-            self.loop.call_soon(self.data_received, b"")
+            self.data_received(b"")  # Not later, as `eof_received` may be called before.
+
+    # The next three methods are called by uvicorn's response, as those of its transport.
+
+    def is_closing(self) -> bool:
+        return self.transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection when all is written; a client that doesn't read can prevent that."""
+        self._start_timer("close", self._settings.stall_timeout, self.transport.abort)
+        self.transport.close()
 
     def write(self, data: bytes) -> None:
         """Write a part of a response: the head together with the first part of the body."""
@@ -257,7 +269,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse_and_close(self, error: errors.RequestError) -> None:
         cycle = self.cycle if self._busy else None
         if self._left != 0 if cycle is None else cycle.response_started:
-            self.transport.close()  # A response has begun: the error would become a part of it.
+            self.close()  # A response has begun: the error would become a part of it.
             return
         scope: Any = cycle.scope if cycle else {"client": self.client, "method": "-", "path": "-"}
         record = record_of(scope)
@@ -275,7 +287,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread.clear()
         self.transport.write_eof()
         self.flow.resume_reading()
-        self._start_timer("linger", LINGER_SECONDS, self.transport.close)
+        self._start_timer("linger", LINGER_SECONDS, self.close)
 
     def _start_timer(self, name: str, seconds: float, act: Callable[[], None]) -> None:
         self._stop_timer(name)
