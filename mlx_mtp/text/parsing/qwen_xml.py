@@ -32,7 +32,8 @@ _TAG = regex.compile(
 )
 _EXACT = f"(?:{'|'.join(EXACT_CLOSERS)}|{PARAMETER})"
 _BEHIND_EXACT = regex.compile(rf"\s*(?:{_EXACT}|{CLOSER}|{CALL}|{FUNCTION})")
-_BEHIND_MANGLED = regex.compile(rf"(?:\s*{CLOSER})*\s*{_EXACT}")
+# A tag before the parameter's own intact one is no mangled closing tag, but text of the value.
+_BEHIND_MANGLED = regex.compile(rf"(?!\s*{EXACT_CLOSERS[0]})(?:\s*{CLOSER})*\s*{_EXACT}")
 
 
 def read_function(parser: AnswerParser, name: str) -> Reader[None]:
@@ -195,7 +196,7 @@ class _Value:
     def _is_end(self, match: Any) -> Reader[bool]:
         """Returns True if a closing tag is the value's: it begins a line, or another tag follows.
 
-        A mangled closing tag must be followed by an intact tag.
+        A mangled closing tag must be followed by an intact tag, but not by `</parameter>`.
         """
         is_exact, parser = match["tag"] in EXACT_CLOSERS, self._parser
         if is_exact and self._stands(match.start("tag")):
