@@ -4,10 +4,10 @@
     python -m tests.command_lines --tree DIR --whole > FILE     of another checkout, in processes
 
 In the file, `$` begins a command line, which can start with environment variables and runs in a
-directory with the files of `prepare`. Below it are the exit status and the lines of standard output
-(`>`) and standard error (`!`); `...` in their place accepts any result, as it depends on the
-machine. A help text or long output is replaced by a digest without its white space, as versions of
-Python and terminals wrap it differently.
+directory with the files of `prepare`, `FOLDER`. Below it are the exit status and the lines of
+standard output (`>`) and standard error (`!`); `...` in their place accepts any result, as it
+depends on the machine. A help text or long output is replaced by a digest without its white space,
+as versions of Python and terminals wrap it differently.
 """
 
 import argparse
@@ -45,8 +45,6 @@ def prepare(folder: Path) -> None:
         (folder / name).mkdir()
         (folder / name).chmod(mode)
     (folder / "LINK").symlink_to(folder / "DIR")
-    # `ps` gets this as its runtime directory; one that doesn't exist is replaced by the user's.
-    (folder / "FOLDER").mkdir()
     files = {"FILE": "", "KEYS": "one\nt\two\n", "WRONG": "[serve]\nprot = 1\n"}
     files["SETTINGS"] = "[models.EMPTY]\nmtp-draft-vocab = 9\n"
     for name, text in files.items():
@@ -85,7 +83,7 @@ def result_of(line: str, tree: Path | None = None, whole: bool = False) -> str:
     """Returns a command line's result in the current directory, in the file's format."""
     words, variables = shlex.split(line), {"MLX_MTP_CACHE_DIR": "cache", "MLX_MTP_CONFIG": ""}
     while (word := words.pop(0)) != "mlx-mtp":
-        name, _, variables[name] = word.partition("=")
+        name, _, variables[name] = word.replace("FOLDER", os.getcwd()).partition("=")
     # Libraries read HF_ and XDG_ variables, partly at import, so these lines run in a process.
     here, tree = tree is None and not line.startswith(("HF_", "XDG_")), tree or TREE
     result = run_here(words, variables) if here else run_apart(words, variables, tree)
