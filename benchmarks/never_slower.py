@@ -146,7 +146,7 @@ def never_slower(
 def _parsed(name: str) -> _Cell:
     work, _, rest = name.partition(" ")
     streams, _, poisson = rest.partition(" ")
-    if work not in _WORK or not streams.isdigit() or poisson not in ("", "poisson"):
+    if work not in WORK or not streams.isdigit() or poisson not in ("", "poisson"):
         raise UsageError(f"{name!r} is no cell; cells are like {', '.join(_CELLS)}.")
     return _Cell(work, int(streams), bool(poisson))
 
@@ -175,7 +175,7 @@ def _measured(
                 {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
                 | {"stream_options": {"include_usage": True}}
                 | body
-                for body in _WORK[cell.work](sources[cell], count)
+                for body in WORK[cell.work](sources[cell], count)
             ]
             at_once = count if cell.poisson else cell.streams
             waits = [0.0] * at_once
@@ -293,7 +293,7 @@ def _closed(source: PromptSource, count: int) -> list[Body]:
     return bodies
 
 
-_WORK = {
+WORK = {
     "story": _stories,
     "same": _same,
     "edit": _edits,

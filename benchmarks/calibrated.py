@@ -1,0 +1,248 @@
+"""Whether the draft policy's estimates come true: acceptance of drafts, and costs of steps."""
+
+import itertools
+import math
+import statistics
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from benchmarks import Rows, row
+from benchmarks.never_slower import WORK
+from mlx_mtp.bench.arguments import CALIBRATION_SECONDS
+from mlx_mtp.bench.measure import Asking
+from mlx_mtp.bench.offline import EngineSubject
+from mlx_mtp.bench.prompts import PromptSource
+from mlx_mtp.build import build_engine
+from mlx_mtp.config import EngineConfig
+from mlx_mtp.engine.scheduler import Scheduler
+from mlx_mtp.engine.step import InFlightStep, StepRow
+from mlx_mtp.models.hub import BUNDLED_MODEL
+from mlx_mtp.models.loader import load_model
+from mlx_mtp.sampling.params import SamplingParams
+from mlx_mtp.speculative.costs import MTP, StepShape
+from mlx_mtp.speculative.draft_policy import AdaptiveDrafts, Choice, RowDrafting
+from mlx_mtp.text.tokenizer import Tokenizer
+
+_EDGES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # between the classes of estimated acceptances
+# Classes of tokens per row of a step: the maximum and the name.
+_TOKENS = (1.0, "1"), (2.0, "2"), (3.0, "3"), (4.0, "4"), (8.0, "5 to 8"), (64.0, "more")
+_FEWEST = 30  # drafts, or steps, of a point
+_SIDE, _MARGIN, _MOST_COST = 320, 50, 4.0  # pixels of a plot and beside it; end of the costs' axes
+_COLORS = {"head": "#1f77b4", "copies": "#d95f02"}
+
+
+class _Draft(NamedTuple):
+    source: str
+    estimated: float
+    accepted: bool  # this draft and all before it in its window
+
+
+class _Step(NamedTuple):
+    source: str  # "copies" if any row copies
+    shape: StepShape
+    seconds: float
+    cost: float  # estimated
+
+
+class _Point(NamedTuple):
+    """Estimates of one class: their mean, and what came."""
+
+    source: str
+    kind: str  # an interval of acceptances, or a shape of steps
+    number: int  # of drafts or of steps
+    estimated: float
+    measured: float
+
+
+class _Watch:
+    """Records the estimates with which `AdaptiveDrafts` decides, and what came of them."""
+
+    def __init__(self) -> None:
+        self.drafts, self.steps = list[_Draft](), list[_Step]()
+        self._offered: list[tuple[Sequence[float], Sequence[float]]] = []  # of the last choice
+        self._estimates: dict[StepRow, Sequence[float]] = {}
+        self._copies = False
+
+    def choose(self, policy: Any, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
+        head = policy._head_rates.cumulative_acceptance()
+        self._offered = [(each.offer(), head[: each.waiting]) for each in rows]
+        return _CHOOSE(policy, rows, steady=steady)
+
+    def plan(self, scheduler: Scheduler, chunk: Any, decode: tuple[StepRow, ...]) -> None:
+        _PLAN(scheduler, chunk, decode)
+        for each, (host, head) in zip(decode, self._offered):
+            self._estimates[each] = head if each.source == MTP else host
+
+    def observe(self, scheduler: Scheduler, step: InFlightStep) -> None:
+        for each in step.rows:
+            source = "head" if each.source == MTP else "copies"
+            estimates = self._estimates.pop(each, ())[: each.num_verified]
+            # Nothing is known of the drafts after an answer's end.
+            if each.num_cached and not each.finished:
+                for place, estimate in enumerate(estimates):
+                    self.drafts.append(_Draft(source, estimate, place < each.num_accepted))
+        self._copies = any(each.source != MTP for each in step.rows)
+        _OBSERVE(scheduler, step)
+
+    def learn(self, policy: Any, head: Any, shape: StepShape, seconds: float | None) -> None:
+        if seconds is not None:
+            cost = policy._costs.of_batch(shape.rows).cost(shape)
+            source = "copies" if self._copies else "head"
+            self.steps.append(_Step(source, shape, seconds, cost))
+        _LEARN(policy, head, shape, seconds)
+
+
+_CHOOSE, _LEARN = AdaptiveDrafts.choose, AdaptiveDrafts.observe
+_PLAN, _OBSERVE = Scheduler._choose_drafts, Scheduler._observe
+
+
+def calibrated(
+    work: tuple[str, ...] = ("story", "edit", "agent", "closed"),
+    streams: tuple[int, ...] = (1, 8, 16),
+    rounds: int = 4,
+    max_tokens: int = 120,
+    seed: int = 0,
+    picture: Path | None = None,
+) -> Rows:
+    """What the draft policy expects of drafts and steps, and what comes of them.
+
+    The bundled model answers greedy requests by default settings, without HTTP; each number of
+    streams has an engine of its own, which has calibrated its costs before. A draft's estimate is
+    the probability that it and all drafts before it in its window are accepted; drafts of windows
+    that end an answer are left out. A step's cost is relative to a step without drafts. As few
+    steps have no drafts, measured costs are scaled so that the median of measured over estimated
+    cost is 1 for each number of rows.
+
+    Args:
+        work: kinds of requests, as in `never_slower`
+        streams: numbers of concurrent requests
+        picture: an SVG file to write, with one plot of the drafts and one of the steps
+    """
+    drafts, costs = list[_Draft](), list[_Point]()
+    for count in streams:
+        watch = _Watch()
+        with _watched(watch):
+            _answer(work, count, rounds, max_tokens, seed)
+        drafts += watch.drafts
+        costs += _of_steps(watch.steps)
+    rates = [*_of_drafts(drafts)]
+    yield from (row("source | acceptance | drafts | estimated | measured", *each) for each in rates)
+    yield from (row("source | rows x tokens | steps | estimated | measured", *c) for c in costs)
+    if picture is not None:
+        plots = ("acceptance of drafts", 1.0, rates), ("cost of steps", _MOST_COST, costs)
+        picture.write_text(_svg(*plots), "utf-8")
+        yield f"Written: {picture}"
+
+
+@contextmanager
+def _watched(watch: _Watch) -> Iterator[None]:
+    with (
+        patch.object(AdaptiveDrafts, "choose", lambda *args, **named: watch.choose(*args, **named)),
+        patch.object(AdaptiveDrafts, "observe", lambda *args: watch.learn(*args)),
+        patch.object(Scheduler, "_choose_drafts", lambda *args: watch.plan(*args)),
+        patch.object(Scheduler, "_observe", lambda *args: watch.observe(*args)),
+    ):
+        yield
+
+
+def _answer(work: Sequence[str], streams: int, rounds: int, max_tokens: int, seed: int) -> None:
+    """Answer `rounds` times `streams` requests of each kind."""
+    model, tokenizer = load_model(BUNDLED_MODEL, enable_mtp=True), Tokenizer.load(BUNDLED_MODEL)
+    config = EngineConfig(
+        max_num_seqs=streams, calibration_seconds=CALIBRATION_SECONDS, prefix_cache_size=1 << 28
+    )
+    engine = build_engine(model, config, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    sampling, source = SamplingParams(max_tokens, temperature=0.0), PromptSource(seed)
+    with EngineSubject("", engine, tokenizer, Asking(max_tokens)) as subject:
+        for _, kind in itertools.product(range(rounds), work):
+            chats = (
+                tokenizer.render_chat(body["messages"], body.get("tools"))
+                for body in WORK[kind](source, streams)
+            )
+            encoded = (tokenizer.encode(chat, add_special_tokens=False) for chat in chats)
+            subject.ask_token_ids([(ids, sampling) for ids in encoded])
+
+
+def _of_drafts(drafts: Sequence[_Draft]) -> Iterator[_Point]:
+    edges = (0.0, *_EDGES, 1.0)
+    for source, place in itertools.product(_COLORS, range(len(edges) - 1)):
+        own = [d for d in drafts if d.source == source and bisect(_EDGES, d.estimated) == place]
+        if len(own) >= _FEWEST:
+            kind = f"{edges[place]:.1f} to {edges[place + 1]:.1f}"
+            estimated, came = zip(*((d.estimated, d.accepted) for d in own))
+            yield _Point(source, kind, len(own), statistics.mean(estimated), statistics.mean(came))
+
+
+def _of_steps(steps: Sequence[_Step]) -> Iterator[_Point]:
+    unit = {
+        rows: statistics.median(step.seconds / step.cost for step in group)
+        for rows, group in _grouped(steps, lambda step: step.shape.rows).items()
+    }
+    groups = _grouped(steps, lambda step: (step.shape.rows, step.source, _tokens(step.shape)))
+    for (rows, source, tokens), group in sorted(groups.items()):
+        if len(group) >= _FEWEST:
+            measured = statistics.median(step.seconds for step in group) / unit[rows]
+            estimated = statistics.mean(step.cost for step in group)
+            yield _Point(source, f"{rows} x {tokens}", len(group), estimated, measured)
+
+
+def _tokens(shape: StepShape) -> str:
+    """Returns the class of a step's tokens per row."""
+    tokens = 1 + shape.drafts / shape.rows
+    return next(name for most, name in _TOKENS if tokens <= most)
+
+
+def _grouped(steps: Sequence[_Step], key: Callable[[_Step], Any]) -> dict[Any, list[_Step]]:
+    groups = defaultdict[Any, list[_Step]](list)
+    for step in steps:
+        groups[key(step)].append(step)
+    return groups
+
+
+def _svg(*plots: tuple[str, float, Sequence[_Point]]) -> str:
+    """Returns a picture of plots of measured over estimated values, each with its largest value."""
+    width, height = len(plots) * (_SIDE + 2 * _MARGIN), _SIDE + 2 * _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="13">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for number, (title, most, points) in enumerate(plots):
+        left, bottom = number * (_SIDE + 2 * _MARGIN) + _MARGIN, _MARGIN + _SIDE
+        middle = left + _SIDE // 2
+        parts += [
+            f'<rect x="{left}" y="{_MARGIN}" width="{_SIDE}" height="{_SIDE}" fill="none" '
+            'stroke="#888"/>',
+            f'<path d="M{left} {bottom}l{_SIDE} -{_SIDE}" stroke="#888" stroke-dasharray="4"/>',
+            f'<text x="{middle}" y="{_MARGIN - 14}" text-anchor="middle">{title}</text>',
+            f'<text x="{middle}" y="{bottom + 36}" text-anchor="middle">estimated</text>',
+            f'<text transform="translate({left - 34} {bottom - _SIDE // 2}) rotate(-90)" '
+            'text-anchor="middle">measured</text>',
+        ]
+        for mark in (0, most / 2, most):
+            along = _SIDE * mark / most
+            parts += [
+                f'<text x="{left + along:.0f}" y="{bottom + 17}" '
+                f'text-anchor="middle">{mark:g}</text>',
+                f'<text x="{left - 6}" y="{bottom - along + 4:.0f}" '
+                f'text-anchor="end">{mark:g}</text>',
+            ]
+        for point in points:
+            x, y = (_SIDE * min(each / most, 1.0) for each in (point.estimated, point.measured))
+            radius = 2 + math.log10(point.number)
+            parts.append(
+                f'<circle cx="{left + x:.1f}" cy="{bottom - y:.1f}" r="{radius:.1f}" '
+                f'fill="{_COLORS[point.source]}" fill-opacity="0.7"/>'
+            )
+    for number, (source, color) in enumerate(_COLORS.items()):
+        y = _MARGIN + 20 + 20 * number
+        parts += [
+            f'<circle cx="{_MARGIN + 16}" cy="{y - 4}" r="5" fill="{color}"/>',
+            f'<text x="{_MARGIN + 28}" y="{y}">{source}</text>',
+        ]
+    return "\n".join([*parts, "</svg>\n"])
