@@ -187,7 +187,7 @@ def _of_steps(steps: Sequence[_Step]) -> Iterator[_Point]:
     for (rows, source, tokens), group in sorted(groups.items()):
         if len(group) >= _FEWEST:
             measured = statistics.median(step.seconds for step in group) / unit[rows]
-            estimated = statistics.mean(step.cost for step in group)
+            estimated = statistics.median(step.cost for step in group)
             yield _Point(source, f"{rows} x {tokens}", len(group), estimated, measured)
 
 
