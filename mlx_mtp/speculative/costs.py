@@ -9,7 +9,7 @@ from one run of the server to the next.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import mean, median_low
+from statistics import fmean, median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -99,12 +99,12 @@ class BatchCosts(NamedTuple):
     of n passes of the head, and `padding` that of each place (see `StepShape.padding`).
     """
 
-    verify: Sequence[float]
+    verify: Vector
     passes: Sequence[float]
     padding: float
 
     def cost(self, shape: StepShape) -> float:
-        drafting = self.verify[shape.drafts] + self.passes[shape.passes]
+        drafting = float(self.verify[shape.drafts]) + self.passes[shape.passes]
         return drafting + self.padding * shape.padding
 
 
@@ -131,7 +131,7 @@ class StepCosts:
     def learn(self, cell: CostKey, seconds: float) -> None:
         """Learn from steps that were measured while no request ran, or in an earlier run."""
         self._keep(cell, seconds)
-        self._learn(_features(cell.shape, in_use=cell.kind == USE), seconds)
+        self._learn(_features([cell.shape], in_use=cell.kind == USE)[0], seconds)
 
     def observe(self, shape: StepShape, seconds: float | None) -> None:
         """Learn from a step in use; `seconds` is None if its time is not known."""
@@ -181,10 +181,9 @@ class StepCosts:
             return
         shapes, times = zip(*steps)
         usual = _LATE * median_low(times)  # Some steps are delayed.
-        seconds = mean(min(each, usual) for each in times)
-        features = np.mean([_features(shape, in_use=True) for shape in shapes], axis=0)
+        seconds = fmean(min(each, usual) for each in times)
         self._covariance += self._changes
-        self._learn(features, seconds)
+        self._learn(_features(shapes, in_use=True).mean(axis=0), seconds)
         rows, depth = self._kind
         if depth is not None:
             self._keep(CostKey(USE, rows, depth), seconds)
@@ -220,46 +219,46 @@ class StepCosts:
 
     def _costs_of(self, rows: int) -> BatchCosts:
         coefficients, covariance = self._mean[1:], self._covariance[1:, 1:]
-        none = _features(StepShape(rows, 0, 0, 0), in_use=True)
-        plain = max(float(coefficients @ none), _LEAST_PLAIN)
-
-        def more(drafts: int, passes: int, longest: float, caution: float = 0.0) -> float:
-            """Returns the cost over that of a step without drafts, plus `caution` deviations."""
-            step = _features(StepShape(rows, drafts, passes, longest), in_use=True)
-            cost = float(coefficients @ (step - none)) / plain
-            gradient = (step - (1.0 + cost) * none) / plain  # by the coefficients
-            return cost + caution * math.sqrt(max(float(gradient @ covariance @ gradient), 0.0))
-
         most = rows * MAX_HOST_DRAFTS
         # Between these numbers of drafts costs are linear.
         ends = [1, *(int(n) - rows for n in _KNOTS if rows + 1 < n < rows + most), most]
-        known = np.maximum.accumulate(
-            [_LEAST_MORE, *(more(n, 0, n / rows, _CAUTION) for n in ends)]
-        )[1:]
+        # A plain step, one with a place of padding, passes of the head, and verified drafts.
+        shapes = [StepShape(rows, 0, 0, 0), StepShape(rows, 0, 0, 1 / rows)]
+        shapes += [StepShape(rows, 0, n, 0) for n in range(MAX_DRAFT_TOKENS + 1)]
+        shapes += [StepShape(rows, n, 0, n / rows) for n in ends]
+        steps = _features(shapes, in_use=True)
+        plain = max(float(steps[0] @ coefficients), _LEAST_PLAIN)
+        more = (steps - steps[0]) @ coefficients / plain  # costs over that of a plain step
+        gradients = (steps - np.outer(1.0 + more, steps[0])) / plain  # by the coefficients
+        variances = ((gradients @ covariance) * gradients).sum(axis=1)
+        cautious = more + _CAUTION * np.sqrt(np.maximum(variances, 0.0))
+        known = np.maximum.accumulate([_LEAST_MORE, *cautious[-len(ends) :]])[1:]
         drafts = np.arange(1, most + 1)
         verify = 1.0 + np.interp(drafts, ends, known) + _LEAST_SLOPE / rows * drafts
-        passes = [max(more(0, n, 0), 0.0) for n in range(MAX_DRAFT_TOKENS + 1)]
-        place = max(more(0, 0, 1 / rows), 0.0) + _LEAST_SLOPE / rows
-        return BatchCosts([1.0, *verify.tolist()], passes, place)
+        _, place, *passes = np.maximum(more, 0.0)[: -len(ends)].tolist()
+        return BatchCosts(np.concatenate([[1.0], verify]), passes, place + _LEAST_SLOPE / rows)
 
 
-def _features(shape: StepShape, *, in_use: bool) -> Vector:
-    """Returns the features: one per coefficient of `_PRIOR`, then one per interval of `_KNOTS`."""
-    rows, drafts, passes, _ = shape
-    any_drafts, used = drafts > 0, float(in_use)
+def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
+    """Returns the features of each step, float64 [S, F].
+
+    They are one per coefficient of `_PRIOR`, then one per interval of `_KNOTS`.
+    """
+    rows, drafts, passes, longest = np.array(shapes, dtype=float).T
+    any_drafts, used = drafts > 0, np.full(len(shapes), float(in_use))
     others = (
-        1.0,
+        np.ones(len(shapes)),
         any_drafts,
         any_drafts * rows,
         passes,
         passes * rows,
-        shape.padding,
+        rows * longest - drafts,  # padding
         rows - 1,
         used,
         used * rows,
     )
-    slopes = np.clip(rows + drafts - _KNOTS[:-1], 0.0, np.diff(_KNOTS))
-    return np.concatenate([others, slopes])
+    slopes = np.clip((rows + drafts)[:, None] - _KNOTS[:-1], 0.0, np.diff(_KNOTS))
+    return np.concatenate([np.stack(others, axis=1), slopes], axis=1)
 
 
 def _prior() -> tuple[Vector, Vector]:

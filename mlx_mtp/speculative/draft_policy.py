@@ -3,7 +3,7 @@
 Each step makes two decisions. `best_windows`: whether each row verifies the head's drafts that wait
 for it, or a run of the host. `AdaptiveDrafts._review`: how many drafts the head makes for the next
 windows, the same number for all rows. Both compare expected tokens per second. Because these are
-estimates, a new choice must be faster than the current one by a margin.
+estimates, a new number must be faster than the current one by a margin.
 """
 
 import math
@@ -17,9 +17,8 @@ from mlx_mtp.config import HOST_DRAFTS, MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 from mlx_mtp.speculative.costs import MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.host_sources import HostDrafter
 
-# Factors by which a choice must be faster than the current one (_STAY), than no drafts (_PLAIN),
-# and than copying nothing (_PAYS).
-_STAY, _PLAIN, _PAYS = 1.02, 1.02, 1.03
+# Factors by which a choice must be faster than the current one (_STAY) and than no drafts (_PLAIN).
+_STAY, _PLAIN = 1.02, 1.02
 # The head's acceptance rates: the prior of the first position; that of a later one as a share of
 # the rate before it; the weight of these priors, in trials; each step's factor of the counts.
 _FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.99
@@ -151,7 +150,7 @@ def best_windows(
     gains = [(row, [0.0, *accumulate(run)]) for row, run in enumerate(host) if run]
     tokens = len(own) + sum(own)
     shape = StepShape(len(own), sum(lengths), 0, max(lengths))
-    best, best_speed = (0,) * len(host), _PAYS * tokens / costs.cost(shape)
+    best, best_speed = (0,) * len(host), tokens / costs.cost(shape)
     for price in _PRICES:
         cuts = [(row, gain, sum(each > price for each in host[row])) for row, gain in gains]
         longest = max(count for *_, count in cuts)

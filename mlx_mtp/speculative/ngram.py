@@ -76,9 +76,11 @@ class NgramIndex:
         for _ in range(_MOST_TRIED):
             if place == 0 or best == MOST_MATCH:
                 break
-            before = self.tokens[max(place - MOST_MATCH, 0) : place]
-            if (length := _num_equal(reversed(before), reversed(text))) > best:
-                best, at = length, place
+            # A longer match has one more equal token, so most places need no comparison.
+            if best < min(place, len(text)) and self.tokens[place - best - 1] == text[-best - 1]:
+                before = self.tokens[max(place - MOST_MATCH, 0) : place]
+                if (length := _num_equal(reversed(before), reversed(text))) > best:
+                    best, at = length, place
             place = self._before[place]
         return (best, at) if best >= GRAM else (0, 0)
 
@@ -232,8 +234,10 @@ class NgramDrafter:
         A window in flight can emit those tokens. [] if acceptance is below `_LEAST_ACCEPTANCE`.
         """
         count = min(len(self.next_run), ahead + MAX_HOST_DRAFTS)
+        if count <= ahead:
+            return []
         acceptance = self._rates.cumulative_acceptance(self.match, count, self._pool)[ahead:]
-        return acceptance if acceptance and acceptance[0] >= _LEAST_ACCEPTANCE else []
+        return acceptance if acceptance[0] >= _LEAST_ACCEPTANCE else []
 
     def _look(self) -> None:
         self._source, self.match, self._at = self._text, 0, 0
