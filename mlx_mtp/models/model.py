@@ -27,6 +27,10 @@ from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 from mlx_mtp.vision.tower import VisionTower
 
+# A prompt's pass is launched in parts of this many layers: a GPU computes one part while the host
+# builds the graph of the next, and fewer intermediate arrays exist at the same time.
+_LAUNCHED_LAYERS = 4
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -184,9 +188,13 @@ class LoadedModel:
         positions = [packing.rope_positions for packing in packings]
         where = positions[0] if len(positions) == 1 else mx.concatenate(positions)
         by_layer = zip(*(cache.layers for cache in caches), strict=True)
-        with decode_pass(all(packing.longest <= LONGEST_WINDOW for packing in packings)):
-            for layer, layer_caches, norm in zip(trunk.layers, by_layer, [*others, trunk.norm]):
+        is_step = all(packing.longest <= LONGEST_WINDOW for packing in packings)
+        parts = zip(trunk.layers, by_layer, [*others, trunk.norm])
+        with decode_pass(is_step):
+            for number, (layer, layer_caches, norm) in enumerate(parts, 1):
                 x, normed = layer.forward(x, normed, norm.weight, where, layer_caches)
+                if number % _LAUNCHED_LAYERS == 0 and not is_step:
+                    mx.async_eval(x, normed)
         return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:
