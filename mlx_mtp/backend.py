@@ -50,6 +50,11 @@ def prepare() -> BackendInfo:
     _keep_file_limit()
     device = _device()
     blas = _fast_blas() if device == "CPU" else ""
+    if device == "CUDA" and not _has_fast_malloc():
+        logger.info(
+            "Steps of few rows wait for the C library's malloc. With jemalloc they take up to a "
+            "quarter less time: sudo apt install libjemalloc2, and set LD_PRELOAD=libjemalloc.so.2."
+        )
     return BackendInfo(device, blas, _installed_version("mlx") or "unknown")
 
 
@@ -93,6 +98,12 @@ def _device() -> str:
     if not cpu:
         raise BackendError(f"mlx has no backend on this machine. {_install_hint()}")
     return "CPU"
+
+
+def _has_fast_malloc() -> bool:
+    """Returns True if jemalloc or tcmalloc is loaded; mlx makes and frees thousands of nodes."""
+    process = ctypes.CDLL(None)
+    return hasattr(process, "mallctl") or hasattr(process, "tc_malloc")
 
 
 def _install_hint() -> str:

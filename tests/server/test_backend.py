@@ -1,10 +1,12 @@
 """The backend: which installations are refused, with which advice, and which BLAS is loaded."""
 
+import ctypes
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +45,26 @@ def test_one_backend_is_found_and_none_and_two_are_refused_with_advice(
     else:
         blas = "some BLAS" if device == "CPU" else ""
         assert prepare() == backend.BackendInfo(device, blas, "0.32")
+
+
+@pytest.mark.parametrize(
+    ("device", "symbol", "is_told"),
+    [
+        ("CUDA", "", True),
+        ("CUDA", "mallctl", False),
+        ("CUDA", "tc_malloc", False),
+        ("CPU", "", False),
+    ],
+)
+def test_jemalloc_is_recommended_beside_a_gpu(monkeypatch, caplog, device, symbol, is_told):
+    monkeypatch.setattr(backend, "_device", lambda: device)
+    monkeypatch.setattr(backend, "_fast_blas", lambda: "")
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda _: SimpleNamespace(**{symbol: None} if symbol else {})
+    )
+    with caplog.at_level("INFO", "mlx_mtp"):
+        backend.prepare.__wrapped__()
+    assert ("LD_PRELOAD=libjemalloc.so.2" in caplog.text) == is_told
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
