@@ -136,7 +136,8 @@ class NgramRates:
         """Returns the cumulative acceptance of `count` tokens; `pool`: rates of all requests."""
         classes = _CLASSES[match : match + count]
         priors = {index: pool.rate(index, _PRIORS[index], _PRIOR_TRIALS) for index in set(classes)}
-        return list(accumulate((self.rate(i, priors[i], _POOL_TRIALS) for i in classes), mul))
+        rates = {index: self.rate(index, prior, _POOL_TRIALS) for index, prior in priors.items()}
+        return list(accumulate(map(rates.__getitem__, classes), mul))
 
 
 class NgramSource:
