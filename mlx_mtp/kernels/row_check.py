@@ -79,7 +79,8 @@ def _router(router: topk.Router, dtype: mx.Dtype) -> bool:
     logits, gate = (mx.random.normal(s, key=mx.random.key(0)).astype(dtype) for s in shapes)
 
     def run(rows: slice) -> Sequence[mx.array]:
-        return topk.run_kernel(logits[rows], gate[rows], router)[:2]
+        choice = topk.run_kernel(logits[rows], gate[rows], router)
+        return choice.experts, choice.weights
 
     return same_rows(run)
 
