@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -56,6 +57,20 @@ def to_array(source: Operand) -> mx.array:
     if isinstance(source, mx.array):
         return source
     return mx.as_strided(*source)
+
+
+def to_arrays(sources: Iterable[Operand]) -> list[mx.array]:
+    """Returns the operands as mlx arrays."""
+    return [to_array(each) for each in sources]
+
+
+def constants_of(views: Mapping[str, View], first: int = 0) -> dict[str, int]:
+    """Returns the constants of all views, by their names in capitals (see `View.constants`)."""
+    return {
+        constant: number
+        for name, view in views.items()
+        for constant, number in view.constants(name.upper(), first).items()
+    }
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
