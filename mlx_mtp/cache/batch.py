@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -111,11 +112,11 @@ class BatchCache:
             if mine is not None:
                 mine.extend(theirs)  # type: ignore[arg-type]
 
-    def arrays(self) -> Iterator[mx.array]:
-        yield from (self.offset, *([] if self.shift is None else [self.shift]))
-        for cache in (*self.layers, self.head):
-            if cache is not None:
-                yield from cache.arrays()
+    def arrays(self) -> list[Any]:
+        """Returns all arrays, in lists by layer: a flat list would take the host longer to make."""
+        rows = [self.offset] if self.shift is None else [self.offset, self.shift]
+        layers = [*self.layers, self.head] if self.head is not None else self.layers
+        return [rows, [cache.arrays() for cache in layers]]
 
     def kv_caches(self) -> list[RaggedKVCache]:
         """Returns the KV caches of all layers and of the head."""

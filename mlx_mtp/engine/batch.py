@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container
 from collections.abc import Sequence as Many
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -120,12 +121,10 @@ class Batch:
                 pair = [_widen(each, width, fill[name]) for each in pair]
             setattr(self, name, mx.concatenate(pair))
 
-    def arrays(self) -> Iterator[mx.array]:
-        """Yields all arrays, which must be evaluated with each step."""
-        yield from self._row_arrays().values()
-        yield from self.cache.arrays()
-        yield from self.sampler.arrays()
-        yield from self.draft_state.arrays()
+    def arrays(self) -> list[Any]:
+        """Returns nested lists of all arrays, which must be evaluated with each step."""
+        parts = self.cache, self.sampler, self.draft_state
+        return [[*self._row_arrays().values()], *(part.arrays() for part in parts)]
 
     def _row_arrays(self) -> dict[str, mx.array]:
         return {name: v for name, v in vars(self).items() if isinstance(v, mx.array)}

@@ -11,7 +11,7 @@ from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan
 
-_WAITED = 0.02  # share of a step's time: if a read waited for less, the step had already ended
+_WAITED = 0.02  # share of a step's time: if a read took less, the step had already ended
 # A launch that takes more than this many times as long as the launch before it compiled kernels or
 # was held up, so its duration is not used.
 _FAR = 2.0
@@ -98,14 +98,16 @@ class StepClock:
 
     A round (one `EngineCore.step`) can have a chunk and a decode step, which are timed differently.
     The time of a chunk is the device's, without the decode step that is read after the chunk
-    (`note_read`). The time of a decode step is that of the whole round, because the host's work is
-    a part of the step's cost (`end_round`).
+    (`note_read`). The time of a decode step is that of a whole round, because the host's work is a
+    part of the step's cost (`end_round`). (On a CPU, mlx's launch blocks until most of the step is
+    computed.)
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self._launching = 0.0  # seconds that the last launch took
         self._read_at = 0.0  # when the last read ended
+        self._reading = 0.0  # seconds that the last read took
         self._round_at = 0.0  # when the last round ended
         self._last: tuple[Sequence, ...] = ()  # rows of the decode step that the last round read
         self._drained = False  # the last round left nothing in flight
@@ -122,7 +124,6 @@ class StepClock:
         The device begins a step when it has been launched and the step before it has ended. If the
         step had ended before the host waited, its time is that of its own launch or of the next
         launch, whichever took longer; if the next launch took far longer, the step gets no time.
-        (On a CPU, mlx's launch blocks until most of the step is computed.)
         """
         now, launching = self.now(), self._launching
         if step.is_prefill:
@@ -131,21 +132,24 @@ class StepClock:
                 step.seconds = max(step.launch_seconds, seen)
             elif launching <= _FAR * step.launch_seconds:
                 step.seconds = max(step.launch_seconds, launching)
-        self._read_at = now
+        self._read_at, self._reading = now, now - waits_from
 
     def end_round(self, read: Many[InFlightStep], launched: Many[InFlightStep]) -> None:
         """Call when the steps of a round have been read; sets the time of a decode step.
 
-        With look-ahead the host can't see where one step ends and the next begins, so the measured
-        time can include parts of the steps before and after. It counts only if all three are decode
-        steps of the same rows.
+        With look-ahead a round waits for one step on the device and launches the next one. Its time
+        is that of the former if it waited, and else that of the latter. As the host can't see where
+        one step ends and the next begins, it counts only if these two and the step before them are
+        decode steps of the same rows.
         """
         now, rows = self.now(), _decoding_rows(read)
         seconds, alone = now - self._round_at, self._drained
         self._drained = not launched or any(step is launched[-1] for step in read)
         last, self._last, self._round_at = self._last, rows, now
         if rows and last and (alone if self._drained else rows == last == _decoding_rows(launched)):
-            read[0].seconds = seconds
+            waited = self._drained or self._reading > _WAITED * seconds
+            step = read[0] if waited else launched[0]
+            step.seconds = max(seconds, step.seconds or 0.0)
 
 
 def _decoding_rows(steps: Many[InFlightStep]) -> tuple[Sequence, ...]:

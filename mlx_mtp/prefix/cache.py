@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -27,7 +26,7 @@ class Rows(Protocol):
     last_hidden: mx.array  # [B, 1, H], post-norm
 
     def settle(self) -> None: ...
-    def arrays(self) -> Iterator[mx.array]: ...
+    def arrays(self) -> list[Any]: ...
 
 
 class Save(NamedTuple):

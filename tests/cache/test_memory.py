@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
@@ -52,7 +53,7 @@ def window(model: LoadedModel, cache, lengths: list[int], known: list[int] | Non
     if cache.head is not None:
         packing = Packing(cache.layout, start, lengths)
         model.head.write(model.embed(tokens), hidden, cache.head, packing)
-    return nbytes(cache.arrays())
+    return nbytes(a for _, a in tree_flatten(cache.arrays()))
 
 
 @pytest.mark.parametrize("longest", [40, 257, 900])

@@ -1,18 +1,21 @@
 """The scheduler without a model: chunks, turns, admission, memory and the ends of requests."""
 
 import copy
+import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_mtp.config import EngineConfig
-from mlx_mtp.engine.core import StepClock
+from mlx_mtp.engine.core import EngineCore, StepClock
 from mlx_mtp.engine.request import Request, RequestOptions, RequestOutput
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.errors import StepError
+from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.params import SamplingParams
 from mlx_mtp.speculative.costs import StepShape
 from mlx_mtp.speculative.draft_policy import FixedDrafts, HeadWindow
@@ -250,7 +253,10 @@ def laps(*steps: list[InFlightStep], overlap: bool = True) -> list[float | None]
     timer, times = StepClock(clock), []
     steps = tuple(list(map(copy.copy, step)) for step in steps)  # the clock tells them apart
     for number, read in enumerate(steps):
+        waits_from = clock.now
         clock.now += number
+        if read:
+            timer.note_read(read[-1], waits_from)
         following = steps[number + 1] if number + 1 < len(steps) else []
         timer.end_round(read, following if overlap else read)
         times.append(read[-1].seconds if read else None)
@@ -263,6 +269,46 @@ def test_steps_in_an_unbroken_row_are_timed():
     change = [*[decode(2, 2)] * 3, decode(2, 0), *[decode(0, 0)] * 3]
     assert laps(*change) == [None, 1, 2, 3, 4, 5, None]
     assert laps(*change, overlap=False) == [None, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("machine", ["the launch waits", "the read waits", "the host is slower"])
+def test_each_decode_step_gets_its_own_time(machine, overlap):
+    """The host takes as long as a step in "the host is slower", and the device hardly any time."""
+    clock, costs, found = Clock(), itertools.cycle([0.5, 0.2, 0.9, 0.3]), list[InFlightStep]()
+    free, of = 0.0, dict[int, tuple[float, float]]()  # the cost of each step, and its end
+
+    def run(_: StepPlan) -> list[InFlightStep]:
+        nonlocal free
+        (step,), cost = decode(2, 2), next(costs)
+        began = clock.now
+        clock.now += cost if machine == "the host is slower" else 1e-4
+        free = max(free, began) + (1e-4 if machine == "the host is slower" else cost)
+        if machine == "the launch waits":
+            clock.now = max(clock.now, free)
+        of[id(step)] = cost, free
+        return [step]
+
+    def read(step: InFlightStep) -> list[InFlightStep]:
+        clock.now = max(clock.now, of[id(step)][1])
+        found.append(step)
+        return [step]
+
+    runner = SimpleNamespace(
+        run=run, read=read, prefixes=PrefixCache(), save_answers=lambda _: None
+    )
+    plan = StepPlan((), tuple(map(StepRow, ROWS)), frozenset(ROWS))
+    core = EngineCore(
+        SimpleNamespace(num_waiting=0, schedule=lambda: plan, update=lambda steps: steps),
+        runner,
+        overlap=overlap,
+        clock=clock,
+    )
+    for _ in range(12):
+        core.step()
+    timed = [(step.seconds, of[id(step)][0]) for step in found if step.seconds is not None]
+    assert len(timed) >= 9
+    assert [a for a, _ in timed] == pytest.approx([b for _, b in timed], abs=1e-3)
 
 
 PREFILL = [InFlightStep([StepRow(ROWS[0], length=9)], is_prefill=True)]
