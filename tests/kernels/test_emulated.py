@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.specs import GatedDeltaSpec, MLPSpec
 from mlx_mtp.kernels import gated_delta, gpu, portable, recurrence, self_check, short_conv
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow
 from mlx_mtp.kernels.self_check import RandomInputs
@@ -99,6 +101,38 @@ def compare_inputs(shape, dtype, lengths=(1, 3, 18, 2)):
         assert mx.array_equal(beta.astype(dtype).astype(beta.dtype), beta), "rounded"
         assert mx.array_equal(history, true_history)
         kept = cases.counts(3, length)
+
+
+def test_a_cache_keeps_packed_windows(emulated, monkeypatch):
+    """Rows leave and join while windows are pending, whose bytes are those of the plan."""
+    ours, used = run_cache()
+    spec = GatedDeltaSpec(MLPSpec(1, 1), SMALL)
+    row = sum(spec.state_nbytes(4).values()) + spec.window_nbytes(2, 4)
+    assert used == 3 * (row + 4), "and a count for each row"
+    monkeypatch.setattr(gpu, "backend", lambda: None)
+    close(ours, run_cache()[0])
+
+
+def run_cache():
+    """Returns a cache's outputs, states and history, and its bytes after a window of 3."""
+    cases = RandomInputs(6, SMALL, F32)
+    weights, outputs = cases.convolution(), list[mx.array]()
+
+    def run(cache, length, kept):
+        rows = len(kept)
+        outputs.append(cache.run_window(cases.projected(rows, length), weights))
+        cache.num_kept = mx.array(kept)
+
+    cache, other = (GatedDeltaCache(rows, SMALL, F32) for rows in (3, 1))
+    run(cache, 5, [5, 0, 2])
+    run(cache, 3, [1, 3, 0])
+    used = sum(array.nbytes for array in cache.arrays())
+    run(other, 2, [1])
+    cache = cache.select(mx.array([1, 0]))
+    cache.extend(other)
+    run(cache, 4, [3, 0, 4])
+    cache.fold()
+    return [*outputs, cache.state, cache.history], used
 
 
 def test_inputs_may_be_slices(emulated):
