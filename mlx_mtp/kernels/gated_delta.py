@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow, PendingWindow
-from mlx_mtp.kernels.view import Operand, View, constants_of
+from mlx_mtp.kernels.view import Operand, arrays_and_constants
 
 # (L, R): lanes that share a row of the state, and rows of each lane; the first that fits Dv.
 LAYOUTS = ((16, 2), (16, 1), (32, 1))
@@ -170,17 +170,17 @@ _BODY = """
     }
 """
 
-_VIEWS = ("q", "k", "v", "g", "beta", "previous_k", "previous_delta", "previous_g")
+_WINDOWS = ("q", "k", "v", "g", "beta", "previous_k", "previous_delta", "previous_g")
 
 
 @functools.cache
 def _kernel(advance: bool) -> gpu.Kernel:
     """Returns the kernel; if it advances the state, nothing is pending and it has no `delta`."""
-    outputs, start = ["y", "state_out"], "    const auto delta = state_out;\n"
-    if not advance:
-        outputs, start = [*outputs, "delta"], ""
-    inputs = [*_VIEWS, "state", "num_kept", "lengths"]
-    return gpu.Kernel("gated_delta", inputs, outputs, start + _BODY, contiguous=True)
+    inputs, outputs = [*_WINDOWS, "state", "num_kept", "lengths"], ["y", "state_out", "delta"]
+    body = (
+        "    const auto delta = state_out;  // for code that never runs\n" if advance else ""
+    ) + _BODY
+    return gpu.Kernel("gated_delta", inputs, outputs[: 2 if advance else 3], body, contiguous=True)
 
 
 def run_kernel(
@@ -197,20 +197,16 @@ def run_kernel(
         previous, num_kept = PendingWindow(*window[:3]), gpu.zeros(batch)
     lanes, rows = next((n, r) for n, r in LAYOUTS if value_dim % (gpu.LANES // n * r) == 0)
     advance = lengths is not None
-    views = dict(zip(_VIEWS, map(View.of, (q, *window, *previous)), strict=True))
-    counts = num_kept, num_kept if lengths is None else lengths
+    arrays, constants = arrays_and_constants(_WINDOWS, (q, *window, *previous))
+    results = (window.v.shape, q.dtype), (state.shape, mx.float32), (window.v.shape, mx.float32)
     outputs, after, *deltas = _kernel(advance)(
-        [*(view.array for view in views.values()), state, *counts],
+        [*arrays, state, num_kept, num_kept if lengths is None else lengths],
         {"InT": q.dtype, "ValueT": window.v.dtype, "StrengthT": window.beta.dtype}
         | {"ADVANCE": advance, "AHEAD": _AHEAD if advance and window.length > _AHEAD else 1}
         | {**_shape(window).sizes(), "L": lanes, "R": rows}
-        | constants_of(views, first=1),
+        | constants,
         (1, value_dim * lanes // (gpu.LANES * rows), batch * heads),
-        [
-            (window.v.shape, q.dtype),
-            (state.shape, mx.float32),
-            *([] if advance else [(window.v.shape, mx.float32)]),
-        ],
+        results[: 2 if advance else 3],
     )
     return outputs, after, PendingWindow(window.k, deltas[0], window.g) if deltas else None
 

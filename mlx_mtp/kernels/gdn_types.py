@@ -32,7 +32,10 @@ QWEN3_NEXT_80B = GDNShape(16, 128, 32, 128)
 
 
 class GDNWindow(NamedTuple):
-    """The inputs of T recurrent steps, queries apart; Hv is a multiple of Hk."""
+    """The inputs of T recurrent steps, queries apart; Hv is a multiple of Hk.
+
+    Kernels read B and T from the arrays, so the array of a view begins with these two axes, too.
+    """
 
     k: Operand  # keys, l2-normalised, [B, T, Hk, Dk]
     v: Operand  # values, [B, T, Hv, Dv]

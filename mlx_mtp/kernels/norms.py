@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_mtp.kernels import gpu, self_check
-from mlx_mtp.kernels.view import Operand, View, constants_of, to_array
+from mlx_mtp.kernels.view import Operand, View, to_array
 
 _MOST_WARPS = 32  # of a row in a decode step
 _PROMPT_WARPS = 8  # of a row in a prompt: while one threadgroup adds up or writes, others read
@@ -219,7 +219,8 @@ class FusedNorm(gpu.Operation):
         template |= {n.upper(): v for n, v in shape._asdict().items() if isinstance(v, int)}
         template |= {"INVERSE_EPS": round(1 / shape.eps), "WARPS": warps}
         views = dict(zip(self.inputs, map(View.of, inputs), strict=True))
-        template |= constants_of({name: views[name] for name in self._views})
+        for name in self._views:
+            template |= views[name].constants(name.upper())
         more = [_rotation(shape.base, shape.scale)] if shape.rotated else []
         return self.kernel(
             [*(view.array for view in views.values()), *more],

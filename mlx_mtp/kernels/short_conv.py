@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow, ShortConvWeights
-from mlx_mtp.kernels.view import Operand, View, column_view, constants_of
+from mlx_mtp.kernels.view import Operand, View, arrays_and_constants, column_view
 
 _RUN = 4  # positions of a warp in a prompt
 
@@ -143,14 +143,14 @@ def run_kernel(
     if num_kept is None:
         num_kept = gpu.zeros(batch)
     rows, (key_heads, key_dim, heads, value_dim, _) = (batch, length), shape
-    views = dict(zip("QKVAB", map(_by_token, projected), strict=True))
+    arrays, constants = arrays_and_constants("qkvab", map(_by_token, projected))
     run = _RUN if length > gpu.LONGEST_WINDOW else 1
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
     qkv, gates, conv_input = KERNEL(
-        [*(view.array for view in views.values()), *convolution, history, num_kept],
+        [*arrays, *convolution, history, num_kept],
         {"InT": dtype, "SIZE": shape.conv_size, "RUN": run}
         | {"INVERSE_EPS": round(1 / portable.EPS)}
-        | constants_of(views, first=1)
+        | constants
         | shape.sizes(),
         (batch * -(-length // run), 2 * key_heads + heads, 1),
         [

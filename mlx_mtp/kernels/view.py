@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -64,13 +64,17 @@ def to_arrays(sources: Iterable[Operand]) -> list[mx.array]:
     return [to_array(each) for each in sources]
 
 
-def constants_of(views: Mapping[str, View], first: int = 0) -> dict[str, int]:
-    """Returns the constants of all views, by their names in capitals (see `View.constants`)."""
-    return {
-        constant: number
-        for name, view in views.items()
-        for constant, number in view.constants(name.upper(), first).items()
-    }
+def arrays_and_constants(
+    names: Iterable[str], operands: Iterable[Operand]
+) -> tuple[list[mx.array], dict[str, int]]:
+    """Returns the arrays of operands [B, T, ..], and the constants of their views.
+
+    NAME_BY0 is the stride of T: to a kernel, token t of row b is number b * T + t.
+    """
+    views, constants = [View.of(each) for each in operands], dict[str, int]()
+    for name, view in zip(names, views, strict=True):
+        constants |= view.constants(name.upper(), first=1)
+    return [view.array for view in views], constants
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.cuda.gated_delta_prepare import CHUNK, WARPS, chunk_kernel, prepare_chunks
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
-from mlx_mtp.kernels.view import Operand, View, constants_of
+from mlx_mtp.kernels.view import Operand, arrays_and_constants
 
 LEAST = 64  # positions; fewer run in the sequential kernel (`gated_delta.py`)
 _SLICE = 32  # of a state's Dv rows, in a threadgroup
@@ -244,12 +244,12 @@ def run_kernel(
     """
     (batch, _, key_heads, key_dim), (heads, value_dim) = q.shape, window.v.shape[2:]
     mixing, logs = prepare_chunks(q, window, lengths)
-    views = {n: View.of(each) for n, each in zip("qkv", (q, window.k, window.v), strict=True)}
-    names = (*views, "mixing", "logs", "state", "lengths"), ("y", "state_out")
+    arrays, constants = arrays_and_constants("qkv", (q, window.k, window.v))
+    names = (*"qkv", "mixing", "logs", "state", "lengths"), ("y", "state_out")
     sizes = {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "DV": value_dim}
     outputs, after = chunk_kernel("run", *names, _BODY, key_dim, q.dtype, _shared(key_dim))(
-        [*(view.array for view in views.values()), mixing, logs, state, lengths],
-        sizes | {"SLICE": _SLICE, "WARPS": WARPS} | constants_of(views, first=1),
+        [*arrays, mixing, logs, state, lengths],
+        sizes | {"SLICE": _SLICE, "WARPS": WARPS} | constants,
         (value_dim // _SLICE, WARPS * heads, batch),
         [(window.v.shape, q.dtype), (state.shape, mx.float32)],
         WARPS,

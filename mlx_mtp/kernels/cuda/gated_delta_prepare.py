@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.gdn_types import GDNWindow
-from mlx_mtp.kernels.view import Operand, View, constants_of
+from mlx_mtp.kernels.view import Operand, arrays_and_constants
 
 CHUNK = 64
 WARPS = 4  # each with 16 positions of a chunk
@@ -135,13 +135,12 @@ def prepare_chunks(q: Operand, window: GDNWindow, lengths: mx.array) -> list[mx.
     (batch, length, key_heads, key_dim), heads = q.shape, window.v.shape[2]
     chunks = -(-length // CHUNK)
     shared = 2 * 2 * CHUNK * (key_dim + 8) + 4 * CHUNK * (CHUNK + 4 + 3)
-    given = {"q": q, "k": window.k, "decay": window.g, "beta": window.beta}
-    views = {name: View.of(each) for name, each in given.items()}
-    names = (*views, "lengths"), ("mixing", "logs")
+    given = "q", "k", "decay", "beta"
+    arrays, constants = arrays_and_constants(given, (q, window.k, window.g, window.beta))
+    names = (*given, "lengths"), ("mixing", "logs")
     return chunk_kernel("prepare", *names, _BODY, key_dim, q.dtype, shared)(
-        [*(view.array for view in views.values()), lengths],
-        {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "WARPS": WARPS}
-        | constants_of(views, first=1),
+        [*arrays, lengths],
+        {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "WARPS": WARPS} | constants,
         (chunks, WARPS * heads, batch),
         [
             ((batch, heads, chunks, 3, CHUNK, CHUNK), q.dtype),
