@@ -38,7 +38,7 @@ class SkinnyGemm(NamedTuple):
     x: mx.array
     weights: Sequence[Weight]
     parts: int = 1
-    # Int32 [2 or more, P]: the experts of all pairs, ascending, and the index of each pair.
+    # Int32 [2 or more, P]: the pairs' experts, ascending, and the index of each of these pairs.
     pairs: mx.array | None = None
     # A row must have the same bits for all numbers of rows, not only within a band. On CUDA, and
     # for pairs, this is always so.

@@ -120,14 +120,14 @@ class Router(NamedTuple):
 class ExpertChoice(NamedTuple):
     """The experts of N tokens, P pairs in all; each token's last one is the shared expert, E."""
 
-    # Int32 [3, P]: the experts of all pairs, ascending; the index of each of these pairs in the
-    # flattened `experts`; and these.
+    # Int32 [3, P]: the pairs' experts, ascending; the index of each of these pairs in the tokens'
+    # order; and the experts in the tokens' order.
     pairs: mx.array
     weights: mx.array  # float32 [N, K + 1]
 
     @property
     def experts(self) -> mx.array:
-        """Int32 [N, K + 1]."""
+        """Each token's experts, int32 [N, K + 1]."""
         return self.pairs[2].reshape(self.weights.shape)
 
 
@@ -169,7 +169,7 @@ def portable(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
 
 
 def sorted_pairs(experts: mx.array) -> mx.array:
-    """Returns the first two rows of `ExpertChoice.pairs`, from the experts of P pairs."""
+    """Returns the first two rows of `ExpertChoice.pairs`, for the experts of P pairs."""
     experts = experts.astype(mx.int32)
     order = mx.argsort(experts).astype(mx.int32)
     return mx.stack([experts[order], order])

@@ -134,15 +134,12 @@ def digest(model: nn.Module) -> str:
 
 
 def experts_in_order(
-    layer: nn.Module,
-    x: mx.array,
-    shared: nn.Module | None,
-    pairs: mx.array,
+    layer: nn.Module, x: mx.array, shared: nn.Module | None, pairs: mx.array
 ) -> mx.array:
     """Returns outputs [P, H] of P (token, expert) pairs, computed by the kernel.
 
-    `pairs` is that of `topk.ExpertChoice`, or `topk.sorted_pairs`. Outputs are in the pairs'
-    original order.
+    `pairs` is `topk.ExpertChoice.pairs` or from `topk.sorted_pairs`. Outputs are in the tokens'
+    order.
     """
 
     def product(x: mx.array, *names: str) -> mx.array:
