@@ -86,8 +86,7 @@ class GatedDeltaSpec:
     def window_nbytes(self, depth: int, itemsize: int) -> int:
         """Returns the maximum bytes per row that a step of `depth` drafts leaves pending.
 
-        A GPU's kernels keep more: keys share an array with queries and values, and decays one
-        with write strengths.
+        On a GPU keys share an array with queries and values, and decays one with write strengths.
         """
         _, _, hv, dv, _ = self.shape
         inputs, pending = self.shape.channels * itemsize, hv * (dv + 2) * _FLOAT32

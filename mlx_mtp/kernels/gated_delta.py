@@ -33,7 +33,6 @@ _BODY = """
     const int hk = hv / (Hv / Hk);
     const int length = k_shape[1];
     const size_t first_token = static_cast<size_t>(b) * length;
-    const size_t first_previous = static_cast<size_t>(b) * previous_k_shape[1];
     constexpr int N = Dk / L;
     const float scale = 1.0f / sqrt(static_cast<float>(Dk));
 
@@ -47,9 +46,8 @@ _BODY = """
 
     // What the row keeps of the previous window: one rank-one term a position.
     for (int t = 0; t < num_kept[b]; ++t) {
-      const size_t at = first_previous + t;
-      const float decay =
-          static_cast<float>(previous_g[PREVIOUS_G_AT + at * PREVIOUS_G_BY0 + hv]);
+      const size_t at = static_cast<size_t>(b) * previous_k_shape[1] + t;
+      const float decay = previous_g[PREVIOUS_G_AT + at * PREVIOUS_G_BY0 + hv];
       const auto keys =
           previous_k + PREVIOUS_K_AT + at * PREVIOUS_K_BY0 + hk * PREVIOUS_K_BY1 + part;
       const auto deltas = previous_delta + PREVIOUS_DELTA_AT + at * PREVIOUS_DELTA_BY0
@@ -176,11 +174,11 @@ _WINDOWS = ("q", "k", "v", "g", "beta", "previous_k", "previous_delta", "previou
 @functools.cache
 def _kernel(advance: bool) -> gpu.Kernel:
     """Returns the kernel; if it advances the state, nothing is pending and it has no `delta`."""
-    inputs, outputs = [*_WINDOWS, "state", "num_kept", "lengths"], ["y", "state_out", "delta"]
-    body = (
-        "    const auto delta = state_out;  // for code that never runs\n" if advance else ""
-    ) + _BODY
-    return gpu.Kernel("gated_delta", inputs, outputs[: 2 if advance else 3], body, contiguous=True)
+    inputs = [*_WINDOWS, "state", "num_kept", "lengths"]
+    outputs, body = ["y", "state_out", "delta"], _BODY
+    if advance:  # Code that never runs still names `delta`.
+        outputs, body = outputs[:2], "    const auto delta = state_out;\n" + _BODY
+    return gpu.Kernel("gated_delta", inputs, outputs, body, contiguous=True)
 
 
 def run_kernel(
@@ -203,8 +201,7 @@ def run_kernel(
         [*arrays, state, num_kept, num_kept if lengths is None else lengths],
         {"InT": q.dtype, "ValueT": window.v.dtype, "StrengthT": window.beta.dtype}
         | {"ADVANCE": advance, "AHEAD": _AHEAD if advance and window.length > _AHEAD else 1}
-        | {**_shape(window).sizes(), "L": lanes, "R": rows}
-        | constants,
+        | {**_shape(window).sizes(), "L": lanes, "R": rows, **constants},
         (1, value_dim * lanes // (gpu.LANES * rows), batch * heads),
         results[: 2 if advance else 3],
     )

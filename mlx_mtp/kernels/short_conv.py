@@ -149,9 +149,7 @@ def run_kernel(
     qkv, gates, conv_input = KERNEL(
         [*arrays, *convolution, history, num_kept],
         {"InT": dtype, "SIZE": shape.conv_size, "RUN": run}
-        | {"INVERSE_EPS": round(1 / portable.EPS)}
-        | constants
-        | shape.sizes(),
+        | {"INVERSE_EPS": round(1 / portable.EPS), **constants, **shape.sizes()},
         (batch * -(-length // run), 2 * key_heads + heads, 1),
         [
             ((*rows, shape.channels), dtype),

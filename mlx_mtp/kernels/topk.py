@@ -4,7 +4,6 @@ Each token also gets the shared expert, with its own weight. In a decode step th
 pairs are also sorted by expert, as the experts' kernel needs them (`SkinnyGemm.pairs`).
 """
 
-import math
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,8 +25,6 @@ _BODY = """
     const int rows = gate_shape[0];
     const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
     const int all = rows * ALL;
-    const auto sorted = pairs;
-    const auto order = pairs + all;
     const auto experts = pairs + (SORT ? 2 * all : 0);
     THREADGROUP(int, keys, PAIRS);
     for (int row = grid_x * warps + warp; row < rows; row += SORT ? warps : rows) {
@@ -103,8 +100,8 @@ _BODY = """
       for (int j = PAIRS; j < all; ++j) {
         before += experts[j] * all + j < mine;
       }
-      sorted[before] = experts[i];
-      order[before] = i;
+      pairs[before] = experts[i];
+      pairs[all + before] = i;
     }
 """
 
@@ -151,7 +148,7 @@ def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> l
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}
     constants |= {"PAIRS": min(most_pairs, _NEAR_PAIRS), "MOST_WARPS": _MOST_WARPS}
     shape = rows, chosen + 1
-    outputs = [((3, math.prod(shape)) if sort else shape, mx.int32), (shape, mx.float32)]
+    outputs = [((3, rows * (chosen + 1)) if sort else shape, mx.int32), (shape, mx.float32)]
     return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)
 
 

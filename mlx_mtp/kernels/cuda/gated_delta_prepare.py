@@ -52,8 +52,7 @@ _BODY = """
       const int at = chunk * C + me;
       const bool counts = at < kept;
       const size_t own = (size_t)b * length + (counts ? at : 0);
-      const float factor = decay[DECAY_AT + own * DECAY_BY0 + hv];
-      decays[me] = counts ? log(fmaxf(factor, 1e-37f)) : 0.0f;
+      decays[me] = counts ? log(fmaxf(decay[DECAY_AT + own * DECAY_BY0 + hv], 1e-37f)) : 0.0f;
       strength[me] = counts ? (float)beta[BETA_AT + own * BETA_BY0 + hv] : 0.0f;
     }
     wait<0>();
