@@ -12,6 +12,7 @@ from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow, S
 from mlx_mtp.kernels.portable import conv_tail
 from mlx_mtp.kernels.recurrence import fold, run_window
 from mlx_mtp.kernels.short_conv import convolve
+from mlx_mtp.kernels.view import View
 
 # `state`, `pending`, `history`, `num_kept` and `next_num_kept` of a `GatedDeltaCache`.
 CacheArrays = tuple[mx.array, PendingWindow | None, mx.array, mx.array | None, mx.array | None]
@@ -110,4 +111,5 @@ class GatedDeltaCache:
 
     def arrays(self) -> list[mx.array]:
         kept = [] if self.num_kept is None else [self.num_kept]
-        return [self.state, self.history, *kept, *(self.pending or ())]
+        pending = [View.of(part).array for part in self.pending or ()]
+        return [self.state, self.history, *kept, *pending]

@@ -84,10 +84,13 @@ class GatedDeltaSpec:
         }
 
     def window_nbytes(self, depth: int, itemsize: int) -> int:
-        """Returns the bytes per row that a step of `depth` drafts leaves pending."""
-        hk, dk, hv, dv, _ = self.shape
-        pending = hk * dk * itemsize + hv * dv * _FLOAT32 + hv * _FLOAT32
-        return (depth + 1) * (self.shape.channels * itemsize + (pending if depth else 0))
+        """Returns the maximum bytes per row that a step of `depth` drafts leaves pending.
+
+        On a GPU keys share an array with queries and values, and decays one with write strengths.
+        """
+        _, _, hv, dv, _ = self.shape
+        inputs, pending = self.shape.channels * itemsize, hv * (dv + 2) * _FLOAT32
+        return (depth + 1) * (inputs + (inputs + pending if depth else 0))
 
 
 LayerSpec = AttentionSpec | GatedDeltaSpec

@@ -21,6 +21,7 @@ from mlx_mtp.kernels.activations import elementwise, silu_times, softmax
 from mlx_mtp.kernels.gdn_types import GDNShape, PendingWindow, ShortConvWeights
 from mlx_mtp.kernels.portable import EPS, silu_of_sum
 from mlx_mtp.kernels.topk import Router
+from mlx_mtp.kernels.view import to_arrays
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -194,15 +195,16 @@ def run_window(
 
 def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
     """As `portable.fold`."""
-    rows, length, hk, dk = pending.k.shape
+    k, delta, g = to_arrays(pending)
+    rows, length, hk, dk = k.shape
     kept = _kept(num_kept, length)
-    decays = mx.where(kept, pending.g, 1)
+    decays = mx.where(kept, g, 1)
     later = mx.cumprod(decays, axis=1, reverse=True, inclusive=False)
     everything = (later[:, 0] * decays[:, 0])[..., None, None]
-    weighted = pending.delta * mx.where(kept, later, 0)[..., None]
+    weighted = delta * mx.where(kept, later, 0)[..., None]
     writes = weighted.reshape(rows, length, hk, -1).transpose(0, 2, 3, 1)
     before = (state * everything).reshape(rows, hk, -1, dk)
-    return mx.addmm(before, writes, pending.k.swapaxes(1, 2)).reshape(state.shape)
+    return mx.addmm(before, writes, k.swapaxes(1, 2)).reshape(state.shape)
 
 
 def _convolve(

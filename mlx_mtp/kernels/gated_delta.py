@@ -8,12 +8,14 @@ shuffles. The state is read once and written once, and a position's inputs are r
 positions are computed. `recurrence.py` chooses between this and the other forms.
 """
 
+import functools
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow, PendingWindow
+from mlx_mtp.kernels.view import Operand, arrays_and_constants
 
 # (L, R): lanes that share a row of the state, and rows of each lane; the first that fits Dv.
 LAYOUTS = ((16, 2), (16, 1), (32, 1))
@@ -29,8 +31,8 @@ _BODY = """
     const int b = n / Hv;
     const int hv = n % Hv;
     const int hk = hv / (Hv / Hk);
-    const int num_previous = previous_k_shape[1];
     const int length = k_shape[1];
+    const size_t first_token = static_cast<size_t>(b) * length;
     constexpr int N = Dk / L;
     const float scale = 1.0f / sqrt(static_cast<float>(Dk));
 
@@ -44,16 +46,18 @@ _BODY = """
 
     // What the row keeps of the previous window: one rank-one term a position.
     for (int t = 0; t < num_kept[b]; ++t) {
-      const int at = b * num_previous + t;
-      const float decay = static_cast<float>(previous_g[at * Hv + hv]);
-      const auto keys = previous_k + b * previous_k_strides[0] + t * previous_k_strides[1]
-          + hk * previous_k_strides[2] + part;
+      const size_t at = static_cast<size_t>(b) * previous_k_shape[1] + t;
+      const float decay = previous_g[PREVIOUS_G_AT + at * PREVIOUS_G_BY0 + hv];
+      const auto keys =
+          previous_k + PREVIOUS_K_AT + at * PREVIOUS_K_BY0 + hk * PREVIOUS_K_BY1 + part;
+      const auto deltas = previous_delta + PREVIOUS_DELTA_AT + at * PREVIOUS_DELTA_BY0
+          + hv * PREVIOUS_DELTA_BY1 + first;
       float key[N];
       for (int i = 0; i < N; ++i) {
         key[i] = static_cast<float>(keys[L * i]);
       }
       for (int r = 0; r < R; ++r) {
-        const float d = static_cast<float>(previous_delta[(at * Hv + hv) * Dv + first + r]);
+        const float d = static_cast<float>(deltas[r]);
         for (int i = 0; i < N; ++i) {
           s[r][i] = fma(key[i], d, s[r][i] * decay);
         }
@@ -69,9 +73,11 @@ _BODY = """
 
     // What a position needs is read while the AHEAD before it are computed.
     const int valid = ADVANCE ? lengths[b] : length;
-    const auto all_keys = k + b * k_strides[0] + hk * k_strides[2] + part;
-    const auto all_queries = q + b * q_strides[0] + hk * q_strides[2] + part;
-    const auto all_values = v + b * v_strides[0] + hv * v_strides[2] + first;
+    const auto all_keys = k + K_AT + first_token * K_BY0 + hk * K_BY1 + part;
+    const auto all_queries = q + Q_AT + first_token * Q_BY0 + hk * Q_BY1 + part;
+    const auto all_values = v + V_AT + first_token * V_BY0 + hv * V_BY1 + first;
+    const auto all_decays = g + G_AT + first_token * G_BY0 + hv;
+    const auto all_strengths = beta + BETA_AT + first_token * BETA_BY0 + hv;
     InT next_key[AHEAD][N];
     InT next_query[AHEAD][N];
     ValueT next_value[AHEAD][R];
@@ -94,9 +100,9 @@ _BODY = """
           value[r] = static_cast<float>(next_value[ahead][r]);
         }
         const int coming = t + AHEAD < valid ? t + AHEAD : valid - 1;
-        const auto keys = all_keys + coming * k_strides[1];
-        const auto queries = all_queries + coming * q_strides[1];
-        const auto values = all_values + coming * v_strides[1];
+        const auto keys = all_keys + coming * K_BY0;
+        const auto queries = all_queries + coming * Q_BY0;
+        const auto values = all_values + coming * V_BY0;
         for (int i = 0; i < N; ++i) {
           next_key[ahead][i] = keys[L * i];
           next_query[ahead][i] = queries[L * i];
@@ -104,8 +110,8 @@ _BODY = """
         for (int r = 0; r < R; ++r) {
           next_value[ahead][r] = values[r];
         }
-        next_decay[ahead] = g[(b * length + coming) * Hv + hv];
-        next_strength[ahead] = beta[(b * length + coming) * Hv + hv];
+        next_decay[ahead] = all_decays[coming * G_BY0];
+        next_strength[ahead] = all_strengths[coming * BETA_BY0];
         if (t < 0 || t >= valid) {
           continue;
         }
@@ -162,20 +168,21 @@ _BODY = """
     }
 """
 
-# q, k and v can be slices; all other inputs must be contiguous, as the kernel's own outputs are.
-KERNEL = gpu.Kernel(
-    "gated_delta",
-    [
-        *("q", "k", "v", "g", "beta", "state"),
-        *("previous_k", "previous_delta", "previous_g", "num_kept", "lengths"),
-    ],
-    ["y", "state_out", "delta"],
-    _BODY,
-)
+_WINDOWS = ("q", "k", "v", "g", "beta", "previous_k", "previous_delta", "previous_g")
+
+
+@functools.cache
+def _kernel(advance: bool) -> gpu.Kernel:
+    """Returns the kernel; if it advances the state, nothing is pending and it has no `delta`."""
+    inputs = [*_WINDOWS, "state", "num_kept", "lengths"]
+    outputs, body = ["y", "state_out", "delta"], _BODY
+    if advance:  # Code that never runs still names `delta`.
+        outputs, body = outputs[:2], "    const auto delta = state_out;\n" + _BODY
+    return gpu.Kernel("gated_delta", inputs, outputs, body, contiguous=True)
 
 
 def run_kernel(
-    q: mx.array,
+    q: Operand,
     window: GDNWindow,
     state: mx.array,
     previous: PendingWindow | None,
@@ -188,26 +195,23 @@ def run_kernel(
         previous, num_kept = PendingWindow(*window[:3]), gpu.zeros(batch)
     lanes, rows = next((n, r) for n, r in LAYOUTS if value_dim % (gpu.LANES // n * r) == 0)
     advance = lengths is not None
-    outputs, after, delta = KERNEL(
-        [q, *window, state, *previous, num_kept, num_kept if lengths is None else lengths],
+    arrays, constants = arrays_and_constants(_WINDOWS, (q, *window, *previous))
+    results = (window.v.shape, q.dtype), (state.shape, mx.float32), (window.v.shape, mx.float32)
+    outputs, after, *deltas = _kernel(advance)(
+        [*arrays, state, num_kept, num_kept if lengths is None else lengths],
         {"InT": q.dtype, "ValueT": window.v.dtype, "StrengthT": window.beta.dtype}
         | {"ADVANCE": advance, "AHEAD": _AHEAD if advance and window.length > _AHEAD else 1}
-        | {**_shape(window).sizes(), "L": lanes, "R": rows},
+        | {**_shape(window).sizes(), "L": lanes, "R": rows, **constants},
         (1, value_dim * lanes // (gpu.LANES * rows), batch * heads),
-        [
-            (window.v.shape, q.dtype),
-            (state.shape, mx.float32),
-            ((1,) if advance else window.v.shape, mx.float32),
-        ],
+        results[: 2 if advance else 3],
     )
-    return outputs, after, None if advance else PendingWindow(window.k, delta, window.g)
+    return outputs, after, PendingWindow(window.k, deltas[0], window.g) if deltas else None
 
 
 def fold_by_kernel(previous: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.array:
     """`recurrence.fold` by the kernel, with a new window that has no valid positions."""
-    k, delta, g = (a[:, :1] for a in previous)
-    window, none = GDNWindow(k, delta, g, g), mx.zeros_like(num_kept)
-    return run_kernel(k, window, state, previous, num_kept, none)[1]
+    window, none = GDNWindow(*previous, previous.g), mx.zeros_like(num_kept)
+    return run_kernel(previous.k, window, state, previous, num_kept, none)[1]
 
 
 def fits(window: GDNWindow | PendingWindow) -> bool:

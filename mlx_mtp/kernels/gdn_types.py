@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_mtp.kernels.view import Operand, to_array
+from mlx_mtp.kernels.view import Operand, to_arrays
 
 CHUNK = 64  # positions that the portable form computes together
 
@@ -32,12 +32,15 @@ QWEN3_NEXT_80B = GDNShape(16, 128, 32, 128)
 
 
 class GDNWindow(NamedTuple):
-    """The inputs of T recurrent steps, queries apart; Hv is a multiple of Hk."""
+    """The inputs of T recurrent steps, queries apart; Hv is a multiple of Hk.
 
-    k: mx.array  # keys, l2-normalised, [B, T, Hk, Dk]
-    v: mx.array  # values, [B, T, Hv, Dv]
-    g: mx.array  # decay in [0, 1], [B, T, Hv]
-    beta: mx.array  # write strength, [B, T, Hv]
+    Kernels read B and T from the arrays, so the array of a view begins with these two axes, too.
+    """
+
+    k: Operand  # keys, l2-normalised, [B, T, Hk, Dk]
+    v: Operand  # values, [B, T, Hv, Dv]
+    g: Operand  # decay in [0, 1], [B, T, Hv]
+    beta: Operand  # write strength, [B, T, Hv]
 
     @property
     def length(self) -> int:
@@ -46,7 +49,8 @@ class GDNWindow(NamedTuple):
     def masked(self, lengths: mx.array) -> GDNWindow:
         """Returns the window; positions from `lengths[b]` (int32 [B]) on don't change the state."""
         mask = (mx.arange(self.length) < lengths[:, None])[..., None]
-        return self._replace(g=mx.where(mask, self.g, 1), beta=mx.where(mask, self.beta, 0))
+        k, v, g, beta = to_arrays(self)
+        return GDNWindow(k, v, mx.where(mask, g, 1), mx.where(mask, beta, 0))
 
 
 class GDNProjections(NamedTuple):
@@ -57,10 +61,6 @@ class GDNProjections(NamedTuple):
     v: Operand  # [B, T, Hk, R, Dv]
     a: Operand  # of the decay, [B, T, Hk, R]
     b: Operand  # of the write strength, [B, T, Hk, R]
-
-    def arrays(self) -> list[mx.array]:
-        """Returns the projections as mlx arrays."""
-        return [to_array(each) for each in self]
 
 
 class ShortConvWeights(NamedTuple):
@@ -78,6 +78,6 @@ class ShortConvWeights(NamedTuple):
 class PendingWindow(NamedTuple):
     """What is needed to fold an accepted prefix of a window, after the window has run."""
 
-    k: mx.array  # the window's keys, [B, T, Hk, Dk]
-    delta: mx.array  # what each position wrote along its key, float32 [B, T, Hv, Dv]
-    g: mx.array  # decay, [B, T, Hv]
+    k: Operand  # the window's keys, [B, T, Hk, Dk]
+    delta: Operand  # what each position wrote along its key, float32 [B, T, Hv, Dv]
+    g: Operand  # decay, [B, T, Hv]

@@ -28,12 +28,13 @@ from mlx_mtp.kernels.gdn_types import (
     PendingWindow,
     ShortConvWeights,
 )
+from mlx_mtp.kernels.view import Operand, to_arrays
 
 EPS = 1e-6  # of the l2 norm of q and k, added to their sum of squares
 
 
 def run_window(
-    q: mx.array,
+    q: Operand,
     window: GDNWindow,
     state: mx.array,
     previous: PendingWindow | None,
@@ -52,7 +53,7 @@ def run_window(
 
 
 def run_chunked(
-    q: mx.array,  # queries, l2-normalised, [B, T, Hk, Dk]
+    q: Operand,  # queries, l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
     state: mx.array,  # float32 [B, Hv, Dv, Dk]
     *,
@@ -68,7 +69,7 @@ def run_chunked(
     # [B, Hk, R, N, C, D]: R value heads share a key head, N chunks of C positions.
     queries, keys, values, g, beta = (
         _chunks(a, key_heads, size, fill)
-        for a, fill in ((q, 0), (window.k, 0), (window.v, 0), (window.g, 1), (window.beta, 0))
+        for a, fill in zip(to_arrays([q, *window]), (0, 0, 0, 1, 0), strict=True)
     )
     queries = queries * q.shape[-1] ** -0.5
     decay = _decay(g[..., 0])
@@ -109,10 +110,10 @@ def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.arra
     """Returns the state after the first `num_kept[b]` (int32 [B]) positions of a window."""
     batch, length, key_heads, _ = pending.k.shape
     kept = (mx.arange(length) < num_kept[:, None])[..., None]
-    delta = mx.where(kept[..., None], pending.delta, 0)
+    k, delta, g = to_arrays(pending)
+    delta = mx.where(kept[..., None], delta, 0)
     keys, deltas, g = (
-        _chunks(a, key_heads, length, 0)[:, :, :, 0]
-        for a in (pending.k, delta, mx.where(kept, pending.g, 1))
+        _chunks(a, key_heads, length, 0)[:, :, :, 0] for a in (k, delta, mx.where(kept, g, 1))
     )
     # The product of the decays after each position; with the first decay it is the state's.
     after = _decay(g[..., 0])[..., -1:, :].swapaxes(-1, -2)
@@ -123,12 +124,12 @@ def fold(pending: PendingWindow, num_kept: mx.array, state: mx.array) -> mx.arra
 
 
 def loop(
-    q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array | None = None
+    q: Operand, window: GDNWindow, state: mx.array, lengths: mx.array | None = None
 ) -> tuple[mx.array, mx.array]:
     """mlx-lm's loop, the slow reference; ignores positions from `lengths[b]` (int32 [B]) on."""
     mask = None if lengths is None else mx.arange(window.length) < lengths[:, None]
-    q = q * q.shape[-1] ** -0.5
-    return gated_delta_ops(q, window.k, window.v, window.g, window.beta, state, mask)
+    queries, *others = to_arrays([q, *window])
+    return gated_delta_ops(queries * q.shape[-1] ** -0.5, *others, state, mask)
 
 
 def _chunks(x: mx.array, key_heads: int, size: int, fill: float) -> mx.array:
@@ -163,7 +164,7 @@ def short_conv(
     num_kept: mx.array | None,
 ) -> tuple[mx.array, GDNWindow, mx.array]:
     """As `short_conv.convolve`."""
-    *qkv, a, b = projected.arrays()
+    *qkv, a, b = to_arrays(projected)
     batch, length, key_heads, key_dim = qkv[0].shape
     per_head = (batch, length, a.shape[2] * a.shape[3])
     flat = [t.reshape(batch, length, -1) for t in qkv]

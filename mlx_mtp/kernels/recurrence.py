@@ -11,10 +11,11 @@ from mlx_mtp.kernels import gated_delta, gpu, portable
 from mlx_mtp.kernels.cuda import gated_delta_chunks
 from mlx_mtp.kernels.gdn_types import GDNWindow, PendingWindow
 from mlx_mtp.kernels.metal import gated_delta_prompts
+from mlx_mtp.kernels.view import Operand
 
 
 def run_window(
-    q: mx.array,  # queries of the new window, l2-normalised, [B, T, Hk, Dk]
+    q: Operand,  # queries of the new window, l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
     state: mx.array,  # before the previous window, float32 [B, Hv, Dv, Dk]
     previous: PendingWindow | None,  # of any length; None: there is nothing to fold

@@ -12,6 +12,7 @@ from mlx_mtp.kernels import gated_delta, gpu, norms, short_conv, topk
 from mlx_mtp.kernels.cases import KernelCase
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow
 from mlx_mtp.kernels.self_check import RandomInputs
+from mlx_mtp.kernels.view import to_arrays
 
 ROWS = (1, 2, 3, 4, 5, 8, 16, 33, 64)  # numbers of rows of the compared steps
 ALONE = 8  # rows that are also computed alone
@@ -79,7 +80,8 @@ def _router(router: topk.Router, dtype: mx.Dtype) -> bool:
     logits, gate = (mx.random.normal(s, key=mx.random.key(0)).astype(dtype) for s in shapes)
 
     def run(rows: slice) -> Sequence[mx.array]:
-        return topk.run_kernel(logits[rows], gate[rows], router)[:2]
+        choice = topk.run_kernel(logits[rows], gate[rows], router)
+        return choice.experts, choice.weights
 
     return same_rows(run)
 
@@ -91,9 +93,9 @@ def _short_conv(shape: GDNShape, dtype: mx.Dtype) -> bool:
     history = inputs.history(ALONE, 0)
 
     def run(rows: slice, of: slice, before: mx.array, kept: mx.array | None) -> list[mx.array]:
-        own = GDNProjections(*(each[rows, of] for each in projected.arrays()))
+        own = GDNProjections(*(each[rows, of] for each in to_arrays(projected)))
         q, window, after = short_conv.run_kernel(own, convolution, before, kept)
-        return [q, *window, after]
+        return [*to_arrays([q, *window]), after]
 
     everything = run(slice(None), slice(None), history, None)
     for row in range(ALONE):
@@ -113,7 +115,7 @@ def _gated_delta(shape: GDNShape, dtype: mx.Dtype) -> bool:
     state, kept = inputs.state(ALONE), mx.full((ALONE,), _KEPT, dtype=mx.int32)
 
     def part(rows: slice, of: slice) -> tuple[mx.array, GDNWindow]:
-        return q[rows, of], GDNWindow(*(mx.contiguous(each[rows, of]) for each in window))
+        return q[rows, of], GDNWindow(*(each[rows, of] for each in to_arrays(window)))
 
     everyone, one = slice(None), mx.array([1], dtype=mx.int32)
     first, after, pending = gated_delta.run_kernel(

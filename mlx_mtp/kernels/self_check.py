@@ -15,7 +15,7 @@ from mlx_mtp.kernels.gdn_types import (
     GDNWindow,
     ShortConvWeights,
 )
-from mlx_mtp.kernels.view import column_view
+from mlx_mtp.kernels.view import column_view, to_array, to_arrays
 
 # The factor by which a type's rounding error in sums can exceed float32's: a few half units.
 _COARSENESS = {mx.float32: 1, mx.float16: 50, mx.bfloat16: 200}
@@ -83,13 +83,13 @@ class RandomInputs:
 def difference(found: Iterable[mx.array], true: Iterable[mx.array]) -> float:
     """Returns the largest error of all pairs of arrays, relative to the pair's largest number.
 
-    For a coarser type than float32, the error is divided by the type's `_COARSENESS`.
+    The error is divided by the `_COARSENESS` of the coarser of both types.
     """
     shares = []
     for ours, theirs in zip(found, true, strict=True):
         ours32, theirs32 = (a.astype(mx.float32) for a in (ours, theirs))
         share = mx.abs(ours32 - theirs32).max() / mx.abs(theirs32).max()
-        shares.append(float(share) / _COARSENESS[ours.dtype])
+        shares.append(float(share) / max(_COARSENESS[a.dtype] for a in (ours, theirs)))
     return float(np.max(shares))  # Python's max could drop a NaN.
 
 
@@ -115,7 +115,7 @@ def gated_delta_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx
         _, folded, pending = step(*first, state, None, None)
         y, folded, after = step(*second, folded, pending, num_kept)
         _, advanced, _ = step(*prompt, state, pending, num_kept, lengths)
-        return [y, folded, after.delta, advanced]
+        return [y, folded, to_array(after.delta), advanced]
 
     return largest_difference(program, run_kernel, portable.run_window)
 
@@ -147,7 +147,7 @@ def short_conv_error(run_kernel: Callable[..., Any], shape: GDNShape, dtype: mx.
     def program(convolve: Callable[..., Any]) -> list[mx.array]:
         _, _, conv_input = convolve(first, convolution, history, None)
         q, window, conv_input = convolve(second, convolution, conv_input, num_kept)
-        return [q, *window, conv_input]
+        return [*to_arrays([q, *window]), conv_input]
 
     return largest_difference(program, run_kernel, portable.short_conv)
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, GDNWindow, ShortConvWeights
-from mlx_mtp.kernels.view import Operand, View
+from mlx_mtp.kernels.view import Operand, View, arrays_and_constants, column_view
 
 _RUN = 4  # positions of a warp in a prompt
 
@@ -78,22 +78,18 @@ _BODY = """
         x[i] = static_cast<float>(static_cast<InT>(sum / (1.0f + exp(-sum))));
         squares = fma(x[i], x[i], squares);
       }
+      float scale = 1.0f;
       if (!is_value) {
         for (int other = 16; other > 0; other /= 2) {
           squares += SHUFFLE_XOR(squares, other);
         }
-        const float scale = 1.0f / sqrt(squares + 1.0f / INVERSE_EPS);
-        const auto out = (is_key ? unit_k : unit_q) + ((b * length + t) * Hk + own) * Dk;
-        for (int i = 0; i < Dk / 32; ++i) {
-          out[32 * i + lane] = static_cast<InT>(x[i] * scale);
-        }
-        continue;
+        scale = 1.0f / sqrt(squares + 1.0f / INVERSE_EPS);
       }
-      const int gate = (b * length + t) * Hv + own;
-      for (int i = 0; i < Dv / 32; ++i) {
-        value_out[gate * Dv + 32 * i + lane] = static_cast<InT>(x[i]);
+      const auto out = qkv + (first + t) * C + channel;
+      for (int i = 0; i < dim / 32; ++i) {
+        out[32 * i + lane] = static_cast<InT>(x[i] * scale);
       }
-      if (lane == 0) {
+      if (is_value && lane == 0) {
         const float raw = static_cast<float>(
             a[A_AT + (first + t) * A_BY0 + hk * A_BY1 + in_hk * A_BY2])
             + static_cast<float>(dt_bias[own]);
@@ -104,8 +100,9 @@ _BODY = """
         const float w = 1.0f + u;
         const float log_w = w == 1.0f ? u : log(w) * u / (w - 1.0f);
         const float softplus = (raw > 0.0f ? raw : 0.0f) + log_w;
-        g[gate] = exp(-exp(static_cast<float>(log_decay[own])) * softplus);
-        beta[gate] = static_cast<InT>(1.0f / (1.0f + exp(-strength)));
+        const auto gate = gates + (first + t) * (2 * Hv) + own;
+        gate[0] = exp(-exp(static_cast<float>(log_decay[own])) * softplus);
+        gate[Hv] = static_cast<float>(static_cast<InT>(1.0f / (1.0f + exp(-strength))));
       }
     }
 """
@@ -113,7 +110,7 @@ _BODY = """
 KERNEL = gpu.Kernel(
     "gated_delta_inputs",
     ["q", "k", "v", "a", "bb", "weight", "log_decay", "dt_bias", "history", "num_kept"],
-    ["unit_q", "unit_k", "value_out", "g", "beta", "conv_input"],
+    ["qkv", "gates", "conv_input"],  # normed q and k, and v; decay and write strength
     _BODY,
     contiguous=True,
 )
@@ -124,7 +121,7 @@ def convolve(
     convolution: ShortConvWeights,
     history: mx.array,  # earlier inputs: K-1, then the P of the last window, [B, K-1+P, C]
     num_kept: mx.array | None,  # of these P inputs that each row keeps, int32 [B]; None: P is 0
-) -> tuple[mx.array, GDNWindow, mx.array]:
+) -> tuple[Operand, GDNWindow, mx.array]:
     """Convolve q, k and v, apply silu, norm q and k, and compute the gates.
 
     Returns queries [B, T, Hk, Dk], the recurrence's other inputs, and the convolution's own input
@@ -139,28 +136,31 @@ def run_kernel(
     convolution: ShortConvWeights,
     history: mx.array,
     num_kept: mx.array | None,
-) -> tuple[mx.array, GDNWindow, mx.array]:
+) -> tuple[View, GDNWindow, mx.array]:
     """`convolve`, always by the kernel."""
     shape, dtype = _shape(projected, convolution), projected.q.dtype
     batch, length = projected.q.shape[:2]
     if num_kept is None:
         num_kept = gpu.zeros(batch)
-    by_key, by_head = projected.q.shape, (batch, length, shape.value_heads)
-    views = dict(zip("QKVAB", map(_by_token, projected), strict=True))
+    rows, (key_heads, key_dim, heads, value_dim, _) = (batch, length), shape
+    arrays, constants = arrays_and_constants("qkvab", map(_by_token, projected))
     run = _RUN if length > gpu.LONGEST_WINDOW else 1
     history_shape = (batch, shape.conv_size - 1 + length, shape.channels)
-    q, k, v, g, beta, conv_input = KERNEL(
-        [*(view.array for view in views.values()), *convolution, history, num_kept],
+    qkv, gates, conv_input = KERNEL(
+        [*arrays, *convolution, history, num_kept],
         {"InT": dtype, "SIZE": shape.conv_size, "RUN": run}
-        | {"INVERSE_EPS": round(1 / portable.EPS)}
-        | {key: n for name, v in views.items() for key, n in v.constants(name, first=1).items()}
-        | shape.sizes(),
-        (batch * -(-length // run), 2 * shape.key_heads + shape.value_heads, 1),
+        | {"INVERSE_EPS": round(1 / portable.EPS), **constants, **shape.sizes()},
+        (batch * -(-length // run), 2 * key_heads + heads, 1),
         [
-            *((by_key, dtype), (by_key, dtype), ((*by_head, shape.value_dim), dtype)),
-            *((by_head, mx.float32), (by_head, dtype), (history_shape, dtype)),
+            ((*rows, shape.channels), dtype),
+            ((*rows, 2 * heads), mx.float32),
+            (history_shape, dtype),
         ],
     )
+    firsts, keyed = (0, key_heads * key_dim), (key_heads, key_dim)
+    q, k = (column_view(qkv, rows, at, key_dim, keyed) for at in firsts)
+    v = column_view(qkv, rows, 2 * key_heads * key_dim, value_dim, (heads, value_dim))
+    g, beta = (column_view(gates, rows, at, 1, (heads,)) for at in (0, heads))
     return q, GDNWindow(k, v, g, beta), conv_input
 
 

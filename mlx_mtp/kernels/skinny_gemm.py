@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_mtp.kernels.formats import Weight
 
 _GATE_AND_UP = "    w_up = w1; s_up = s1; b_up = b1;\n"
+_PAIRS = "    const auto experts = pairs; const auto order = pairs + pairs_shape[1];\n"
 # The shared expert has its own weights; its number follows the last expert's.
 _SHARED = """
     if (expert == w0_shape[0]) {
@@ -37,39 +38,44 @@ class SkinnyGemm(NamedTuple):
     x: mx.array
     weights: Sequence[Weight]
     parts: int = 1
-    # Nothing, or two int32 [P]: the experts of all pairs, ascending, and the index of each pair.
-    pairs: Sequence[mx.array] = ()
+    # Int32 [2 or more, P]: the pairs' experts, ascending, and the index of each of these pairs.
+    pairs: mx.array | None = None
     # A row must have the same bits for all numbers of rows, not only within a band. On CUDA, and
     # for pairs, this is always so.
     one_order: bool = False
 
     @property
+    def of_experts(self) -> bool:
+        return self.pairs is not None
+
+    @property
     def rows(self) -> int:
         """Number of rows of each result: rows of x, or pairs."""
-        return self.pairs[0].size if self.pairs else len(self.x)
+        return len(self.x) if self.pairs is None else self.pairs.shape[1]
 
     @property
     def outputs(self) -> list[int]:
         """Number of columns of each result."""
-        weights = self.weights[:1] if self.pairs else self.weights[:: self.parts]
+        weights = self.weights[:1] if self.of_experts else self.weights[:: self.parts]
         return [weight.codes.shape[-2] for weight in weights]
 
     @property
     def input_arrays(self) -> list[mx.array]:
         """The input arrays of a kernel, in the order of `input_names`."""
         arrays = itertools.chain(*(weight[:3] for weight in self.weights))
-        return [self.x, *arrays, *self.pairs]
+        return [self.x, *arrays, *([] if self.pairs is None else [self.pairs])]
 
 
 def input_names(count: int, of_experts: bool) -> list[str]:
     """Returns the names of the inputs of a kernel for `count` weights."""
     weights = (f"{name}{number}" for number in range(count) for name in "wsb")
-    return ["x", *weights, *(["experts", "order"] if of_experts else [])]
+    return ["x", *weights, *(["pairs"] if of_experts else [])]
 
 
 def prologue(start: str, rows: str, count: int, parts: int, of_experts: bool) -> str:
     """Returns the beginning of a source: it selects a block's weights, then its rows of x."""
-    source = start.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "") + rows
+    source = start.replace("AXIS", "01"[of_experts]) + (_GATE_AND_UP if parts == 2 else "")
+    source += (_PAIRS if of_experts else "") + rows
     if of_experts and count > parts:
         source += _SHARED.replace("I", str(parts)).replace("L", str(count - 1))
     return source

@@ -24,7 +24,9 @@ _BODY = """
     constexpr int ALL = K + 1;
     const int rows = gate_shape[0];
     const int warps = rows < MOST_WARPS ? rows : MOST_WARPS;
-    THREADGROUP(int, pairs, PAIRS);
+    const int all = rows * ALL;
+    const auto experts = pairs + (SORT ? 2 * all : 0);
+    THREADGROUP(int, keys, PAIRS);
     for (int row = grid_x * warps + warp; row < rows; row += SORT ? warps : rows) {
       float value[N];
       for (int i = 0; i < N; ++i) {
@@ -81,7 +83,7 @@ _BODY = """
         experts[pair] = chosen;
         weights[pair] = mine / total;
         if (SORT && pair < PAIRS) {
-          pairs[pair] = chosen * rows * ALL + pair;
+          keys[pair] = chosen * all + pair;
         }
       }
     }
@@ -89,18 +91,17 @@ _BODY = """
       return;
     }
     DEVICE_BARRIER;
-    const int all = rows * ALL;
     for (int i = 32 * warp + lane; i < all; i += 32 * warps) {
       const int mine = experts[i] * all + i;
       int before = 0;
       for (int j = 0; j < (all < PAIRS ? all : PAIRS); ++j) {
-        before += pairs[j] < mine;
+        before += keys[j] < mine;
       }
       for (int j = PAIRS; j < all; ++j) {
         before += experts[j] * all + j < mine;
       }
-      sorted[before] = experts[i];
-      order[before] = i;
+      pairs[before] = experts[i];
+      pairs[all + before] = i;
     }
 """
 
@@ -116,10 +117,15 @@ class Router(NamedTuple):
 class ExpertChoice(NamedTuple):
     """The experts of N tokens, P pairs in all; each token's last one is the shared expert, E."""
 
-    experts: mx.array  # int32 [N, K + 1]
+    # Int32 [3, P]: the pairs' experts, ascending; the index of each of these pairs in the tokens'
+    # order; and the experts in the tokens' order.
+    pairs: mx.array
     weights: mx.array  # float32 [N, K + 1]
-    sorted: mx.array  # int32 [P], the experts of all pairs, ascending
-    order: mx.array  # int32 [P], the index of each of these pairs in the flattened `experts`
+
+    @property
+    def experts(self) -> mx.array:
+        """Each token's experts, int32 [N, K + 1]."""
+        return self.pairs[2].reshape(self.weights.shape)
 
 
 def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
@@ -129,7 +135,7 @@ def run_kernel(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice
 
 def choose_experts(logits: mx.array, gate: mx.array, router: Router) -> tuple[mx.array, mx.array]:
     """Returns only `ExpertChoice.experts` and `.weights`, of any number of tokens."""
-    experts, weights, *_ = _route(logits, gate, router, sort=False)
+    experts, weights = _route(logits, gate, router, sort=False)
     return experts, weights
 
 
@@ -141,8 +147,8 @@ def _route(logits: mx.array, gate: mx.array, router: Router, *, sort: bool) -> l
     most_pairs = -(-rows // gpu.MOST_ROWS) * gpu.MOST_ROWS * (chosen + 1) if sort else 1
     constants = {"E": experts, "K": chosen, "NORMALIZE": normalize, "SORT": sort}
     constants |= {"PAIRS": min(most_pairs, _NEAR_PAIRS), "MOST_WARPS": _MOST_WARPS}
-    shape, pairs = (rows, chosen + 1), (rows * (chosen + 1) if sort else 1,)
-    outputs = [(shape, mx.int32), (shape, mx.float32), (pairs, mx.int32), (pairs, mx.int32)]
+    shape = rows, chosen + 1
+    outputs = [((3, rows * (chosen + 1)) if sort else shape, mx.int32), (shape, mx.float32)]
     return KERNEL([logits, gate], constants, (groups, warps, 1), outputs, warps)
 
 
@@ -155,8 +161,15 @@ def portable(logits: mx.array, gate: mx.array, router: Router) -> ExpertChoice:
     weights = mx.exp(chosen - mx.logsumexp(among, axis=-1, keepdims=True))
     experts = mx.concatenate([experts, mx.full(gate.shape, router.experts, mx.int32)], axis=1)
     weights = mx.concatenate([weights, mx.sigmoid(gate.astype(mx.float32))], axis=1)
-    order = mx.argsort(experts.reshape(-1)).astype(mx.int32)
-    return ExpertChoice(experts, weights, experts.reshape(-1)[order], order)
+    flat = experts.reshape(-1)
+    return ExpertChoice(mx.concatenate([sorted_pairs(flat), flat[None]]), weights)
+
+
+def sorted_pairs(experts: mx.array) -> mx.array:
+    """Returns the first two rows of `ExpertChoice.pairs`, for the experts of P pairs."""
+    experts = experts.astype(mx.int32)
+    order = mx.argsort(experts).astype(mx.int32)
+    return mx.stack([experts[order], order])
 
 
 def _applies(router: Router, _: mx.Dtype) -> bool:
@@ -175,9 +188,9 @@ def _error(router: Router, dtype: mx.Dtype) -> float:
     mx.eval(found, alone)
     with mx.stream(mx.cpu):
         true = portable(logits, gate, router)
-        pairs = [*zip(found[::2], true[::2]), (found[3], true[3]), *zip(alone, found[:2])]
+        pairs = (found.pairs, true.pairs), *zip(alone, (found.experts, found.weights))
         same = all(mx.array_equal(a, b).item() for a, b in pairs)
-        return self_check.difference(found[1:2], true[1:2]) if same else 1.0
+        return self_check.difference([found.weights], [true.weights]) if same else 1.0
 
 
 def _arguments(router: Router, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
@@ -186,7 +199,7 @@ def _arguments(router: Router, dtype: mx.Dtype, tokens: int) -> tuple[Any, ...]:
     return logits[:, :-1], logits[:, -1:], router
 
 
-KERNEL = gpu.Kernel("router", ["logits", "gate"], ["experts", "weights", "sorted", "order"], _BODY)
+KERNEL = gpu.Kernel("router", ["logits", "gate"], ["pairs", "weights"], _BODY)
 ROUTER = gpu.Operation(
     "router kernel / mlx", "router", _error, _applies, run_kernel, portable, _arguments
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -56,6 +57,24 @@ def to_array(source: Operand) -> mx.array:
     if isinstance(source, mx.array):
         return source
     return mx.as_strided(*source)
+
+
+def to_arrays(sources: Iterable[Operand]) -> list[mx.array]:
+    """Returns the operands as mlx arrays."""
+    return [to_array(each) for each in sources]
+
+
+def arrays_and_constants(
+    names: Iterable[str], operands: Iterable[Operand]
+) -> tuple[list[mx.array], dict[str, int]]:
+    """Returns the arrays of operands [B, T, ..], and the constants of their views.
+
+    NAME_BY0 is the stride of T: to a kernel, token t of row b is number b * T + t.
+    """
+    views, constants = [View.of(each) for each in operands], dict[str, int]()
+    for name, view in zip(names, views, strict=True):
+        constants |= view.constants(name.upper(), first=1)
+    return [view.array for view in views], constants
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:

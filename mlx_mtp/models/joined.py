@@ -22,7 +22,7 @@ from mlx_mtp.kernels.activations import sigmoid_times, silu_times
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, ShortConvWeights
 from mlx_mtp.kernels.gpu import LONGEST_WINDOW, backend
 from mlx_mtp.kernels.topk import Router
-from mlx_mtp.kernels.view import to_array
+from mlx_mtp.kernels.view import to_array, to_arrays
 
 
 def can_be_joined(module: nn.Module) -> bool:
@@ -129,7 +129,7 @@ class _RecurrentMixer:
         # weights: each input feature takes the place of a token.
         order = Rectangle(inputs, inputs, 1, None, None)
         projected, z = mixer.unpack_projections(weights, order)
-        q, k, v, a, b = projected.arrays()
+        q, k, v, a, b = to_arrays(projected)
         heads = [each.reshape(inputs, -1) for each in (q, k, v, to_array(z), a, b)]
         self._project = _Product(mx.concatenate(heads[:3], axis=1), *heads[3:])
         self._convolution = ShortConvWeights(mixer.conv1d.weight, mixer.A_log, mixer.dt_bias)

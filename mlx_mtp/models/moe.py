@@ -62,8 +62,7 @@ def _mixture(x: mx.array, mlp: nn.Module, kind: topk.Router) -> tuple[mx.array, 
     logits, gate = project(x, mlp.gate, mlp.shared_expert_gate)
     routes = topk.run_kernel(logits, gate, kind)
     if getattr(mlp, "joins_shared", False) and served(x, mlp.switch_mlp):
-        pairs = routes.sorted, routes.order
-        outputs = experts_in_order(mlp.switch_mlp, x, mlp.shared_expert, *pairs)
+        outputs = experts_in_order(mlp.switch_mlp, x, mlp.shared_expert, routes.pairs)
     else:
         routed = mlp.switch_mlp(x, routes.experts[:, :-1])
         outputs = mx.concatenate([routed, mlp.shared_expert(x)[:, None]], axis=1).flatten(0, 1)

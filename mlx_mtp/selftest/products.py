@@ -11,6 +11,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_mtp.kernels.formats import Weight, weight_of
+from mlx_mtp.kernels.topk import sorted_pairs
 from mlx_mtp.models.gemm.measure import kernel_bands, problem, with_kernel
 from mlx_mtp.models.gemm.routes import (
     BY_MLX,
@@ -63,16 +64,14 @@ def _routed_experts(block: nn.Module, rows: Sequence[int]) -> _Timed:
     chosen = mx.stack(drawn)[:, : block.top_k]
 
     @functools.cache
-    def ordered(tokens: int) -> tuple[mx.array, mx.array]:
-        pairs = chosen[:tokens].flatten().astype(mx.int32)
-        order = mx.argsort(pairs).astype(mx.int32)
-        mx.eval(routes := (pairs[order], order))
-        return routes
+    def ordered(tokens: int) -> mx.array:
+        mx.eval(pairs := sorted_pairs(chosen[:tokens].flatten()))
+        return pairs
 
     def run(layer: nn.Module, x: mx.array) -> mx.array:
         # If the shared expert is computed with the routed ones, a step's router sorts the pairs.
         if getattr(block, "joins_shared", False) and served(x, layer):
-            pairs = experts_in_order(layer, x, None, *ordered(len(x)))
+            pairs = experts_in_order(layer, x, None, ordered(len(x)))
             return pairs.reshape(len(x), block.top_k, -1)
         return layer(x, chosen[: len(x)])
 

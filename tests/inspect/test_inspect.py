@@ -159,7 +159,7 @@ def test_the_memory_of_tokens_and_rows(run, tmp_path):
     told = run("inspect", tmp_path, "--dtype", "bfloat16")
     layer = 2 * 2 * 32 * 2  # keys and values, heads, width, bytes
     state, tail = 2 * 4 * 32 * 32 * 4, 2 * 3 * (2 * 64 + 128) * 2
-    conv_input, written = 2 * 256 * 2, 2 * (64 * 2 + 4 * 33 * 4)
+    conv_input, written = 2 * 256 * 2, 2 * (256 * 2 + 4 * 34 * 4)  # with deltas and gates
     for label, words in (
         ("per token", f"{2 * layer:,} bytes of the trunk's keys and values and {layer:,} of the "),
         ("per row", f"{state + tail + 4:,} bytes at any length: {state:,} recurrent state (float"),

@@ -1,5 +1,7 @@
 """The skinny GEMMs as functions."""
 
+import mlx.core as mx
+
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
 from mlx_mtp.models.gemm.routes import skinny_kernel
 
@@ -13,5 +15,5 @@ def gate_and_up(x, gate, up):
 
 
 def experts(x, weights, shared, chosen, order):
-    gemm = SkinnyGemm(x, [*weights, *shared], len(weights), (chosen, order))
+    gemm = SkinnyGemm(x, [*weights, *shared], len(weights), mx.stack([chosen, order]))
     return skinny_kernel().run_kernel(gemm)[0]

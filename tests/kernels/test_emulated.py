@@ -6,9 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_mtp.cache.gated_delta import GatedDeltaCache
+from mlx_mtp.cache.specs import GatedDeltaSpec, MLPSpec
 from mlx_mtp.kernels import gated_delta, gpu, portable, recurrence, self_check, short_conv
 from mlx_mtp.kernels.gdn_types import GDNProjections, GDNShape, PendingWindow
 from mlx_mtp.kernels.self_check import RandomInputs
+from mlx_mtp.kernels.view import to_arrays
 from mlx_mtp.selftest.kernels import check_kernels
 
 SMALL = GDNShape(2, 32, 4, 32)
@@ -93,9 +96,43 @@ def compare_inputs(shape, dtype, lengths=(1, 3, 18, 2)):
         q, window, history = short_conv.convolve(*given, history, kept)
         with mx.stream(mx.cpu):
             true_q, true_window, true_history = portable.short_conv(*given, true_history, kept)
-        close([q, *window], [true_q, *true_window])
+        *found, beta = to_arrays([q, *window])
+        close([*found, beta.astype(dtype)], [true_q, *true_window])
+        assert mx.array_equal(beta.astype(dtype).astype(beta.dtype), beta), "rounded"
         assert mx.array_equal(history, true_history)
         kept = cases.counts(3, length)
+
+
+def test_a_cache_keeps_packed_windows(emulated, monkeypatch):
+    """Rows leave and join while windows are pending, whose bytes are those of the plan."""
+    ours, used = run_cache()
+    spec = GatedDeltaSpec(MLPSpec(1, 1), SMALL)
+    row = sum(spec.state_nbytes(4).values()) + spec.window_nbytes(2, 4)
+    assert used == 3 * (row + 4), "and a count for each row"
+    monkeypatch.setattr(gpu, "backend", lambda: None)
+    close(ours, run_cache()[0])
+
+
+def run_cache():
+    """Returns a cache's outputs, states and history, and its bytes after a window of 3."""
+    cases = RandomInputs(6, SMALL, F32)
+    weights, outputs = cases.convolution(), list[mx.array]()
+
+    def run(cache, length, kept):
+        rows = len(kept)
+        outputs.append(cache.run_window(cases.projected(rows, length), weights))
+        cache.num_kept = mx.array(kept)
+
+    cache, other = (GatedDeltaCache(rows, SMALL, F32) for rows in (3, 1))
+    run(cache, 5, [5, 0, 2])
+    run(cache, 3, [1, 3, 0])
+    used = sum(array.nbytes for array in cache.arrays())
+    run(other, 2, [1])
+    cache = cache.select(mx.array([1, 0]))
+    cache.extend(other)
+    run(cache, 4, [3, 0, 4])
+    cache.fold()
+    return [*outputs, cache.state, cache.history], used
 
 
 def test_inputs_may_be_slices(emulated):
@@ -106,18 +143,19 @@ def test_inputs_may_be_slices(emulated):
     y, folded, after = gated_delta.run_kernel(q, window, state, pending, kept)
     projected, *weights = cases.projected(2, 3), cases.convolution(), cases.history(2, 0)
     true_q, true_window, _ = short_conv.run_kernel(projected, *weights, None)
+    true_inputs = to_arrays([true_q, *true_window])
     for axis in (0, 1, 2):
         sliced = window._replace(k=spread(window.k, axis), v=spread(window.v, axis))
         before = PendingWindow(spread(pending.k, axis), pending.delta, pending.g)
         found = gated_delta.run_kernel(spread(q, axis), sliced, state, before, kept)
         close([*found[:2], *found[2]], [y, folded, *after], tolerance=0)
-        parts = GDNProjections(*(spread(a, axis) for a in projected.arrays()))
+        parts = GDNProjections(*(spread(a, axis) for a in to_arrays(projected)))
         found_q, found_window, _ = short_conv.run_kernel(parts, *weights, None)
-        close([found_q, *found_window], [true_q, *true_window], tolerance=0)
+        close(to_arrays([found_q, *found_window]), true_inputs, tolerance=0)
 
 
 def test_a_body_that_does_not_compile_is_not_used(emulated, monkeypatch, caplog):
-    monkeypatch.setattr(gated_delta.KERNEL, "body", "nonsense;")
+    monkeypatch.setattr(gated_delta, "_BODY", "nonsense;")
     q, window = RandomInputs(0, SMALL, F32).window(2, 2)
     y, _, _ = recurrence.run_window(q, window, RandomInputs(1, SMALL, F32).state(2), None, None)
     assert y.shape == (2, 2, 4, 32)

@@ -13,6 +13,7 @@ from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
 from mlx_mtp.kernels.recurrence import fold, run_window
 from mlx_mtp.kernels.self_check import RandomInputs
 from mlx_mtp.kernels.short_conv import convolve
+from mlx_mtp.kernels.view import to_arrays
 
 
 def written_out(q, window: GDNWindow, state, lengths=None):
@@ -120,13 +121,13 @@ def test_equals_mlx_lms_modules(length, ratio):
 
     conv1d = nn.Conv1d(channels, channels, K, groups=channels, bias=False)
     conv1d.weight = weights.weight
-    mixed = mx.concatenate([t.reshape(3, length, -1) for t in projected.arrays()[:3]], axis=-1)
+    mixed = mx.concatenate([t.reshape(3, length, -1) for t in to_arrays(projected)[:3]], axis=-1)
     np.testing.assert_array_equal(conv_input, mx.concatenate([history, mixed], axis=1))
     true_q, true_k, true_v = mx.split(nn.silu(conv1d(conv_input)), [HK * DK, 2 * HK * DK], axis=-1)
     true_q, true_k = (t.reshape(3, length, HK, DK) for t in (true_q, true_k))
     # mlx-lm folds the output's scale into q; here the recurrence applies it.
     true_q, true_k = normalize_qk(true_q, true_k, inv_scale=DK**-0.5, eps=1e-6)
-    a, b = (t.reshape(3, length, heads) for t in projected.arrays()[3:])
+    a, b = (t.reshape(3, length, heads) for t in to_arrays(projected)[3:])
     ours = (q * DK**-0.5, *inner)
     true_g = compute_g(weights.log_decay, a, weights.dt_bias)
     true = (true_q, true_k, true_v.reshape(3, length, heads, DV), true_g, mx.sigmoid(b))

@@ -36,7 +36,7 @@ SMALL = [GATED_DELTA, SHORT_CONV, CHUNKS, ROUTER, ADD_NORM, MIX_NORM, GATED_NORM
 # Case, owner of a part of the source, a right text in it, and a wrong one.
 QUICK = [
     # The state is not decayed.
-    (GATED_DELTA, gated_delta.KERNEL, "(key[i], d, s[r][i] * decay)", "(key[i], d, s[r][i])"),
+    (GATED_DELTA, gated_delta, "(key[i], d, s[r][i] * decay)", "(key[i], d, s[r][i])"),
     (SHORT_CONV, short_conv.KERNEL, "+ num_kept[b]) * C", ") * C"),
     # Missing barriers are found, too.
     (CHUNKS, gated_delta_chunks, "exp(last - sums[row])", "1.0f"),
@@ -50,9 +50,9 @@ QUICK = [
     (FLASH, flash_attention, "i % 2 > first", "i % 2 >= first"),
 ]
 OTHERS = [
-    (GATED_DELTA, gated_delta.KERNEL, "t < num_kept[b]", "t < num_kept[b] - 1"),
-    (GATED_DELTA, gated_delta.KERNEL, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
-    (GATED_DELTA, gated_delta.KERNEL, "ADVANCE ? lengths[b] : length", "length"),
+    (GATED_DELTA, gated_delta, "t < num_kept[b]", "t < num_kept[b] - 1"),
+    (GATED_DELTA, gated_delta, "const int hk = hv / (Hv / Hk);", "const int hk = 0;"),
+    (GATED_DELTA, gated_delta, "ADVANCE ? lengths[b] : length", "length"),
     (SHORT_CONV, short_conv.KERNEL, "(first + t) * B_BY0", "t * B_BY0"),
     (SHORT_CONV, short_conv.KERNEL, "is_value ? own % (Hv / Hk) : 0;", "0;"),
     (WINDOWS, decode_attention, "lane + 32 * i <= own ?", "lane + 32 * i < own ?"),

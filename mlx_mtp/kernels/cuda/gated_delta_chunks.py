@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu, portable, self_check
 from mlx_mtp.kernels.cuda.gated_delta_prepare import CHUNK, WARPS, chunk_kernel, prepare_chunks
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
+from mlx_mtp.kernels.view import Operand, arrays_and_constants
 
 LEAST = 64  # positions; fewer run in the sequential kernel (`gated_delta.py`)
 _SLICE = 32  # of a state's Dv rows, in a threadgroup
@@ -33,13 +34,13 @@ _BODY = """
     auto load = [&](int chunk) {
       if (chunk < used) {
         T* const to = stages + chunk % 2 * STAGE;
-        load_rows(to, k, chunk);
-        load_rows(to + C * KROW, q, chunk);
+        load_rows(to, all_keys, K_BY0, chunk);
+        load_rows(to + C * KROW, all_queries, Q_BY0, chunk);
         for (int i = me; i < C * (SLICE / 8); i += 32 * WARPS) {
           const int row = i / (SLICE / 8), unit = i % (SLICE / 8) * 8;
           const int at = min(chunk * C + row, kept - 1);
           copy16(to + VALUES + row * VROW + unit,
-                 v + (((size_t)b * length + at) * HV + hv) * DV + v0 + unit);
+                 v + V_AT + ((size_t)b * length + at) * V_BY0 + hv * V_BY1 + v0 + unit);
         }
         const size_t own = ((size_t)b * HV + hv) * chunks + chunk;
         for (int i = me; i < 3 * C * (C / 8); i += 32 * WARPS)
@@ -232,7 +233,7 @@ _BODY = """
 
 
 def run_kernel(
-    q: mx.array,  # l2-normalised, [B, T, Hk, Dk]
+    q: Operand,  # l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
     state: mx.array,  # before the window, float32 [B, Hv, Dv, Dk]
     lengths: mx.array,  # positions of the window that each row keeps, int32 [B]
@@ -243,11 +244,12 @@ def run_kernel(
     """
     (batch, _, key_heads, key_dim), (heads, value_dim) = q.shape, window.v.shape[2:]
     mixing, logs = prepare_chunks(q, window, lengths)
-    names = ("q", "k", "v", "mixing", "logs", "state", "lengths"), ("y", "state_out")
+    arrays, constants = arrays_and_constants("qkv", (q, window.k, window.v))
+    names = (*"qkv", "mixing", "logs", "state", "lengths"), ("y", "state_out")
     sizes = {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "DV": value_dim}
     outputs, after = chunk_kernel("run", *names, _BODY, key_dim, q.dtype, _shared(key_dim))(
-        [q, window.k, window.v, mixing, logs, state, lengths],
-        sizes | {"SLICE": _SLICE, "WARPS": WARPS},
+        [*arrays, mixing, logs, state, lengths],
+        sizes | {"SLICE": _SLICE, "WARPS": WARPS} | constants,
         (value_dim // _SLICE, WARPS * heads, batch),
         [(window.v.shape, q.dtype), (state.shape, mx.float32)],
         WARPS,
@@ -276,7 +278,7 @@ def _shared(key_dim: int) -> int:
 
 
 def _reference(
-    q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array
+    q: Operand, window: GDNWindow, state: mx.array, lengths: mx.array
 ) -> tuple[mx.array, mx.array]:
     return portable.run_chunked(q, window.masked(lengths), state)[:2]
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.cuda import mma
 from mlx_mtp.kernels.gdn_types import GDNWindow
+from mlx_mtp.kernels.view import Operand, arrays_and_constants
 
 CHUNK = 64
 WARPS = 4  # each with 16 positions of a chunk
@@ -22,13 +23,15 @@ COMMON = """
     const int side_row = (lane & 7) + (lane >> 4) * 8, side_column = (lane >> 3 & 1) * 8;
     const int length = k_shape[1], kept = lengths[b], chunks = (length + C - 1) / C;
     // A chunk's keys or queries; behind what is kept its last position, which gets no weight.
-    auto load_rows = [&](T* to, const T* from, int chunk) {
+    auto load_rows = [&](T* to, const T* from, size_t by, int chunk) {
       for (int i = me; i < C * (DK / 8); i += 32 * WARPS) {
         const int row = i / (DK / 8), unit = i % (DK / 8) * 8;
         const int at = min(chunk * C + row, kept - 1);
-        copy16(to + row * KROW + unit, from + (((size_t)b * length + at) * HK + hk) * DK + unit);
+        copy16(to + row * KROW + unit, from + ((size_t)b * length + at) * by + unit);
       }
     };
+    const T* const all_keys = k + K_AT + hk * K_BY1;
+    const T* const all_queries = q + Q_AT + hk * Q_BY1;
     SHARED(shared);
 """
 # One lane computes a column of the inverse, by forward substitution.
@@ -42,15 +45,15 @@ _BODY = """
     float* const decays = a + C * ROW;
     float* const sums = decays + C;
     float* const strength = sums + C;
-    load_rows(keys, k, chunk);
-    load_rows(queries, q, chunk);
+    load_rows(keys, all_keys, K_BY0, chunk);
+    load_rows(queries, all_queries, Q_BY0, chunk);
     commit();
     if (me < C) {
       const int at = chunk * C + me;
       const bool counts = at < kept;
-      const size_t own = ((size_t)b * length + (counts ? at : 0)) * HV + hv;
-      decays[me] = counts ? log(fmaxf(decay[own], 1e-37f)) : 0.0f;
-      strength[me] = counts ? (float)beta[own] : 0.0f;
+      const size_t own = (size_t)b * length + (counts ? at : 0);
+      decays[me] = counts ? log(fmaxf(decay[DECAY_AT + own * DECAY_BY0 + hv], 1e-37f)) : 0.0f;
+      strength[me] = counts ? (float)beta[BETA_AT + own * BETA_BY0 + hv] : 0.0f;
     }
     wait<0>();
     __syncthreads();
@@ -124,17 +127,19 @@ _BODY = """
 """
 
 
-def prepare_chunks(q: mx.array, window: GDNWindow, lengths: mx.array) -> list[mx.array]:
+def prepare_chunks(q: Operand, window: GDNWindow, lengths: mx.array) -> list[mx.array]:
     """Returns, for each row, head and chunk, (I + A)^-1 beta in two parts and the weights of
     (q . k), [B, Hv, chunks, 3, 64, 64]; and float32 sums of the decays' logs, [B, Hv, chunks, 64].
     """
     (batch, length, key_heads, key_dim), heads = q.shape, window.v.shape[2]
     chunks = -(-length // CHUNK)
     shared = 2 * 2 * CHUNK * (key_dim + 8) + 4 * CHUNK * (CHUNK + 4 + 3)
-    names = ("q", "k", "decay", "beta", "lengths"), ("mixing", "logs")
+    given = "q", "k", "decay", "beta"
+    arrays, constants = arrays_and_constants(given, (q, window.k, window.g, window.beta))
+    names = (*given, "lengths"), ("mixing", "logs")
     return chunk_kernel("prepare", *names, _BODY, key_dim, q.dtype, shared)(
-        [q, window.k, window.g, window.beta, lengths],
-        {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "WARPS": WARPS},
+        [*arrays, lengths],
+        {"T": q.dtype, "HK": key_heads, "DK": key_dim, "HV": heads, "WARPS": WARPS} | constants,
         (chunks, WARPS * heads, batch),
         [
             ((batch, heads, chunks, 3, CHUNK, CHUNK), q.dtype),

@@ -57,7 +57,7 @@ _ROWS = r"""
 # block computes one expert's pairs between two cuts, or with a SPAN of 8 all pairs there, one
 # expert after the other, so few blocks are idle. PAIRS consecutive pairs share a row of x.
 _PAIRS = r"""
-    const int last = min((int)experts_shape[0], ((int)blockIdx.y * SPAN / 8 + 1) * 8);
+    const int last = min((int)pairs_shape[1], ((int)blockIdx.y * SPAN / 8 + 1) * 8);
     int first = blockIdx.y * SPAN, count;
     if (SPAN == 1 && first % 8 && experts[first] == experts[first - 1]) return;
     do {
@@ -245,15 +245,15 @@ def bands(weight: Weight) -> dict[int, range]:
 def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
     """Returns the GEMM's results; several products of one input take one launch."""
     x, weights, parts = gemm.x, gemm.weights, gemm.parts
-    tiles = 1 if gemm.pairs or len(x) <= _TILE else _MOST_TILES
-    span = 1 if gemm.pairs and gemm.rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
+    tiles = 1 if gemm.of_experts or len(x) <= _TILE else _MOST_TILES
+    span = 1 if gemm.of_experts and gemm.rows <= _MANY_PAIRS else tiles * _TILE  # rows of a block
     (_, bits, group), scale = weights[0].form, weights[0].scales.dtype
     inner, affine = x.shape[1], bits < 16 and scale == x.dtype
     warps = _warps(inner // _CHUNK, bits, parts, max(gemm.outputs))
     template = {"T": x.dtype, "SCALE": scale, "K": inner, "BITS": bits, "GROUP": group}
     template |= {"AFFINE": affine, "WARPS": warps}
     template |= {"TILES": tiles, "PARTS": parts, "STAGES": _STAGES}
-    if gemm.pairs:
+    if gemm.of_experts:
         template |= {"PAIRS": gemm.rows // len(x), "SPAN": span}
     # Shared memory of a warp: codes, padding, scales and biases of the chunks that it loads; later
     # its sums.
@@ -261,7 +261,7 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
     feature = 16 * (2 * bits + max(1, bits // 4)) + sides
     shared = warps * max(_STAGES * parts * _FEATURES * feature, tiles * parts * 512)
     blocks = sum(-(-features // _FEATURES) for features in gemm.outputs)
-    return _kernel(len(weights), parts, bool(gemm.pairs), x.dtype, shared)(
+    return _kernel(len(weights), parts, gemm.of_experts, x.dtype, shared)(
         gemm.input_arrays,
         template,
         (blocks, warps * -(-gemm.rows // span), 1),

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_mtp.kernels import gated_delta, gpu, portable, self_check
 from mlx_mtp.kernels.gdn_types import GDNShape, GDNWindow
+from mlx_mtp.kernels.view import Operand, to_array, to_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ _TIMED, _ROUNDS = 512, 4  # positions, and how often
 
 
 def run_kernel(
-    q: mx.array,  # l2-normalised, [B, T, Hk, Dk]
+    q: Operand,  # l2-normalised, [B, T, Hk, Dk]
     window: GDNWindow,
     state: mx.array,  # before the window, float32 [B, Hv, Dv, Dk]
     lengths: mx.array,  # positions of the window that each row keeps, int32 [B]
@@ -33,8 +34,8 @@ def run_kernel(
     See `recurrence.run_window`.
     """
     # In a 16-bit type mlx would round intermediate results.
-    k, v, g, beta = (each.astype(mx.float32) for each in window.masked(lengths))
-    query = q.astype(mx.float32) * q.shape[-1] ** -0.5
+    k, v, g, beta = (each.astype(mx.float32) for each in to_arrays(window.masked(lengths)))
+    query = to_array(q).astype(mx.float32) * q.shape[-1] ** -0.5
     outputs, after = mx.fast.gated_delta_update(query, k, v, g, beta, state)
     return outputs.astype(q.dtype), after
 
@@ -81,6 +82,6 @@ def _seconds(launch: Callable[[], Any]) -> float:
 
 
 def _reference(
-    q: mx.array, window: GDNWindow, state: mx.array, lengths: mx.array
+    q: Operand, window: GDNWindow, state: mx.array, lengths: mx.array
 ) -> tuple[mx.array, mx.array]:
     return portable.run_chunked(q, window.masked(lengths), state)[:2]

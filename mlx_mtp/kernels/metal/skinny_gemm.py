@@ -94,7 +94,7 @@ _PAIRS = """
       return;
     }
     int count = 1;
-    while ((first + count) % ROWS > 0 && first + count < experts_shape[0] &&
+    while ((first + count) % ROWS > 0 && first + count < pairs_shape[1] &&
            experts[first + count] == expert) {
       ++count;
     }
@@ -295,9 +295,9 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
     mode, bits, group = weights[0].form
     template: dict[str, Any] = {"T": x.dtype, "K": x.shape[1], "BITS": bits, "GROUP": group}
     template |= {"AFFINE": mode == "affine", "PARTS": parts}
-    sums = bool(gemm.pairs) or gemm.one_order or gemm.rows <= _ROWS
+    sums = gemm.of_experts or gemm.one_order or gemm.rows <= _ROWS
     if sums:
-        of, most = (_PAIRS_OF, _LARGEST_OF_PAIRS) if gemm.pairs else (_ROWS_OF, _LARGEST)
+        of, most = (_PAIRS_OF, _LARGEST_OF_PAIRS) if gemm.of_experts else (_ROWS_OF, _LARGEST)
         block = next((block for rows, block in of if gemm.rows <= rows), most)
         warps, features = 4, min(4, _SUMS // block) // parts
         template |= {"FEATURES": features}
@@ -308,11 +308,11 @@ def run_kernel(gemm: SkinnyGemm) -> list[mx.array]:
         block = 8 * tiles
         template |= {"ACROSS": across, "TILES": tiles, "WARPS": warps}
         blocks = -(-outputs // (8 * across)) * warps
-    template |= {"ROWS": block, **({"PAIRS": gemm.rows // len(x)} if gemm.pairs else {})}
-    return _kernel(sums, parts, len(weights), bool(gemm.pairs))(
+    template |= {"ROWS": block, **({"PAIRS": gemm.rows // len(x)} if gemm.of_experts else {})}
+    return _kernel(sums, parts, len(weights), gemm.of_experts)(
         gemm.input_arrays,
         template,
-        (gemm.rows if gemm.pairs else -(-gemm.rows // block), blocks, 1),
+        (gemm.rows if gemm.of_experts else -(-gemm.rows // block), blocks, 1),
         [((gemm.rows, outputs), x.dtype)],
         warps,
     )

@@ -22,6 +22,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU
 from mlx_mtp.kernels import cpu, gpu
 from mlx_mtp.kernels.cuda import grouped_gemm
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
+from mlx_mtp.kernels.topk import sorted_pairs
 from mlx_mtp.models.gemm.routes import (
     BY_MLX,
     ROUTED,
@@ -239,11 +240,10 @@ def _joins(block: nn.Module, dtype: mx.Dtype) -> bool:
     rows, last = min(routes_of(routed).kernel.stop - 1, _COMPARED[-1]) // 2 * 2, block.num_experts
     (x,) = inputs_of(shared, rows, dtype)
     chosen = mx.arange(rows * block.top_k).reshape(rows, -1) % last
-    pairs = mx.pad(chosen, [(0, 0), (0, 1)], constant_values=last).flatten().astype(mx.int32)
-    order = mx.argsort(pairs).astype(mx.int32)
+    pairs = mx.pad(chosen, [(0, 0), (0, 1)], constant_values=last).flatten()
     fault = "it gives other results"
     try:
-        together = experts_in_order(routed, x, shared, pairs[order], order)
+        together = experts_in_order(routed, x, shared, sorted_pairs(pairs))
         # Two rows at a time: the shared expert's own routes may serve fewer rows.
         alone = mx.concatenate([shared(x[at : at + 2]) for at in range(0, rows, 2)])
         true = mx.concatenate([routed(x, chosen), alone[:, None]], axis=1)

@@ -30,6 +30,7 @@ from mlx_mtp.kernels.cuda.dequantize import expanded
 from mlx_mtp.kernels.formats import Format, Weight, weight_of
 from mlx_mtp.kernels.metal import skinny_gemm as metal_gemm
 from mlx_mtp.kernels.skinny_gemm import SkinnyGemm
+from mlx_mtp.kernels.topk import sorted_pairs
 
 _BLOCK = 64  # rows
 
@@ -133,34 +134,26 @@ def digest(model: nn.Module) -> str:
 
 
 def experts_in_order(
-    layer: nn.Module,
-    x: mx.array,
-    shared: nn.Module | None,
-    chosen: mx.array,
-    order: mx.array,
+    layer: nn.Module, x: mx.array, shared: nn.Module | None, pairs: mx.array
 ) -> mx.array:
     """Returns outputs [P, H] of P (token, expert) pairs, computed by the kernel.
 
-    `chosen` and `order` are int32 [P], `ExpertChoice.sorted` and `.order` of `topk`. Outputs are
-    in the pairs' original order.
+    `pairs` is `topk.ExpertChoice.pairs` or from `topk.sorted_pairs`. Outputs are in the tokens'
+    order.
     """
 
     def product(x: mx.array, *names: str) -> mx.array:
         owners = [layer] if shared is None else [layer, shared]
         weights = [weight_of(owner[name]) for owner in owners for name in names]
-        gemm = SkinnyGemm(x, weights, len(names), (chosen, order))
-        pairs: mx.array = skinny_kernel().run_kernel(gemm)[0]
-        return pairs
+        gemm = SkinnyGemm(x, weights, len(names), pairs)
+        outputs: mx.array = skinny_kernel().run_kernel(gemm)[0]
+        return outputs
 
     return product(product(_flat_rows(x), "gate_proj", "up_proj"), "down_proj")
 
 
 def _flat_rows(x: mx.array) -> mx.array:
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])  # Even a view costs mlx time.
-
-
-def _pairs(indices: mx.array) -> mx.array:
-    return indices.reshape(-1).astype(mx.int32)
 
 
 def _linear_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
@@ -192,9 +185,8 @@ def _mlp_by_kernel(self: nn.Module, x: mx.array) -> mx.array:
 
 def _experts_by_kernel(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """An expert's weights are read once for several of its tokens."""
-    pairs = _pairs(indices)
-    order = mx.argsort(pairs).astype(mx.int32)
-    return experts_in_order(self, x, None, pairs[order], order).reshape(*indices.shape, -1)
+    pairs = sorted_pairs(indices.reshape(-1))
+    return experts_in_order(self, x, None, pairs).reshape(*indices.shape, -1)
 
 
 def _expanded_linear(self: nn.Module, x: mx.array) -> mx.array:
@@ -206,7 +198,8 @@ def _expanded_linear(self: nn.Module, x: mx.array) -> mx.array:
 def _expanded_experts(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
     """The weights are expanded in registers."""
     weights = [weight_of(part) for part in parts_of(self)]
-    return grouped_gemm.swiglu(_flat_rows(x), weights, _pairs(indices)).reshape(*indices.shape, -1)
+    pairs = indices.reshape(-1).astype(mx.int32)
+    return grouped_gemm.swiglu(_flat_rows(x), weights, pairs).reshape(*indices.shape, -1)
 
 
 def _in_blocks(call: Callable[..., Any], *inputs: mx.array) -> mx.array:
