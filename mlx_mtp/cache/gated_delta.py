@@ -111,5 +111,6 @@ class GatedDeltaCache:
 
     def arrays(self) -> list[mx.array]:
         kept = [] if self.num_kept is None else [self.num_kept]
-        pending = [View.of(part).array for part in self.pending or ()]
+        parts = self.pending or ()
+        pending = [each.array if isinstance(each, View) else each for each in parts]
         return [self.state, self.history, *kept, *pending]
