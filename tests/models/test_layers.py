@@ -12,6 +12,7 @@ import pytest
 from mlx_mtp.kernels import cpu, gpu
 from mlx_mtp.models import compiled as shared
 from mlx_mtp.models import layers
+from mlx_mtp.models import model as model_module
 from mlx_mtp.models.joined import JoinedLayer
 from mlx_mtp.models.loader import load_model
 from tests.support.tiny_models import FAMILIES, VOCAB, Layout, write_checkpoint
@@ -157,3 +158,20 @@ def test_a_product_in_blocks_is_the_product():
         # As `DraftVocabulary` replaces the weight of a copy.
         blocked = copy.copy(blocked)
         layer.weight = blocked.weight = layer.weight[256:]
+
+
+@pytest.mark.parametrize("length", [1, gpu.LONGEST_WINDOW, 70])
+def test_only_a_prompts_pass_is_launched_in_parts_with_the_same_bits(tmp_path, monkeypatch, length):
+    write_checkpoint(tmp_path, Layout(FAMILIES[0], seed=7))
+    model = load_model(tmp_path, enable_mtp=False)
+    launched, launch, found = [], mx.async_eval, []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: launched.append(1) or launch(*arrays))
+    for layers_of_part in (10**6, 1):
+        monkeypatch.setattr(model_module, "_LAUNCHED_LAYERS", layers_of_part)
+        cache = model.make_cache(1)
+        cache.reserve([length])
+        cache.begin_window([length], mx.array([length]))
+        found.append(model.hidden(mx.arange(length) % VOCAB, cache))
+    is_prompt = length > gpu.LONGEST_WINDOW
+    assert len(launched) == is_prompt * len(model.causal_lm.model.layers)
+    assert mx.array_equal(*found)
