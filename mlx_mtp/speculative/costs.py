@@ -240,10 +240,7 @@ class StepCosts:
 
 
 def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
-    """Returns the features of each step, float64 [S, F].
-
-    They are one per coefficient of `_PRIOR`, then one per interval of `_KNOTS`.
-    """
+    """Returns features [S, F]: one per coefficient of `_PRIOR`, one per interval of `_KNOTS`."""
     rows, drafts, passes, longest = np.array(shapes, dtype=float).T
     any_drafts, used = drafts > 0, np.full(len(shapes), float(in_use))
     others = (
