@@ -241,7 +241,7 @@ class StepCosts:
 
 def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
     """Returns features [S, F]: one per coefficient of `_PRIOR`, one per interval of `_KNOTS`."""
-    rows, drafts, passes, longest = np.array(shapes, dtype=float).T
+    rows, drafts, passes, _ = np.array(shapes, dtype=float).T
     any_drafts, used = drafts > 0, np.full(len(shapes), float(in_use))
     others = (
         np.ones(len(shapes)),
@@ -249,7 +249,7 @@ def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
         any_drafts * rows,
         passes,
         passes * rows,
-        rows * longest - drafts,  # padding
+        [shape.padding for shape in shapes],
         rows - 1,
         used,
         used * rows,
