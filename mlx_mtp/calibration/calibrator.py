@@ -4,6 +4,7 @@ import logging
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -71,6 +72,23 @@ def steps_to_measure(known: Table, most_rows: int, kinds: Collection[str]) -> li
     return [cell for cell, _ in groupby(cells)]  # Drops repeated plain steps.
 
 
+def typical_costs(measured: Many[tuple[CostKey, float]]) -> Table:
+    """Returns the seconds of cells of decode steps, given their measurements in order of time.
+
+    The machine's speed changes. So each measurement is divided by those of the steps without drafts
+    just before and after it, and the median of these ratios counts.
+    """
+    plain, others = (defaultdict[CostKey, list[float]](list) for _ in range(2))
+    for cell, seconds in measured:
+        if not cell.size:
+            plain[cell].append(seconds)
+    usual = {cell: statistics.median_low(times) for cell, times in plain.items()}
+    for (before, first), (cell, seconds), (after, last) in zip(measured, measured[1:], measured[2:]):
+        if cell.size and before == after == CostKey(MTP, cell.rows, 0):
+            others[cell].append(seconds * usual[after] / ((first + last) / 2))
+    return usual | {cell: statistics.median_low(times) for cell, times in others.items()}
+
+
 class _CellDrafts(FixedDrafts):
     """A policy with a cell's drafts; learns no acceptance, as its tokens are arbitrary."""
 
@@ -133,6 +151,13 @@ class Calibrator:
         self._work: Iterator[None] = iter(())
         self._core: EngineCore | None = None  # runs the first cell; None: paused
         known = self.file.load()
+        # Steps of an earlier run count as one measurement, beside steps without drafts.
+        self._measured = [
+            (each, known[each])
+            for cell in known
+            for each in _beside_plain(cell.kind, cell.rows, int(cell.size))
+            if cell.kind in (MTP, HOST, RAGGED) and each in known
+        ]
         steps.load_table(known)
         chunks.load_table(known)
         logger.debug("Costs of an earlier run: %s", known)
@@ -206,7 +231,8 @@ class Calibrator:
             if len(drafts.seconds) == _TIMED_STEPS or core.idle:
                 if times := drafts.seconds[2:]:
                     # Other work can delay a step but never shorten it.
-                    self._steps.learn(cell, statistics.median_low(times))
+                    self._measured.append((cell, statistics.median_low(times)))
+                    self._steps.load_table(typical_costs(self._measured))
                 return
             if any(output.error is not None for output in core.step()):
                 logger.warning("A step failed while costs were measured: %s", cell)

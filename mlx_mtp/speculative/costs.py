@@ -117,21 +117,14 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._prior, self._covariance = _prior()  # of [slowness, *coefficients]
-        self._mean = self._prior.copy()
-        self._changes = _CHANGES * np.diag(np.diag(self._covariance))
-        self._cells: dict[CostKey, deque[float]] = {}  # latest seconds of each cell
+        self._loaded: Table = {}
+        self._in_use: dict[CostKey, deque[float]] = {}  # latest seconds of cells measured in use
+        self.load_table({})
         self._steps: list[tuple[StepShape, float]] = []  # steps of the incomplete block
         # The first launch of a shape is not measured: it compiles kernels and fills buffer pools.
         self._seen = set[tuple[float, ...]]()
         # Rows of the last step, and the head's drafts in each row; None: unequal, or from the host.
         self._kind: tuple[int, float | None] = 0, None
-        self._batch_costs: dict[int, BatchCosts] = {}
-
-    def learn(self, cell: CostKey, seconds: float) -> None:
-        """Learn from steps that were measured while no request ran, or in an earlier run."""
-        self._keep(cell, seconds)
-        self._learn(_features([cell.shape], in_use=cell.kind == USE)[0], seconds)
 
     def observe(self, shape: StepShape, seconds: float | None) -> None:
         """Learn from a step in use; `seconds` is None if its time is not known."""
@@ -155,24 +148,37 @@ class StepCosts:
 
     def has_measured(self, rows: int, depth: int) -> bool:
         """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
+        times = {cell: len(seconds) for cell, seconds in self._in_use.items()}
+        times |= dict.fromkeys(self._loaded, 2)
         alike = (
-            len(seconds)
-            for cell, seconds in self._cells.items()
+            number
+            for cell, number in times.items()
             if cell.kind in (MTP, USE) and cell.size >= depth and 0.4 < cell.rows / rows < 2.5
         )
         return sum(alike) >= 2
 
+    def has_plain(self, rows: int) -> bool:
+        """Returns True if steps of about `rows` rows without drafts were measured in this run."""
+        plain = (cell.rows for cell in self._in_use if not cell.size)
+        return any(0.6 < each / rows < 1.7 for each in plain)
+
     def table(self) -> Table:
-        return {cell: median_low(seconds) for cell, seconds in sorted(self._cells.items())}
+        in_use = {cell: median_low(seconds) for cell, seconds in self._in_use.items()}
+        return {**self._loaded, **in_use}
 
     def load_table(self, table: Table) -> None:
-        """Learn from the decode steps that an earlier run measured."""
-        for cell, seconds in sorted(table.items(), key=lambda each: each[0][1:]):
-            if cell.kind in (MTP, HOST, RAGGED, USE):
-                self.learn(cell, seconds)
+        """Estimate anew, also from costs measured while no request ran or in an earlier run.
 
-    def _keep(self, cell: CostKey, seconds: float) -> None:
-        self._cells.setdefault(cell, deque(maxlen=_KEPT)).append(seconds)
+        They replace the costs of these cells that were loaded before.
+        """
+        steps = {cell: table[cell] for cell in table if cell.kind in (MTP, HOST, RAGGED, USE)}
+        self._loaded = {**self._loaded, **steps}
+        self._prior, self._covariance = _prior()  # of [slowness, *coefficients]
+        self._mean = self._prior.copy()
+        self._changes = _CHANGES * np.diag(np.diag(self._covariance))
+        self._batch_costs: dict[int, BatchCosts] = {}
+        for cell, seconds in sorted(self.table().items(), key=lambda each: each[0][1:]):
+            self._learn(_features([cell.shape], in_use=cell.kind == USE)[0], seconds)
 
     def _end_block(self) -> None:
         """Learn from a block's mean time, as the host can't see where a single step ends."""
@@ -186,7 +192,8 @@ class StepCosts:
         self._learn(_features(shapes, in_use=True).mean(axis=0), seconds)
         rows, depth = self._kind
         if depth is not None:
-            self._keep(CostKey(USE, rows, depth), seconds)
+            cell = CostKey(USE, rows, depth)
+            self._in_use.setdefault(cell, deque(maxlen=_KEPT)).append(seconds)
 
     def _learn(self, features: Vector, seconds: float) -> None:
         slowness, coefficients = self._mean[0], self._mean[1:]
@@ -229,7 +236,9 @@ class StepCosts:
         steps = _features(shapes, in_use=True)
         plain = max(float(steps[0] @ coefficients), _LEAST_PLAIN)
         more = (steps - steps[0]) @ coefficients / plain  # costs over that of a plain step
-        gradients = (steps - np.outer(1.0 + more, steps[0])) / plain  # by the coefficients
+        # By the coefficients, except for those of use: what use adds makes drafts only cheaper.
+        idle = _features(shapes, in_use=False)
+        gradients = (idle - np.outer(1.0 + more, idle[0])) / plain
         variances = ((gradients @ covariance) * gradients).sum(axis=1)
         cautious = more + _CAUTION * np.sqrt(np.maximum(variances, 0.0))
         known = np.maximum.accumulate([_LEAST_MORE, *cautious[-len(ends) :]])[1:]

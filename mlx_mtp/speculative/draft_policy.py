@@ -29,6 +29,9 @@ _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number 
 # are none, it has the best number of them: only drafts show acceptance rates. Between two probes
 # are _LONG_REST steps; _REST if the cost is unknown, before the first, and after an interruption.
 _REST, _LONG_REST, _PROBE_STEPS = 48, 1024, 5
+# If steps without drafts were not measured in use for _REST steps, at most _PLAIN_STEPS have none;
+# if they could not be measured, the same again _LONG_REST steps later.
+_PLAIN_STEPS = 10
 
 
 @dataclass(eq=False, slots=True)
@@ -182,20 +185,24 @@ class AdaptiveDrafts:
         self._depth = self._best_drafted = self._num_rows = 0
         self._expected = [(0.0, 1.0)]  # tokens and cost of a step, by the head's drafts per row
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
+        self._unmeasured = 0  # steps for which no step without drafts was measured
 
     def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
         head = self._head_rates.cumulative_acceptance()
         host = [row.offer() for row in rows]
         waiting = [head[: row.waiting] for row in rows]
-        costs = self._costs.of_batch(len(rows))
-        windows = best_windows(costs, waiting, host) if any(host) else (0,) * len(rows)
+        costs, windows = self._costs.of_batch(len(rows)), (0,) * len(rows)
+        plain = self._must_measure_plain(len(rows))
+        if any(host) and not plain:
+            windows = best_windows(costs, waiting, host)
         copied = [run[:count] for run, count in zip(host, windows)]
         self._since_review += 1
         changed = not steady or len(rows) != self._num_rows
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
             self._review([row.fixed for row in rows], head, copied)
-        choice = even_choice(rows, self._depth_or_probe(len(rows), changed), windows)
+        depth = 0 if plain else self._depth_or_probe(len(rows), changed)
+        choice = even_choice(rows, depth, windows)
         for row, count, own, copies in zip(rows, choice.head, waiting, windows):
             row.waiting, row.expected = count, math.inf if copies else 1 + sum(own)
         self._note(rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
@@ -229,6 +236,17 @@ class AdaptiveDrafts:
         scores[0] *= _PLAIN
         self._depth = scores.index(max(scores))
         self._num_rows, self._since_review = len(fixed), 0
+
+    def _must_measure_plain(self, num_rows: int) -> bool:
+        """Returns True if this step has no drafts, to measure its cost.
+
+        If all steps have drafts, their times show a wrong cost of these no better than a machine
+        that is slower in use.
+        """
+        self._unmeasured = 0 if self._costs.has_plain(num_rows) else self._unmeasured + 1
+        if self._unmeasured >= _REST + _PLAIN_STEPS:
+            self._unmeasured = _REST - _LONG_REST
+        return self._unmeasured >= _REST
 
     def _depth_or_probe(self, num_rows: int, changed: bool) -> int:
         """Returns the chosen depth or, during a probe, another one, to measure its cost."""

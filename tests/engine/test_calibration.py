@@ -9,6 +9,7 @@ import time
 import pytest
 
 from mlx_mtp.build import build_engine
+from mlx_mtp.calibration import calibrator as calibrator_module
 from mlx_mtp.calibration import cost_file
 from mlx_mtp.calibration.calibrator import Calibrator, steps_to_measure
 from mlx_mtp.calibration.cost_file import CostFile, fingerprint
@@ -17,13 +18,7 @@ from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.chunk_costs import CHUNK, CONTEXT, PrefillCosts
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.speculative.costs import (
-    HOST,
-    MTP,
-    RAGGED,
-    CostKey,
-    StepCosts,
-)
+from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, CostKey, StepCosts
 from mlx_mtp.speculative.drafter import MTPDrafter
 from tests.engine.test_engine import Client
 from tests.support.harness import curve, greedy, plain, request
@@ -34,7 +29,8 @@ STEPS = curve(MTP, 1, {0: 1.0, 3: 2.0}) | curve(HOST, 1, {16: 3.0}) | curve(MTP,
 CHUNKS = curve(CHUNK, 1, {64: 2e-4, 128: 1e-4}) | curve(CONTEXT, 1, {1: 1e-9})
 MARK = "a" * 64
 CELLS = [CostKey(MTP, 1, 0), CostKey(MTP, 1, 2), CostKey(MTP, 1, 0), CostKey(HOST, 1, 16)]
-CELLS += [CostKey(RAGGED, 3, 16), CostKey(MTP, 3, 0), CostKey(MTP, 3, 1)]
+CELLS += [CostKey(MTP, 1, 0), CostKey(MTP, 3, 0), CostKey(RAGGED, 3, 16), CostKey(MTP, 3, 0)]
+CELLS += [CostKey(MTP, 3, 1), CostKey(MTP, 3, 0)]
 LONGEST = 128
 
 
@@ -197,7 +193,7 @@ def test_a_request_that_comes_meanwhile_waits_for_one_step_at_most(tiny_models):
 def test_a_thread_that_dies_while_it_measures_is_restarted_once(tiny_models, monkeypatch):
     monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.0)
     config = EngineConfig(calibration_seconds=3600.0, prefill_step_size=64)
-    monkeypatch.setattr(StepCosts, "learn", lambda *_: 1 / 0)
+    monkeypatch.setattr(calibrator_module, "typical_costs", lambda *_: 1 / 0)
     client = Client(build_engine(tiny_models["qwen3_5"], config, VOCAB, ()))
     wait_until(lambda: client.engine.stats().num_restarts and not client.engine.measuring)
     monkeypatch.undo()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.calibration.calibrator import typical_costs
 from mlx_mtp.speculative import costs as costs_module
 from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, CostKey, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import HeadRates
@@ -39,11 +40,14 @@ def relative(costs: StepCosts, size: int) -> list[float]:
 
 
 def calibrated(seconds: Seconds = one_row, cells=((MTP, 1, range(1, 5)),), times=3) -> StepCosts:
+    keys = [
+        key
+        for kind, rows, sizes in [*cells] * times
+        for size in sizes
+        for key in (CostKey(MTP, rows, 0), CostKey(kind, rows, size), CostKey(MTP, rows, 0))
+    ]
     costs = StepCosts()
-    for kind, rows, sizes in [*cells] * times:
-        for size in sizes:
-            for cell in (CostKey(MTP, rows, 0), CostKey(kind, rows, size)):
-                costs.learn(cell, seconds(cell.shape))
+    costs.load_table(typical_costs([(key, seconds(key.shape)) for key in keys]))
     return costs
 
 
@@ -99,6 +103,16 @@ def test_costs_of_shapes_that_were_not_measured_follow_from_their_tokens(seed):
         off.append(relative(costs, rows)[depth] / true - 1.0)
     assert min(off) > -0.3 and max(off) < 0.3, off
     assert abs(sorted(off)[len(off) // 2]) < 0.12
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.5, 5.0])
+def test_one_disturbed_measurement_of_a_calibration_changes_costs_little(factor):
+    """Other work makes one measurement longer by a factor: each one in turn."""
+    for disturbed in range(36):
+        number = itertools.count()
+        costs = calibrated(lambda s: one_row(s) * (factor if next(number) == disturbed else 1.0))  # noqa: B023
+        assert next(number) == 36
+        assert relative(costs, 1) == pytest.approx(TRUE, rel=0.12), disturbed
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5, 3.0])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_mtp.calibration.calibrator import steps_to_measure
+from mlx_mtp.calibration.calibrator import steps_to_measure, typical_costs
 from mlx_mtp.speculative.costs import HOST, MTP, BatchCosts, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import (
     AdaptiveDrafts,
@@ -362,7 +362,7 @@ def test_requests_with_a_number_of_their_own_get_it():
         calibrate(machine, costs)
         policy = AdaptiveDrafts(costs)
         rows = [RowDrafting(0), RowDrafting(), *[RowDrafting(0) for _ in range(6)]]
-        drive(policy, rows, K, 60)
+        drive(policy, rows, K, 80)
         head = policy.choose(rows, steady=True).head
         assert (head[1] > 0) == pays
         assert sum(head) == head[1]
@@ -545,8 +545,9 @@ def machine_of(parts: Parts, rates: Sequence[float], noise: float = 0.05) -> Mac
 def calibrate(parts: Parts, costs: StepCosts) -> None:
     """Learn costs as `Calibrator` does while no request runs: without the host's work in use."""
     chance = random.Random(0)
-    for cell in steps_to_measure({}, 32, (MTP, HOST)):
-        costs.learn(cell, parts.seconds(cell.shape) * chance.lognormvariate(0.0, 0.02))
+    cells = steps_to_measure({}, 32, (MTP, HOST))
+    times = [parts.seconds(cell.shape) * chance.lognormvariate(0.0, 0.02) for cell in cells]
+    costs.load_table(typical_costs([*zip(cells, times)]))
 
 
 def changing_rows(policy: AdaptiveDrafts, size: int, chance: random.Random) -> list[RowDrafting]:
@@ -594,17 +595,21 @@ def test_never_slower_than_any_fixed_choice(size, copies):
     assert sum(shares) > 0.97 * len(shares)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("size", [1, 4, 16])
-def test_what_a_wrong_calibration_loses_is_bounded(size):
-    """Tokens, places in long windows and the head's passes cost seven times as much as measured."""
+def test_what_a_wrong_calibration_loses_is_bounded(size, seed):
+    """Tokens, places in long windows and the head's passes cost seven times as much as measured.
+
+    All rows copy in all steps, so the cost of a step without drafts has to be measured on purpose.
+    """
     costs = StepCosts()
     calibrate(Parts(lambda n: 9 + 0.15 * n), costs)
     dear = Parts(lambda n: 9 + 0.15 * size + 1.0 * (n - size), head=(4.0, 0.2), padding=0.3)
     machine, policy = machine_of(dear, LOW), AdaptiveDrafts(costs)
+    machine.random = random.Random(seed)
     plain = size / machine.price(StepShape(size, 0, 0, 0))
-    for seed in range(4):
-        machine.run(policy, size, 60, changing_rows(policy, size, random.Random(seed)))
+    for number in range(4):
+        machine.run(policy, size, 60, changing_rows(policy, size, random.Random(seed + number)))
     assert machine.tokens / machine.seconds > 0.5 * plain
-    assert (
-        machine.run(policy, size, 300, changing_rows(policy, size, random.Random(9))) > 0.93 * plain
-    )
+    rows = changing_rows(policy, size, random.Random(seed + 9))
+    assert machine.run(policy, size, 300, rows) > 0.95 * plain
