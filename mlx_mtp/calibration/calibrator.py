@@ -50,8 +50,6 @@ _STEPS = (
     *_beside_plain(MTP, 32, 1),
     *_beside_plain(MTP, 16, 5),
 )
-# Cells measured at every start, as the machine may have been busy at an earlier one.
-_CHECKED = frozenset(_beside_plain(MTP, 1, 1, 2, 3))
 _TIMES = 3  # measurements of each cell of steps, to outvote one from a busy moment
 _PROMPT_TOKENS = 8
 _TIMED_STEPS = 7  # timed steps per cell; the first two are not used, as they can compile kernels
@@ -61,15 +59,13 @@ _SAVE_SECONDS = 300.0
 
 
 def steps_to_measure(known: Table, most_rows: int, kinds: Collection[str]) -> list[CostKey]:
-    """Returns the cells of decode steps that are not in `known`, or are measured at every start."""
+    """Returns the cells of decode steps whose costs are not `known`, in order of measuring."""
     kinds = {*kinds, RAGGED} if HOST in kinds else kinds
     possible = [c for c in _STEPS if c.rows <= most_rows and (c.size == 0 or c.kind in kinds)]
     # All cells with the rows of a missing one are measured: only nearby times can be compared.
     partial = {cell.rows for cell in possible if cell not in known}
     missing = [cell for cell in possible if cell.rows in partial]
-    first = (cell for cell in possible if cell.rows in partial or cell in _CHECKED)
-    cells = (*first, *missing * (_TIMES - 1))
-    return [cell for cell, _ in groupby(cells)]  # Drops repeated plain steps.
+    return [cell for cell, _ in groupby(missing * _TIMES)]  # Drops repeated plain steps.
 
 
 def typical_costs(measured: Many[tuple[CostKey, float]]) -> Table:
@@ -78,15 +74,16 @@ def typical_costs(measured: Many[tuple[CostKey, float]]) -> Table:
     The machine's speed changes. So each measurement is divided by those of the steps without drafts
     just before and after it, and the median of these ratios counts.
     """
-    plain, others = (defaultdict[CostKey, list[float]](list) for _ in range(2))
+    every, beside = (defaultdict[CostKey, list[float]](list) for _ in range(2))
     for cell, seconds in measured:
-        if not cell.size:
-            plain[cell].append(seconds)
-    usual = {cell: statistics.median_low(times) for cell, times in plain.items()}
-    for (before, first), (cell, seconds), (after, last) in zip(measured, measured[1:], measured[2:]):
+        every[cell].append(seconds)
+    usual = {cell: statistics.median_low(times) for cell, times in every.items()}
+    for (before, first), (cell, seconds), (after, last) in zip(
+        measured, measured[1:], measured[2:]
+    ):
         if cell.size and before == after == CostKey(MTP, cell.rows, 0):
-            others[cell].append(seconds * usual[after] / ((first + last) / 2))
-    return usual | {cell: statistics.median_low(times) for cell, times in others.items()}
+            beside[cell].append(seconds * usual[after] / ((first + last) / 2))
+    return usual | {cell: statistics.median_low(times) for cell, times in beside.items()}
 
 
 class _CellDrafts(FixedDrafts):
@@ -151,13 +148,7 @@ class Calibrator:
         self._work: Iterator[None] = iter(())
         self._core: EngineCore | None = None  # runs the first cell; None: paused
         known = self.file.load()
-        # Steps of an earlier run count as one measurement, beside steps without drafts.
-        self._measured = [
-            (each, known[each])
-            for cell in known
-            for each in _beside_plain(cell.kind, cell.rows, int(cell.size))
-            if cell.kind in (MTP, HOST, RAGGED) and each in known
-        ]
+        self._measured: list[tuple[CostKey, float]] = []  # cells of steps
         steps.load_table(known)
         chunks.load_table(known)
         logger.debug("Costs of an earlier run: %s", known)

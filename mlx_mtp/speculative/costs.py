@@ -6,8 +6,7 @@ use, and while no request runs (`mlx_mtp/calibration`). `table` and `load_table`
 from one run of the server to the next.
 """
 
-import math
-from collections import deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median_low
 from typing import NamedTuple
@@ -43,14 +42,13 @@ _PRIOR = (
     (0.0, 0.3),  # extra cost of a step in use
     (0.0, 0.01),  # extra cost of a step in use per row
 )
-_SLOWNESS_CHANGES = 0.015  # standard deviation of its change between two measurements
+# Relative standard deviation of the machine's speed at first, and of its change per measurement.
+_FIRST_SPEED, _SPEED_CHANGES = 0.3, 0.015
 _CHANGES = 0.001  # share of the prior's variance that each measurement in use adds
 _NOISE = 0.04  # relative standard deviation of a measurement
 _FARTHEST = -0.5, 2.0  # limits of a measurement's relative deviation from the expected
 _BLOCK, _FEWEST_STEPS = 8, 3  # maximum and minimum number of steps in a measurement in use
-_KEPT = 3  # latest measurements of a cell, the median of which is saved for the next run
 _LATE = 1.3  # times the median of a block: longer steps are cut to this
-_MOST_SCALE = 4.0  # times the prior's cost: beyond it the coefficients are rescaled
 _LEAST_PLAIN = 0.1  # minimum cost of a step, relative to one of one token
 # Limits of the costs of windows, relative to a step without drafts: the minimum extra cost; the
 # minimum extra cost of one draft in each row; the standard deviations added to the estimate.
@@ -109,16 +107,15 @@ class BatchCosts(NamedTuple):
 
 
 class StepCosts:
-    """A model of the seconds of decode steps: a linear function, scaled by the machine's slowness.
+    """A linear model of the seconds of decode steps: `features @ coefficients`.
 
-    A step takes `exp(slowness) * features @ coefficients` seconds. An extended Kalman filter
-    estimates `slowness` and the coefficients. `slowness` can change with each measurement, because
-    other work on the machine slows all steps alike.
+    A Kalman filter estimates the coefficients. All of them can change by one factor with each
+    measurement, because other work on the machine slows all steps alike.
     """
 
     def __init__(self) -> None:
-        self._loaded: Table = {}
-        self._in_use: dict[CostKey, deque[float]] = {}  # latest seconds of cells measured in use
+        self._table: dict[CostKey, float] = {}
+        self._times = Counter[CostKey]()  # how often each cell was measured
         self.load_table({})
         self._steps: list[tuple[StepShape, float]] = []  # steps of the incomplete block
         # The first launch of a shape is not measured: it compiles kernels and fills buffer pools.
@@ -134,12 +131,11 @@ class StepCosts:
         if self._kind != kind or not seconds or len(self._steps) == _BLOCK:
             self._end_block()
         self._kind = kind
-        if not seconds:
-            return
-        if (launch := (rows, passes, longest)) not in self._seen:
+        launch = rows, passes, longest
+        if seconds and launch in self._seen:
+            self._steps.append((shape, seconds))
+        elif seconds:
             self._seen.add(launch)
-            return
-        self._steps.append((shape, seconds))
 
     def of_batch(self, rows: int) -> BatchCosts:
         if rows not in self._batch_costs:
@@ -148,36 +144,30 @@ class StepCosts:
 
     def has_measured(self, rows: int, depth: int) -> bool:
         """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
-        times = {cell: len(seconds) for cell, seconds in self._in_use.items()}
-        times |= dict.fromkeys(self._loaded, 2)
         alike = (
             number
-            for cell, number in times.items()
+            for cell, number in self._times.items()
             if cell.kind in (MTP, USE) and cell.size >= depth and 0.4 < cell.rows / rows < 2.5
         )
         return sum(alike) >= 2
 
     def has_plain(self, rows: int) -> bool:
-        """Returns True if steps of about `rows` rows without drafts were measured in this run."""
-        plain = (cell.rows for cell in self._in_use if not cell.size)
+        """Returns True if steps of about `rows` rows without drafts were measured in use."""
+        plain = (cell.rows for cell in self._table if cell.kind == USE and not cell.size)
         return any(0.6 < each / rows < 1.7 for each in plain)
 
     def table(self) -> Table:
-        in_use = {cell: median_low(seconds) for cell, seconds in self._in_use.items()}
-        return {**self._loaded, **in_use}
+        return dict(self._table)
 
     def load_table(self, table: Table) -> None:
-        """Estimate anew, also from costs measured while no request ran or in an earlier run.
-
-        They replace the costs of these cells that were loaded before.
-        """
-        steps = {cell: table[cell] for cell in table if cell.kind in (MTP, HOST, RAGGED, USE)}
-        self._loaded = {**self._loaded, **steps}
-        self._prior, self._covariance = _prior()  # of [slowness, *coefficients]
-        self._mean = self._prior.copy()
-        self._changes = _CHANGES * np.diag(np.diag(self._covariance))
+        """Estimate anew, also from costs measured while no request ran or in an earlier run."""
+        steps = [cell for cell in table if cell.kind in (MTP, HOST, RAGGED, USE)]
+        self._table |= {cell: table[cell] for cell in steps}
+        self._times.update(steps * 2)
+        self._mean, self._covariance = _prior()  # of the coefficients
+        self._unit = 0.0  # seconds of the prior's unit; 0: not known yet
         self._batch_costs: dict[int, BatchCosts] = {}
-        for cell, seconds in sorted(self.table().items(), key=lambda each: each[0][1:]):
+        for cell, seconds in sorted(self._table.items(), key=lambda each: each[0][1:]):
             self._learn(_features([cell.shape], in_use=cell.kind == USE)[0], seconds)
 
     def _end_block(self) -> None:
@@ -188,44 +178,30 @@ class StepCosts:
         shapes, times = zip(*steps)
         usual = _LATE * median_low(times)  # Some steps are delayed.
         seconds = fmean(min(each, usual) for each in times)
-        self._covariance += self._changes
+        self._covariance += _CHANGES * self._unit**2 * np.diag(np.diag(_prior()[1]))
         self._learn(_features(shapes, in_use=True).mean(axis=0), seconds)
         rows, depth = self._kind
         if depth is not None:
-            cell = CostKey(USE, rows, depth)
-            self._in_use.setdefault(cell, deque(maxlen=_KEPT)).append(seconds)
+            self._table[CostKey(USE, rows, depth)] = seconds
+            self._times[CostKey(USE, rows, depth)] += 1
 
     def _learn(self, features: Vector, seconds: float) -> None:
-        slowness, coefficients = self._mean[0], self._mean[1:]
-        expected = max(float(coefficients @ features), _LEAST_PLAIN)
-        if np.isnan(slowness):  # This is the first measurement.
-            self._mean[0] = slowness = np.log(seconds / expected)
-        self._covariance[0, 0] += _SLOWNESS_CHANGES**2
-        off = np.clip(seconds / np.exp(slowness) / expected - 1.0, *_FARTHEST)
-        # The derivative of the relative seconds by `slowness` and by each coefficient.
-        gradient = np.concatenate([[1.0], features / expected])
+        speed = _SPEED_CHANGES
+        if not self._unit:
+            self._unit, speed = seconds / float(self._mean @ features), _FIRST_SPEED
+            self._mean *= self._unit
+            self._covariance *= self._unit**2
+        self._covariance += speed**2 * np.outer(self._mean, self._mean)
+        expected = max(float(self._mean @ features), _LEAST_PLAIN * self._unit)
+        off = np.clip(seconds / expected - 1.0, *_FARTHEST)
+        gradient = features / expected  # of the relative seconds, by the coefficients
         spread = self._covariance @ gradient
         gain = spread / (gradient @ spread + _NOISE**2)
         self._mean += gain * off
         self._covariance -= np.outer(gain, spread)
-        scale = float(self._mean[1:] @ features) / float(self._prior[1:] @ features)
-        if scale > _MOST_SCALE:
-            self._rescale(scale)
         self._batch_costs.clear()
 
-    def _rescale(self, scale: float) -> None:
-        """Divide the coefficients by `scale` and add its logarithm to `slowness`: no cost changes.
-
-        Measurements determine ratios of costs much better than `slowness`. The coefficients could
-        therefore grow without limit, and `_changes`, which is constant, would become negligible.
-        """
-        self._mean[0] += math.log(scale)
-        self._mean[1:] /= scale
-        self._covariance[1:] /= scale
-        self._covariance[:, 1:] /= scale
-
     def _costs_of(self, rows: int) -> BatchCosts:
-        coefficients, covariance = self._mean[1:], self._covariance[1:, 1:]
         most = rows * MAX_HOST_DRAFTS
         # Between these numbers of drafts costs are linear.
         ends = [1, *(int(n) - rows for n in _KNOTS if rows + 1 < n < rows + most), most]
@@ -234,12 +210,12 @@ class StepCosts:
         shapes += [StepShape(rows, 0, n, 0) for n in range(MAX_DRAFT_TOKENS + 1)]
         shapes += [StepShape(rows, n, 0, n / rows) for n in ends]
         steps = _features(shapes, in_use=True)
-        plain = max(float(steps[0] @ coefficients), _LEAST_PLAIN)
-        more = (steps - steps[0]) @ coefficients / plain  # costs over that of a plain step
+        plain = max(float(steps[0] @ self._mean), _LEAST_PLAIN * self._unit)
+        more = (steps - steps[0]) @ self._mean / plain  # costs over that of a plain step
         # By the coefficients, except for those of use: what use adds makes drafts only cheaper.
         idle = _features(shapes, in_use=False)
         gradients = (idle - np.outer(1.0 + more, idle[0])) / plain
-        variances = ((gradients @ covariance) * gradients).sum(axis=1)
+        variances = ((gradients @ self._covariance) * gradients).sum(axis=1)
         cautious = more + _CAUTION * np.sqrt(np.maximum(variances, 0.0))
         known = np.maximum.accumulate([_LEAST_MORE, *cautious[-len(ends) :]])[1:]
         drafts = np.arange(1, most + 1)
@@ -252,29 +228,17 @@ def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
     """Returns features [S, F]: one per coefficient of `_PRIOR`, one per interval of `_KNOTS`."""
     rows, drafts, passes, _ = np.array(shapes, dtype=float).T
     any_drafts, used = drafts > 0, np.full(len(shapes), float(in_use))
-    others = (
-        np.ones(len(shapes)),
-        any_drafts,
-        any_drafts * rows,
-        passes,
-        passes * rows,
-        [shape.padding for shape in shapes],
-        rows - 1,
-        used,
-        used * rows,
-    )
+    others = [np.ones(len(shapes)), any_drafts, any_drafts * rows, passes, passes * rows]
+    others += [[shape.padding for shape in shapes], rows - 1, used, used * rows]
     slopes = np.clip((rows + drafts)[:, None] - _KNOTS[:-1], 0.0, np.diff(_KNOTS))
     return np.concatenate([np.stack(others, axis=1), slopes], axis=1)
 
 
 def _prior() -> tuple[Vector, Vector]:
-    """Returns mean and covariance of `slowness` (nan: not known yet) and of all coefficients."""
+    """Returns mean and covariance of all coefficients, relative to a step of one token."""
     means, deviations = zip(*_PRIOR)
     places = np.log(_KNOTS[:-1])
     distances = np.abs(places[:, None] - places) / _ALIKE
-    slopes = _ALL_SLOPES**2 + _EACH_SLOPE**2 * np.exp(-distances)
-    others = len(_PRIOR) + 1
-    covariance = np.zeros((others + len(places),) * 2)
-    covariance[:others, :others] = np.diag([0.0, *np.square(deviations)])
-    covariance[others:, others:] = slopes
-    return np.array([np.nan, *means, *[_SLOPE] * len(places)]), covariance
+    covariance = np.diag(np.square([*deviations, *places]))
+    covariance[len(means) :, len(means) :] = _ALL_SLOPES**2 + _EACH_SLOPE**2 * np.exp(-distances)
+    return np.array([*means, *[_SLOPE] * len(places)]), covariance

@@ -28,10 +28,8 @@ _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number 
 # A probe is _PROBE_STEPS steps with one more draft of the head per row, or without drafts. If there
 # are none, it has the best number of them: only drafts show acceptance rates. Between two probes
 # are _LONG_REST steps; _REST if the cost is unknown, before the first, and after an interruption.
-_REST, _LONG_REST, _PROBE_STEPS = 48, 1024, 5
-# If steps without drafts were not measured in use for _REST steps, at most _PLAIN_STEPS have none;
-# if they could not be measured, the same again _LONG_REST steps later.
-_PLAIN_STEPS = 10
+# If no step without drafts was measured after _REST steps, up to _PLAIN_STEPS have none.
+_REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
 
 
 @dataclass(eq=False, slots=True)
@@ -238,11 +236,7 @@ class AdaptiveDrafts:
         self._num_rows, self._since_review = len(fixed), 0
 
     def _must_measure_plain(self, num_rows: int) -> bool:
-        """Returns True if this step has no drafts, to measure its cost.
-
-        If all steps have drafts, their times show a wrong cost of these no better than a machine
-        that is slower in use.
-        """
+        """Returns True if this step has no drafts: what drafts cost is relative to its time."""
         self._unmeasured = 0 if self._costs.has_plain(num_rows) else self._unmeasured + 1
         if self._unmeasured >= _REST + _PLAIN_STEPS:
             self._unmeasured = _REST - _LONG_REST

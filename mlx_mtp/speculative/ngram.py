@@ -86,8 +86,7 @@ class NgramIndex:
 
     def _entry(self, tokens: Sequence[int], place: int) -> int:
         """Returns the table's entry for the `GRAM` tokens before `place`."""
-        entry: int = _hash(*tokens[place - GRAM : place]) & (len(self._heads) - 1)
-        return entry
+        return int(_hash(*tokens[place - GRAM : place])) & (len(self._heads) - 1)
 
     def _build(self) -> None:
         """Index all tokens with NumPy: about 0.1 microseconds per token."""
