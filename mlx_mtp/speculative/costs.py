@@ -126,13 +126,13 @@ class StepCosts:
     def observe(self, shape: StepShape, seconds: float | None) -> None:
         """Learn from a step in use; `seconds` is None if its time is not known."""
         rows, drafts, passes, longest = shape
-        is_even = drafts == rows * passes == rows * longest
-        kind = rows, longest if is_even else None
-        if self._kind != kind or not seconds or len(self._steps) == _BLOCK:
+        kind = rows, longest if drafts == rows * passes == rows * longest else None
+        is_new, launch = self._kind != kind, (rows, passes, longest)
+        if is_new or not seconds or len(self._steps) == _BLOCK:
             self._end_block()
         self._kind = kind
-        launch = rows, passes, longest
-        if seconds and launch in self._seen:
+        # A step also commits the windows of the step before, so that should have been of its kind.
+        if seconds and launch in self._seen and not is_new:
             self._steps.append((shape, seconds))
         elif seconds:
             self._seen.add(launch)

@@ -210,11 +210,15 @@ def test_near_the_best_fixed_depth(number, shift):
     """With calibrated costs, and with none; the first step of a shape is slow, as it compiles."""
     table, size = PLACES[number]
     rates = (GOOD, REAL, MIDDLING, LOW, CLIFF)[(number + shift) % 5]
-    for policy, share in ((calibrated(table, size), 0.89), (worth(), 0.93)):
-        machine = Machine(cost_of(table), lambda: rates, noise=0.05, first=20)
-        machine.run(policy, size, 800)
-        best = best_fixed(machine.cost, rates, size)
-        assert machine.run(policy, size, 1200) > share * best
+    shares: dict[float, list[float]] = {0.89: [], 0.93: []}
+    for seed in range(3):
+        for policy, of_policy in zip((calibrated(table, size), worth()), shares.values()):
+            machine = Machine(cost_of(table), lambda: rates, noise=0.05, first=20, seed=seed)
+            machine.run(policy, size, 800)
+            best = best_fixed(machine.cost, rates, size)
+            of_policy.append(machine.run(policy, size, 1200) / best)
+    for least, of_policy in shares.items():
+        assert sum(of_policy) > least * len(of_policy)
 
 
 def test_a_head_that_is_better_than_assumed_is_found():
@@ -574,19 +578,23 @@ def test_never_slower_than_any_fixed_choice(size, copies):
     """
     shares = []
     for parts, rates in itertools.product(MACHINES.values(), (REAL, MIDDLING, LOW)):
-        machine, costs = machine_of(parts, rates), StepCosts()
-        calibrate(parts, costs)
-        policy, chance = AdaptiveDrafts(costs), random.Random(3)
-        for _ in range(16):
-            rows = changing_rows(policy, size, chance) if copies else None
-            machine.run(policy, size, 50, rows)
+        tokens = seconds = 0.0
+        for seed in range(3):
+            machine, costs = machine_of(parts, rates), StepCosts()
+            machine.random = random.Random(seed)
+            calibrate(parts, costs)
+            policy, chance = AdaptiveDrafts(costs), random.Random(3 + seed)
+            for _ in range(16):
+                rows = changing_rows(policy, size, chance) if copies else None
+                machine.run(policy, size, 50, rows)
+            tokens, seconds = tokens + machine.tokens, seconds + machine.seconds
         best = max(
             size
             * _expected(rates[:depth])
             / machine.price(StepShape(size, size * depth, depth, depth))
             for depth in range(K + 1)
         )
-        shares.append(machine.tokens / machine.seconds / best)
+        shares.append(tokens / seconds / best)
     assert min(shares) > 0.94
     assert sum(shares) > 0.97 * len(shares)
 
