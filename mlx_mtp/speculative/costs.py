@@ -44,9 +44,9 @@ _PRIOR = (
 )
 # Relative standard deviation of the machine's speed at first, and of its change per measurement.
 _FIRST_SPEED, _SPEED_CHANGES = 0.3, 0.015
-_CHANGES = 0.001  # share of the prior's variance that each measurement in use adds
+_CHANGES = 0.0003  # how much of what was known of a step's coefficients a step in use forgets
 _NOISE = 0.04  # relative standard deviation of a measurement
-_FARTHEST = -0.5, 2.0  # limits of a measurement's relative deviation from the expected
+_FARTHEST = 2.0  # maximum relative deviation of a measurement from the expected
 _BLOCK, _FEWEST_STEPS = 8, 3  # maximum and minimum number of steps in a measurement in use
 _LATE = 1.3  # times the median of a block: longer steps are cut to this
 _LEAST_PLAIN = 0.1  # minimum cost of a step, relative to one of one token
@@ -144,12 +144,8 @@ class StepCosts:
 
     def has_measured(self, rows: int, depth: int) -> bool:
         """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
-        alike = (
-            number
-            for cell, number in self._times.items()
-            if cell.kind in (MTP, USE) and cell.size >= depth and 0.4 < cell.rows / rows < 2.5
-        )
-        return sum(alike) >= 2
+        near = [c for c in self._times if c.size >= depth and 0.4 < c.rows / rows < 2.5]
+        return sum(self._times[cell] for cell in near if cell.kind in (MTP, USE)) >= 2
 
     def has_plain(self, rows: int) -> bool:
         """Returns True if steps of about `rows` rows without drafts were measured in use."""
@@ -178,8 +174,12 @@ class StepCosts:
         shapes, times = zip(*steps)
         usual = _LATE * median_low(times)  # Some steps are delayed.
         seconds = fmean(min(each, usual) for each in times)
-        self._covariance += _CHANGES * self._unit**2 * np.diag(np.diag(_prior()[1]))
-        self._learn(_features(shapes, in_use=True).mean(axis=0), seconds)
+        features = _features(shapes, in_use=True).mean(axis=0)
+        # Only what these steps show: else plain steps would make drafts ever less certain.
+        forgotten = _CHANGES * (features != 0.0)
+        self._covariance *= np.sqrt(np.outer(1.0 - forgotten, 1.0 - forgotten))
+        self._covariance += np.diag(forgotten * np.diag(_prior()[1])) * self._unit**2
+        self._learn(features, seconds)
         rows, depth = self._kind
         if depth is not None:
             self._table[CostKey(USE, rows, depth)] = seconds
@@ -193,7 +193,7 @@ class StepCosts:
             self._covariance *= self._unit**2
         self._covariance += speed**2 * np.outer(self._mean, self._mean)
         expected = max(float(self._mean @ features), _LEAST_PLAIN * self._unit)
-        off = np.clip(seconds / expected - 1.0, *_FARTHEST)
+        off = min(seconds / expected - 1.0, _FARTHEST)
         gradient = features / expected  # of the relative seconds, by the coefficients
         spread = self._covariance @ gradient
         gain = spread / (gradient @ spread + _NOISE**2)

@@ -115,6 +115,21 @@ def test_one_disturbed_measurement_of_a_calibration_changes_costs_little(factor)
         assert relative(costs, 1) == pytest.approx(TRUE, rel=0.12), disturbed
 
 
+def test_long_plain_decoding_makes_drafts_no_dearer(monkeypatch):
+    """With the addition for uncertainty: what steps without drafts don't show stays known."""
+    monkeypatch.undo()
+
+    def seconds(shape: StepShape) -> float:
+        drafting = 0.1 * (shape.drafts > 0) + 0.01 * shape.drafts + 0.05 * shape.passes
+        return 0.01 * (1.0 + 0.02 * shape.rows + drafting)
+
+    costs = calibrated(seconds, CELLS)
+    before = [relative(costs, rows) for rows in (4, 16)]
+    stay(costs, 16, 0, seconds(even(16, 0)), 6000)
+    for rows, known in zip((4, 16), before):
+        assert relative(costs, rows) == pytest.approx(known, rel=0.15)
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.0, 1.5, 3.0])
 def test_a_slower_machine_changes_ratios_little_once_two_numbers_of_drafts_ran(factor):
     costs = calibrated()
