@@ -44,7 +44,7 @@ _PRIOR = (
 )
 # Relative standard deviation of the machine's speed at first, and of its change per measurement.
 _FIRST_SPEED, _SPEED_CHANGES = 0.3, 0.015
-_CHANGES = 0.0003  # how much of what was known of a step's coefficients a step in use forgets
+_CHANGES = 0.0003  # share of what is known of a coefficient that a step in use forgets
 _NOISE = 0.04  # relative standard deviation of a measurement
 _FARTHEST = 2.0  # maximum relative deviation of a measurement from the expected
 _BLOCK, _FEWEST_STEPS = 8, 3  # maximum and minimum number of steps in a measurement in use
@@ -239,6 +239,6 @@ def _prior() -> tuple[Vector, Vector]:
     means, deviations = zip(*_PRIOR)
     places = np.log(_KNOTS[:-1])
     distances = np.abs(places[:, None] - places) / _ALIKE
-    covariance = np.diag(np.square([*deviations, *places]))
+    covariance = np.diag([*np.square(deviations), *np.zeros(len(places))])
     covariance[len(means) :, len(means) :] = _ALL_SLOPES**2 + _EACH_SLOPE**2 * np.exp(-distances)
     return np.array([*means, *[_SLOPE] * len(places)]), covariance
