@@ -159,7 +159,7 @@ class StepCosts:
         """Estimate anew, also from costs measured while no request ran or in an earlier run."""
         steps = [cell for cell in table if cell.kind in (MTP, HOST, RAGGED, USE)]
         self._table |= {cell: table[cell] for cell in steps}
-        self._times.update(steps * 2)
+        self._times |= Counter(steps * 2)
         self._mean, self._covariance = _prior()  # of the coefficients
         self._unit = 0.0  # seconds of the prior's unit; 0: not known yet
         self._batch_costs: dict[int, BatchCosts] = {}

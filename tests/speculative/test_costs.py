@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_mtp.calibration.calibrator import typical_costs
 from mlx_mtp.speculative import costs as costs_module
-from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, CostKey, StepCosts, StepShape
+from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, USE, CostKey, StepCosts, StepShape
 from mlx_mtp.speculative.draft_policy import HeadRates
 from mlx_mtp.speculative.ngram import NgramRates
 
@@ -113,6 +113,28 @@ def test_one_disturbed_measurement_of_a_calibration_changes_costs_little(factor)
         costs = calibrated(lambda s: one_row(s) * (factor if next(number) == disturbed else 1.0))  # noqa: B023
         assert next(number) == 36
         assert relative(costs, 1) == pytest.approx(TRUE, rel=0.12), disturbed
+
+
+def test_calibrated_costs_far_below_the_prior_are_not_cut():
+    """As on a GPU, where tokens and passes of the head cost almost nothing."""
+
+    def seconds(shape: StepShape) -> float:
+        return 0.008 * (1.0 + 0.002 * (shape.rows + shape.drafts) + 0.01 * shape.passes)
+
+    costs = calibrated(seconds, (*CELLS, (MTP, 16, (5,)), (MTP, 32, (1,))))
+    for rows in (1, 4, 16):
+        true = [seconds(even(rows, depth)) / seconds(even(rows, 0)) for depth in range(len(TRUE))]
+        assert relative(costs, rows) == pytest.approx(true, rel=0.1)
+
+
+def test_the_first_step_of_a_kind_is_not_measured():
+    """It takes twice as long, as it commits the windows of the step before it."""
+    costs = calibrated()
+    for _ in range(20):
+        for seconds in (0.02, 0.01, 0.01, 0.01):
+            costs.observe(even(1, 0), seconds)
+        costs.observe(even(1, 3), 0.01 * TRUE[3])
+    assert costs.table()[CostKey(USE, 1, 0)] == pytest.approx(0.01)
 
 
 def test_long_plain_decoding_makes_drafts_no_dearer(monkeypatch):
