@@ -70,13 +70,16 @@ class _Watch:
 
     def choose(self, policy: Any, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
         head = policy._head_rates.cumulative_acceptance()
-        self._offered = [(each.offer(), head[: each.waiting]) for each in rows]
+        self._offered = [
+            (each.offer(min(each.ahead, each.expected))[1], head[: each.waiting]) for each in rows
+        ]
         return _CHOOSE(policy, rows, steady=steady)
 
-    def plan(self, scheduler: Scheduler, chunk: Any, decode: tuple[StepRow, ...]) -> None:
-        _PLAN(scheduler, chunk, decode)
+    def plan(self, scheduler: Scheduler, chunk: Any, decode: tuple[StepRow, ...]) -> bool:
+        sync = _PLAN(scheduler, chunk, decode)
         for each, (host, head) in zip(decode, self._offered):
             self._estimates[each] = head if each.source == MTP else host
+        return sync
 
     def observe(self, scheduler: Scheduler, step: InFlightStep) -> None:
         for each in step.rows:
@@ -91,7 +94,7 @@ class _Watch:
 
     def learn(self, policy: Any, head: Any, shape: StepShape, seconds: float | None) -> None:
         if seconds is not None:
-            cost = policy._costs.of_batch(shape.rows).cost(shape)
+            cost = policy._costs.of_batch(shape.rows, sync=shape.sync).cost(shape)
             source = "copies" if self._copies else "head"
             self.steps.append(_Step(source, shape, seconds, cost))
         _LEARN(policy, head, shape, seconds)

@@ -27,6 +27,7 @@ class _Prices(NamedTuple):
 
     verify: dict[int, float]  # by the number of tokens of all rows
     passes: tuple[float, float] = (0.75, 0.03)  # of a head pass: one row, and each further row
+    wait: float = 3.0  # for the host, if the step before was read first; assumed
 
     def seconds(self, shape: StepShape) -> float:
         tokens, known = shape.rows + shape.drafts, sorted(self.verify)
@@ -35,7 +36,7 @@ class _Prices(NamedTuple):
         above = next((n for n in known[1:] if n >= tokens), known[-1])
         below = known[known.index(above) - 1]
         slope = (self.verify[above] - self.verify[below]) / (above - below)
-        return (self.verify[below] + slope * (tokens - below) + head) / 1e3
+        return (self.verify[below] + slope * (tokens - below) + head + shape.sync * self.wait) / 1e3
 
 
 _CPU = {1: 10.0, 2: 12.5, 4: 15.8, 8: 21.0, 16: 32.0, 32: 49.0, 64: 84.0, 128: 150.0}
@@ -118,6 +119,9 @@ def _edits(repository: Path, count: int, tokenizer: Tokenizer) -> list[_Text]:
     return texts
 
 
+_Result = tuple[list[HeadWindow], StepShape, float]
+
+
 class _Row(RowDrafting):
     """A running request with `at` tokens of its answer; `unread` are those of the last step."""
 
@@ -137,7 +141,8 @@ def _replay(
 ) -> tuple[float, float]:
     """Answer `texts`, `num_rows` at a time; returns tokens per step and row, and per second.
 
-    As in the engine, the policy reads the result of a step after the next step is launched.
+    As in the engine, the policy reads the result of a step after the next step is launched, unless
+    its choice is sync.
     """
 
     chance, costs = random.Random(0), StepCosts()
@@ -148,7 +153,8 @@ def _replay(
     waiting = iter(texts)
     rows = [_Row(text, source) for text in itertools.islice(waiting, num_rows)]
     tokens, steps, time, steady = 0, 0, 0.0, False
-    unread: tuple[list[HeadWindow], StepShape, float] | None = None
+    unread: list[tuple[_Result, list[tuple[_Row, Sequence[int]]]]] = []
+    alone = False  # True if the last step was read before this one was planned
     while rows:
         choice = policy.choose(rows, steady=steady)
         windows: list[HeadWindow] = []
@@ -169,17 +175,21 @@ def _replay(
                 windows.append((count, gained - 1))
             came.append(row.text.answer[row.at : row.at + gained])
             row.at += gained
-            row.ahead, row.pending = count + 1, drafts
-        shape = StepShape(len(rows), sum(verified), max(choice.head), max(verified))
+            row.ahead, row.pending = (0 if choice.sync else count + 1), drafts
+        shape = StepShape(len(rows), sum(verified), max(choice.head), max(verified), alone)
         seconds = prices.seconds(shape)
         tokens += sum(map(len, came))
         steps, time = steps + len(rows), time + seconds
-        if unread is not None:
-            policy.observe(*unread)
-        unread, steady = (windows, shape, seconds), True
-        for row, new in zip(rows, came):
-            for drafter in row.host.values() if row.unread else ():
-                drafter.extend(row.unread)
+        unread.append(((windows, shape, seconds), [*zip(rows, came)]))
+        alone, steady = choice.sync, True
+        while len(unread) > (not alone):
+            result, emitted = unread.pop(0)
+            policy.observe(*result)
+            for row, new in emitted:
+                row.unread = ()
+                for drafter in row.host.values():
+                    drafter.extend(new)
+        for row, new in unread[0][1] if unread else ():
             row.unread = new
         for place, row in enumerate(rows):
             if row.at == len(row.text.answer) and (text := next(waiting, None)) is not None:

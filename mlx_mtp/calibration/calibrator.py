@@ -10,7 +10,8 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from mlx_mtp.calibration.cost_file import CostFile
 from mlx_mtp.config import MAX_HOST_DRAFTS, MAX_RUN, EngineConfig
@@ -22,7 +23,7 @@ from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
 from mlx_mtp.engine.sequence import Sequence
 from mlx_mtp.sampling.params import SamplingParams
-from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, CostKey, StepCosts, StepShape, Table
+from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, SYNC, CostKey, StepCosts, StepShape, Table
 from mlx_mtp.speculative.draft_policy import Choice, FixedDrafts, HeadWindow, RowDrafting
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,12 @@ _STEPS = (
     *_beside_plain(MTP, 4, 1, 3),
     *_beside_plain(HOST, 1, 4, 16),
     *_beside_plain(RAGGED, 4, 16),
+    *_beside_plain(SYNC, 1, 0),
     *_beside_plain(MTP, 2, 1, 3),
     *_beside_plain(MTP, 1, 4, 6, 8),
     *_beside_plain(MTP, 16, 1, 2, 3),
     *_beside_plain(RAGGED, 16, 16),
+    *_beside_plain(SYNC, 16, 0),
     *_beside_plain(HOST, 4, 4, 16),
     *_beside_plain(MTP, 4, 2, 5, 8),
     *_beside_plain(MTP, 32, 1),
@@ -78,10 +81,9 @@ def typical_costs(measured: Many[tuple[CostKey, float]]) -> Table:
     for cell, seconds in measured:
         every[cell].append(seconds)
     usual = {cell: statistics.median_low(times) for cell, times in every.items()}
-    for (before, first), (cell, seconds), (after, last) in zip(
-        measured, measured[1:], measured[2:]
-    ):
-        if cell.size and before == after == CostKey(MTP, cell.rows, 0):
+    threes = zip(measured, measured[1:], measured[2:])
+    for (before, first), (cell, seconds), (after, last) in threes:
+        if cell != before == after == CostKey(MTP, cell.rows, 0):
             beside[cell].append(seconds * usual[after] / ((first + last) / 2))
     return usual | {cell: statistics.median_low(times) for cell, times in beside.items()}
 
@@ -105,19 +107,6 @@ class _CellDrafts(FixedDrafts):
             self.seconds.append(seconds)
 
 
-class _Run(NamedTuple):
-    """A `HostDrafter` that offers arbitrary tokens."""
-
-    next_run: Many[int]
-    of_others: bool = False
-
-    def extend(self, tokens: Many[int]) -> None:
-        pass
-
-    def cumulative_acceptance(self, ahead: int) -> list[float]:
-        return []
-
-
 class Calibrator:
     """Loads costs, measures them while no request runs, and saves them in `folder`, if any.
 
@@ -125,10 +114,8 @@ class Calibrator:
     steps with one number of rows and of drafts. If a request arrives, the current step is completed
     and the cell is restarted later. Chunks come first, from short to long. After the first two
     lengths, those expected to take longer than `--max-decode-pause` are skipped, as an arriving
-    request would wait for them. Without that limit chunk costs are not used, nor measured.
-
-    Cells have a scheduler and a core of their own, so the server's counters and acceptance rates
-    don't change.
+    request would wait for them. Without that limit chunk costs are not used, nor measured. Cells
+    have a scheduler and a core of their own: the server's counters and rates don't change.
     """
 
     def __init__(
@@ -151,7 +138,6 @@ class Calibrator:
         self._measured: list[tuple[CostKey, float]] = []  # cells of steps
         steps.load_table(known)
         chunks.load_table(known)
-        logger.debug("Costs of an earlier run: %s", known)
         lengths = chunks.to_measure(math.inf) if config.decode_pause else []
         self._cells = [CostKey(CHUNK, 1, length) for length in lengths]
         self._cells += steps_to_measure(known, config.max_num_seqs, kinds)
@@ -173,7 +159,6 @@ class Calibrator:
         if not self.busy:
             self.pause()
             logger.info("Step costs are measured.")
-            logger.debug("Step costs: %s", self._steps.table())
             self.save()
 
     def pause(self) -> None:
@@ -208,10 +193,11 @@ class Calibrator:
         is_chunk = cell.kind == CHUNK
         if is_chunk:
             length = int(cell.size)
-            config = replace(config, prefill_step_size=length, max_decode_pause=0.0, overlap=False)
+            config = replace(config, prefill_step_size=length, max_decode_pause=0.0)
             prefills = WholeChunks(config, self._chunks)
         scheduler = Scheduler(config, drafts, prefills=prefills)
-        core = EngineCore(scheduler, runner, overlap=config.overlap, clock=self._clock)
+        overlap = cell.kind not in (CHUNK, SYNC)
+        core = EngineCore(scheduler, runner, overlap=overlap, clock=self._clock)
         self._core = core
         for number in range(_MOST_STEPS):
             # Each step of a chunk's cell computes the first chunk of a new request.
@@ -246,6 +232,7 @@ def _requests(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
         request = Request(f"calibration-{row}", tokens[:length], sampling)
         sequence = Sequence(request, (), most)
         if cell.kind in (HOST, RAGGED):
-            sequence.drafting.host = {HOST: _Run(tokens[length:])}
-            sequence.drafting.source = HOST
+            drafter: Any = SimpleNamespace(next_run=tokens[length:], of_others=False)
+            drafter.extend = lambda _: None
+            sequence.drafting.host, sequence.drafting.source = {HOST: drafter}, HOST
         yield sequence

@@ -38,10 +38,9 @@ class CostFile:
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
         name = f"step-costs-{_FORMAT}-{fingerprint[:32]}.json"
         self.path = None if folder is None else folder / name
-        self._warned = False
 
     def save(self, table: Table) -> None:
-        """Replace the file atomically; a failure is logged once."""
+        """Replace the file atomically; a failure is logged."""
         path = self.path
         if path is None:
             return
@@ -53,9 +52,7 @@ class CostFile:
                 temporary.write_text(json.dumps([(*key, cost) for key, cost in table.items()]))
                 os.replace(temporary, path)
         except OSError as error:
-            if not self._warned:
-                logger.warning("Step costs are not kept for the next run: %s", error)
-            self._warned = True
+            logger.warning("Step costs are not kept for the next run: %s", error)
 
     def load(self) -> Table:
         """Returns the costs that an earlier run saved, or {} if they can't be used."""

@@ -61,8 +61,8 @@ class EngineCore:
         launched = self.runner.run(plan)
         self._clock.note_launched(launched, began)
         ready, self._in_flight = self._in_flight, launched
-        # No look-ahead if the host needs a token before the next step (for a grammar's mask), or
-        # if a launch failed: the next plan must not include its rows.
+        # No look-ahead if the host needs a token before the next step (for a grammar's mask, or to
+        # copy more), or if a launch failed: the next plan must not include its rows.
         failed = any(step.error is not None for step in launched)
         if not self._overlap or plan.needs_host or failed:
             ready, self._in_flight = [*ready, *launched], []
@@ -149,7 +149,7 @@ class StepClock:
         if rows and last and (alone if self._drained else rows == last == _decoding_rows(launched)):
             waited = self._drained or self._reading > _WAITED * seconds
             step = read[0] if waited else launched[0]
-            step.seconds = max(seconds, step.seconds or 0.0)
+            step.seconds, step.sync = max(seconds, step.seconds or 0.0), self._drained
 
 
 def _decoding_rows(steps: Many[InFlightStep]) -> tuple[Sequence, ...]:

@@ -111,8 +111,8 @@ class Scheduler:
         tokens = sum(row.length for row in chunk)
         together = bool(chunk and decode) and tokens <= MOST_TOGETHER and not self._config.exact
         together = together and not any(row.sequence.images for row in chunk)
-        self._choose_drafts(chunk, decode)
-        return StepPlan(chunk, decode, live, together)
+        sync = self._choose_drafts(chunk, decode)
+        return StepPlan(chunk, decode, live, together, sync)
 
     def update(self, steps: Iterable[InFlightStep]) -> list[RequestOutput]:
         """Update the requests from steps that have been read; returns their outputs."""
@@ -135,7 +135,7 @@ class Scheduler:
         if rows:
             proposed = max(row.num_proposed for row in step.rows)
             verified = [row.num_verified for row in rows]
-            shape = StepShape(len(rows), sum(verified), proposed, max(verified))
+            shape = StepShape(len(rows), sum(verified), proposed, max(verified), step.sync)
             # Windows of rows that had ended emit nothing and tell nothing.
             head = [row for row in rows if row.source == MTP and row.num_cached]
             windows = [(row.num_verified, row.num_cached - 1) for row in head]
@@ -185,11 +185,14 @@ class Scheduler:
             progress=sequence.progress if is_first and options.progress else None,
         )
 
-    def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> None:
-        """Plan the head's drafts for the next windows, and the host's for this step's windows."""
+    def _choose_drafts(self, chunk: Many[StepRow], decode: Many[StepRow]) -> bool:
+        """Plan the head's drafts for the next windows, and the host's for this step's windows.
+
+        Returns `Choice.sync`.
+        """
         rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
-            return
+            return False
         self._last_num_rows = len(rows)
         for row in decode:
             row.sequence.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
@@ -199,6 +202,7 @@ class Scheduler:
         for row, count in zip(decode, choice.host):
             if count:
                 row.verify_host_run(count)
+        return choice.sync
 
     def _feed_host_drafters(self, sequence: Sequence, tokens: Many[int]) -> None:
         row = sequence.drafting
@@ -207,9 +211,8 @@ class Scheduler:
         if not row.host:
             # An optimistic draft, which is not sampled, could reveal another client's answer.
             alone = sequence.request.sampling.optimistic > 0
-            row.host = self._host_sources.drafters(
-                sequence.copied, sequence.prefix.salt, own_text_only=alone
-            )
+            salt = sequence.prefix.salt
+            row.host = self._host_sources.drafters(sequence.copied, salt, alone=alone)
         for drafter in row.host.values():
             drafter.extend(tokens)
 

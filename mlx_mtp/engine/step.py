@@ -94,10 +94,11 @@ class StepPlan(NamedTuple):
     decode: tuple[StepRow, ...]
     live: frozenset[Sequence]  # all unfinished sequences; other rows can be dropped
     together: bool = False  # True: chunk and decode step share one forward pass
+    sync: bool = False  # True if the draft policy chose to read it before it plans the next step
 
     @property
     def needs_host(self) -> bool:
-        return any(row.sequence.needs_host for row in self.decode)
+        return self.sync or any(row.sequence.needs_host for row in self.decode)
 
 
 class ChunkArrays:
@@ -150,6 +151,7 @@ class InFlightStep:
     launched_at: float = 0.0  # time of the core's clock
     launch_seconds: float = 0.0  # seconds that the host took to launch the step's plan
     seconds: float | None = None  # how long the step took (see `StepClock`); None: unknown
+    sync: bool = False  # True if `seconds` is that of a step without look-ahead
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

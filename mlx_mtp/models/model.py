@@ -248,10 +248,6 @@ class DraftVocabulary:
             self.layer[name] = value[self.ids]
             mx.eval(self.ids, self.layer[name])  # else every step would copy the rows again
 
-    @property
-    def nbytes(self) -> int:
-        return module_nbytes(self.layer)
-
 
 def module_nbytes(module: nn.Module) -> int:
     """Returns the bytes of a module's parameters, without reading them."""

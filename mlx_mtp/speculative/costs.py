@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from mlx_mtp.config import MAX_DRAFT_TOKENS, MAX_HOST_DRAFTS
 
-# Kinds of measured steps. In calibration: drafts of the MTP head, drafts of the host (no passes of
-# the head), and drafts of the host for one row only. In use: drafts of the head.
-MTP, HOST, RAGGED, USE = "mtp", "host", "ragged", "use"
-
+# Kinds of measured steps. In calibration: drafts of the MTP head, of the host (no passes of the
+# head), of the host for one row only, and steps without look-ahead. In use: drafts of the head.
+MTP, HOST, RAGGED, SYNC, USE = "mtp", "host", "ragged", "sync", "use"
 LEAST_COST = 1e-15  # minimum cost in a table
 
 # Numbers of tokens between which a step's cost is linear: at some of them a product's time jumps.
@@ -41,6 +40,8 @@ _PRIOR = (
     (0.0, 0.05),  # each row after the first, besides the row's token
     (0.0, 0.3),  # extra cost of a step in use
     (0.0, 0.01),  # extra cost of a step in use per row
+    (0.1, 0.3),  # extra cost of a step without look-ahead: the device waits for the host
+    (0.0, 0.01),  # extra cost of a step without look-ahead per row
 )
 # Relative standard deviation of the machine's speed at first, and of its change per measurement.
 _FIRST_SPEED, _SPEED_CHANGES = 0.3, 0.015
@@ -64,6 +65,7 @@ class StepShape(NamedTuple):
     drafts: int  # verified drafts of all rows
     passes: int  # passes of the MTP head
     longest: float  # drafts in the longest window; a fraction if a cost is interpolated
+    sync: bool = False  # True without look-ahead: it is read before the next step is planned
 
     @property
     def padding(self) -> float:
@@ -83,7 +85,8 @@ class CostKey(NamedTuple):
         """The shape of the decode steps that have this cost."""
         size = int(self.size)
         drafts = size if self.kind == RAGGED else self.rows * size
-        return StepShape(self.rows, drafts, size if self.kind in (MTP, USE) else 0, size)
+        passes = size * (self.kind in (MTP, USE))
+        return StepShape(self.rows, drafts, passes, size, self.kind == SYNC)
 
 
 Table = Mapping[CostKey, float]
@@ -120,13 +123,13 @@ class StepCosts:
         self._steps: list[tuple[StepShape, float]] = []  # steps of the incomplete block
         # The first launch of a shape is not measured: it compiles kernels and fills buffer pools.
         self._seen = set[tuple[float, ...]]()
-        # Rows of the last step, and the head's drafts in each row; None: unequal, or from the host.
-        self._kind: tuple[int, float | None] = 0, None
+        # Rows of the last step; the head's drafts in each, None if unequal or the host's; sync.
+        self._kind: tuple[int, float | None, bool] = 0, None, False
 
     def observe(self, shape: StepShape, seconds: float | None) -> None:
         """Learn from a step in use; `seconds` is None if its time is not known."""
-        rows, drafts, passes, longest = shape
-        kind = rows, longest if drafts == rows * passes == rows * longest else None
+        rows, drafts, passes, longest, sync = shape
+        kind = rows, longest if drafts == rows * passes == rows * longest else None, sync
         is_new, launch = self._kind != kind, (rows, passes, longest)
         if is_new or not seconds or len(self._steps) == _BLOCK:
             self._end_block()
@@ -137,10 +140,10 @@ class StepCosts:
         elif seconds:
             self._seen.add(launch)
 
-    def of_batch(self, rows: int) -> BatchCosts:
-        if rows not in self._batch_costs:
-            self._batch_costs[rows] = self._costs_of(rows)
-        return self._batch_costs[rows]
+    def of_batch(self, rows: int, *, sync: bool = False) -> BatchCosts:
+        if (rows, sync) not in self._batch_costs:
+            self._batch_costs[rows, sync] = self._costs_of(rows, sync)
+        return self._batch_costs[rows, sync]
 
     def has_measured(self, rows: int, depth: int) -> bool:
         """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
@@ -157,12 +160,12 @@ class StepCosts:
 
     def load_table(self, table: Table) -> None:
         """Estimate anew, also from costs measured while no request ran or in an earlier run."""
-        steps = [cell for cell in table if cell.kind in (MTP, HOST, RAGGED, USE)]
+        steps = [cell for cell in table if cell.kind in (MTP, HOST, RAGGED, SYNC, USE)]
         self._table |= {cell: table[cell] for cell in steps}
         self._times |= Counter(steps * 2)
         self._mean, self._covariance = _prior()  # of the coefficients
         self._unit = 0.0  # seconds of the prior's unit; 0: not known yet
-        self._batch_costs: dict[int, BatchCosts] = {}
+        self._batch_costs: dict[tuple[int, bool], BatchCosts] = {}
         for cell, seconds in sorted(self._table.items(), key=lambda each: each[0][1:]):
             self._learn(_features([cell.shape], in_use=cell.kind == USE)[0], seconds)
 
@@ -180,8 +183,8 @@ class StepCosts:
         self._covariance *= np.sqrt(np.outer(1.0 - forgotten, 1.0 - forgotten))
         self._covariance += np.diag(forgotten * np.diag(_prior()[1])) * self._unit**2
         self._learn(features, seconds)
-        rows, depth = self._kind
-        if depth is not None:
+        rows, depth, sync = self._kind
+        if depth is not None and not sync:
             self._table[CostKey(USE, rows, depth)] = seconds
             self._times[CostKey(USE, rows, depth)] += 1
 
@@ -201,13 +204,14 @@ class StepCosts:
         self._covariance -= np.outer(gain, spread)
         self._batch_costs.clear()
 
-    def _costs_of(self, rows: int) -> BatchCosts:
+    def _costs_of(self, rows: int, sync: bool) -> BatchCosts:
         most = rows * MAX_HOST_DRAFTS
         # Between these numbers of drafts costs are linear.
         ends = [1, *(int(n) - rows for n in _KNOTS if rows + 1 < n < rows + most), most]
-        # A plain step, one with a place of padding, passes of the head, and verified drafts.
+        # A plain step, one with a place of padding, passes of the head, sync, and verified drafts.
         shapes = [StepShape(rows, 0, 0, 0), StepShape(rows, 0, 0, 1 / rows)]
         shapes += [StepShape(rows, 0, n, 0) for n in range(MAX_DRAFT_TOKENS + 1)]
+        shapes += [StepShape(rows, 0, 0, 0, sync=True)]
         shapes += [StepShape(rows, n, 0, n / rows) for n in ends]
         steps = _features(shapes, in_use=True)
         plain = max(float(steps[0] @ self._mean), _LEAST_PLAIN * self._unit)
@@ -220,16 +224,18 @@ class StepCosts:
         known = np.maximum.accumulate([_LEAST_MORE, *cautious[-len(ends) :]])[1:]
         drafts = np.arange(1, most + 1)
         verify = 1.0 + np.interp(drafts, ends, known) + _LEAST_SLOPE / rows * drafts
-        _, place, *passes = np.maximum(more, 0.0)[: -len(ends)].tolist()
-        return BatchCosts(np.concatenate([[1.0], verify]), passes, place + _LEAST_SLOPE / rows)
+        _, place, *passes, alone = np.maximum(more, 0.0)[: -len(ends)].tolist()
+        verify = np.concatenate([[1.0], verify]) + sync * alone
+        return BatchCosts(verify, passes, place + _LEAST_SLOPE / rows)
 
 
 def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:
     """Returns features [S, F]: one per coefficient of `_PRIOR`, one per interval of `_KNOTS`."""
-    rows, drafts, passes, _ = np.array(shapes, dtype=float).T
+    rows, drafts, passes, _, sync = np.array(shapes, dtype=float).T
     any_drafts, used = drafts > 0, np.full(len(shapes), float(in_use))
     others = [np.ones(len(shapes)), any_drafts, any_drafts * rows, passes, passes * rows]
     others += [[shape.padding for shape in shapes], rows - 1, used, used * rows]
+    others += [sync, sync * rows]
     slopes = np.clip((rows + drafts)[:, None] - _KNOTS[:-1], 0.0, np.diff(_KNOTS))
     return np.concatenate([np.stack(others, axis=1), slopes], axis=1)
 

@@ -1,9 +1,9 @@
-"""Decides how many drafts each row gets, and from which source, by their gain and their cost.
+"""Decides how many drafts each row gets, from which source, and when a step is read.
 
-Each step makes two decisions. `best_windows`: whether each row verifies the head's drafts that wait
-for it, or a run of the host. `AdaptiveDrafts._review`: how many drafts the head makes for the next
-windows, the same number for all rows. Both compare expected tokens per second. Because these are
-estimates, a new number must be faster than the current one by a margin.
+Each step makes three decisions, for the most expected tokens per second. `best_windows`: whether
+each row verifies the head's drafts that wait for it, or a run of the host. `_review`: how many
+drafts the head makes for the next windows, the same number for all rows. `_reads_first`: whether
+the step is read before the next one is planned, so that the host can offer more.
 """
 
 import math
@@ -22,14 +22,17 @@ _STAY, _PLAIN = 1.02, 1.02
 # The head's acceptance rates: the prior of the first position; that of a later one as a share of
 # the rate before it; the weight of these priors, in trials; each step's factor of the counts.
 _FIRST_RATE, _DECLINE, _PRIOR_TRIALS, _FADE = 0.8, 0.95, 1.0, 0.99
-# `best_windows` tries these minimum gains of a copied draft, in tokens, and maximum run lengths.
-_PRICES, _LIMITS = (0.1, 0.3, 0.6), (1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
+_GOES_ON = 0.85  # probability that rows that copy do so in the next step, too
+# `best_windows`: drafts per row that determine the price of one, and maximum run lengths it tries.
+_TYPICAL, _LIMITS = 4, (0, 1, 2, 3, 4, 5, 6, 8, 10, 13, MAX_HOST_DRAFTS)
 _STEPS_PER_REVIEW = 8  # if no row copies, no chunk is prefilled and the number of rows is unchanged
 # A probe is _PROBE_STEPS steps with one more draft of the head per row, or without drafts. If there
 # are none, it has the best number of them: only drafts show acceptance rates. Between two probes
 # are _LONG_REST steps; _REST if the cost is unknown, before the first, and after an interruption.
 # If no step without drafts was measured after _REST steps, up to _PLAIN_STEPS have none.
 _REST, _LONG_REST, _PROBE_STEPS, _PLAIN_STEPS = 48, 1024, 5, 10
+# Steps per estimate of the gain of reading first, and the weight of an estimate in their mean.
+_STEPS_PER_GAIN, _FOLLOW = 3, 0.2
 
 
 @dataclass(eq=False, slots=True)
@@ -38,30 +41,33 @@ class RowDrafting:
 
     fixed: int | None = None  # number of the head's drafts per step, if its request sets it
     host: dict[str, HostDrafter] = field(default_factory=dict)  # by source
-    source: str = ""  # source of the run that `offer` returned last
+    source: str = ""  # source of the run that is verified if the row copies
     waiting: int = 0  # drafts of the head for the row's next window
     ahead: int = 0  # maximum number of tokens that the row's window in flight can emit
-    expected: float = math.inf  # tokens that it probably emits, if its drafts are the head's
+    expected: float = 1.0  # tokens that the last window emits: probably, or at most if it copies
 
-    def offer(self) -> list[float]:
-        """Returns the cumulative acceptance of the host's best run, or []; sets `source`."""
-        if self.fixed is not None or not self.host:
-            return []
-        ahead = round(min(self.ahead, self.expected))
-        offers = {name: each.cumulative_acceptance(ahead) for name, each in self.host.items()}
-        self.source = max(offers, key=lambda name: sum(offers[name]))
-        return offers[self.source]
+    def offer(self, ahead: float) -> tuple[str, list[float]]:
+        """Returns source and cumulative acceptance of the host's best run, or ("", []).
+
+        A window in flight emits the first `ahead` tokens of the run.
+        """
+        runs = {name: each.cumulative_acceptance(round(ahead)) for name, each in self.host.items()}
+        return max(runs.items(), key=lambda each: sum(each[1])) if runs else ("", [])
 
 
+DraftRows = Sequence[RowDrafting]
+Acceptance = Sequence[Sequence[float]]
+"""Cumulative acceptance of each row's drafts."""
 HeadWindow = tuple[int, int]
 """A window's number of drafts of the head, and the number of tokens it emitted, minus one."""
 
 
 class Choice(NamedTuple):
-    """Numbers of drafts, by row."""
+    """Numbers of drafts, by row, and when the step is read."""
 
     head: tuple[int, ...]  # drafts of the head for the next window
     host: tuple[int, ...]  # drafts of the host for this window; 0: the head's are verified
+    sync: bool = False  # True: before the next step is planned
 
 
 class ChoiceReason(NamedTuple):
@@ -118,7 +124,7 @@ class FixedDrafts:
         self.choices: dict[int, float] = {}
         self.reason: ChoiceReason | None = None
 
-    def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
+    def choose(self, rows: DraftRows, *, steady: bool) -> Choice:
         self.choices[len(rows)] = self._num_draft_tokens
         return even_choice(rows, self._num_draft_tokens)
 
@@ -126,48 +132,46 @@ class FixedDrafts:
         pass
 
 
-def _expected(
-    costs: BatchCosts, windows: Sequence[Sequence[float]], passes: int = 0
-) -> tuple[float, float]:
-    """Returns expected tokens and cost of a step, given its windows' cumulative acceptances."""
+def _expected(costs: BatchCosts, windows: Acceptance, passes: int) -> tuple[float, float]:
+    """Returns expected tokens and cost of a step, given its windows."""
     counts = [*map(len, windows)]
     shape = StepShape(len(counts), sum(counts), passes, max(counts))
     return len(counts) + sum(map(sum, windows)), costs.cost(shape)
 
 
-def best_windows(
-    costs: BatchCosts,
-    waiting: Sequence[Sequence[float]],
-    host: Sequence[Sequence[float]],
-) -> tuple[int, ...]:
-    """Returns how many of the host's drafts each row verifies now; 0: it verifies the head's.
+class BestWindows(NamedTuple):
+    """How many of the host's drafts each row verifies (0: the head's), expected tokens and cost."""
 
-    `waiting` and `host` are the cumulative acceptances of each row's drafts from the head and from
-    the host. For each pair of a price per draft, in tokens, and a limit of a run's length, a row's
-    run is cut at the limit and where a draft gains no more than the price. The row copies the run
-    if it gains more than the waiting drafts, both net of the price. The fastest pair is chosen.
+    host: tuple[int, ...]
+    tokens: float
+    cost: float
+
+
+def best_windows(costs: BatchCosts, waiting: Acceptance, host: Acceptance) -> BestWindows:
+    """Returns the fastest windows, given drafts `waiting` of the head and runs of the host.
+
+    A draft's price is the number of tokens that plain steps emit in the time it takes. Each run is
+    cut where a draft gains less than that, and at a limit for all rows. A row copies if that gains
+    more than its waiting drafts, net of the price. All limits are tried.
     """
-    own, lengths = [*map(sum, waiting)], [*map(len, waiting)]
-    gains = [(row, [0.0, *accumulate(run)]) for row, run in enumerate(host) if run]
-    tokens = len(own) + sum(own)
-    shape = StepShape(len(own), sum(lengths), 0, max(lengths))
-    best, best_speed = (0,) * len(host), tokens / costs.cost(shape)
-    for price in _PRICES:
-        cuts = [(row, gain, sum(each > price for each in host[row])) for row, gain in gains]
-        longest = max(count for *_, count in cuts)
-        for limit in _LIMITS:
-            counts, windows, brought = [0] * len(host), lengths.copy(), tokens
-            for row, gain, count in cuts:
-                count = min(count, limit)
-                more = gain[count] - own[row]
-                if count and more > price * (count - lengths[row]):
-                    counts[row] = windows[row] = count
-                    brought += more
-            shape = StepShape(len(own), sum(windows), 0, max(windows))
-            if (speed := brought / costs.cost(shape)) > best_speed:
-                best, best_speed = tuple(counts), speed
-            if limit >= longest:
-                break
+    own, size = [*map(sum, waiting)], len(waiting)
+    price = float(costs.verify[_TYPICAL * size] - costs.verify[0]) / _TYPICAL
+    most = [sum(each > price for each in run) for run in host]
+    gains = [[0.0, *accumulate(run)] for run in host]
+    best = BestWindows((), 0.0, 1.0)
+    for limit in _LIMITS:
+        copies, windows, tokens = [0] * size, [*map(len, waiting)], size + sum(own)
+        for row, count in enumerate(most):
+            count = min(count, limit)
+            gain = gains[row][count] - own[row]
+            if count and gain > price * (count - windows[row]):
+                copies[row] = windows[row] = count
+                tokens += gain
+        cost = costs.cost(StepShape(size, sum(windows), 0, max(windows)))
+        if tokens / cost > best.tokens / best.cost:
+            best = BestWindows(tuple(copies), tokens, cost)
+        if limit >= max(most):
+            break
     return best
 
 
@@ -181,30 +185,36 @@ class AdaptiveDrafts:
         self.reason: ChoiceReason | None = None  # of the last choice; None before the first
         # Of the last review: the head's drafts per row, the best number above 0, and the rows.
         self._depth = self._best_drafted = self._num_rows = 0
-        self._expected = [(0.0, 1.0)]  # tokens and cost of a step, by the head's drafts per row
+        self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
         self._unmeasured = 0  # steps for which no step without drafts was measured
+        self._sync = False  # the last choice
+        self._gain, self._since_gain = 0.0, 0  # see `_reads_first`; steps since the last estimate
 
-    def choose(self, rows: Sequence[RowDrafting], *, steady: bool) -> Choice:
+    def choose(self, rows: DraftRows, *, steady: bool) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
         head = self._head_rates.cumulative_acceptance()
-        host = [row.offer() for row in rows]
+        host = list[list[float]]()
+        for row in rows:
+            row.source, run = row.offer(min(row.ahead, row.expected))
+            host.append(run)
         waiting = [head[: row.waiting] for row in rows]
-        costs, windows = self._costs.of_batch(len(rows)), (0,) * len(rows)
+        costs, windows = self._costs.of_batch(len(rows), sync=self._sync), (0,) * len(rows)
         plain = self._must_measure_plain(len(rows))
         if any(host) and not plain:
-            windows = best_windows(costs, waiting, host)
+            windows = best_windows(costs, waiting, host).host
         copied = [run[:count] for run, count in zip(host, windows)]
         self._since_review += 1
         changed = not steady or len(rows) != self._num_rows
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
-            self._review([row.fixed for row in rows], head, copied)
+            self._review(costs, rows, head, copied)
         depth = 0 if plain else self._depth_or_probe(len(rows), changed)
         choice = even_choice(rows, depth, windows)
         for row, count, own, copies in zip(rows, choice.head, waiting, windows):
-            row.waiting, row.expected = count, math.inf if copies else 1 + sum(own)
-        self._note(rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
-        return choice
+            row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
+        self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
+        self._sync = not plain and self._reads_first(rows, head)
+        return choice._replace(sync=self._sync)
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         """Learn from a decode step, one or two steps after it was planned.
@@ -216,24 +226,48 @@ class AdaptiveDrafts:
         self._costs.observe(shape, seconds)
 
     def _review(
-        self,
-        fixed: Sequence[int | None],
-        head: Sequence[float],
-        copied: Sequence[Sequence[float]],
+        self, costs: BatchCosts, rows: DraftRows, head: list[float], copied: Acceptance
     ) -> None:
-        """Choose the head's drafts for the next windows; rows that copy are assumed to go on."""
-        costs = self._costs.of_batch(len(fixed))
+        """Choose the head's drafts for the next windows; rows that copy go on, or all stop."""
         self._expected = []
         for depth in range(len(head) + 1):
-            depths = [depth if each is None else each for each in fixed]
-            windows = [run or head[:each] for run, each in zip(copied, depths)]
-            self._expected.append(_expected(costs, windows, max(depths)))
+            depths = [depth if row.fixed is None else row.fixed for row in rows]
+            own = [head[:each] for each in depths]
+            windows = [run or each for run, each in zip(copied, own)]
+            go_on, stop = (_expected(costs, each, max(depths)) for each in (windows, own))
+            both = tuple(_GOES_ON * a + (1.0 - _GOES_ON) * b for a, b in zip(go_on, stop))
+            self._expected.append(both)
         scores = [tokens / cost for tokens, cost in self._expected]
         self._best_drafted = scores.index(max(scores[1:], default=scores[0]), bool(head))
         scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
         self._depth = scores.index(max(scores))
-        self._num_rows, self._since_review = len(fixed), 0
+        self._num_rows, self._since_review = len(rows), 0
+
+    def _reads_first(self, rows: DraftRows, head: list[float]) -> bool:
+        """Returns True if steps are faster if each one is read before the next one is planned.
+
+        Compares one such step with two steps that look ahead: while the first one is planned,
+        windows of the head's drafts are in flight, and then the windows of the first one.
+        """
+        self._since_gain += 1
+        if not any(row.host for row in rows):
+            return False
+        if self._since_gain < _STEPS_PER_GAIN:
+            return self._gain > 0.0
+        waiting = [head[: row.waiting] for row in rows]
+        own = [sum(each, 1.0) for each in waiting]  # expected tokens of the head's windows
+        ahead, sync = (self._costs.of_batch(len(rows), sync=each) for each in (False, True))
+        passes = ahead.passes[max(map(len, waiting))]
+        alone = best_windows(sync, waiting, [row.offer(0)[1] for row in rows])
+        first = best_windows(ahead, waiting, [row.offer(n)[1] for row, n in zip(rows, own)])
+        emitted = [1 + copies if copies else n for copies, n in zip(first.host, own)]
+        second = best_windows(ahead, waiting, [row.offer(n)[1] for row, n in zip(rows, emitted)])
+        pair = (first.tokens + second.tokens) / (first.cost + second.cost + 2 * passes)
+        gain = alone.tokens / (alone.cost + passes) / pair - 1.0
+        self._gain += _FOLLOW * (gain - self._gain)
+        self._since_gain = 0
+        return self._gain > 0.0
 
     def _must_measure_plain(self, num_rows: int) -> bool:
         """Returns True if this step has no drafts: what drafts cost is relative to its time."""
@@ -255,14 +289,14 @@ class AdaptiveDrafts:
         return more if is_unknown or not self._depth else 0
 
     def _note(
-        self, rows: Sequence[RowDrafting], choice: Choice, windows: Sequence[Sequence[float]]
+        self, costs: BatchCosts, rows: DraftRows, choice: Choice, windows: Acceptance
     ) -> None:
-        """Set `choices` and `reason`; `windows`: acceptances of windows while the choice stays."""
+        """Set `choices` and `reason`, given the windows while the choice stays."""
         drafts = dict.fromkeys((MTP, *HOST_DRAFTS), 0)
         for row, count, num_proposed in zip(rows, choice.host, choice.head):
             drafts[row.source if count else MTP] += count or num_proposed
         self.choices[len(rows)] = sum(drafts.values()) / len(rows)
-        tokens, cost = _expected(self._costs.of_batch(len(rows)), windows, max(choice.head))
+        tokens, cost = _expected(costs, windows, max(choice.head))
         by_depth = tuple(zip(*self._expected))
         self.reason = ChoiceReason(len(rows), drafts, cost, tokens, by_depth[1], by_depth[0])
 
@@ -270,7 +304,7 @@ class AdaptiveDrafts:
 DraftPolicy = FixedDrafts | AdaptiveDrafts
 
 
-def even_choice(rows: Sequence[RowDrafting], depth: int, host: tuple[int, ...] = ()) -> Choice:
+def even_choice(rows: DraftRows, depth: int, host: tuple[int, ...] = ()) -> Choice:
     """Returns a choice of `depth` drafts of the head for rows whose request sets no number."""
     head = tuple(depth if row.fixed is None else row.fixed for row in rows)
     return Choice(head, host or (0,) * len(rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,8 +14,6 @@ from mlx_mtp.kernels.gpu import zeros
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.model import DraftVocabulary, LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
-
-logger = logging.getLogger(__name__)
 
 _MOST_DEFERRED = 16  # maximum number of positions per row that are not in the head's KV yet
 
@@ -31,10 +28,6 @@ class Computed(NamedTuple):
     cache: BatchCache  # with room for the window, and for all drafts but the last
 
 
-# Writes to the head's KV, given hidden states [N, H] and the tokens after them, int32 [N].
-Write = Callable[[BatchCache, Packing, mx.array, mx.array], object]
-
-
 class DeferredWrites:
     """Windows of a batch that are not in the head's KV yet; always empty without a head.
 
@@ -42,8 +35,8 @@ class DeferredWrites:
     costs almost nothing.
     """
 
-    def __init__(self, write: Write = lambda *_: None) -> None:
-        self._write = write
+    def __init__(self, write: Callable[..., object] = lambda *_: None) -> None:
+        self._write = write  # see `MTPDrafter._write`
         # Of each window: positions [B], hidden states [B, H], targets [B].
         self._deferred: list[tuple[mx.array, mx.array, mx.array]] = []
 
@@ -63,12 +56,10 @@ class DeferredWrites:
 
     def select(self, rows: mx.array) -> DeferredWrites:
         """Returns the state of `rows`, int32 [B'], and keeps this one valid; `settle` it first."""
-        assert not self._deferred
         return DeferredWrites(self._write)
 
     def extend(self, other: DeferredWrites) -> None:
         """Append the rows of `other`; call `settle` on both first."""
-        assert not (self._deferred or other._deferred)
 
     def arrays(self) -> list[mx.array]:
         """Returns the arrays that must be evaluated with a step."""
@@ -90,7 +81,6 @@ class MTPDrafter:
         if draft_ids is not None:
             vocabulary = DraftVocabulary(model, draft_ids)
             self._lm_head, self._ids = vocabulary.layer, vocabulary.ids
-            logger.info("The copied rows of lm_head take %.1f MB.", vocabulary.nbytes / 1e6)
 
     def make_state(self, cache: BatchCache) -> DeferredWrites:
         """Returns the state for a new cache's rows; adds a KV cache for the head to `cache`."""

@@ -26,9 +26,8 @@ class HostDrafter(Protocol):
         """Read more tokens of the answer."""
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
-        """Returns the probability that the run is right up to each token after the first `ahead`.
-
-        A window in flight can emit the first `ahead` tokens. [] if no run is offered.
+        """Returns the probability that the run is right up to each token after the first `ahead`,
+        which a window in flight can emit; [] if no run is offered.
         """
 
 
@@ -42,14 +41,13 @@ class HostSources:
         self._sources = {name: _SOURCES[name](limit) for name in names}
 
     def drafters(
-        self, prompt: tuple[int, ...], salt: Hashable, *, own_text_only: bool = False
+        self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
     ) -> dict[str, HostDrafter]:
-        """Returns a request's drafters by source; if `own_text_only`, they use no other request.
+        """Returns a request's drafters by source; if `alone`, they use no other request.
 
         Requests share answers only if they have the same `salt`.
         """
-        alone, sources = own_text_only, self._sources.items()
-        return {name: each.drafter(prompt, salt, alone=alone) for name, each in sources}
+        return {name: s.drafter(prompt, salt, alone=alone) for name, s in self._sources.items()}
 
     def keep(self, salt: Hashable, answer: Sequence[int]) -> None:
         """Add a finished answer to the sources."""

@@ -31,10 +31,7 @@ _PRIOR_TRIALS = 2.0  # weight, in trials, of the prior in the rates of all reque
 _POOL_TRIALS = 16.0  # weight, in trials, of the rates of all requests in those of one request
 _PRIORS = (0.35, 0.6, 0.8, 0.9, 0.95, 0.97)  # prior rates by class of match length
 # The class of each match length; classes begin at 0, 4, 8, 16, 32 and 64 tokens.
-_CLASSES = [
-    min(max(length.bit_length() - 2, 0), len(_PRIORS) - 1)
-    for length in range(MOST_MATCH + MAX_RUN + 1)
-]
+_CLASSES = [min(max(n.bit_length() - 2, 0), 5) for n in range(MOST_MATCH + MAX_RUN + 1)]
 
 
 class NgramIndex:

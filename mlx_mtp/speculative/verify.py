@@ -33,12 +33,11 @@ def verify_window(
     follow a rejected draft. Drafts and tokens are compared for equality at any temperature: both
     are drawn with the noise of their position, so no rejection sampling is needed.
     """
-    arguments = sampled, window, stop_ids, remaining, finished, num_drafts
-    return AcceptResult(*_verify_window(*arguments))
+    return AcceptResult(*_accept(sampled, window, stop_ids, remaining, finished, num_drafts))
 
 
 @fused
-def _verify_window(
+def _accept(
     sampled: mx.array,
     window: mx.array,
     stop_ids: mx.array,
@@ -65,11 +64,5 @@ def _verify_window(
     remaining = remaining - num_kept
     # For a row that emits nothing this changes nothing: it has ended, or is still in its prompt.
     stopped = (last[:, None] == stop_ids).any(axis=1)
-    return AcceptResult(
-        num_kept=num_kept,
-        num_accepted=num_accepted,
-        finished=finished | stopped | (remaining <= 0),
-        remaining=remaining,
-        last=last,
-        at_last=at_last,
-    )
+    ended = finished | stopped | (remaining <= 0)
+    return AcceptResult(num_kept, num_accepted, ended, remaining, last, at_last)

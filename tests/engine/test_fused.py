@@ -61,6 +61,6 @@ def test_no_compiled_operation_is_on_nothing(tiny_models, monkeypatch, depth, ki
     driver = Driver(model, vocab_size=VOCAB, stop_ids=(), config=config)
     driver.run_arrivals({0: make_requests(kind)[:5]})
     sampling = {"_threshold", "_cut", "_add_noise"} if kind == "sampled" else set()
-    of_step = {"_verify_window", "_where_kept"} | ({"_num_kept"} if not depth else set())
+    of_step = {"_accept", "_where_kept"} | ({"_num_kept"} if not depth else set())
     assert of_step | sampling <= met <= {*of_step, "_num_kept", *sampling}
     assert not faults

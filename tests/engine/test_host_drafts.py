@@ -9,7 +9,7 @@ from mlx_mtp.build import build_engine
 from mlx_mtp.config import EngineConfig
 from mlx_mtp.engine.batch import Batch
 from mlx_mtp.engine.request import RequestOptions
-from mlx_mtp.engine.step import StepRow
+from mlx_mtp.engine.step import StepPlan, StepRow
 from mlx_mtp.speculative.costs import BatchCosts, StepCosts
 from mlx_mtp.speculative.draft_policy import AdaptiveDrafts
 from tests.engine.test_engine import Client
@@ -19,20 +19,28 @@ from tests.support.quick import pairwise
 from tests.support.tiny_models import VOCAB
 
 
-def cheap(head: bool = True, draft: float = 0.05) -> AdaptiveDrafts:
-    """Returns a policy for which copies cost almost nothing, and a draft of the head `draft`."""
+def cheap(head: bool = True, draft: float = 0.05, gap: float = 9.0) -> AdaptiveDrafts:
+    """Returns a policy for which copies cost almost nothing, and a draft of the head `draft`.
+
+    `gap` is the extra cost of a step without look-ahead.
+    """
     costs = StepCosts()
 
-    def of_batch(rows: int) -> BatchCosts:
-        verify = [1.0 + 0.02 * n / rows for n in range(16 * rows + 1)]
+    def of_batch(rows: int, *, sync: bool) -> BatchCosts:
+        verify = [1.0 + gap * sync + 0.02 * n / rows for n in range(16 * rows + 1)]
         return BatchCosts(verify, [draft * n for n in range(9)], 0.0)
 
     costs.of_batch = of_batch
     return AdaptiveDrafts(costs, 8 if head else 0)
 
 
-@pairwise(head=(True, False), overlap=(True, False), kind=("greedy", "sampled", "greedy grammars"))
-def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, overlap, head):
+@pairwise(
+    head=(True, False),
+    overlap=(True, False),
+    gap=(0.0, 9.0),
+    kind=("greedy", "sampled", "greedy grammars"),
+)
+def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, overlap, head, gap):
     """Each request arrives twice, and its second answer is drafted by copying the first."""
     family = "qwen3_next" if head else "qwen3_5"
     model, reference = tiny_models[family], references(family, kind)
@@ -41,7 +49,10 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
     config = EngineConfig(
         "auto", prefill_step_size=STEP, overlap=overlap, prefix_cache_size=1 << 28
     )
-    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, depth=cheap(head))
+    policy = cheap(head, gap=gap)
+    driver = Driver(model, vocab_size=VOCAB, stop_ids=(EOS,), config=config, depth=policy)
+    plans, run = list[StepPlan](), driver.runner.run
+    driver.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     driver.run_arrivals({0: requests[:4], 3: requests[4:]})
     copied = driver.core.scheduler.stats().num_accepted_tokens_per_pos.get("copy", (0,))
     again = [
@@ -55,6 +66,10 @@ def test_answers_that_repeat_earlier_ones(tiny_models, references, ties, kind, o
             ties.check(name + "+", driver.tokens(name + "+"), expected)
     stats = driver.core.scheduler.stats()
     assert sum(stats.num_accepted_tokens_per_pos["copy"]) > sum(copied) + 20
+    # Steps are read first if that costs nothing, and otherwise runs go on behind windows in flight.
+    assert any(plan.sync for plan in plans) == (gap == 0)
+    if overlap and gap and "grammars" not in kind:
+        assert any(row.ahead for plan in plans for row in plan.decode)
     told = [o for r in again for o in driver.outputs[r.request_id] if o.draft_source == "copy"]
     assert any(len(o.token_ids) > 4 for o in told)
     assert all(len(o.drafts) == o.num_draft_tokens for o in told)

@@ -271,9 +271,9 @@ def test_steps_in_an_unbroken_row_are_timed():
     assert laps(*change, overlap=False) == [None, 1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "sync"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("machine", ["the launch waits", "the read waits", "the host is slower"])
-def test_each_decode_step_gets_its_own_time(machine, overlap):
+def test_each_decode_step_gets_its_own_time(machine, overlap, sync):
     """The host takes as long as a step in "the host is slower", and the device hardly any time."""
     clock, costs, found = Clock(), itertools.cycle([0.5, 0.2, 0.9, 0.3]), list[InFlightStep]()
     free, of = 0.0, dict[int, tuple[float, float]]()  # the cost of each step, and its end
@@ -297,7 +297,7 @@ def test_each_decode_step_gets_its_own_time(machine, overlap):
     runner = SimpleNamespace(
         run=run, read=read, prefixes=PrefixCache(), save_answers=lambda _: None
     )
-    plan = StepPlan((), tuple(map(StepRow, ROWS)), frozenset(ROWS))
+    plan = StepPlan((), tuple(map(StepRow, ROWS)), frozenset(ROWS), sync=sync)
     core = EngineCore(
         SimpleNamespace(num_waiting=0, schedule=lambda: plan, update=lambda steps: steps),
         runner,
@@ -308,6 +308,7 @@ def test_each_decode_step_gets_its_own_time(machine, overlap):
         core.step()
     timed = [(step.seconds, of[id(step)][0]) for step in found if step.seconds is not None]
     assert len(timed) >= 9
+    assert {step.sync for step in found if step.seconds is not None} == {sync or not overlap}
     assert [a for a, _ in timed] == pytest.approx([b for _, b in timed], abs=1e-3)
 
 

@@ -5,6 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import NamedTuple
 
 import pytest
@@ -36,13 +37,17 @@ Observed = tuple[list[HeadWindow], StepShape, float | None]
 
 
 class Run:
-    """Tokens that a row can copy, right with these probabilities."""
+    """Tokens that a row can copy, right with these probabilities, whatever is in flight."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         self.rates = rates
 
+    def in_flight(self, ahead: int) -> float:
+        """Returns the probability that the window in flight emits the run's first tokens."""
+        return 1.0
+
     def cumulative_acceptance(self, ahead: int) -> list[float]:
-        return list(itertools.accumulate(self.rates, lambda a, b: a * b))
+        return list(itertools.accumulate(self.rates, mul, initial=self.in_flight(ahead)))[1:]
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Machine:
     draft_share: float = 0.4  # share of the cost above depth 0 that is spent on drafting
     padding: float = 0.0  # cost of a place in all rows' windows, over a step without drafts
     host: float = 0.0  # seconds of the host's work per step
+    gap: float = 0.0  # seconds that the device waits for the host without look-ahead
     seed: int = 0
     answers: Sequence[int] = (1 << 30,)  # lengths, drawn; tokens after an answer don't count
     seconds: float = 0.0
@@ -82,28 +88,32 @@ class Machine:
         window = policy.choose(rows, steady=False).head
         last: StepShape | None = None
         unread: deque[Observed] = deque()
+        sync = False
         for _ in range(num_steps):
             choice = policy.choose(rows, steady=True)
             verified = [c or h for c, h in zip(choice.host, window)]
-            shape = StepShape(len(rows), sum(verified), max(choice.head), max(verified))
-            unread.append(self._step(rows, verified, choice, shape, last))
-            while len(unread) > 1:
+            shape = StepShape(len(rows), sum(verified), max(choice.head), max(verified), sync)
+            windows, shape, seconds = self._step(rows, verified, choice, shape, last)
+            # See `StepClock`: it times no step where look-ahead begins or ends.
+            unread.append((windows, shape, None if choice.sync != sync else seconds))
+            sync = choice.sync
+            while len(unread) > (not sync):
                 policy.observe(*unread.popleft())
             last, window = shape, choice.head
             for row, count in zip(rows, verified):
-                row.ahead = count + 1
+                row.ahead = 0 if sync else count + 1
         for step in unread:
             policy.observe(*step)
         return (self.tokens - before) / (self.seconds - began)
 
     def price(self, shape: StepShape) -> float:
         """Returns the true seconds of a step."""
-        size, drafts, passes, _ = shape
+        size, drafts, passes, _, sync = shape
         plain = self.cost(size, 0)
         verify = (1 - self.draft_share) * (self.cost(size, drafts / size) - plain)
         propose = self.draft_share * (self.cost(size, passes) - plain)
         padding = self.padding * plain * shape.padding / size
-        return self.host + plain + verify + propose + padding
+        return self.host + sync * self.gap + plain + verify + propose + padding
 
     def _step(
         self,
@@ -125,17 +135,24 @@ class Machine:
             seconds *= self.first
         windows = []
         for row, count, copied in zip(rows, verified, choice.host):
-            rates = row.host[row.source].rates if copied else self.rates_of(row)
+            rates, valid = self.rates_of(row), 1.0
+            if copied:
+                run = row.host[row.source]
+                rates, valid = run.rates, run.in_flight(row.ahead)
             if row not in self.left:
                 self.left[row] = self.lengths.choice(self.answers)
             left = self.left[row]
             kept = int(left > 0)
-            while 0 < kept < min(count + 1, left) and self.random.random() < rates[kept - 1]:
+            right = valid == 1.0 or self.random.random() < valid
+            while (
+                right and 0 < kept < min(count + 1, left) and self.random.random() < rates[kept - 1]
+            ):
                 kept += 1
             if kept and not copied:
                 windows.append((count, kept - 1))
             self.left[row] = left - kept
-            self.tokens += _expected(rates[: min(count, left - 1)]) if left > 0 else 0.0
+            if left > 0:
+                self.tokens += 1.0 + valid * (_expected(rates[: min(count, left - 1)]) - 1.0)
         return windows, shape, None if last is None else seconds
 
     def rates_of(self, row: RowDrafting) -> Sequence[float]:
@@ -406,9 +423,10 @@ def test_the_greedy_windows_are_the_best_of_all(table, padding):
             waiting.append([rate ** (n + 1) for n in range(depth)])
             copies.append([share ** (n + 1) for n in range(6)] if share else [])
         costs = true_prices(machine, size)
-        counts = best_windows(costs, waiting, copies) if any(copies) else [0] * size
-        taken = [each[:n] for each, n in zip(copies, counts)]
+        best = best_windows(costs, waiting, copies)
+        taken = [each[:n] for each, n in zip(copies, best.host)]
         ours = speed_of(machine.price, waiting, taken, 0)
+        assert ours == pytest.approx(best.tokens / best.cost / machine.cost(size, 0))
         best = max(speed_of(machine.price, waiting, cut, 0) for cut in cuts(copies))
         gained.append(ours / best)
     assert min(gained) > 0.95
@@ -441,14 +459,13 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     machine, policy = Mix(cost_of(table), list, noise=0.05), calibrated(table, size)
     machine.run(policy, size, 400, rows)
     speed = machine.run(policy, size, 300, rows)
-    head = [list(itertools.accumulate(row.true, lambda a, b: a * b)) for row in rows]
-    runs = [row.offer() for row in rows]
+    head = [list(itertools.accumulate(row.true, mul)) for row in rows]
+    runs = [row.offer(0)[1] for row in rows]
     prices = true_prices(machine, size)
     best = 0.0
     for depth in range(K + 1):
         waiting = [own[:depth] for own in head]
-        counts = best_windows(prices, waiting, runs) if any(runs) else [0] * size
-        copied = [run[:n] for run, n in zip(runs, counts)]
+        copied = [run[:n] for run, n in zip(runs, best_windows(prices, waiting, runs).host)]
         best = max(best, speed_of(machine.price, waiting, copied, depth))
     # The drafts of a single row's head gain little, while costs dip at depth 3.
     assert speed > (0.92 if size == 1 else 0.96) * best
@@ -490,11 +507,12 @@ def test_an_offer_begins_where_the_window_in_flight_probably_ends(copies):
     assert likely < 4
 
 
-class Changing:
+class Changing(Run):
     """Tokens that a row can copy: runs of random length and acceptance begin now and then."""
 
     def __init__(self, chance: random.Random) -> None:
-        self.chance, self.left, self.rates = chance, 0, [0.0]
+        super().__init__([0.0])
+        self.chance, self.left = chance, 0
 
     def next_step(self) -> None:
         if self.left == 0 and self.chance.random() < 0.08:
@@ -503,8 +521,7 @@ class Changing:
         self.left = max(self.left - 1, 0)
 
     def cumulative_acceptance(self, ahead: int) -> list[float]:
-        run = itertools.accumulate(self.rates, lambda a, b: a * b)
-        return list(run) if self.left else []
+        return super().cumulative_acceptance(ahead) if self.left else []
 
 
 class Parts(NamedTuple):
@@ -515,11 +532,13 @@ class Parts(NamedTuple):
     head: tuple[float, float] = (0.6, 0.03)  # per pass, and per row of a pass
     padding: float = 0.0  # per padded place
     host: float = 0.0  # the host's work per step in use
+    gap: float = 1.0  # the wait for the host without look-ahead
 
     def seconds(self, shape: StepShape) -> float:
         window = self.window * (shape.longest > 0) + self.padding * shape.padding
         passes = shape.passes * (self.head[0] + self.head[1] * shape.rows)
-        return 0.001 * (self.of_tokens(shape.rows + shape.drafts) + window + passes)
+        wait = self.gap * shape.sync
+        return 0.001 * (self.of_tokens(shape.rows + shape.drafts) + window + passes + wait)
 
 
 def staircase(tokens: int) -> float:
@@ -531,7 +550,7 @@ MACHINES = {
     "cpu": Parts(lambda n: 6.5 + 0.9 * n, 1.0, (1.6, 0.2), 0.1, 4.0),
     "staircase": Parts(staircase, head=(1.2, 0.05)),
     "long windows are dear": Parts(lambda n: 9 + 0.15 * n, padding=1.0),
-    "host-bound": Parts(lambda n: 2 + 0.2 * n, host=6.0),
+    "host-bound": Parts(lambda n: 2 + 0.2 * n, host=6.0, gap=3.0),
     "nothing pays": Parts(lambda n: 0.5 + 5.0 * n, head=(3.0, 1.0), padding=1.0),
 }
 
@@ -597,6 +616,36 @@ def test_never_slower_than_any_fixed_choice(size, copies):
         shares.append(tokens / seconds / best)
     assert min(shares) > 0.94
     assert sum(shares) > 0.97 * len(shares)
+
+
+class Repeating(Run):
+    """A text that goes on as an earlier one, except that any token can differ."""
+
+    def in_flight(self, ahead: int) -> float:
+        return self.rates[0] ** ahead
+
+    def cumulative_acceptance(self, ahead: int) -> list[float]:
+        run = super().cumulative_acceptance(ahead)
+        return run if run[0] > 0.3 else []  # as `NgramDrafter`
+
+
+@pytest.mark.parametrize(("gap", "wins"), [(0.2, True), (2.0, None), (5.0, None), (20.0, False)])
+@pytest.mark.parametrize("size", [1, 16])
+def test_a_step_is_read_first_if_copies_gain_more_than_the_wait_costs(size, gap, wins):
+    """Compared with always and never reading first; `wins`: which of the two must be faster."""
+    parts, speeds = Parts(lambda n: 9 + 0.3 * n, gap=gap), dict[bool | None, list[float]]()
+    for forced, seed in itertools.product((None, True, False), range(3)):
+        costs, machine = StepCosts(), machine_of(parts, LOW)
+        machine.random = random.Random(seed)
+        calibrate(parts, costs)
+        policy = AdaptiveDrafts(costs)
+        if forced is not None:
+            policy._reads_first = lambda *_, forced=forced: forced
+        rows = [RowDrafting(host={"copy": Repeating([0.85] * 16)}) for _ in range(size)]
+        speeds.setdefault(forced, []).append(machine.run(policy, size, 400, rows))
+    ours, always, never = (sum(speeds[each]) for each in (None, True, False))
+    assert ours > 0.97 * max(always, never)
+    assert wins is None or (always > 1.1 * never if wins else never > 1.1 * always)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -92,9 +92,10 @@ def drafter_for(
 
 
 class Erratic:
-    """A policy with random drafts at every step and row: often none, sometimes the host's.
+    """A policy with random drafts at every step and row, now and then without look-ahead.
 
-    The host's drafts are the row's own run, or nonsense if it has none.
+    Rows often have no drafts, and sometimes the host's: the row's own run, or nonsense if it has
+    none.
     """
 
     def __init__(self, seed: int) -> None:
@@ -110,7 +111,8 @@ class Erratic:
         head = [first if even else self.depth(steady) for _ in rows]
         head = [own if row.fixed is None else row.fixed for row, own in zip(rows, head)]
         self.planned.append(max(head))
-        return Choice(tuple(head), tuple(map(self.on_host, rows)))
+        sync = self.random.random() < 0.3
+        return Choice(tuple(head), tuple(map(self.on_host, rows)), sync)
 
     def depth(self, steady: bool) -> int:
         return self.random.choice((0, 0, 0, 1, 2, 3, 5, 8))
