@@ -251,10 +251,9 @@ class AdaptiveDrafts:
         windows of the head's drafts are in flight, and then the windows of the first one.
         """
         self._since_gain += 1
-        if not any(row.host for row in rows):
-            return False
-        if self._since_gain < _STEPS_PER_GAIN:
-            return self._gain > 0.0
+        can_copy = any(row.host for row in rows)
+        if not can_copy or self._since_gain < _STEPS_PER_GAIN:
+            return can_copy and self._gain > 0.0
         waiting = [head[: row.waiting] for row in rows]
         own = [sum(each, 1.0) for each in waiting]  # expected tokens of the head's windows
         ahead, sync = (self._costs.of_batch(len(rows), sync=each) for each in (False, True))
@@ -264,8 +263,7 @@ class AdaptiveDrafts:
         emitted = [1 + copies if copies else n for copies, n in zip(first.host, own)]
         second = best_windows(ahead, waiting, [row.offer(n)[1] for row, n in zip(rows, emitted)])
         pair = (first.tokens + second.tokens) / (first.cost + second.cost + 2 * passes)
-        gain = alone.tokens / (alone.cost + passes) / pair - 1.0
-        self._gain += _FOLLOW * (gain - self._gain)
+        self._gain += _FOLLOW * (alone.tokens / (alone.cost + passes) / pair - 1.0 - self._gain)
         self._since_gain = 0
         return self._gain > 0.0
 
