@@ -7,7 +7,7 @@ import pytest
 
 from mlx_mtp.cache.packing import Packing
 from mlx_mtp.models.loader import load_model
-from mlx_mtp.models.model import DraftVocabulary
+from mlx_mtp.models.model import DraftVocabulary, module_nbytes
 from mlx_mtp.sampling.sampler import Sampler
 from mlx_mtp.speculative.drafter import Computed, MTPDrafter
 from tests.support.harness import greedy
@@ -104,4 +104,4 @@ def test_reduced_logits_are_rows_of_the_full_ones(tmp_path, tied, how):
     absolute, relative = (0.05, 0.01) if how == "bfloat16" else (1e-5, 1e-5)
     np.testing.assert_allclose(left, right, atol=absolute, rtol=relative)
     assert model.row_nbytes() == row_nbytes
-    assert head.nbytes == len(IDS) * row_nbytes
+    assert module_nbytes(head.layer) == len(IDS) * row_nbytes

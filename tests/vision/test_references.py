@@ -183,16 +183,17 @@ def test_the_planned_scratch_is_what_is_taken(hidden, heads, patch):
     pixels = Pixels.of(16 * side, 16 * side, bytes(3 * (16 * side) ** 2))
     images = PromptImages([PlacedImage(1, 16, 16, pixels)], 260)
     wanted = replace(request("x", range(260), greedy(1)), images=images)
-    row = StepRow(Sequence(wanted, (), 1), 0, 259)
-    prompts = Prompts(SimpleNamespace(tower=tower))
     gc.collect()
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    assert not prompts.see(row) and prompts.see(row)
-    # Arrays of earlier tests can be freed meanwhile, by another thread.
-    at_rest = min(before, mx.get_active_memory())
-    taken, planned = mx.get_peak_memory() - at_rest, sizes.scratch(256, 4)
-    assert 0.6 * planned < taken <= planned
+    taken = []
+    for _ in range(2):  # Another thread can free arrays of earlier tests meanwhile, but only once.
+        row = StepRow(Sequence(wanted, (), 1), 0, 259)
+        prompts = Prompts(SimpleNamespace(tower=tower))
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        assert not prompts.see(row) and prompts.see(row)
+        taken.append(mx.get_peak_memory() - min(before, mx.get_active_memory()))
+    planned = sizes.scratch(256, 4)
+    assert 0.6 * planned < max(taken) <= planned
 
 
 @pytest.mark.full
