@@ -18,7 +18,7 @@ from mlx_mtp.engine import engine as engine_module
 from mlx_mtp.engine.chunk_costs import CHUNK, CONTEXT, PrefillCosts
 from mlx_mtp.engine.runner import ModelRunner
 from mlx_mtp.engine.scheduler import Scheduler
-from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, CostKey, StepCosts
+from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, SYNC, CostKey, StepCosts
 from mlx_mtp.speculative.drafter import MTPDrafter
 from tests.engine.test_engine import Client
 from tests.support.harness import curve, greedy, plain, request
@@ -30,7 +30,7 @@ CHUNKS = curve(CHUNK, 1, {64: 2e-4, 128: 1e-4}) | curve(CONTEXT, 1, {1: 1e-9})
 MARK = "a" * 64
 CELLS = [CostKey(MTP, 1, 0), CostKey(MTP, 1, 2), CostKey(MTP, 1, 0), CostKey(HOST, 1, 16)]
 CELLS += [CostKey(MTP, 1, 0), CostKey(MTP, 3, 0), CostKey(RAGGED, 3, 16), CostKey(MTP, 3, 0)]
-CELLS += [CostKey(MTP, 3, 1), CostKey(MTP, 3, 0)]
+CELLS += [CostKey(MTP, 3, 1), CostKey(MTP, 3, 0), CostKey(SYNC, 3, 0), CostKey(MTP, 3, 0)]
 LONGEST = 128
 
 

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from mlx_mtp.calibration.calibrator import typical_costs
 from mlx_mtp.speculative import costs as costs_module
-from mlx_mtp.speculative.costs import HOST, MTP, RAGGED, USE, CostKey, StepCosts, StepShape
+from mlx_mtp.speculative.costs import (
+    HOST,
+    MTP,
+    RAGGED,
+    SYNC,
+    USE,
+    CostKey,
+    StepCosts,
+    StepShape,
+)
 from mlx_mtp.speculative.draft_policy import HeadRates
 from mlx_mtp.speculative.ngram import NgramRates
 
@@ -171,6 +180,25 @@ def test_work_of_the_host_in_each_step_makes_drafts_cheaper_and_is_kept():
     again = StepCosts()
     again.load_table(costs.table())
     assert relative(again, 1) == pytest.approx(true, rel=0.12)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["in use", "calibrated"])
+def test_what_a_step_without_look_ahead_adds_is_learned(known):
+    """A step takes 10 ms with look-ahead and 13 without, whatever its drafts."""
+
+    def seconds(shape: StepShape) -> float:
+        return one_row(shape) + 0.003 * shape.sync
+
+    cells = ((MTP, 1, range(1, 5)), *(((SYNC, 1, (0,)),) if known else ()))
+    costs = calibrated(seconds, cells)
+    for depth in () if known else (1, 0, 3) * 4:
+        for sync in (False, True):
+            for _ in range(9):
+                shape = even(1, depth)._replace(sync=sync)
+                costs.observe(shape, seconds(shape))
+    verify = costs.of_batch(1).verify
+    assert costs.of_batch(1, sync=True).verify - verify == pytest.approx(0.3, abs=0.03)
+    assert relative(costs, 1) == pytest.approx(TRUE, rel=0.04)
 
 
 def test_a_number_of_drafts_that_takes_more_than_its_neighbours_is_learned():
