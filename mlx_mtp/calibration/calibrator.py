@@ -228,11 +228,10 @@ def _requests(cell: CostKey, vocab_size: int) -> Iterator[Sequence]:
     text = tuple(n * vocab_size // count for n in range(count))
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     for row in range(cell.rows):
-        tokens = text[row :: cell.rows]
-        request = Request(f"calibration-{row}", tokens[:length], sampling)
+        ids = text[row :: cell.rows]
+        request = Request(f"calibration-{row}", ids[:length], sampling)
         sequence = Sequence(request, (), most)
-        if cell.kind in (HOST, RAGGED):
-            drafter: Any = SimpleNamespace(next_run=tokens[length:], of_others=False)
-            drafter.extend = lambda _: None
-            sequence.drafting.host, sequence.drafting.source = {HOST: drafter}, HOST
+        if cell.kind in (HOST, RAGGED):  # A `HostDrafter` that offers arbitrary tokens.
+            run: Any = SimpleNamespace(next_run=ids[length:], of_others=False, extend=lambda _: 0)
+            sequence.drafting.host, sequence.drafting.source = {HOST: run}, HOST
         yield sequence

@@ -126,7 +126,9 @@ class FixedDrafts:
 
     def choose(self, rows: DraftRows, *, steady: bool) -> Choice:
         self.choices[len(rows)] = self._num_draft_tokens
-        return even_choice(rows, self._num_draft_tokens)
+        most = self._num_draft_tokens
+        head = tuple(most if row.fixed is None else row.fixed for row in rows)
+        return Choice(head, (0,) * len(rows))
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         pass
@@ -188,8 +190,7 @@ class AdaptiveDrafts:
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
         self._unmeasured = 0  # steps for which no step without drafts was measured
-        self._sync = False  # the last choice
-        self._gain, self._since_gain = 0.0, 0  # see `_reads_first`; steps since the last estimate
+        self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
 
     def choose(self, rows: DraftRows, *, steady: bool) -> Choice:
         """Choose the drafts of `rows`; `steady` is True if no chunk is prefilled in this step."""
@@ -209,11 +210,13 @@ class AdaptiveDrafts:
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
             self._review(costs, rows, head, copied)
         depth = 0 if plain else self._depth_or_probe(len(rows), changed)
-        choice = even_choice(rows, depth, windows)
-        for row, count, own, copies in zip(rows, choice.head, waiting, windows):
+        counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
+        for row, count, own, copies in zip(rows, counts, waiting, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, choice.head)])
-        self._sync = not plain and self._reads_first(rows, head)
+        choice = Choice(counts, windows)
+        self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
+        can_copy = any(row.host for row in rows)
+        self._sync = can_copy and not plain and self._reads_first(rows, head)
         return choice._replace(sync=self._sync)
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
@@ -251,9 +254,8 @@ class AdaptiveDrafts:
         windows of the head's drafts are in flight, and then the windows of the first one.
         """
         self._since_gain += 1
-        can_copy = any(row.host for row in rows)
-        if not can_copy or self._since_gain < _STEPS_PER_GAIN:
-            return can_copy and self._gain > 0.0
+        if self._since_gain < _STEPS_PER_GAIN:
+            return self._gain > 0.0
         waiting = [head[: row.waiting] for row in rows]
         own = [sum(each, 1.0) for each in waiting]  # expected tokens of the head's windows
         ahead, sync = (self._costs.of_batch(len(rows), sync=each) for each in (False, True))
@@ -300,9 +302,3 @@ class AdaptiveDrafts:
 
 
 DraftPolicy = FixedDrafts | AdaptiveDrafts
-
-
-def even_choice(rows: DraftRows, depth: int, host: tuple[int, ...] = ()) -> Choice:
-    """Returns a choice of `depth` drafts of the head for rows whose request sets no number."""
-    head = tuple(depth if row.fixed is None else row.fixed for row in rows)
-    return Choice(head, host or (0,) * len(rows))

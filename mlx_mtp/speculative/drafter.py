@@ -56,10 +56,12 @@ class DeferredWrites:
 
     def select(self, rows: mx.array) -> DeferredWrites:
         """Returns the state of `rows`, int32 [B'], and keeps this one valid; `settle` it first."""
+        assert not self._deferred
         return DeferredWrites(self._write)
 
     def extend(self, other: DeferredWrites) -> None:
         """Append the rows of `other`; call `settle` on both first."""
+        assert not (self._deferred or other._deferred)
 
     def arrays(self) -> list[mx.array]:
         """Returns the arrays that must be evaluated with a step."""
