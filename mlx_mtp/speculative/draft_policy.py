@@ -125,9 +125,8 @@ class FixedDrafts:
         self.reason: ChoiceReason | None = None
 
     def choose(self, rows: DraftRows, *, steady: bool) -> Choice:
-        self.choices[len(rows)] = self._num_draft_tokens
-        most = self._num_draft_tokens
-        head = tuple(most if row.fixed is None else row.fixed for row in rows)
+        depth = self.choices[len(rows)] = self._num_draft_tokens
+        head = tuple(depth if row.fixed is None else row.fixed for row in rows)
         return Choice(head, (0,) * len(rows))
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
@@ -213,11 +212,11 @@ class AdaptiveDrafts:
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, waiting, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        choice = Choice(counts, windows)
-        self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
         can_copy = any(row.host for row in rows)
         self._sync = can_copy and not plain and self._reads_first(rows, head)
-        return choice._replace(sync=self._sync)
+        choice = Choice(counts, windows, self._sync)
+        self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
+        return choice
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
         """Learn from a decode step, one or two steps after it was planned.
