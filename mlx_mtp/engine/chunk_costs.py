@@ -92,8 +92,11 @@ class PrefillCosts:
                 best = length
         return best
 
-    def longest_within(self, seconds: float, context: float) -> int:
+    def longest_within(self, seconds: float, context: float, left: int = 0) -> int:
         """Returns the longest length expected to take at most `seconds` after `context` tokens.
+
+        Returns `left`, the number of tokens that complete the prompts, if that is longer than this
+        length and takes no longer than `seconds`, so that a few tokens need no chunk of their own.
 
         Only lengths with at least `_LEAST_SPEED` of the highest speed qualify. If none of them is
         short enough, the shortest one is returned; if no length qualifies, the next one above all
@@ -110,6 +113,8 @@ class PrefillCosts:
         slowest = (self._least_unit() + self._per_context * context) / _LEAST_SPEED
         allowed = [n for n in self.lengths if units[n] <= slowest]
         short = [n for n in allowed if n * units[n] <= _MARGIN * seconds]
+        if left > max(short, default=0) and self.seconds(left, context) <= _MARGIN * seconds:
+            return left
         if short:
             return max(short)
         if allowed:

@@ -37,14 +37,14 @@ class PrefillScheduler:
         self.groups = [group for group in left if group]
 
     def most_tokens(self, context: float = 0, left: int = 0, *, beside: bool) -> int:
-        """Returns the longest chunk, in tokens, after `context` tokens; prompts have `left` left.
+        """Returns the longest chunk, in tokens, after `context` tokens.
 
-        `beside` is True while rows are running.
+        Prompts have `left` tokens left, with padding. `beside` is True while rows are running.
         """
         if not self._pause:
             return self._step
         if beside:
-            return self._costs.longest_within(self._pause, context)
+            return self._costs.longest_within(self._pause, context, left)
         return self._costs.fastest(left)
 
     def next_chunk(self, *, beside: bool) -> tuple[StepRow, ...]:
@@ -82,7 +82,8 @@ class PrefillScheduler:
     def _chunk(self, group: Many[Sequence], beside: bool) -> tuple[StepRow, ...]:
         rows = tuple(StepRow(s, s.num_planned) for s in group)
         context = sum(row.start for row in rows) / len(rows)
-        most = self.most_tokens(context, _num_left(group), beside=beside)
+        padded = len(rows) * max(s.num_prompt - s.num_planned for s in group)
+        most = self.most_tokens(context, padded, beside=beside)
         most = max(most // len(rows), 1)
         for row in rows:
             left = row.sequence.prefix.chunk_end(row.start, self._step) - row.start

@@ -181,6 +181,18 @@ def test_chunks_beside_a_stream_are_as_long_as_its_pause_allows(name):
     assert all(seconds / tokens < 2.3 * fastest for tokens, seconds in whole)
 
 
+@pytest.mark.parametrize("tokens", range(30, 76, 5))
+def test_prompts_that_fit_into_the_pause_take_one_chunk_beside_a_stream(tokens):
+    """Also if they are a little longer than a length that is measured."""
+    cost = machine(0.01, 1e-3, 0.0)
+    world = World(cost)
+    world.stream()
+    world.seconds("long", 6000)
+    world.chunks.clear()
+    world.seconds("short", tokens)
+    assert [size for size, _, _ in world.chunks] == [tokens]
+
+
 @pytest.mark.parametrize("number", range(1, 9))
 @pytest.mark.parametrize("name", ["a large GPU", "a GPU, attention from 64 tokens on"])
 def test_one_chunk_of_each_length_that_compiles_kernels_makes_the_others_hardly_slower(
