@@ -188,6 +188,7 @@ class AdaptiveDrafts:
         self._depth = self._best_drafted = self._num_rows = 0
         self._expected: list[tuple[float, ...]] = [(0.0, 1.0)]  # tokens and cost by these drafts
         self._since_review, self._since_probe = 0, _LONG_REST - _REST  # steps since the last one
+        self._probes_head = False  # the windows that wait are a probe: they are verified
         self._unmeasured = 0  # steps for which no step without drafts was measured
         self._sync, self._gain, self._since_gain = False, 0.0, 0  # see `_reads_first`
 
@@ -201,7 +202,7 @@ class AdaptiveDrafts:
         waiting = [head[: row.waiting] for row in rows]
         costs, windows = self._costs.of_batch(len(rows), sync=self._sync), (0,) * len(rows)
         plain = self._must_measure_plain(len(rows))
-        if any(host) and not plain:
+        if any(host) and not (plain or self._probes_head):
             windows = best_windows(costs, waiting, host).host
         copied = [run[:count] for run, count in zip(host, windows)]
         self._since_review += 1
@@ -209,6 +210,7 @@ class AdaptiveDrafts:
         if changed or any(windows) or self._since_review >= _STEPS_PER_REVIEW:
             self._review(costs, rows, head, copied)
         depth = 0 if plain else self._depth_or_probe(len(rows), changed)
+        self._probes_head = depth > self._depth
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, waiting, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
@@ -231,16 +233,18 @@ class AdaptiveDrafts:
         self, costs: BatchCosts, rows: DraftRows, head: list[float], copied: Acceptance
     ) -> None:
         """Choose the head's drafts for the next windows; rows that copy go on, or all stop."""
-        self._expected = []
+        self._expected, alone = [], list[float]()
         for depth in range(len(head) + 1):
             depths = [depth if row.fixed is None else row.fixed for row in rows]
             own = [head[:each] for each in depths]
             windows = [run or each for run, each in zip(copied, own)]
             go_on, stop = (_expected(costs, each, max(depths)) for each in (windows, own))
-            both = tuple(_GOES_ON * a + (1.0 - _GOES_ON) * b for a, b in zip(go_on, stop))
+            best = max(go_on, stop, key=lambda each: each[0] / each[1])
+            both = tuple(_GOES_ON * a + (1.0 - _GOES_ON) * b for a, b in zip(best, stop))
             self._expected.append(both)
+            alone.append(stop[0] / stop[1])
+        self._best_drafted = alone.index(max(alone[1:], default=alone[0]), bool(head))
         scores = [tokens / cost for tokens, cost in self._expected]
-        self._best_drafted = scores.index(max(scores[1:], default=scores[0]), bool(head))
         scores[self._depth] *= _STAY
         scores[0] *= _PLAIN
         self._depth = scores.index(max(scores))

@@ -477,6 +477,23 @@ def test_a_mix_of_rows_that_copy_and_rows_that_tell(table, size):
     assert size == 1 or speed > 1.4 * fixed
 
 
+@pytest.mark.parametrize(
+    "copies", [[0.8, 0.6, 0.5, *[0.3] * 13], [0.85] * 16], ids=["short", "long"]
+)
+@pytest.mark.parametrize(("table", "size"), [(CPU, 1), (CPU, 4), (CPU, 16), (GPU, 4), (GPU, 16)])
+def test_a_head_that_is_better_than_the_copies_is_found_though_rows_copy(table, size, copies):
+    """The head is better than assumed, and while rows copy none of its drafts are verified."""
+    head, shares = [0.99] * K, list[float]()
+    for seed in range(3):
+        machine = Machine(cost_of(table), lambda: head, noise=0.05, seed=seed)
+        rows = [RowDrafting(host={"copy": Run(copies)}) for _ in range(size)]
+        policy = calibrated(table, size)
+        machine.run(policy, size, 200, rows)
+        best = best_fixed(machine.cost, head, size)
+        shares.append(machine.run(policy, size, 1000, rows) / best)
+    assert sum(shares) > 0.93 * len(shares)
+
+
 def true_prices(machine: Machine, rows: int) -> BatchCosts:
     def more(drafts: int, passes: int) -> float:
         shape = StepShape(rows, drafts, passes, drafts / rows)  # type: ignore[arg-type]
