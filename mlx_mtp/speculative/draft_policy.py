@@ -214,8 +214,7 @@ class AdaptiveDrafts:
         counts = tuple(depth if row.fixed is None else row.fixed for row in rows)
         for row, count, own, copies in zip(rows, counts, waiting, windows):
             row.waiting, row.expected = count, 1 + (copies or sum(own, 0.0))
-        can_copy = any(row.host for row in rows)
-        self._sync = can_copy and not plain and self._reads_first(rows, head)
+        self._sync = not plain and any(r.host for r in rows) and self._reads_first(rows, head)
         choice = Choice(counts, windows, self._sync)
         self._note(costs, rows, choice, [run or head[:n] for run, n in zip(copied, counts)])
         return choice

@@ -148,7 +148,7 @@ class NgramSource:
         self.nbytes = 0
         # Prompts of running requests, by salt and prompt: a request's n choices share an index.
         self._prompts: WeakValueDictionary[Hashable, NgramIndex] = WeakValueDictionary()
-        self._rates = NgramRates(0.99)  # rates of all requests
+        self._rates = [NgramRates(0.99), NgramRates(0.99)]  # of all requests, by `of_others`
 
     def drafter(
         self, prompt: tuple[int, ...], salt: Hashable, *, alone: bool = False
@@ -190,14 +190,14 @@ class NgramDrafter:
     """A `HostDrafter`: its run is the tokens after a match of `match` tokens.
 
     Each run is compared with the tokens that are read, whether it was verified or not, so there are
-    acceptance rates before any run is used.
+    acceptance rates before any run is used: for copies from the request, and from earlier answers.
     """
 
-    def __init__(self, prompt: NgramIndex, pool: NgramRates, others: NgramIndex | None) -> None:
+    def __init__(self, prompt: NgramIndex, pool: list[NgramRates], old: NgramIndex | None) -> None:
         # The answer, after the prompt's last tokens: a match can begin in the prompt.
         self._text, self._prompt = NgramIndex(prompt.tokens[-MOST_MATCH:]), prompt
-        self._others, self._pool = others, pool
-        self._rates = NgramRates(0.97)
+        self._others, self._pool = old, pool
+        self._rates = [NgramRates(0.97), NgramRates(0.97)]
         self._source, self._at = self._text, 0
         self.match = 0
         self.next_run: Sequence[int] = ()
@@ -212,7 +212,7 @@ class NgramDrafter:
         num_right = _num_equal(self.next_run, tokens)
         is_miss = num_right < min(len(self.next_run), len(tokens))
         for rates in (self._rates, self._pool):
-            rates.observe(self.match, num_right, missed=is_miss)
+            rates[self.of_others].observe(self.match, num_right, missed=is_miss)
         goes_on = 0 < num_right == len(tokens)
         self._text.extend(tokens)
         self._at, self.match = self._at + num_right, min(self.match + num_right, MOST_MATCH)
@@ -233,7 +233,8 @@ class NgramDrafter:
         count = min(len(self.next_run), ahead + MAX_HOST_DRAFTS)
         if count <= ahead:
             return []
-        acceptance = self._rates.cumulative_acceptance(self.match, count, self._pool)[ahead:]
+        rates, pool = (each[self.of_others] for each in (self._rates, self._pool))
+        acceptance = rates.cumulative_acceptance(self.match, count, pool)[ahead:]
         return acceptance if acceptance[0] >= _LEAST_ACCEPTANCE else []
 
     def _look(self) -> None:

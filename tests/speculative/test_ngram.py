@@ -83,6 +83,24 @@ def test_a_run_goes_on_while_it_is_right_and_is_looked_for_again_when_it_is_not(
     assert drafter.cumulative_acceptance(0) == []
 
 
+def test_wrong_copies_of_earlier_answers_do_not_count_against_copies_of_the_prompt():
+    source = NgramSource(1 << 20)
+    source.keep(None, FILE)
+    for number in range(40):
+        drafter = source.drafter((1, 2, 3), None)
+        drafter.extend(FILE[number : number + 3])
+        assert drafter.of_others
+        drafter.extend([9999])
+    first, acceptance = [], []
+    for prompt in ((1, 2, 3), FILE):  # in new requests
+        drafter = source.drafter(tuple(prompt), None)
+        drafter.extend(FILE[50:53])
+        first.append(drafter.next_run[0])
+        acceptance.append(drafter.cumulative_acceptance(0))
+    assert first == [FILE[53]] * 2
+    assert acceptance[0] == [] and len(acceptance[1]) == 16
+
+
 @pytest.mark.parametrize("cycle", [[7], [7, 8], [7, 8, 9], FILE[:15]])
 def test_a_run_goes_on_behind_the_end_of_the_text(cycle):
     text = (cycle * 120)[:120]
