@@ -231,7 +231,7 @@ class AdaptiveDrafts:
     def _review(
         self, costs: BatchCosts, rows: DraftRows, head: list[float], copied: Acceptance
     ) -> None:
-        """Choose the head's drafts for the next windows; rows that copy go on, or all stop."""
+        """Choose the head's drafts for the next windows; rows that copy may go on, or all stop."""
         self._expected, alone = [], list[float]()
         for depth in range(len(head) + 1):
             depths = [depth if row.fixed is None else row.fixed for row in rows]
