@@ -168,10 +168,8 @@ class NgramSource:
         if not self._limit or len(answer) <= GRAM:
             return
         text = self._texts.pop(salt, None)
-        if text is None:
-            text = NgramIndex()
-        else:
-            self.nbytes -= text.nbytes
+        self.nbytes -= 0 if text is None else text.nbytes
+        text = text or NgramIndex()
         text.extend([_SEPARATOR, *answer])
         if text.nbytes > self._limit:
             # An index takes at most 16 bytes per token. Cut to half of the limit, so cuts are rare.
@@ -193,13 +191,15 @@ class NgramDrafter:
     acceptance rates before any run is used: for copies from the request, and from earlier answers.
     """
 
-    def __init__(self, prompt: NgramIndex, pool: list[NgramRates], old: NgramIndex | None) -> None:
+    def __init__(
+        self, prompt: NgramIndex, pools: Sequence[NgramRates], others: NgramIndex | None
+    ) -> None:
         # The answer, after the prompt's last tokens: a match can begin in the prompt.
         self._text, self._prompt = NgramIndex(prompt.tokens[-MOST_MATCH:]), prompt
-        self._others, self._pool = old, pool
-        self._rates = [NgramRates(0.97), NgramRates(0.97)]
-        self._source, self._at = self._text, 0
-        self.match = 0
+        self._others = others
+        # The request's own rates and those of all requests, by `of_others`.
+        self._rates = [(NgramRates(0.97), pool) for pool in pools]
+        self._source, self._at, self.match = self._text, 0, 0
         self.next_run: Sequence[int] = ()
 
     @property
@@ -211,8 +211,8 @@ class NgramDrafter:
         """Read tokens of the answer: count how many the run predicted, and set the next run."""
         num_right = _num_equal(self.next_run, tokens)
         is_miss = num_right < min(len(self.next_run), len(tokens))
-        for rates in (self._rates, self._pool):
-            rates[self.of_others].observe(self.match, num_right, missed=is_miss)
+        for rates in self._rates[self.of_others]:
+            rates.observe(self.match, num_right, missed=is_miss)
         goes_on = 0 < num_right == len(tokens)
         self._text.extend(tokens)
         self._at, self.match = self._at + num_right, min(self.match + num_right, MOST_MATCH)
@@ -233,7 +233,7 @@ class NgramDrafter:
         count = min(len(self.next_run), ahead + MAX_HOST_DRAFTS)
         if count <= ahead:
             return []
-        rates, pool = (each[self.of_others] for each in (self._rates, self._pool))
+        rates, pool = self._rates[self.of_others]
         acceptance = rates.cumulative_acceptance(self.match, count, pool)[ahead:]
         return acceptance if acceptance[0] >= _LEAST_ACCEPTANCE else []
 
