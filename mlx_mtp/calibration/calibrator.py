@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,7 @@ _STEPS = (
     *_beside_plain(MTP, 4, 2, 5, 8),
     *_beside_plain(MTP, 32, 1),
     *_beside_plain(MTP, 16, 5),
+    *_beside_plain(HOST, 16, 8),
 )
 _TIMES = 3  # measurements of each cell of steps, to outvote one from a busy moment
 _PROMPT_TOKENS = 8
@@ -206,9 +207,9 @@ class Calibrator:
                 for sequence in _requests(cell, runner.vocab_size):
                     scheduler.add(sequence)
             if len(drafts.seconds) == _TIMED_STEPS or core.idle:
-                if times := drafts.seconds[2:]:
-                    # Other work can delay a step but never shorten it.
-                    self._measured.append((cell, statistics.median_low(times)))
+                # Pairs: two steps can end in one round of the host, and none in the next.
+                if pairs := [(a + b) / 2 for a, b in pairwise(drafts.seconds[2:])]:
+                    self._measured.append((cell, statistics.median_low(pairs)))
                     self._steps.load_table(typical_costs(self._measured))
                 return
             if any(output.error is not None for output in core.step()):

@@ -2,13 +2,12 @@
 
 A matrix product's time depends only on its number of tokens, not on which rows they belong to, so
 the costs of windows can be inferred from steps with other numbers of rows. Steps are measured in
-use, and while no request runs (`mlx_mtp/calibration`). `table` and `load_table` carry measurements
-from one run of the server to the next.
+use, and while no request runs (`mlx_mtp/calibration`); `table` carries costs to the next run.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median_low
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ _KNOTS = np.array(
     [*range(1, 7), 8, 9, 10, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 256, 1024], float
 )
 # The prior of the slopes: the cost of one more token, relative to a step of one token. The mean is
-# about the gain of a draft. Then the standard deviation that all slopes share, that of each slope,
+# about the gain of a draft. Then the standard deviation that all slopes share, that of one token's,
 # and the distance, in logarithms of tokens, over which the latter's correlation falls to 1/e.
 _SLOPE, _ALL_SLOPES, _EACH_SLOPE, _ALIKE = 0.4, 0.35, 0.25, 0.7
 # Prior mean and standard deviation of the other coefficients, in the same unit.
@@ -47,9 +46,8 @@ _PRIOR = (
 _FIRST_SPEED, _SPEED_CHANGES = 0.3, 0.015
 _CHANGES = 0.0003  # share of what is known of a coefficient that a step in use forgets
 _NOISE = 0.04  # relative standard deviation of a measurement
-_FARTHEST = 2.0  # maximum relative deviation of a measurement from the expected
 _BLOCK, _FEWEST_STEPS = 8, 3  # maximum and minimum number of steps in a measurement in use
-_LATE = 1.3  # times the median of a block: longer steps are cut to this
+_LATE = 1.3  # times the median of a block: longer pairs of steps are cut to this
 _LEAST_PLAIN = 0.1  # minimum cost of a step, relative to one of one token
 # Limits of the costs of windows, relative to a step without drafts: the minimum extra cost; the
 # minimum extra cost of one draft in each row; the standard deviations added to the estimate.
@@ -175,9 +173,12 @@ class StepCosts:
         if len(steps) < _FEWEST_STEPS:
             return
         shapes, times = zip(*steps)
-        usual = _LATE * median_low(times)  # Some steps are delayed.
-        seconds = fmean(min(each, usual) for each in times)
-        features = _features(shapes, in_use=True).mean(axis=0)
+        features = _features(shapes, in_use=True)
+        expected = np.maximum(features @ self._mean, _LEAST_PLAIN * (self._unit or 1.0))
+        # Pairs: on some devices, the host sees two steps end in one round, and none in the next.
+        ratios = np.convolve(times, [1, 1], "valid") / np.convolve(expected, [1, 1], "valid")
+        seconds = float(np.minimum(ratios, _LATE * median_low(ratios)).mean() * expected.mean())
+        features = features.mean(axis=0)
         # Only what these steps show: else plain steps would make drafts ever less certain.
         forgotten = _CHANGES * (features != 0.0)
         self._covariance *= np.sqrt(np.outer(1.0 - forgotten, 1.0 - forgotten))
@@ -195,12 +196,9 @@ class StepCosts:
             self._mean *= self._unit
             self._covariance *= self._unit**2
         self._covariance += speed**2 * np.outer(self._mean, self._mean)
-        expected = max(float(self._mean @ features), _LEAST_PLAIN * self._unit)
-        off = min(seconds / expected - 1.0, _FARTHEST)
-        gradient = features / expected  # of the relative seconds, by the coefficients
-        spread = self._covariance @ gradient
-        gain = spread / (gradient @ spread + _NOISE**2)
-        self._mean += gain * off
+        spread = self._covariance @ features
+        gain = spread / (features @ spread + (_NOISE * seconds) ** 2)
+        self._mean += gain * (seconds - self._mean @ features)
         self._covariance -= np.outer(gain, spread)
         self._batch_costs.clear()
 
@@ -244,7 +242,8 @@ def _prior() -> tuple[Vector, Vector]:
     """Returns mean and covariance of all coefficients, relative to a step of one token."""
     means, deviations = zip(*_PRIOR)
     places = np.log(_KNOTS[:-1])
-    distances = np.abs(places[:, None] - places) / _ALIKE
+    alike = np.exp(-np.abs(places[:, None] - places) / _ALIKE)
     covariance = np.diag([*np.square(deviations), *np.zeros(len(places))])
-    covariance[len(means) :, len(means) :] = _ALL_SLOPES**2 + _EACH_SLOPE**2 * np.exp(-distances)
+    each = _EACH_SLOPE / np.sqrt(np.diff(_KNOTS))  # An interval's slope is a mean of its tokens'.
+    covariance[len(means) :, len(means) :] = _ALL_SLOPES**2 + np.outer(each, each) * alike
     return np.array([*means, *[_SLOPE] * len(places)]), covariance

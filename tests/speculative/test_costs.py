@@ -136,6 +136,70 @@ def test_calibrated_costs_far_below_the_prior_are_not_cut():
         assert relative(costs, rows) == pytest.approx(true, rel=0.1)
 
 
+# Milliseconds of steps of 24 layers of the 27B on an H200, by kind, rows and drafts of each row.
+H200 = {
+    (MTP, 1): {0: 5.0, 1: 6.1, 2: 7.2, 3: 9.2, 4: 9.7, 6: 12.4, 8: 10.4},
+    (MTP, 2): {0: 4.2, 1: 5.3, 3: 8.5},
+    (MTP, 4): {0: 5.3, 1: 6.5, 2: 11.1, 3: 12.1, 5: 18.0, 8: 23.6},
+    (MTP, 16): {0: 6.4, 1: 11.5, 2: 16.5, 3: 26.6, 5: 35.0},
+    (HOST, 1): {4: 6.2, 16: 9.1},
+    (HOST, 4): {4: 9.5, 16: 21.9},
+    (HOST, 16): {8: 38.0},
+    (RAGGED, 4): {16: 9.0},
+    (RAGGED, 16): {16: 14.6},
+    (SYNC, 1): {0: 7.5},
+    (SYNC, 16): {0: 10.3},
+}
+H200_NOT_CALIBRATED = {6: 32.0, 10: 46.0, 12: 59.0, 16: 74.0}
+
+
+def test_costs_measured_on_a_gpu_are_the_costs_and_those_of_longer_windows_follow():
+    """Tokens cost far less than the prior expects, which once made estimated seconds negative."""
+    table = {CostKey(*key, size): ms / 1e3 for key, of in H200.items() for size, ms in of.items()}
+    costs = StepCosts()
+    costs.load_table(table)
+    off = {}
+    for key in table:
+        shape, true = key.shape, table[key] / table[CostKey(MTP, key.rows, 0)]
+        off[key] = costs.of_batch(key.rows, sync=shape.sync).cost(shape) / true - 1.0
+    assert sorted(map(abs, off.values()))[len(off) * 3 // 4] < 0.12, off
+    assert max(map(abs, off.values())) < 0.5, off  # (1, 8) took less than (1, 6): noise
+    for count, ms in H200_NOT_CALIBRATED.items():
+        shape = StepShape(16, 16 * count, 0, count)
+        true = ms / H200[MTP, 16][0]
+        assert costs.of_batch(16).cost(shape) == pytest.approx(true, rel=0.25)
+
+
+@pytest.mark.parametrize("rounds", [(0.5, 1.5), (0.3, 1.3, 1.4)])
+def test_rounds_in_which_two_steps_end_or_none_are_averaged(rounds):
+    """As seen on an H200: the host's rounds with look-ahead take turns."""
+    costs, uneven = calibrated(), itertools.cycle(rounds)
+    for depth in (0, 3) * 12:
+        for _ in range(17):
+            costs.observe(even(1, depth), 0.01 * TRUE[depth] * next(uneven))
+    assert costs.table()[CostKey(USE, 1, 3)] == pytest.approx(0.01 * TRUE[3], rel=0.12)
+    assert relative(costs, 1)[3] == pytest.approx(TRUE[3], rel=0.12)
+
+
+def test_long_windows_among_short_ones_are_not_taken_for_delays():
+    """Copies of 2 to 16 tokens take turns, and cost twice what was calibrated."""
+    costs, chance = calibrated(cells=((MTP, 8, (1, 2)), (HOST, 8, (4,)))), random.Random(1)
+
+    def seconds(shape: StepShape) -> float:
+        return 0.001 * (6 + 2.0 * shape.drafts)
+
+    for _ in range(300):
+        longest = chance.choice([2, 3, 4, 16])
+        shape = StepShape(8, longest, 0, longest)
+        costs.observe(shape, seconds(shape))
+        if chance.random() < 0.05:
+            stay(costs, 8, 0, seconds(even(8, 0)))
+    for longest in (4, 16):
+        shape = StepShape(8, longest, 0, longest)
+        true = seconds(shape) / seconds(even(8, 0))
+        assert costs.of_batch(8).cost(shape) == pytest.approx(true, rel=0.1)
+
+
 def test_the_first_step_of_a_kind_is_not_measured():
     """It takes twice as long, as it commits the windows of the step before it."""
     costs = calibrated()
