@@ -67,6 +67,7 @@ class Machine:
     padding: float = 0.0  # cost of a place in all rows' windows, over a step without drafts
     host: float = 0.0  # seconds of the host's work per step
     gap: float = 0.0  # seconds that the device waits for the host without look-ahead
+    uneven: float = 0.0  # share by which rounds seem shorter and longer, in turns
     seed: int = 0
     answers: Sequence[int] = (1 << 30,)  # lengths, drawn; tokens after an answer don't count
     seconds: float = 0.0
@@ -128,6 +129,8 @@ class Machine:
         # The time that the host sees includes a part of the previous step.
         seconds = 0.7 * self.price(shape) + 0.3 * self.price(last or shape)
         seconds *= self.random.lognormvariate(0.0, self.noise)
+        self.uneven = -self.uneven
+        seconds *= 1.0 + self.uneven * (not shape.sync)
         if self.random.random() < self.late:
             seconds *= 1 + 9 * self.random.random()
         if shape not in self.seen:
@@ -553,6 +556,7 @@ class Parts(NamedTuple):
     padding: float = 0.0  # per padded place
     host: float = 0.0  # the host's work per step in use
     gap: float = 1.0  # the wait for the host without look-ahead
+    uneven: float = 0.0  # see `Machine.uneven`
 
     def seconds(self, shape: StepShape) -> float:
         window = self.window * (shape.longest > 0) + self.padding * shape.padding
@@ -566,17 +570,23 @@ def staircase(tokens: int) -> float:
     return 20 + 0.6 * tokens + 7 * (tokens >= 5) + 7 * (tokens >= 10) + 8 * (tokens >= 13)
 
 
+def gpu(tokens: int) -> float:
+    """As 24 layers of the 27B on an H200: up to 16 tokens cost little, more ones a lot."""
+    return 3.8 + 0.12 * min(tokens, 16) + 0.25 * max(tokens - 16, 0) + 1.5 * (tokens > 16)
+
+
 MACHINES = {
     "cpu": Parts(lambda n: 6.5 + 0.9 * n, 1.0, (1.6, 0.2), 0.1, 4.0),
     "staircase": Parts(staircase, head=(1.2, 0.05)),
     "long windows are dear": Parts(lambda n: 9 + 0.15 * n, padding=1.0),
     "host-bound": Parts(lambda n: 2 + 0.2 * n, host=6.0, gap=3.0),
     "nothing pays": Parts(lambda n: 0.5 + 5.0 * n, head=(3.0, 1.0), padding=1.0),
+    "uneven rounds": Parts(gpu, head=(1.0, 0.05), padding=0.02, gap=4.5, uneven=0.6),
 }
 
 
 def machine_of(parts: Parts, rates: Sequence[float], noise: float = 0.05) -> Machine:
-    machine = Machine(lambda *_: 0.0, lambda: rates, noise=noise)
+    machine = Machine(lambda *_: 0.0, lambda: rates, noise=noise, uneven=parts.uneven)
     machine.price = lambda shape: parts.seconds(shape) + 0.001 * parts.host
     return machine
 
