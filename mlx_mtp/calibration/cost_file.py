@@ -23,7 +23,7 @@ from mlx_mtp.speculative.costs import LEAST_COST, CostKey, Table
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 8
+_FORMAT = 9
 _LARGEST = 1 << 22  # maximum size of a file, in bytes
 _FRESH_SECONDS = 30 * 24 * 3600.0  # maximum age: the fingerprint does not cover drivers
 _Size = Annotated[float, Field(ge=0, le=1 << 20)]
