@@ -173,6 +173,11 @@ SEQUENCES = {
         (request_bytes("POST", TEXT, body=BODY), 200),
         (b"GARBAGE\r\n\r\n", 400),
     ),
+    # The server reads on while it handles the exception of which the first answer tells.
+    "garbage behind an unknown path": (
+        (request_bytes("GET", "/no/such/path"), 404),
+        (b"GARBAGE\r\n\r\n", 400),
+    ),
     # llhttp would stop reading after these trailers.
     "trailers": (
         (request_bytes("POST", TEXT, CHUNKED, chunks(BODY) + TRAILERS), 200),

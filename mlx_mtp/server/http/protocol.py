@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from httptools import HttpParserError, HttpRequestParser
+from httptools import HttpParserCallbackError, HttpParserError, HttpRequestParser
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -87,7 +87,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 del self._unread[:end]
                 self.parser.feed_data(piece)
         except HttpParserError as error:
-            fault = error.__context__ or error  # The context is what a callback raised.
+            # The context is what a callback raised.
+            fault = error.__context__ if isinstance(error, HttpParserCallbackError) else error
             if not isinstance(fault, HttpParserError):
                 raise
             self._refuse_and_close(errors.InvalidRequestError(f"This is not valid HTTP: {fault}."))
