@@ -158,7 +158,7 @@ def test_costs_are_measured_by_all_ranks(tmp_path, monkeypatch, references, ties
         prefill_step_size=64, max_decode_pause=1e9, calibration_seconds=1e9, max_num_seqs=2
     )
     monkeypatch.setattr(calibrator, "_TIMES", 1)
-    monkeypatch.setattr(calibrator, "_TIMED_STEPS", 3)
+    monkeypatch.setattr(calibrator, "_TIMED_STEPS", 4)
     costs, chunks = StepCosts(), PrefillCosts(config.prefill_step_size)
     requests = make_requests("sampled")[:4]
 
