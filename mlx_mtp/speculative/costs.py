@@ -25,8 +25,8 @@ _KNOTS = np.array(
     [*range(1, 7), 8, 9, 10, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 256, 1024], float
 )
 # The prior of the slopes: the cost of one more token, relative to a step of one token. The mean is
-# about the gain of a draft. Then the standard deviation that all slopes share, that of one token's,
-# and the distance, in logarithms of tokens, over which the latter's correlation falls to 1/e.
+# about the gain of a draft. Then standard deviations, of what all slopes share and of each token's
+# own part, and the distance, in logarithms of tokens, over which the latter's correlation is 1/e.
 _SLOPE, _ALL_SLOPES, _EACH_SLOPE, _ALIKE = 0.4, 0.35, 0.25, 0.7
 # Prior mean and standard deviation of the other coefficients, in the same unit.
 _PRIOR = (

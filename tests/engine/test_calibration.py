@@ -116,6 +116,19 @@ def test_chunks_are_measured_as_far_as_they_are_used_and_time_allows(
         }
 
 
+def test_rounds_in_which_two_steps_end_or_none_are_averaged(runner, monkeypatch):
+    """Every step takes 10 ms, but the host sees 4 and 16 ms, in turns."""
+    observe, rounds = calibrator_module._CellDrafts.observe, itertools.cycle((0.004, 0.016))
+
+    def uneven(drafts, head, shape, seconds):
+        observe(drafts, head, shape, None if seconds is None else next(rounds))
+
+    monkeypatch.setattr(calibrator_module._CellDrafts, "observe", uneven)
+    work = Calibration(CELLS[:5], max_decode_pause=0.0)
+    assert work.run(runner) == {*CELLS[:5]}
+    assert list(work.steps.table().values()) == pytest.approx([0.01] * 3)
+
+
 def test_its_time_is_bounded_and_a_failure_ends_what_is_like_it(runner, monkeypatch):
     clock = ticking(0.1)
     work = Calibration(CELLS, calibration_seconds=8.0, clock=clock)
