@@ -28,7 +28,7 @@ from mlx_mtp.engine.step import (
     StepRow,
 )
 from mlx_mtp.errors import MlxMtpError, StepError, StepMemoryError, is_fault
-from mlx_mtp.kernels.gpu import fused
+from mlx_mtp.kernels.gpu import fused, launch_early
 from mlx_mtp.models.model import LoadedModel
 from mlx_mtp.prefix.cache import PrefixCache
 from mlx_mtp.sampling.grammar_masks import DraftSampler, GrammarMasks
@@ -288,6 +288,8 @@ class ModelRunner:
         """Propose drafts for the next windows, and launch everything that is not launched yet."""
         batch.num_drafts = [row.num_proposed for row in step.rows]
         if self._drafter is not None:
+            # The host, which waits for these tokens, then does not wait for the head.
+            launch_early(step.sampled or (), on_gpu=any(batch.num_drafts))
             sampler = DraftSampler(batch.sampler, batch.masks) if batch.masks else batch.sampler
             given = computed, batch.num_drafts, sampler
             batch.drafts = self._drafter.propose(batch.draft_state, *given)

@@ -20,15 +20,15 @@ from mlx_mtp.distributed import all_gather
 from mlx_mtp.errors import ModelError, UsageError
 from mlx_mtp.kernels import gpu
 from mlx_mtp.kernels.attention import is_batch_invariant
-from mlx_mtp.kernels.gpu import LONGEST_WINDOW, decode_pass, refused
+from mlx_mtp.kernels.gpu import LONGEST_WINDOW, decode_pass, launch_early, refused
 from mlx_mtp.models.family import Family, text_config
 from mlx_mtp.models.gemm.measure import all_routable, choose_routes, kernel_takes_all_weights
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.progress import Bar
 from mlx_mtp.vision.tower import VisionTower
 
-# A prompt's pass is launched in parts of this many layers: a GPU computes one part while the host
-# builds the graph of the next, and fewer intermediate arrays exist at the same time.
+# On a GPU a prompt's pass is launched in parts of this many layers: the GPU computes one part while
+# the host builds the graph of the next, and fewer intermediate arrays exist at the same time.
 _LAUNCHED_LAYERS = 4
 
 
@@ -193,8 +193,7 @@ class LoadedModel:
         with decode_pass(is_step):
             for number, (layer, layer_caches, norm) in enumerate(parts, 1):
                 x, normed = layer.forward(x, normed, norm.weight, where, layer_caches)
-                if number % _LAUNCHED_LAYERS == 0 and not is_step:
-                    mx.async_eval(x, normed)
+                launch_early(x, normed, on_gpu=number % _LAUNCHED_LAYERS == 0 and not is_step)
         return normed
 
     def logits(self, hidden: mx.array, layer: nn.Module | None = None) -> mx.array:

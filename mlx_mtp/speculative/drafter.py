@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_mtp.cache.batch import BatchCache
 from mlx_mtp.cache.kv import RaggedKVCache
 from mlx_mtp.cache.packing import Index, Packing
-from mlx_mtp.kernels.gpu import zeros
+from mlx_mtp.kernels.gpu import launch_early, zeros
 from mlx_mtp.models.head import MTPHead
 from mlx_mtp.models.model import DraftVocabulary, LoadedModel
 from mlx_mtp.sampling.grammar_masks import TokenSampler
@@ -133,6 +133,7 @@ class MTPDrafter:
             logits = packing.rectangle.fill(self._model.logits(out, self._lm_head))
             before = mx.concatenate([newest, *drafts], axis=1)
             drafts.append(sampler.draw(logits, position[:, None] + 2, before, ids=self._ids))
+            launch_early(drafts[-1])
             position = position + 1
         return mx.concatenate(drafts, axis=1)
 

@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.cores import core_of, decode, row_of
+from mlx_mtp.engine import runner as runner_module
+from mlx_mtp.speculative.drafter import MTPDrafter
 
 # Operations and launches without drafts and with 3, with 4 layers, of which one has attention.
 _MOST = {
@@ -53,3 +55,25 @@ def test_a_step_without_joins_uploads_nothing(tiny_models, monkeypatch, temperat
     assert not uploads
     mx.array([1])
     assert len(uploads) == 1, "they are counted"
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_steps_tokens_are_launched_before_the_head_drafts(tiny_models, monkeypatch, drafts):
+    launch, propose, events = runner_module.launch_early, MTPDrafter.propose, []
+
+    def launched(sampled, on_gpu):
+        assert on_gpu == (drafts > 0)
+        events.append(sampled.tokens)
+        launch(sampled, on_gpu=on_gpu)
+
+    def proposed(*args):
+        events.append("head")
+        return propose(*args)
+
+    core = core_of(tiny_models["qwen3_next"], drafts, max_num_seqs=1, prefill_step_size=64)
+    decode(core, [row_of("0", range(5, 9))])
+    monkeypatch.setattr(runner_module, "launch_early", launched)
+    monkeypatch.setattr(MTPDrafter, "propose", proposed)
+    core.step()
+    (step,) = core._in_flight
+    assert events[0] is step.sampled.tokens and events[1:] == ["head"]

@@ -161,17 +161,29 @@ def test_a_product_in_blocks_is_the_product():
 
 
 @pytest.mark.parametrize("length", [1, gpu.LONGEST_WINDOW, 70])
-def test_only_a_prompts_pass_is_launched_in_parts_with_the_same_bits(tmp_path, monkeypatch, length):
+def test_a_pass_is_launched_in_parts_with_the_same_bits(tmp_path, monkeypatch, length):
     write_checkpoint(tmp_path, Layout(FAMILIES[0], seed=7))
     model = load_model(tmp_path, enable_mtp=False)
-    launched, launch, found = [], mx.async_eval, []
-    monkeypatch.setattr(mx, "async_eval", lambda *arrays: launched.append(1) or launch(*arrays))
-    for layers_of_part in (10**6, 1):
-        monkeypatch.setattr(model_module, "_LAUNCHED_LAYERS", layers_of_part)
+    monkeypatch.setattr(model_module, "_LAUNCHED_LAYERS", 2)
+    early, found = [], []
+    for launch in (lambda *_, on_gpu: early.append(on_gpu), gpu.launch_early):
+        monkeypatch.setattr(model_module, "launch_early", launch)
         cache = model.make_cache(1)
         cache.reserve([length])
         cache.begin_window([length], mx.array([length]))
         found.append(model.hidden(mx.arange(length) % VOCAB, cache))
     is_prompt = length > gpu.LONGEST_WINDOW
-    assert len(launched) == is_prompt * len(model.causal_lm.model.layers)
+    layers = range(1, len(model.causal_lm.model.layers) + 1)
+    assert early == [is_prompt and number % 2 == 0 for number in layers]
     assert mx.array_equal(*found)
+
+
+@pytest.mark.parametrize("backend", [None, "metal", "cuda"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_arrays_are_launched_early_on_a_cpu_or_where_a_gpu_gains(monkeypatch, backend, on_gpu):
+    launched = []
+    monkeypatch.setattr(gpu, "backend", lambda: backend)
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: launched.extend(arrays))
+    array = mx.zeros(1)
+    gpu.launch_early(array, on_gpu=on_gpu)
+    assert launched == ([array] if on_gpu or backend is None else [])
