@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -70,6 +70,7 @@ _TOOLS = [
     )
 ]
 Body = dict[str, Any]
+T = TypeVar("T")
 
 
 class _Cell(NamedTuple):
@@ -119,7 +120,9 @@ def never_slower(
     answer is compared; in other cells, tokens per second. The default and "copy" have calibrated
     their step costs before; nothing else is warm. Ratios are geometric means of the rounds, with
     95% bounds (Student's t). The best fixed choice is picked in one half of the rounds and compared
-    in the other. With fewer than eight streams, a round has several batches of requests.
+    in the other. Each half has servers of its own: servers of the same choice differ by up to 9%
+    for as long as they live, so else a lucky one would be picked and compared. With fewer than
+    eight streams, a round has several batches of requests.
 
     Args:
         rounds: number of rounds, at least 4
@@ -162,36 +165,54 @@ def _measured(
 ) -> Iterator[Row]:
     chance = random.Random(seed)
     sources = {cell: PromptSource(chance.getrandbits(30)) for cell in cells}
-    asking = Asking(max_tokens)
-    with contextlib.ExitStack() as stack:
-        clients = {
-            name: stack.enter_context(_Client(url, asking, model="m", name=name))
-            for name, url in _started(model, folder, stack)
-        }
-        capacity: dict[_Cell, float] = {}
-        for number, cell in itertools.product(range(rounds), cells):
-            count = cell.streams * max(2 if cell.poisson else 1, -(-_REQUESTS // cell.streams))
-            bodies = [
-                {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
-                | {"stream_options": {"include_usage": True}}
-                | body
-                for body in WORK[cell.work](sources[cell], count)
-            ]
-            at_once = count if cell.poisson else cell.streams
-            waits = [0.0] * at_once
-            if cell.poisson:
-                if cell not in capacity:
-                    _, took, _ = clients[_NONE].send(bodies[: cell.streams], waits)
-                    capacity[cell] = cell.streams / took
-                gaps = (chance.expovariate(_LOAD * capacity[cell]) for _ in bodies)
-                waits = [*itertools.accumulate(gaps)]
-            of: dict[str, float] = {}
-            for name in chance.sample([*clients], len(clients)):
-                parts = [bodies[n : n + at_once] for n in range(0, count, at_once)]
-                tokens, seconds, means = zip(*(clients[name].send(part, waits) for part in parts))
-                of[name] = 1 / means[0] if cell.poisson else sum(tokens) / sum(seconds)
-            speeds[cell].append(of)
-            yield {"round": number + 1, "cell": cell.name} | {name: of[name] for name in clients}
+    asking, capacity = Asking(max_tokens), dict[_Cell, float]()
+    for numbers in _halves(range(rounds)):
+        with contextlib.ExitStack() as stack:
+            clients = {
+                name: stack.enter_context(_Client(url, asking, model="m", name=name))
+                for name, url in _started(model, folder, stack)
+            }
+            for number, cell in itertools.product(numbers, cells):
+                of = _round(cell, clients, sources[cell], chance, capacity, max_tokens)
+                speeds[cell].append(of)
+                yield {"round": number + 1, "cell": cell.name} | of
+
+
+def _halves(rounds: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Returns the rounds of the first servers and those of the second ones."""
+    return rounds[: len(rounds) // 2], rounds[len(rounds) // 2 :]
+
+
+def _round(
+    cell: _Cell,
+    clients: dict[str, _Client],
+    source: PromptSource,
+    chance: random.Random,
+    capacity: dict[_Cell, float],  # requests per second without drafts; filled when it is needed
+    max_tokens: int,
+) -> dict[str, float]:
+    """Returns each client's tokens per second or, in a "poisson" cell, answers per second."""
+    count = cell.streams * max(2 if cell.poisson else 1, -(-_REQUESTS // cell.streams))
+    bodies = [
+        {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
+        | {"stream_options": {"include_usage": True}}
+        | body
+        for body in WORK[cell.work](source, count)
+    ]
+    at_once = count if cell.poisson else cell.streams
+    waits = [0.0] * at_once
+    if cell.poisson:
+        if cell not in capacity:
+            _, took, _ = clients[_NONE].send(bodies[: cell.streams], waits)
+            capacity[cell] = cell.streams / took
+        gaps = (chance.expovariate(_LOAD * capacity[cell]) for _ in bodies)
+        waits = [*itertools.accumulate(gaps)]
+    of = dict.fromkeys(clients, 0.0)
+    for name in chance.sample([*clients], len(clients)):
+        parts = [bodies[n : n + at_once] for n in range(0, count, at_once)]
+        tokens, seconds, means = zip(*(clients[name].send(part, waits) for part in parts))
+        of[name] = 1 / means[0] if cell.poisson else sum(tokens) / sum(seconds)
+    return of
 
 
 def _started(model: Path, folder: Path, stack: contextlib.ExitStack) -> Iterator[tuple[str, str]]:
@@ -307,7 +328,7 @@ def _summary(cell: _Cell, rounds: Sequence[dict[str, float]]) -> Row:
     """Returns a cell's row: the default over no drafts, and over the best fixed choice."""
     over_none = [math.log(of[_DEFAULT] / of[_NONE]) for of in rounds]
     over_best, picked = [], []
-    for compared, others in itertools.permutations((rounds[::2], rounds[1::2])):
+    for compared, others in itertools.permutations(_halves(rounds)):
         best = max(_FIXED, key=lambda name: sum(math.log(of[name]) for of in others))
         picked.append(best)
         over_best += [math.log(of[_DEFAULT] / of[best]) for of in compared]
