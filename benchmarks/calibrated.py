@@ -59,7 +59,7 @@ class _Point(NamedTuple):
     measured: float
 
 
-class _Watch:
+class Watch:
     """Records the estimates with which `AdaptiveDrafts` decides, and what came of them."""
 
     def __init__(self) -> None:
@@ -128,11 +128,11 @@ def calibrated(
     """
     drafts, costs = list[_Draft](), list[_Point]()
     for count in streams:
-        watch = _Watch()
-        with _watched(watch):
+        watch = Watch()
+        with watched(watch):
             _answer(work, count, rounds, max_tokens, seed)
         drafts += watch.drafts
-        costs += _of_steps(watch.steps)
+        costs += of_steps(watch.steps)
     rates = [*_of_drafts(drafts)]
     yield from (row("source | acceptance | drafts | estimated | measured", *each) for each in rates)
     yield from (row("source | rows x tokens | steps | estimated | measured", *c) for c in costs)
@@ -143,7 +143,8 @@ def calibrated(
 
 
 @contextmanager
-def _watched(watch: _Watch) -> Iterator[None]:
+def watched(watch: Watch) -> Iterator[None]:
+    """Record in `watch` what the policies of all engines expect and see."""
     with (
         patch.object(AdaptiveDrafts, "choose", lambda *args, **named: watch.choose(*args, **named)),
         patch.object(AdaptiveDrafts, "observe", lambda *args: watch.learn(*args)),
@@ -181,7 +182,8 @@ def _of_drafts(drafts: Sequence[_Draft]) -> Iterator[_Point]:
             yield _Point(source, kind, len(own), statistics.mean(estimated), statistics.mean(came))
 
 
-def _of_steps(steps: Sequence[_Step]) -> Iterator[_Point]:
+def of_steps(steps: Sequence[_Step]) -> Iterator[_Point]:
+    """Yields estimated and measured costs by rows, source of drafts and tokens per row."""
     unit = {
         rows: statistics.median(step.seconds / step.cost for step in group)
         for rows, group in _grouped(steps, lambda step: step.shape.rows).items()

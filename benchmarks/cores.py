@@ -7,6 +7,7 @@ from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 
@@ -157,3 +158,16 @@ class TellingDrafter(MTPDrafter):
         right = self.at(positions, sampler)
         # The result depends on the head's drafts, so that mlx still computes them.
         return mx.where((drafts >= 0) & is_right, right, right ^ 1).astype(mx.int32)
+
+
+@contextmanager
+def telling(teller: TellingDrafter) -> Iterator[None]:
+    """Replace what every engine samples by the tokens that `teller` knows; it still samples."""
+    draw = Sampler.draw
+
+    def told(sampler: Sampler, logits: mx.array, at: mx.array, *more: Any, **also: Any) -> mx.array:
+        drawn = draw(sampler, logits, at, *more, **also)
+        return mx.where(drawn >= 0, teller.at(at, sampler), drawn)
+
+    with patch.object(Sampler, "draw", told):
+        yield

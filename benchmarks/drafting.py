@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks import Rows, row
-from benchmarks.cores import TellingDrafter
+from benchmarks.cores import TellingDrafter, telling
 from benchmarks.shapes import build, shape_of
 from benchmarks.timed import take_turns
 from mlx_mtp.bench.arguments import CALIBRATION_SECONDS
@@ -116,15 +116,8 @@ def copying(
         rate: share of the head's drafts that are right
     """
     tokenizer, model = Tokenizer.load(BUNDLED_MODEL), load_model(BUNDLED_MODEL, enable_mtp=True)
-    teller, draw = TellingDrafter(model, [[0]], rate), Sampler.draw
-
-    def forced(sampler: Sampler, logits: mx.array, at: mx.array, *more: Any, **also: Any) -> Any:
-        drawn = draw(sampler, logits, at, *more, **also)
-        return mx.where(drawn >= 0, teller.at(at, sampler), drawn)  # Still runs the draw.
-
-    Sampler.draw = forced  # type: ignore[assignment, method-assign]
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, Sampler, "draw", draw)
+    teller = TellingDrafter(model, [[0]], rate)
+    with telling(teller), contextlib.ExitStack() as stack:
         engines = []
         for name in ("mtp", "mtp,copy"):
             engine = _engine(model, tokenizer, "auto", 1, name, drafter=teller)

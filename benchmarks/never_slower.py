@@ -9,10 +9,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -70,7 +69,8 @@ _TOOLS = [
     )
 ]
 Body = dict[str, Any]
-T = TypeVar("T")
+_Halves = tuple[list[dict[str, float]], list[dict[str, float]]]
+"""The rounds of the first servers, and those of the second ones: each choice's speed."""
 
 
 class _Cell(NamedTuple):
@@ -108,7 +108,7 @@ def never_slower(
     cells: tuple[str, ...] = (),
     max_tokens: int = 120,
     quick: bool = False,
-    seed: int = 0,
+    seeds: tuple[int, ...] = (0,),
 ) -> Rows:
     """The default beside no drafts and every fixed choice, over HTTP, for several kinds of work.
 
@@ -129,14 +129,14 @@ def never_slower(
         cells: such as "story 16,edit 8"; all by default
         max_tokens: maximum number of tokens of an answer
         quick: measure only six cells
-        seed: seed of prompts, orders and arrivals
+        seeds: seeds of prompts, orders and arrivals; each has all rounds, and servers of its own
     """
     if rounds < 4:
         raise UsageError("--rounds is at least 4: the best choice is picked in half of them.")
     chosen = [_parsed(name) for name in cells or _CELLS[: _QUICK if quick else None]]
-    speeds: dict[_Cell, list[dict[str, float]]] = defaultdict(list)
+    speeds: dict[_Cell, _Halves] = {cell: ([], []) for cell in chosen}
     with tempfile.TemporaryDirectory() as folder:
-        for spoiled in (False, True):
+        for seed, spoiled in itertools.product(seeds, (False, True)):
             group = [cell for cell in chosen if (cell.work == "random") == spoiled]
             if group:
                 model = _with_random_head(Path(folder) / "random") if spoiled else BUNDLED_MODEL
@@ -161,12 +161,12 @@ def _measured(
     rounds: int,
     max_tokens: int,
     seed: int,
-    speeds: dict[_Cell, list[dict[str, float]]],
+    speeds: dict[_Cell, _Halves],
 ) -> Iterator[Row]:
     chance = random.Random(seed)
     sources = {cell: PromptSource(chance.getrandbits(30)) for cell in cells}
     asking, capacity = Asking(max_tokens), dict[_Cell, float]()
-    for numbers in _halves(range(rounds)):
+    for half, numbers in enumerate((range(rounds // 2), range(rounds // 2, rounds))):
         with contextlib.ExitStack() as stack:
             clients = {
                 name: stack.enter_context(_Client(url, asking, model="m", name=name))
@@ -174,13 +174,8 @@ def _measured(
             }
             for number, cell in itertools.product(numbers, cells):
                 of = _round(cell, clients, sources[cell], chance, capacity, max_tokens)
-                speeds[cell].append(of)
-                yield {"round": number + 1, "cell": cell.name} | of
-
-
-def _halves(rounds: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Returns the rounds of the first servers and those of the second ones."""
-    return rounds[: len(rounds) // 2], rounds[len(rounds) // 2 :]
+                speeds[cell][half].append(of)
+                yield {"seed": seed, "round": number + 1, "cell": cell.name} | of
 
 
 def _round(
@@ -232,7 +227,7 @@ def _started(model: Path, folder: Path, stack: contextlib.ExitStack) -> Iterator
 
 def _with_random_head(target: Path) -> Path:
     """Returns a copy of the bundled model with random matrices of the same scale in its head."""
-    shutil.copytree(BUNDLED_MODEL, target)
+    shutil.copytree(BUNDLED_MODEL, target, dirs_exist_ok=True)
     mx.random.seed(0)
     for file in target.glob("*.safetensors"):
         tensors = mx.load(str(file))
@@ -324,11 +319,12 @@ WORK = {
 }
 
 
-def _summary(cell: _Cell, rounds: Sequence[dict[str, float]]) -> Row:
+def _summary(cell: _Cell, halves: _Halves) -> Row:
     """Returns a cell's row: the default over no drafts, and over the best fixed choice."""
+    rounds = [*halves[0], *halves[1]]
     over_none = [math.log(of[_DEFAULT] / of[_NONE]) for of in rounds]
     over_best, picked = [], []
-    for compared, others in itertools.permutations(_halves(rounds)):
+    for compared, others in itertools.permutations(halves):
         best = max(_FIXED, key=lambda name: sum(math.log(of[name]) for of in others))
         picked.append(best)
         over_best += [math.log(of[_DEFAULT] / of[best]) for of in compared]

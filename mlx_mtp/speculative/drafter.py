@@ -115,18 +115,16 @@ class MTPDrafter:
         if not any(num_drafts):
             return nothing
         assert cache.head is not None
-        newest, position, z = targets[last][:, None], packing.positions[last], z[last]
-        m: mx.array | None = None  # [B, 1, H], the head's output
+        newest, position = targets[last][:, None], packing.positions[last]
+        m = z[last][:, None]  # [B, 1, H]: for the first draft z, then the head's output
         drafts: list[mx.array] = []
         for number in range(max(num_drafts)):
             # This pass has only the rows that need another draft.
             lengths = [int(count > number) for count in num_drafts]
             packing = cache.packing(position, lengths)
-            if m is None:
-                z = packing.rectangle.flat(z[:, None])
-            else:
-                tokens = packing.rectangle.flat(drafts[-1])
-                z = self._write(cache, packing, packing.rectangle.flat(m), tokens)
+            z = packing.rectangle.flat(m)
+            if drafts:
+                z = self._write(cache, packing, z, packing.rectangle.flat(drafts[-1]))
             out = self._head.run_layer(z, cache.head, packing)
             m = packing.rectangle.fill(out)
             # The head's output at p predicts the token at p + 2.

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.calibrated import _Draft, _of_drafts, _of_steps, _Step, _svg, calibrated
+from benchmarks.calibrated import _Draft, _of_drafts, _Step, _svg, calibrated, of_steps
 from mlx_mtp.speculative.costs import StepShape
 
 
@@ -21,7 +21,7 @@ def test_true_estimates_lie_on_the_diagonal():
     assert of_copies == ("copies", "0.7 to 0.8", 40, 0.75, 0.0)
 
 
-def test_costs_are_relative_to_those_of_steps_of_as_many_rows():
+def test_costs_are_relative_to_thoseof_steps_of_as_many_rows():
     steps = [
         _Step(source, StepShape(rows, drafts, 0, drafts / rows), rows * cost * wrong / 100, cost)
         for rows in (2, 4)
@@ -31,12 +31,12 @@ def test_costs_are_relative_to_those_of_steps_of_as_many_rows():
             *[("copies", 4 * rows, 2.0, 1.25)] * 40,
         )
     ]
-    found = {point[:3]: point[3:] for point in _of_steps(steps)}
+    found = {point[:3]: point[3:] for point in of_steps(steps)}
     for rows in (2, 4):
         assert found["head", f"{rows} x 1", 60] == pytest.approx((1.0, 1.0))
         assert found["head", f"{rows} x 3", 50] == pytest.approx((1.5, 1.5))
         assert found["copies", f"{rows} x 5 to 8", 40] == pytest.approx((2.0, 2.5))
-    points = [*_of_steps(steps)]
+    points = [*of_steps(steps)]
     picture = ElementTree.fromstring(_svg(("of drafts", 1.0, []), ("of steps", 4.0, points)))
     assert len(picture.findall("{*}circle")) == len(points) + 2  # and the legend
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.full
         "pauses --tiny --shape Qwen3.5-27B --prompt 1500 --streams 2",
         "rows --tiny --shape Qwen3.5-27B --rows 1 --long 600 --depths 1 --steps 2",
         "ranks --tiny --rows 2 --depths 2 --steps 2",
+        "replayed --tiny --rows 1,2 --rounds 1 --tokens 40 --calibration-seconds 5",
         "host --layers 4 --cases 2x3 --steps 2",
         "host --layers 4 --cases 2x3 --steps 2 --temperature 1 --top-k 20 --parts",
     ],

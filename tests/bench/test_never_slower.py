@@ -15,7 +15,7 @@ def test_the_best_choice_is_picked_in_the_other_half_of_the_rounds():
         | {"default": 2.0, "mtp 2": 1.9, "mtp 3": 4.0 if number < 4 else 1.0}
         for number in range(8)
     ]
-    row = _summary(_Cell("story", 4, False), rounds)
+    row = _summary(_Cell("story", 4, False), (rounds[:4], rounds[4:]))
     assert row["best"] == "mtp 2 and mtp 3" and row["mtp 2"] == pytest.approx(1.9)
     assert row["over none"] == pytest.approx(2.0)
     # The first half is compared with "mtp 2", the second with "mtp 3".
