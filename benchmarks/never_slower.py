@@ -36,6 +36,7 @@ _CELLS = (
 )
 _QUICK = 6  # number of cells with --quick, the first ones
 _REQUESTS = 8  # minimum number of requests per round: fewer streams send several, one after another
+_REPEATS = 4  # requests per "same" story, one batch of streams after another
 _LOAD = 0.7  # share of the capacity without drafts at which "poisson" requests arrive
 _CALIBRATION_SECONDS = 90.0  # maximum time to wait for a server's calibration
 # Patterns of the sentences in texts to edit.
@@ -69,8 +70,8 @@ _TOOLS = [
     )
 ]
 Body = dict[str, Any]
-_Halves = tuple[list[dict[str, float]], list[dict[str, float]]]
-"""The rounds of the first servers, and those of the second ones: each choice's speed."""
+Round = dict[str, float]
+"""The speed of each choice in one round of a cell."""
 
 
 class _Cell(NamedTuple):
@@ -112,29 +113,29 @@ def never_slower(
 ) -> Rows:
     """The default beside no drafts and every fixed choice, over HTTP, for several kinds of work.
 
-    Each choice has its own server of the bundled model. All get the same greedy requests, one
-    server at a time, in an order drawn anew for each cell and round. A cell is a kind of work and a
-    number of concurrent streams: different stories; the same stories in every round; edits of a
-    text; agents' turns with tools; short answers; a head with random weights. In "poisson" cells,
-    requests arrive at 70% of the capacity of the server without drafts, and the mean time of an
-    answer is compared; in other cells, tokens per second. The default and "copy" have calibrated
-    their step costs before; nothing else is warm. Ratios are geometric means of the rounds, with
-    95% bounds (Student's t). The best fixed choice is picked in one half of the rounds and compared
-    in the other. Each half has servers of its own: servers of the same choice differ by up to 9%
-    for as long as they live, so else a lucky one would be picked and compared. With fewer than
-    eight streams, a round has several batches of requests.
+    Each choice has its own server of the bundled model, started anew for each round: servers of the
+    same choice differ by up to 9% for as long as they live, so rounds would not be independent.
+    Step costs are calibrated in the first round, and kept as a user's are; nothing else is warm.
+    All servers get the same greedy requests, one server at a time, in an order drawn anew for each
+    cell and round. A cell is a kind of work and a number of concurrent streams: different stories;
+    the same stories, four times each; edits of a text; agents' turns with tools; short answers;
+    a head with random weights. In "poisson" cells, requests arrive at 70% of the capacity of the
+    server without drafts, and the mean time of an answer is compared; in other cells, tokens per
+    second. Ratios are geometric means of the rounds, with 95% bounds (Student's t). The best fixed
+    choice is picked in every other round and compared in the rounds between. With fewer than eight
+    streams, a round has several batches of requests.
 
     Args:
         rounds: number of rounds, at least 4
         cells: such as "story 16,edit 8"; all by default
         max_tokens: maximum number of tokens of an answer
         quick: measure only six cells
-        seeds: seeds of prompts, orders and arrivals; each has all rounds, and servers of its own
+        seeds: seeds of prompts, orders and arrivals; each has all rounds
     """
     if rounds < 4:
         raise UsageError("--rounds is at least 4: the best choice is picked in half of them.")
     chosen = [_parsed(name) for name in cells or _CELLS[: _QUICK if quick else None]]
-    speeds: dict[_Cell, _Halves] = {cell: ([], []) for cell in chosen}
+    speeds: dict[_Cell, list[Round]] = {cell: [] for cell in chosen}
     with tempfile.TemporaryDirectory() as folder:
         for seed, spoiled in itertools.product(seeds, (False, True)):
             group = [cell for cell in chosen if (cell.work == "random") == spoiled]
@@ -161,20 +162,20 @@ def _measured(
     rounds: int,
     max_tokens: int,
     seed: int,
-    speeds: dict[_Cell, _Halves],
+    speeds: dict[_Cell, list[Round]],
 ) -> Iterator[Row]:
     chance = random.Random(seed)
     sources = {cell: PromptSource(chance.getrandbits(30)) for cell in cells}
     asking, capacity = Asking(max_tokens), dict[_Cell, float]()
-    for half, numbers in enumerate((range(rounds // 2), range(rounds // 2, rounds))):
+    for number in range(rounds):
         with contextlib.ExitStack() as stack:
             clients = {
                 name: stack.enter_context(_Client(url, asking, model="m", name=name))
                 for name, url in _started(model, folder, stack)
             }
-            for number, cell in itertools.product(numbers, cells):
+            for cell in cells:
                 of = _round(cell, clients, sources[cell], chance, capacity, max_tokens)
-                speeds[cell][half].append(of)
+                speeds[cell].append(of)
                 yield {"seed": seed, "round": number + 1, "cell": cell.name} | of
 
 
@@ -185,9 +186,10 @@ def _round(
     chance: random.Random,
     capacity: dict[_Cell, float],  # requests per second without drafts; filled when it is needed
     max_tokens: int,
-) -> dict[str, float]:
+) -> Round:
     """Returns each client's tokens per second or, in a "poisson" cell, answers per second."""
-    count = cell.streams * max(2 if cell.poisson else 1, -(-_REQUESTS // cell.streams))
+    least = _REPEATS if cell.work == "same" else 2 if cell.poisson else 1
+    count = cell.streams * max(least, -(-_REQUESTS // cell.streams))
     bodies = [
         {"model": "m", "temperature": 0, "max_tokens": max_tokens, "stream": True}
         | {"stream_options": {"include_usage": True}}
@@ -252,9 +254,10 @@ def _stories(source: PromptSource, count: int) -> list[Body]:
     return [_chat(prompt.text) for prompt in source.next("story", count)]
 
 
-def _same(_: PromptSource, count: int) -> list[Body]:
-    """Returns requests for the same stories in each round."""
-    return [_chat(prompt.text) for prompt in PromptSource(7).next("story", count)]
+def _same(source: PromptSource, count: int) -> list[Body]:
+    """Returns requests for the same few stories again and again."""
+    prompts = itertools.cycle(source.next("story", count // _REPEATS))
+    return [_chat(prompt.text) for prompt in itertools.islice(prompts, count)]
 
 
 def _edits(source: PromptSource, count: int) -> list[Body]:
@@ -319,12 +322,11 @@ WORK = {
 }
 
 
-def _summary(cell: _Cell, halves: _Halves) -> Row:
+def _summary(cell: _Cell, rounds: Sequence[Round]) -> Row:
     """Returns a cell's row: the default over no drafts, and over the best fixed choice."""
-    rounds = [*halves[0], *halves[1]]
     over_none = [math.log(of[_DEFAULT] / of[_NONE]) for of in rounds]
     over_best, picked = [], []
-    for compared, others in itertools.permutations(halves):
+    for compared, others in itertools.permutations((rounds[::2], rounds[1::2])):
         best = max(_FIXED, key=lambda name: sum(math.log(of[name]) for of in others))
         picked.append(best)
         over_best += [math.log(of[_DEFAULT] / of[best]) for of in compared]
@@ -338,7 +340,7 @@ def _summary(cell: _Cell, halves: _Halves) -> Row:
     return result
 
 
-def _mean(rounds: Sequence[dict[str, float]], name: str) -> float:
+def _mean(rounds: Sequence[Round], name: str) -> float:
     return math.exp(statistics.mean(math.log(of[name]) for of in rounds))
 
 

@@ -198,8 +198,7 @@ class Calibrator:
             prefills = WholeChunks(config, self._chunks)
         scheduler = Scheduler(config, drafts, prefills=prefills)
         overlap = cell.kind not in (CHUNK, SYNC)
-        core = EngineCore(scheduler, runner, overlap=overlap, clock=self._clock)
-        self._core = core
+        core = self._core = EngineCore(scheduler, runner, overlap=overlap, clock=self._clock)
         for number in range(_MOST_STEPS):
             # Each step of a chunk's cell computes the first chunk of a new request.
             if self._has_time_for(cell) if is_chunk else number == 0:

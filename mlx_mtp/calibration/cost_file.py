@@ -41,8 +41,7 @@ class CostFile:
 
     def save(self, table: Table) -> None:
         """Replace the file atomically; a failure is logged."""
-        path = self.path
-        if path is None:
+        if (path := self.path) is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

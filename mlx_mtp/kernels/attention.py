@@ -4,7 +4,8 @@ On CUDA one kernel runs the windows of all rows of a decode step, and on Metal t
 otherwise the rows of each buffer form a padded rectangle. A prompt's chunk has a kernel on Hopper
 GPUs. On other GPUs it runs in blocks of queries for head dimensions over 128, for which mlx has no
 fused operation: mlx would mask all scores, in two more passes over them, but only the scores of the
-chunk's own tokens need a mask, and blocks keep the scores small. All else is mlx's own attention.
+chunk's own tokens need a mask, and blocks keep the scores small. On a CPU, one row's float32 chunks
+run in blocks, with the softmax of `activations`. All else is mlx's own attention.
 """
 
 import platform
@@ -14,10 +15,12 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_mtp.kernels import gpu
+from mlx_mtp.kernels.activations import softmax
 from mlx_mtp.kernels.cuda import decode_attention, flash_attention
 from mlx_mtp.kernels.metal import window_attention
 
 BLOCK = 512  # queries of a block; chosen by measurements of 64 to 2,048 on CUDA
+_CPU_BLOCK = 32  # the same on a CPU; with larger ones more scores are in memory at once
 _FUSED_DIM = 128  # maximum head dimension for which mlx fuses a chunk's attention
 # With at least 4,096 keys, mlx's attention on Metal reads the KV once for all query heads of a KV
 # head, for up to 8 positions and 32 pairs of a position and one of these heads. With more, at
@@ -102,7 +105,9 @@ def attend_rectangle(
 def attends_in_blocks(queries: mx.array) -> bool:
     """Returns whether a chunk's queries [slots, heads, T, dim] are computed in blocks."""
     slots, *_, dim = queries.shape
-    return slots == 1 and dim > _FUSED_DIM and gpu.backend() is not None
+    if gpu.backend() is None:
+        return slots == 1 and queries.dtype == mx.float32
+    return slots == 1 and dim > _FUSED_DIM
 
 
 def _metal_fuses(queries: mx.array) -> bool:
@@ -130,15 +135,20 @@ def _in_blocks(
     kv_heads, limit = keys.shape[1:3]
     queries = queries * scale
     outputs = []
-    for first in range(0, length, BLOCK):
-        end = min(first + BLOCK, length)
+    on_cpu = gpu.backend() is None
+    size = _CPU_BLOCK if on_cpu else BLOCK
+    for first in range(0, length, size):
+        end = min(first + size, length)
         masked, reach = known + first, limit - (length - end)
         block = queries[:, :, first:end].reshape(1, kv_heads, -1, dim)
+        if on_cpu and outputs:  # Else mlx would compute the scores of all blocks first.
+            (block,) = mx.depends([block], outputs[-1:])
         scores = block @ keys[:, :, :reach].swapaxes(2, 3)
         scores = scores.reshape(1, heads, end - first, reach)
         seen = mx.arange(masked, reach) <= positions[first:end, None]
         scores[..., masked:] = mx.where(seen, scores[..., masked:], -mx.inf)
-        weights = mx.softmax(scores, axis=-1, precise=True).reshape(1, kv_heads, -1, reach)
+        weights = softmax(scores) if on_cpu else mx.softmax(scores, axis=-1, precise=True)
+        weights = weights.reshape(1, kv_heads, -1, reach)
         outputs.append((weights @ values[:, :, :reach]).reshape(1, heads, end - first, dim))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 

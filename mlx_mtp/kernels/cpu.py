@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 MOST_BYTES = 1 << 23  # of weights to copy; reading larger ones takes longer than mlx's overhead
 _OUTPUTS = 256  # of a block of `BlockedLinear`
+_MANY = 1 << 13  # elements from which a norm in more but simpler operations is faster
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
@@ -66,7 +67,10 @@ def _made(array: mx.array) -> mx.array:
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     """`mx.fast.rms_norm` of float32, which takes eight operations on a CPU."""
-    return _normed(x, _squares(x), weight, *_numbers(x.shape[-1], eps))
+    numbers = _numbers(x.shape[-1], eps)
+    if x.size < _MANY:
+        return _normed(x, _squares(x), weight, *numbers)
+    return x * _root_mean(mx.square(x) @ _ones(x.shape[-1]), *numbers) * weight
 
 
 def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -76,6 +80,16 @@ def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.arr
 
 def _squares(x: mx.array) -> mx.array:
     return mx.square(x).sum(axis=-1, keepdims=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(dim: int) -> mx.array:
+    return _made(mx.ones((dim, 1)))
+
+
+@elementwise
+def _root_mean(squares: mx.array, share: mx.array, eps: mx.array) -> mx.array:
+    return mx.rsqrt(squares * share + eps)
 
 
 @elementwise

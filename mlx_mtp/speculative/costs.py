@@ -7,6 +7,7 @@ use, and while no request runs (`mlx_mtp/calibration`); `table` carries costs to
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from statistics import median_low
 from typing import NamedTuple
 
@@ -139,9 +140,9 @@ class StepCosts:
             self._seen.add(launch)
 
     def of_batch(self, rows: int, *, sync: bool = False) -> BatchCosts:
-        if (rows, sync) not in self._batch_costs:
-            self._batch_costs[rows, sync] = self._costs_of(rows, sync)
-        return self._batch_costs[rows, sync]
+        if rows not in self._batch_costs:
+            self._batch_costs[rows] = self._costs_of(rows)
+        return self._batch_costs[rows][sync]
 
     def has_measured(self, rows: int, depth: int) -> bool:
         """Returns True if `depth` or more drafts of the head in about `rows` rows ran twice."""
@@ -163,7 +164,7 @@ class StepCosts:
         self._times |= Counter(steps * 2)
         self._mean, self._covariance = _prior()  # of the coefficients
         self._unit = 0.0  # seconds of the prior's unit; 0: not known yet
-        self._batch_costs: dict[tuple[int, bool], BatchCosts] = {}
+        self._batch_costs: dict[int, tuple[BatchCosts, BatchCosts]] = {}
         for cell, seconds in sorted(self._table.items(), key=lambda each: each[0][1:]):
             self._learn(_features([cell.shape], in_use=cell.kind == USE)[0], seconds)
 
@@ -202,29 +203,34 @@ class StepCosts:
         self._covariance -= np.outer(gain, spread)
         self._batch_costs.clear()
 
-    def _costs_of(self, rows: int, sync: bool) -> BatchCosts:
-        most = rows * MAX_HOST_DRAFTS
-        # Between these numbers of drafts costs are linear.
-        ends = [1, *(int(n) - rows for n in _KNOTS if rows + 1 < n < rows + most), most]
-        # A plain step, one with a place of padding, passes of the head, sync, and verified drafts.
-        shapes = [StepShape(rows, 0, 0, 0), StepShape(rows, 0, 0, 1 / rows)]
-        shapes += [StepShape(rows, 0, n, 0) for n in range(MAX_DRAFT_TOKENS + 1)]
-        shapes += [StepShape(rows, 0, 0, 0, sync=True)]
-        shapes += [StepShape(rows, n, 0, n / rows) for n in ends]
-        steps = _features(shapes, in_use=True)
+    def _costs_of(self, rows: int) -> tuple[BatchCosts, BatchCosts]:
+        """Returns the costs of steps with look-ahead, and of steps without."""
+        ends, steps, idle = _steps_of(rows)
         plain = max(float(steps[0] @ self._mean), _LEAST_PLAIN * self._unit)
         more = (steps - steps[0]) @ self._mean / plain  # costs over that of a plain step
         # By the coefficients, except for those of use: what use adds makes drafts only cheaper.
-        idle = _features(shapes, in_use=False)
         gradients = (idle - np.outer(1.0 + more, idle[0])) / plain
         variances = ((gradients @ self._covariance) * gradients).sum(axis=1)
         cautious = more + _CAUTION * np.sqrt(np.maximum(variances, 0.0))
         known = np.maximum.accumulate([_LEAST_MORE, *cautious[-len(ends) :]])[1:]
-        drafts = np.arange(1, most + 1)
+        drafts = np.arange(1, ends[-1] + 1)
         verify = 1.0 + np.interp(drafts, ends, known) + _LEAST_SLOPE / rows * drafts
         _, place, *passes, alone = np.maximum(more, 0.0)[: -len(ends)].tolist()
-        verify = np.concatenate([[1.0], verify]) + sync * alone
-        return BatchCosts(verify, passes, place + _LEAST_SLOPE / rows)
+        verify, place = np.concatenate([[1.0], verify]), place + _LEAST_SLOPE / rows
+        return BatchCosts(verify, passes, place), BatchCosts(verify + alone, passes, place)
+
+
+@lru_cache(maxsize=64)
+def _steps_of(rows: int) -> tuple[list[int], Vector, Vector]:
+    """Returns numbers of drafts between which costs are linear, and features in use and idle."""
+    most = rows * MAX_HOST_DRAFTS
+    ends = [1, *(int(n) - rows for n in _KNOTS if rows + 1 < n < rows + most), most]
+    # A plain step, one with a place of padding, passes of the head, sync, and verified drafts.
+    shapes = [StepShape(rows, 0, 0, 0), StepShape(rows, 0, 0, 1 / rows)]
+    shapes += [StepShape(rows, 0, n, 0) for n in range(MAX_DRAFT_TOKENS + 1)]
+    shapes += [StepShape(rows, 0, 0, 0, sync=True)]
+    shapes += [StepShape(rows, n, 0, n / rows) for n in ends]
+    return ends, _features(shapes, in_use=True), _features(shapes, in_use=False)
 
 
 def _features(shapes: Sequence[StepShape], *, in_use: bool) -> Vector:

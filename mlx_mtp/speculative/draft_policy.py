@@ -220,11 +220,7 @@ class AdaptiveDrafts:
         return choice
 
     def observe(self, head: Sequence[HeadWindow], shape: StepShape, seconds: float | None) -> None:
-        """Learn from a decode step, one or two steps after it was planned.
-
-        `head` are the windows without drafts of the host. `seconds` is the step's duration, or None
-        if it is not known (see `StepClock`).
-        """
+        """Learn from a step: its windows of the head's drafts, and its duration if it is known."""
         self._head_rates.observe(head)
         self._costs.observe(shape, seconds)
 

@@ -31,11 +31,11 @@ def test_a_chunk_attends_to_the_same(start, length, block):
     lines = 2 * buffer.slots * KV_HEADS * buffer.capacity
     cache.buffers[buffer] = normal(lines, DIM, seed=start)
     queries = normal(length, HEADS, DIM, seed=7)
-    expected = cache.attend(packing, queries, DIM**-0.5)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attention, "attends_in_blocks", lambda _: True)
-        patched.setattr(attention, "BLOCK", block)
+        patched.setattr(attention, "_CPU_BLOCK", block)
         found = cache.attend(packing, queries, DIM**-0.5)
+        patched.setattr(attention, "attends_in_blocks", lambda _: False)
+        expected = cache.attend(packing, queries, DIM**-0.5)
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
     known = Packing(layout, mx.array([start], dtype=mx.int32), [length])
     known.ends = [start + length]
@@ -48,6 +48,7 @@ def test_a_chunk_attends_to_the_same(start, length, block):
             return real(*given, **how)
 
         patched.setattr(mx.fast, "scaled_dot_product_attention", noted)
+        patched.setattr(attention, "attends_in_blocks", lambda _: False)
         found = cache.attend(known, queries, DIM**-0.5)
     assert asked == [(start + length, "causal")], "no array, nor keys behind the end"
     np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)

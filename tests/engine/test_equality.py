@@ -221,9 +221,8 @@ def test_the_heads_cache_is_complete_whatever_was_drafted(tiny_models, policy, n
 
 
 def test_a_prompt_whose_attention_is_in_blocks_of_queries(tiny_models, monkeypatch):
-    """Attention in blocks of queries, as on a GPU, changes neither tokens nor the head's KV."""
-    monkeypatch.setattr(attention, "BLOCK", 48)
-    monkeypatch.setattr(attention, "attends_in_blocks", lambda queries: len(queries) == 1)
+    """Attention in blocks of queries changes neither tokens nor the head's KV."""
+    monkeypatch.setattr(attention, "_CPU_BLOCK", 48)
     model, tokens = tiny_models["qwen3_next"], [*range(2, 90)] * 4
     requests = [request(f"r{n}", tokens[: 300 + n], greedy(24, ignore_eos=True)) for n in range(2)]
     config = EngineConfig(num_draft_tokens=3, prefill_step_size=128)

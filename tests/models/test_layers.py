@@ -145,6 +145,14 @@ def test_engines_of_one_process_trace_one_after_the_other(tmp_path, monkeypatch)
         list(pool.map(run, range(3, 11)))
 
 
+@pytest.mark.parametrize("shape", [(3, 256), (31, 4, 64), (40, 256), (100, 4, 64)])
+def test_both_forms_of_a_norm_on_a_cpu_are_mlxs(shape):
+    """Inputs of at least 8,192 numbers take the second form."""
+    x, weight = mx.random.normal(shape, key=mx.random.key(2)), mx.random.normal(shape[-1:])
+    expected = mx.fast.rms_norm(x, weight, 1e-6)
+    assert mx.allclose(cpu.rms_norm(x, weight, 1e-6), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_product_in_blocks_is_the_product():
     layer = nn.Linear(64, 512, bias=False)
     assert cpu.BlockedLinear.serves(layer)
