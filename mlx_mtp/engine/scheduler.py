@@ -16,13 +16,14 @@ from mlx_mtp.engine.step import InFlightStep, StepPlan, StepRow
 from mlx_mtp.prefix.policy import PrefixReuse
 from mlx_mtp.prefix.radix_tree import PrefixTree
 from mlx_mtp.speculative.costs import MTP, StepShape
-from mlx_mtp.speculative.draft_policy import DraftPolicy
+from mlx_mtp.speculative.draft_policy import DraftPolicy, RowDrafting
 from mlx_mtp.speculative.host_sources import HostSources
 
 # A chunk of at most this many tokens shares a forward pass with the running rows, so that the
 # weights are read once. A longer chunk gains nothing from sharing, and if it fails in its own pass,
 # the running rows don't fail with it.
 MOST_TOGETHER = 256
+_WAITING = RowDrafting(fixed=0)
 
 
 class Scheduler:
@@ -193,10 +194,14 @@ class Scheduler:
         rows = [*decode, *(row for row in chunk if row.is_last)]
         if not rows:
             return False
-        self._last_num_rows = len(rows)
         for row in decode:
             row.sequence.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
-        choice = self._drafts.choose([row.sequence.drafting for row in rows], steady=not chunk)
+        # Drafts delay the requests whose prompts are not complete. So these count as rows without
+        # drafts: a draft must pay in the larger batch, too, where time is worth more tokens.
+        most = min(len(self._admitted()) + self.num_waiting, self._config.max_num_seqs)
+        given = [row.sequence.drafting for row in rows] + [_WAITING] * (most - len(rows))
+        self._last_num_rows = len(given)
+        choice = self._drafts.choose(given, steady=not chunk)
         for row, count in zip(rows, choice.head):
             row.num_proposed = count
         for row, count in zip(decode, choice.host):

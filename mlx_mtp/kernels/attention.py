@@ -134,7 +134,7 @@ def _in_blocks(
     _, heads, length, dim = queries.shape
     kv_heads, limit = keys.shape[1:3]
     queries = queries * scale
-    outputs = []
+    outputs: list[mx.array] = []
     on_cpu = gpu.backend() is None
     size = _CPU_BLOCK if on_cpu else BLOCK
     for first in range(0, length, size):

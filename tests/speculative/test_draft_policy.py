@@ -648,6 +648,18 @@ def test_never_slower_than_any_fixed_choice(size, copies):
     assert sum(shares) > 0.97 * len(shares)
 
 
+def test_drafts_of_few_rows_must_pay_in_the_batch_that_others_will_join():
+    """The scheduler passes requests that wait as rows without drafts."""
+    parts, costs = Parts(lambda n: 10 + 1.0 * n, head=(0.5, 0.02)), StepCosts()
+    calibrate(parts, costs)
+    policy = AdaptiveDrafts(costs)
+    machine_of(parts, MIDDLING).run(policy, 4, 300)
+    rows = [RowDrafting() for _ in range(4)]
+    # A draft gains 0.5 tokens per millisecond; without drafts 4 rows emit 0.3, and 32 rows 0.8.
+    assert min(policy.choose(rows, steady=False).head) > 0
+    assert max(policy.choose([*rows, *[RowDrafting(fixed=0)] * 28], steady=False).head) == 0
+
+
 class Repeating(Run):
     """A text that goes on as an earlier one, except that any token can differ."""
 
