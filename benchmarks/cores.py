@@ -140,13 +140,12 @@ class TellingDrafter(MTPDrafter):
     def tell(self, texts: Many[Many[int]]) -> None:
         longest = max(map(len, texts))
         self.known = mx.array([[*text, *[0] * (longest - len(text))] for text in texts], mx.int32)
-        mx.eval(self.known)  # Evaluated here, because engines read it on their own threads.
+        self._draws = mx.random.uniform(shape=self.known.shape, key=mx.random.key(0))
+        mx.eval(self.known, self._draws)  # Here, because engines read them on their own threads.
 
     def at(self, positions: mx.array, sampler: TokenSampler) -> mx.array:
         """Returns the known tokens at int positions [B, T]."""
-        assert isinstance(sampler, Sampler)
-        known = self.known[mx.array([params.seed for params in sampler.params])]
-        return mx.take_along_axis(known, mx.minimum(positions, known.shape[1] - 1), axis=1)
+        return _taken(self.known, positions, sampler)
 
     def propose(
         self, state: DeferredWrites, window: Computed, num_drafts: Many[int], sampler: TokenSampler
@@ -154,10 +153,17 @@ class TellingDrafter(MTPDrafter):
         drafts = super().propose(state, window, num_drafts, sampler)
         first = window.packing.positions[window.last] + 2
         positions = first[:, None] + mx.arange(drafts.shape[1])
-        is_right = (positions * 7919) % 1000 < int(self.rate * 1000)
+        is_right = _taken(self._draws, positions, sampler) < self.rate
         right = self.at(positions, sampler)
         # The result depends on the head's drafts, so that mlx still computes them.
         return mx.where((drafts >= 0) & is_right, right, right ^ 1).astype(mx.int32)
+
+
+def _taken(table: mx.array, positions: mx.array, sampler: TokenSampler) -> mx.array:
+    """Returns the entries at positions [B, T] of the table's rows that the requests' seeds name."""
+    assert isinstance(sampler, Sampler)
+    rows = table[mx.array([params.seed for params in sampler.params])]
+    return mx.take_along_axis(rows, mx.minimum(positions, rows.shape[1] - 1), axis=1)
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class Scheduler:
         self._prefills = prefills or PrefillScheduler(config)
         self._running: list[Sequence] = []
         self._last_num_rows = 0
+        self._lacks_memory = False  # the next request waits for memory
         self._begun: list[RequestOutput] = []  # progress outputs of prompts that were just admitted
 
     @property
@@ -198,8 +199,9 @@ class Scheduler:
             row.sequence.drafting.ahead = row.sequence.max_cached - row.sequence.num_cached
         # Drafts delay the requests whose prompts are not complete. So these count as rows without
         # drafts: a draft must pay in the larger batch, too, where time is worth more tokens.
-        most = min(len(self._admitted()) + self.num_waiting, self._config.max_num_seqs)
-        given = [row.sequence.drafting for row in rows] + [_WAITING] * (most - len(rows))
+        soon = len(self._admitted()) + (0 if self._lacks_memory else self.num_waiting)
+        missing = min(soon, self._config.max_num_seqs) - len(rows)
+        given = [row.sequence.drafting for row in rows] + [_WAITING] * missing
         self._last_num_rows = len(given)
         choice = self._drafts.choose(given, steady=not chunk)
         for row, count in zip(rows, choice.head):
@@ -274,7 +276,8 @@ class Scheduler:
                 rows = [*self._admitted(), *group, sequence]
                 most = [row.num_prompt + row.max_new_tokens for row in rows]
                 # One row alone always fits: `Engine.submit` rejects longer requests.
-                if len(rows) > 1 and self._usage(most) > 1:
+                self._lacks_memory = len(rows) > 1 and self._usage(most) > 1
+                if self._lacks_memory:
                     return None
                 # If the disk read failed, another prompt may be computing the prefix: check again.
                 if not (

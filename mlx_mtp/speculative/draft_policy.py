@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 class ChoiceReason(NamedTuple):
     """The estimates behind a choice, and those for 0, 1, 2, .. drafts of the head per row."""
 
-    num_rows: int
+    num_rows: int  # with the requests whose prompts are not complete
     drafts: dict[str, int]  # chosen drafts of all rows, by source
     cost: float  # cost of a step with these drafts, relative to one without drafts
     num_tokens: float  # expected tokens of such a step

@@ -159,17 +159,21 @@ def test_the_policy_learns_of_decode_steps_alone():
     assert (stats.prompt_tokens, stats.generation_tokens) == (16, 4 + 2 + 1 + 2 + 1)
 
 
-def test_requests_with_incomplete_prompts_count_as_rows_without_drafts(monkeypatch):
-    policy, asked = scheduler(max_num_seqs=6, prefill_step_size=8), []
+@pytest.mark.parametrize(("memory", "counted"), [(None, [0, 3, 4]), (100, [0, 0, 0])])
+def test_requests_with_incomplete_prompts_count_as_rows_without_drafts(
+    monkeypatch, memory, counted
+):
+    """At most `max_num_seqs` rows count, and no request that waits for memory."""
+    policy, asked = scheduler(memory, max_num_seqs=6, prefill_step_size=8), []
     decoding(policy, "ab")
     choose = policy._drafts.choose
     monkeypatch.setattr(
         policy._drafts, "choose", lambda rows, **how: asked.append(rows) or choose(rows, **how)
     )
-    for count, wanted in ((0, 2), (3, 5), (2, 6)):  # at most `max_num_seqs`
+    for count, others in zip((0, 3, 2), counted):
         add(policy, **{f"{count} {n}": 90 for n in range(count)})
         assert [row.num_proposed for row in policy.schedule().decode] == [2, 2]
-        assert [row.fixed for row in asked[-1]] == [None] * 2 + [0] * (wanted - 2)
+        assert [row.fixed for row in asked[-1]] == [None] * 2 + [0] * others
 
 
 @settings(max_examples=150, deadline=None)
